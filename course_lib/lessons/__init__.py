@@ -1,10 +1,11 @@
-"""Code that belongs to a single lesson: its exercises, claims, GPU experiments and figures.
+"""Code that belongs to a single lesson: its exercises, claims, GPU experiments and plots.
 
     from course_lib.lessons.lesson_05 import exercises, figures  # in lesson 05
     python -m course_lib.lessons                                 # all GPU experiments: `make gpu`
 
-A lesson's package may have the files `exercises`, with its checks, `claims`, which its learners may
-have read, and `gpu`, with `Experiment`s. This module finds them by the lesson's number.
+A lesson's package may have three files. `exercises` has its checks, `claims` has claims that
+learners may have read elsewhere, and `gpu` has its `Experiment`s. This module finds these files by
+the lesson's number.
 """
 
 import gc
@@ -21,7 +22,7 @@ from course_lib.teaching.recordings import FOLDER, figures_of_gpus
 
 __all__ = ["LESSONS", "checks_of", "claims_of", "experiments", "lesson", "on_gpu"]
 
-# `measure` collects garbage. It takes a tenth of a second more if all of PyTorch is searched, too.
+# `measure` collects garbage. Frozen objects are not searched, which saves a tenth of a second.
 gc.freeze()
 
 #: The numbers of the lessons, as two digits.

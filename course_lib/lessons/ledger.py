@@ -1,9 +1,9 @@
-"""The ledger: one step of one decoder, with one technique at a time; every lesson adds a row.
+"""A table of one decoder's training step, with one technique per row; every lesson adds a row.
 
 The decoder is that of lesson 00: vocabulary 2048, hidden size 256, 8 heads, 8 layers. The step has
-8 sequences of 128 tokens, fp32 and Adam, and is the second one. A lesson measures its own row and
-shows it below those of the previous lessons, which are stored here. tests/test_ledger.py measures
-each of them again.
+8 sequences of 128 tokens, in fp32 with Adam. The second step is measured, because Adam's state
+exists from its start. A lesson measures its own row and shows it below the rows of the previous
+lessons, which are stored here. tests/test_ledger.py measures each of them again.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from course_lib.teaching.tables import NumberText
 
 @dataclass(frozen=True)
 class Row:
-    """Effect of a lesson's technique on the step.
+    """Costs of the training step with a lesson's technique.
 
     Attributes:
         moved_bytes: Bytes moved to and from another tier or another rank.

@@ -1,6 +1,6 @@
-"""Notebooks of an edition in which a lesson's package had all names, such as `lesson_02.check_x`.
+"""Errors for notebooks of an older edition, which used names such as `lesson_02.check_x`.
 
-Names are in the files of the package now, which notebooks import: `exercises.check_x`.
+Such names are now in the files of a lesson's package, which notebooks import: `exercises.check_x`.
 """
 
 import re
@@ -12,9 +12,9 @@ from course_lib.labels import in_both_languages, text, verbatim
 
 
 class OlderEdition(Exception):
-    """A notebook uses a name as an older edition of the course did.
+    """Error for a notebook that uses a name as an older edition of the course did.
 
-    It is no AttributeError, because `from package import name` would replace its sentence.
+    It is not an AttributeError, because `from package import name` would replace its message.
     """
 
 
@@ -44,14 +44,14 @@ def refuse_names_in(package: str) -> Callable[[str], NoReturn]:
                 " `make update`, which keeps your answers.",
                 **words,
             )
-        # in both languages, because the page's switch does not reach an error
+        # The text is in both languages, because the page's switch cannot change an error message.
         raise OlderEdition("\n".join(in_both_languages(told)))
 
     return refuse
 
 
 def _file_with(name: str, folder: Path) -> str:
-    """Return the file of a folder that defines a name, or ""."""
+    """Return the file in a folder that defines a name, or "" if no file does."""
     defines = re.compile(rf"^(?:(?:def|class) {name}\b|{name}\b[^=\n(]*=)", re.M)
     paths = sorted(folder.glob("*.py"))
     return next((path.stem for path in paths if defines.search(path.read_text("utf-8"))), "")

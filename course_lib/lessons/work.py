@@ -15,7 +15,7 @@ class WorkLimit(TorchDispatchMode):
 
     Args:
         limit: Number of operators that may run inside the block.
-        message: Label that is shown then, as an exact message.
+        message: Label that `WrongAnswer` shows, as a message that no hint follows.
     """
 
     def __init__(self, limit: int, message: str) -> None:

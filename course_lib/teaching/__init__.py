@@ -1,4 +1,4 @@
-"""Tools that all lessons share: the language switch, figures, tables, verdicts, GPU figures.
+"""Tools that all lessons share: the language switch, plots, tables, verdicts, GPU measurements.
 
 They work without IPython and pandas (and then show plain text), and need matplotlib only to draw.
 Code for a single lesson is in `course_lib.lessons`.

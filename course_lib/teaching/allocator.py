@@ -9,7 +9,7 @@ from course_lib._torch.modes import TorchDispatchMode
 
 
 def release(device: torch.device) -> None:
-    """Free unreferenced and cached GPU memory and cuBLAS's workspaces; on a CPU, do nothing."""
+    """Free unreferenced and cached GPU memory and cuBLAS's workspaces. On a CPU, do nothing."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.init()

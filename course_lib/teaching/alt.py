@@ -83,7 +83,7 @@ def _axis(template: str, axis: Any) -> str:
 
 
 def _shared_labels(drawn: "Figure", language: str) -> list[str]:
-    """Return the labels and legends that belong to all panels, as a sentence if there are any."""
+    """Return the labels and legends that belong to all panels: a list of one sentence, or empty."""
     items = [item for legend in drawn.legends for item in legend.get_texts()]
     clauses = [_plain(drawn.get_supxlabel()), _plain(drawn.get_supylabel()), _list_texts(items)]
     description = join_labels(filter(None, clauses), "; ")

@@ -1,6 +1,6 @@
 """Claims that learners may have read, each with the experiment that tests it and the outcome.
 
-The claims are in the modules of their lessons. Each lesson measures the figures and passes them to
+The claims are in the modules of their lessons. Each lesson measures the values and passes them to
 `what_you_may_have_read`. A test repeats every experiment.
 """
 
@@ -42,10 +42,14 @@ class Claim:
 
 
 def what_you_may_have_read(claims: Sequence[Claim], *measured: str) -> Table:
-    """Return the table of claims, with the measured figure of each, as labels.
+    """Return the table of claims, with the measured value of each.
+
+    Args:
+        claims: The claims.
+        measured: One label per claim, which states the measured value.
 
     Raises:
-        ValueError: The numbers of measured figures and of claims differ.
+        ValueError: The numbers of measured values and of claims differ.
     """
     if len(measured) != len(claims):
         raise ValueError(

@@ -1,7 +1,7 @@
 """The lessons' GPU experiments: functions of a device and sizes that yield dicts of numbers.
 
-The name of every number ends in its unit. A string says how the numbers were measured (for example,
-which attention kernel ran). The functions also run on a CPU, without the figures that only the CUDA
+The name of every number ends in its unit. A string states how numbers were measured, for example
+which attention kernel ran. The functions also run on a CPU, without the numbers that only the CUDA
 allocator has, so tests can run them at small sizes.
 """
 
@@ -26,10 +26,10 @@ from .allocator import release
 
 Number = int | float
 Part = Mapping[str, Number | str | None]
-# Last words of figures' names. Figures with one of the first three units are whole numbers.
+# Last words of results' names. Results with one of the first three units are whole numbers.
 UNITS = ("bytes", "flops", "count", "seconds", "percent")
 
-#: Quantities measured for each variant of an experiment. A figure is called `<variant>_<quantity>`,
+#: Quantities measured for each variant of an experiment. A result is called `<variant>_<quantity>`,
 #: and its label is "variant: quantity".
 QUANTITIES = {
     "predicted_bytes": "predicted peak",
@@ -55,7 +55,7 @@ class Run:
     Attributes:
         figures: Name -> number.
         sizes: Sizes that were used.
-        notes: Name -> further information on the figures.
+        notes: Name -> further information on the results.
     """
 
     figures: dict[str, Number]
@@ -71,7 +71,7 @@ class Experiment:
         function: Function of a device, and of sizes as keyword arguments, that yields dicts of
             numbers or strings by name.
         title: A label.
-        labels: Name of a figure -> its label. A placeholder in the name matches any text, which
+        labels: Name of a result -> its label. A placeholder in the name matches any text, which
             replaces the same placeholder in the label.
         sizes, small: Sizes of the experiment, and smaller ones with which it takes about a second
             on any device.
@@ -102,7 +102,7 @@ class Experiment:
 
         Raises:
             MemoryError: Memory is too small at any size.
-            ValueError: A figure has no unit, or is not a finite number of its unit's kind.
+            ValueError: A result has no unit, or is not a finite number of its unit's kind.
         """
         device, sizes = torch.device(device), self.small if small else self.sizes
         while True:
@@ -121,7 +121,7 @@ class Experiment:
                     raise MemoryError(f"memory is too small at any size ({problem})") from None
             finally:
                 release(device)
-            # after the handler, because the error refers to the tensors of the failed attempt
+            # Outside the handler, because the error refers to tensors of the failed attempt.
             sizes = smaller
 
     def _parts(self, device: torch.device, sizes: dict[str, Any]) -> Iterator[Run]:
@@ -147,16 +147,16 @@ class Experiment:
         return None
 
     def label_of(self, figure: str) -> str:
-        """Return the label of a figure, or its name as `code` if it has none."""
+        """Return the label of a result, or its name as `code` if it has none."""
         for pattern, words in self.labels.items():
             if match := _match(pattern, figure):
                 return text(words, **match.groupdict())
         return f"`{figure}`"
 
     def in_order(self, values: dict[str, Number]) -> dict[str, Number]:
-        """Sort figures by label, then by the numbers in the name (512 before 1024).
+        """Sort results by label, then by the numbers in the name (512 before 1024).
 
-        In a recording they are sorted alphabetically.
+        Recordings have them in alphabetical order.
         """
 
         def place(figure: str) -> tuple[int, list[int], str]:
@@ -184,7 +184,7 @@ def experiment(
 
     Args:
         title, sizes, small, labels: Attributes of `Experiment`.
-        variants: Name of each variant -> its label, for labels of its `QUANTITIES`.
+        variants: Name of each variant -> its label, for the labels of its `QUANTITIES`.
     """
     derived = {
         f"{variant}_{quantity}": text("{variant}: {quantity}", variant=words, quantity=what)
@@ -302,7 +302,7 @@ def need_host_memory(count: int) -> None:
 
 
 def in_short(error: BaseException) -> str:
-    """Return an error's type and first sentence."""
+    """Return an error's type and first sentence as text."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0].split('. ')[0]}"
 
@@ -315,7 +315,7 @@ def _is_lack_of_memory(error: BaseException) -> bool:
 
 
 def check_figure(name: str, value: object) -> None:
-    """Check the name and the value of a figure.
+    """Check the name and the value of a result.
 
     Raises:
         ValueError: The name does not end in a unit, or the value is not a finite number of its

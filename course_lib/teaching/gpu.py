@@ -1,6 +1,6 @@
-"""The display of GPU figures in a lesson, with a line that states where they were measured.
+"""The display of GPU measurements in a lesson, with a line that states where they were made.
 
-The figures themselves come from `recordings`.
+The measured values come from `recordings`.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from .tables import NumberText, Table
 
 
 class GpuFigures:
-    """Display of GPU experiments: titles, figures, and where the figures were measured.
+    """Display of GPU experiments: titles, measured values, and where they were measured.
 
     Args:
-        parts: Pairs of an experiment and a sequence of its figures. The sequence has one item per
+        parts: Pairs of an experiment and a sequence of its results. The sequence has one item per
             GPU; see `course_lib.teaching.recordings.figures_of_gpus`.
 
     Attributes:
-        figures: Name of an experiment -> its figures on the first GPU, for further computations of
+        figures: Name of an experiment -> its results on the first GPU, for further computations of
             a lesson.
     """
 
@@ -48,7 +48,10 @@ class GpuFigures:
         return f'<div class="course-gpu">{"".join(texts)}</div>'
 
     def _blocks(self) -> list[tuple[list[str], Experiment, Sequence[Figures]]]:
-        """Return one block per experiment, or per run of those that lack figures for one reason."""
+        """Return one block per experiment, or one for consecutive experiments without results.
+
+        Experiments are grouped if they lack results for the same reason.
+        """
         blocks: list[tuple[list[str], Experiment, Sequence[Figures]]] = []
         for item, found in self._parts:
             if blocks and not found[0].values and blocks[-1][2] == found:
@@ -63,7 +66,7 @@ def _origins(found: Sequence[Figures]) -> list[Label]:
 
 
 def _origin(found: Figures) -> list[Label]:
-    """Return the lines that state where and how the figures were measured."""
+    """Return the lines that state where and how the results were measured."""
     lines = []
     measured = {"gpu": verbatim(found.gpu), "torch": found.torch, "date": found.date}
     if found.problem is not None:
@@ -91,9 +94,9 @@ def _origin(found: Figures) -> list[Label]:
 
 
 def _table(item: Experiment, found: Sequence[Figures]) -> Table:
-    """Return a table of the figures with a column per GPU, and a last column of exact bytes.
+    """Return a table of the results with a column per GPU, and a last column of exact bytes.
 
-    Where the bytes of two GPUs differ, the cell has those of each, in the order of the columns.
+    If the bytes of two GPUs differ, the last cell lists them in the order of the columns.
     """
     names = list(dict.fromkeys(name for each in found for name in each.values))
     several = len(found) > 1

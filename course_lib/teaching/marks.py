@@ -1,6 +1,6 @@
-"""Marks that figures of several lessons share: words, boxes, arrows, points, bars and axes.
+"""Elements that plots of several lessons share: words, boxes, arrows, points, bars and axes.
 
-Words are labels; a figure of `course_lib.teaching.figures` shows them in the language of the page.
+Words are labels; a plot of `course_lib.teaching.figures` shows them in the language of the page.
 The arguments `look` are those of matplotlib's own functions.
 """
 
@@ -90,13 +90,13 @@ def stacked_bars(
     *,
     upright: bool = False,
 ) -> list[float]:
-    """Draw one bar per place, stacked from categories of bytes, and return the ends of the bars.
+    """Draw stacked bars of bytes by category, and return the end of each bar in MB.
 
     Args:
-        bars: Place -> category -> bytes, drawn in MB. A missing category has none.
+        bars: Position of the bar -> category -> bytes, drawn in MB. A missing category has 0 bytes.
         categories: The categories that are drawn, in this order, and added to the legend.
         width: Width of a bar, in data coordinates.
-        upright: Whether the bars go upwards, not to the right.
+        upright: Whether the bars are vertical instead of horizontal.
     """
     draw, first = (ax.bar, "bottom") if upright else (ax.barh, "left")
     ends = [0.0] * len(bars)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LANGUAGES = ("en", "zh")
 SLIDE = (1176, 560)  # largest size in pixels of a picture on a slide
-LARGER = 1.6  # factor by which letters on a slide are larger than in the scaled page picture
+LARGER = 1.6  # factor by which letters on a slide are larger than in the picture of the page
 _FACTORS = (LARGER, 1.45, 1.3, 1.15, 1.0)  # `enlarge` tries these from left to right
 _LEAST_AXES = 0.5  # smallest part of a slide's height that the axes may take
 # environment variable of a kernel that also draws pictures for slides
@@ -96,12 +96,12 @@ def _for_slides(drawn: "Figure", languages: Iterable[str]) -> dict[str, str]:
 
 @contextmanager
 def enlarge(drawn: "Figure") -> Iterator[None]:
-    """Give a figure the shape of a slide and a smaller size in inches, inside the block.
+    """Give a figure the aspect ratio of a slide and a smaller size in inches, inside the block.
 
-    Scaled to the slide, its letters and lines are then larger. Ticks are chosen again for the
-    shorter axes, and titles that are too long are broken into lines. Letters become `LARGER` times
-    as large. The factor is smaller if the axes would otherwise take too little of the height, or
-    if the figure's `course_larger` is smaller.
+    On the slide its letters and lines are therefore larger. Ticks are chosen again for the shorter
+    axes, and long titles are broken into lines. Letters become `LARGER` times as large. The factor
+    is smaller if the axes would otherwise take too little of the height, or if the figure's
+    `course_larger` is smaller.
     """
     size = drawn.get_size_inches().copy()
     titles = [text for text in (drawn._suptitle, *_panel_titles(drawn)) if text and text.get_text()]

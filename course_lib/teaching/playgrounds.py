@@ -1,4 +1,4 @@
-"""Pictures with sliders, where trying values helps to understand."""
+"""Pictures with sliders that change the arguments of a plot."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

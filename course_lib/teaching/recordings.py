@@ -1,4 +1,4 @@
-"""Figures of GPU experiments: measured now on a GPU, or from a stored recording, or none.
+"""Results of GPU experiments: measured now on a GPU, or read from a stored recording.
 
 A recording is `course_lib/recordings/<gpu>.json`; the folder contains nothing else.
 """
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parents[1] / "recordings"
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one experiment, and their origin.
+    """The results of one experiment, and where they were measured.
 
     Attributes:
         source: "live" (measured just now), "recorded" (on another machine, or earlier), or "none".
@@ -36,7 +36,7 @@ class Figures:
             if it could, or if there is no GPU.
         smaller: Name -> value of the sizes that differ from the experiment's own, because memory
             was too small for these.
-        notes: Name -> further information on the figures, such as which attention kernel ran.
+        notes: Name -> further information on the results, such as which attention kernel ran.
     """
 
     source: str
@@ -50,7 +50,7 @@ class Figures:
 
 
 def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
-    """Return the figures of an experiment: measured now on a GPU, or from the latest recording.
+    """Return the results of an experiment: measured now on a GPU, or from the latest recording.
 
     Args:
         folder: Folder of the recordings; it need not exist.
@@ -60,7 +60,7 @@ def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
         gpu = torch.cuda.get_device_name()
         try:
             run = item.run()
-        # out of memory, or torch is too old: the lesson reports it and goes on
+        # Memory ran out, or torch is too old. The lesson reports it and goes on.
         except (RuntimeError, MemoryError) as error:
             problem = f"{gpu}: {in_short(error)}"
         else:
@@ -124,10 +124,10 @@ def record(
     device: str = "cuda",
     finished: bool = True,
 ) -> Path:
-    """Write an experiment's figures to `folder`/<gpu>.json, with all information on their origin.
+    """Write an experiment's results to `folder`/<gpu>.json, with all information on their origin.
 
     Entries of other experiments stay in the file. The entry of this one is replaced once the run is
-    `finished`. Until then, new figures are added to it if sizes and software are the same, and are
+    `finished`. Until then, new results are added to it if sizes and software are the same, and are
     stored under "unfinished" otherwise. The file is replaced as a whole, so after an interruption
     it is either the old one or the new one.
 
@@ -136,7 +136,7 @@ def record(
         device: "cuda", or "cpu" in tests.
 
     Returns:
-        Path of the file. Its contents do not depend on the order of the figures.
+        Path of the file. Its contents do not depend on the order of the results.
     """
     gpu, total = "CPU", 0
     if torch.device(device).type == "cuda":
@@ -153,7 +153,7 @@ def record(
         "command": command,
     }
     previous = recording["experiments"].get(item.lesson, {}).get(item.name)
-    measured = {"link_bytes_per_second"}  # slightly different in each run
+    measured = {"link_bytes_per_second"}  # differs slightly in each run
     added = previous is None or all(
         previous[key] == value for key, value in same.items() if key not in measured
     )
@@ -180,7 +180,7 @@ def record(
 
 @cache
 def provenance(device: str = "cuda") -> dict[str, Any]:
-    """Return the versions of software and the properties of the machine that affect figures.
+    """Return the versions of software and the properties of the machine that affect results.
 
     They are determined once per process.
     """

@@ -30,7 +30,7 @@ opacity: 0.75; }
 .course-language input { margin: 0; accent-color: var(--jp-brand-color1, #4477aa); }
 .course-language input:focus-visible { outline: 2px solid currentColor; outline-offset: 2px; }
 .course-language legend { float: left; padding: 0; opacity: 0.75; }"""
-# A cell that runs removes its old output, and with it the buttons that hold the reader's choice.
+# A cell that runs removes its old output, and with it the buttons that hold the learner's choice.
 # The notebook's element stays in the page, so the script keeps the choice there, and a new switch
 # reads it. Outside of JupyterLab and its exports there is no such element.
 _REMEMBER = """\
@@ -51,13 +51,13 @@ _OPTIONS = (("en", "English"), ("zh", "中文"), ("both", "both 双语"))
 class Switch:
     """The output that shows the switch: an HTML form in a notebook, or one line in a terminal.
 
-    In a notebook, a language that the reader has chosen by a button stays chosen when the cell runs
-    again.
+    In a notebook, a language that the learner has chosen by a button stays chosen when the cell
+    runs again.
 
     Args:
         chosen: "en", "zh" or "both".
-        follow_browser: Whether a reader who has not chosen sees the language of the browser instead
-            of `chosen`.
+        follow_browser: Whether the language of the browser replaces `chosen` until the learner has
+            chosen one.
     """
 
     def __init__(self, chosen: str, *, follow_browser: bool = False) -> None:
@@ -94,7 +94,7 @@ class Switch:
 def language(default: str | None = None, *, only: bool = False) -> None:
     """Show the language switch, and set the language of plain text.
 
-    The switch works on the cells of its own notebook, without a kernel. The language that a reader
+    The switch works on the cells of its own notebook, without a kernel. The language that a learner
     has chosen by a button stays chosen when the cell runs again. After this call, a notebook shows
     each figure once per language. Plain text keeps the language in which it was printed. Without
     IPython, one line is printed instead.

@@ -17,7 +17,8 @@ _UNITS = {
 
 #: A number, perhaps with commas or a power of ten, and perhaps a unit.
 _PREDICTION = re.compile(r"([+-]?[\d,]*\d(?:\.\d*)?(?:[eE][+-]?\d+)?) *([A-Za-z]+)?")
-#: A number that a lesson has formatted itself, such as 1,024, 0.50 or 12%, or a dash for none.
+#: A number that a lesson has formatted itself, such as 1,024, 0.50 or 12%, or a dash for a missing
+#: value.
 _WRITTEN_NUMBER = re.compile(r"[+−-]?(?!0\d)[\d,]+(\.\d+)?( ?[%×])?|–")
 
 
@@ -258,7 +259,7 @@ def _as_number(prediction: Any) -> float | None:
 
 
 def _scale(value: float | None, scale: float) -> tuple[float | None, str]:
-    """Return the value in its unit, and its text.
+    """Return the value divided by the scale, and its text.
 
     A whole number with a scale of 1 is shown to the last digit, and any other with three decimals.
     """
@@ -295,7 +296,7 @@ def _percent(error: float | None) -> str:
 
 
 def _decimals(column: Sequence[Any]) -> int | None:
-    """Return the most decimals of a column's numbers; None if one needs an exponent, as in 1e-7."""
+    """Return the most decimals in a column; None if a number needs an exponent, as in 1e-7."""
     written = [
         f"{float(cell):g}"
         for cell in column

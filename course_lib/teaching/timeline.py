@@ -1,4 +1,4 @@
-"""The course's main figure: the byte timeline of a training step."""
+"""The course's main plot: live bytes by category after each operator of a training step."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -106,9 +106,9 @@ class _Step:
         self.peak_at = int(self.total.argmax()) + 0.5  # the middle of the operator
 
     def runs(self) -> list[tuple[str, int, int]]:
-        """Return (phase, first operator, one past the last) for each stretch of one phase.
+        """Return (phase, first operator, one past the last) for each run of operators in one phase.
 
-        Optimizer updates between two stretches of backward count as backward. Otherwise an
+        Optimizer updates between two runs of backward count as backward. Otherwise an
         optimizer that updates each parameter during backward would be drawn as thin stripes.
         """
         names = [(phase, len(list(stretch))) for phase, stretch in itertools.groupby(self.phases)]
@@ -148,7 +148,7 @@ class _Step:
         )
 
     def layers(self) -> list[tuple[str, Any, Any]]:
-        """Return (category, lower edge, upper edge) in MB, from bottom to top."""
+        """Return (category, lower edge, upper edge) of stacked areas in MB, from bottom to top."""
         found, below = [], self.total * 0.0
         for category, held in self.bytes.items():
             above = below + held / 1e6
@@ -277,9 +277,9 @@ def _width_of(panel: "Axes", words: str, size: float) -> float:
 
 
 def _highest_box(below: Any, above: Any, width: int) -> tuple[float, float, float] | None:
-    """Return (center x, center y, height) of the tallest box of this width in a layer.
+    """Return (center x, center y, height) of the tallest box of this width that fits in a layer.
 
-    The width is in operators.
+    `width` is a number of operators; `below` and `above` are the layer's edges.
     """
     from numpy.lib.stride_tricks import sliding_window_view
 

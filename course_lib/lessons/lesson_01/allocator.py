@@ -34,7 +34,7 @@ def replay_trace(
     """Replay a trace in the simulated allocator of a small device.
 
     Args:
-        emptied_at: Moments at which the cache is emptied, in order.
+        emptied_at: Numbers of operators after which the cache is emptied, in ascending order.
 
     Returns:
         The allocator, and its error message if it ran out of memory.
@@ -57,7 +57,7 @@ def reserved_after(trace: Trace, marks: Sequence[int]) -> Table:
     """Show live, allocated and reserved memory after each of five phases per step.
 
     Args:
-        marks: Moments of the trace, five per step.
+        marks: Numbers of operators after which memory is read, five per step.
     """
     rows, phases = [], ("before", "forward", "backward", "step()", "zero_grad()")
     for number, mark in enumerate(marks):
@@ -74,7 +74,11 @@ _Prepare = Callable[[Decoder, torch.optim.Optimizer], object]
 def _trained_on(
     make_decoder: Callable[..., Decoder], lengths: Sequence[int], prepare: _Prepare | None = None
 ) -> tuple[Trace, list[int]]:
-    """Train on two sequences of each length; return the trace and the moments after batches."""
+    """Train on two sequences of each length.
+
+    Returns:
+        The trace, and the number of operators that had run after each batch.
+    """
     with symbolic(), MemoryMeter() as meter:
         model, ends = make_decoder(sequence=512), []
         optimizer = torch.optim.Adam(model.parameters())
@@ -84,7 +88,7 @@ def _trained_on(
             model.loss(random_tokens(2, length, 2048)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            torch.empty(0)  # an operator, at which the meter notices what was released
+            torch.empty(0)  # at the next operator the meter notices the storages that were released
             ends.append(meter.moments)
     return meter.trace(), ends
 
@@ -99,7 +103,8 @@ def four_orders(make_decoder: Callable[..., Decoder]) -> tuple[dict[str, Trace],
     """Train on batches A (384 tokens) and B (512 tokens) in several orders.
 
     Returns:
-        Order -> trace, and the moments after the batches of the first one.
+        Order -> trace, and the number of operators that had run after each batch of the first
+        trace.
     """
     short_first, ends = _trained_on(make_decoder, (384, 512, 384, 512))
     scenes = {
@@ -134,7 +139,7 @@ def orders_on(scenes: Mapping[str, Trace], capacity_bytes: int) -> Table:
 
 
 def wanted_bytes(trace: Trace, capacity_bytes: int) -> tuple[int, int, int]:
-    """Describe a step that ran out of memory.
+    """Return three byte counts of a step that ran out of memory.
 
     Returns:
         Bytes of the tensor that did not fit, and reserved bytes before and after the cache is
@@ -163,9 +168,10 @@ def allocator_claims(
     """Return the table of `ALLOCATOR_CLAIMS`.
 
     Args:
-        scene: Trace of the batches that run out of memory with `capacity_bytes`.
-        marks: Moments after a batch.
-        reserved: Reserved bytes after two of the monitor's steps.
+        scene: Trace of the training that runs out of memory with `capacity_bytes`.
+        capacity_bytes: Memory of the device.
+        marks: Numbers of operators that had run after each batch.
+        reserved: Reserved bytes after two different steps.
     """
     tensor, before, after = wanted_bytes(scene, capacity_bytes)
     message = replay_trace(scene, capacity_bytes)[1]
@@ -217,7 +223,8 @@ def draw_in_the_viewer(trace: Trace) -> "Figure":
     return shown_once(drawn)
 
 
-#: Phase in which a block was allocated -> label and color; the first stands for before the step.
+#: Phase in which a block was allocated -> label and color; the first row is for blocks from before
+#: the step.
 _ORIGINS = {
     "held": (text("live before the step"), "#4477AA"),
     "forward": (phase_label("forward"), "#228833"),

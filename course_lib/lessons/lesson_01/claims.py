@@ -34,7 +34,7 @@ CLAIMS = (
     ),
 )
 
-#: Claims on reserved memory that learners may have read; for the in-depth part.
+#: Claims about reserved memory that learners may have read; an optional section tests them.
 ALLOCATOR_CLAIMS = (
     Claim(
         "Emptying the cache frees memory for my model.",
@@ -98,13 +98,14 @@ def older_claims(
     after_forward: int,
     peak_bytes: int,
 ) -> Table:
-    """Return the table of the claims in depth.
+    """Return the table of the claims of the optional section.
 
     Args:
-        growth: Growth in bytes of two runs.
+        growth: Bytes by which memory grew in each of two runs.
         attention_bytes: Bytes that attention kept.
-        activations: Activations of the MLP, in units of its input.
-        after_forward, peak_bytes: Bytes of the decoder's step.
+        activations: Bytes of the MLP's activations divided by the bytes of its input.
+        after_forward: Live bytes after the decoder's forward pass.
+        peak_bytes: Peak of the decoder's step.
     """
     with_scores = attention_bytes + 4 * 12 * 512 * 512
     return what_you_may_have_read(

@@ -34,12 +34,12 @@ say = Messages(__file__)
 
 
 def _roundings(count: int) -> tuple[int, ...]:
-    """Return a number of bytes rounded to thousands, and with one to three digits less."""
+    """Return a number of bytes rounded to 10^3, to 10^4, to 10^5 and to 10^6."""
     return tuple(round(count, -digits) for digits in range(3, 7))
 
 
-#: Mistake -> number of missing weights, for h = 256. The vocabulary is 8h, so the embedding of the
-#: words has 8h² weights, like one h × h matrix in each of the eight layers.
+#: Mistake -> number of weights that it leaves out, for h = 256. The vocabulary is 8h, so the word
+#: embedding has 8h² weights, as many as one h × h matrix in each of the eight layers.
 _MISSING = {
     "biases": 8 * 9 * 256,
     "norms_of_layers": 8 * 4 * 256,
@@ -54,7 +54,7 @@ _MISSING = {
 
 
 def _forgotten() -> dict[str, dict[str, int]]:
-    """Return one or two mistakes -> the number of weights that they give."""
+    """Return the names of one or two mistakes -> the wrong number of weights that they give."""
     found: dict[int, str] = {}
     for names in chain(combinations(_MISSING, 1), combinations(_MISSING, 2)):
         found.setdefault(WEIGHTS - sum(_MISSING[name] for name in names), " ".join(names))
@@ -78,7 +78,7 @@ _KINDS = {"parameter": 4 * WEIGHTS, "gradient": 4 * WEIGHTS, "optimizer": 8 * WE
         "master_weights": {"optimizer": 12 * WEIGHTS},
         "all_kinds": {"optimizer": 16 * WEIGHTS},
     },
-    also={"optimizer": 8 * WEIGHTS + 400},  # with the counts of steps
+    also={"optimizer": 8 * WEIGHTS + 400},  # Adam's step counters may be included
     in_bytes=_KINDS,
     hint_below="hint_on_bytes",
 )
@@ -120,12 +120,12 @@ _NORM_AND_HEAD = 2 * _WIDTH + _STATISTICS
         "two_tensors": {"logits": 2 * _LOGITS},
         "logits_themselves": {"logits": 4 * _LOGITS},
     },
-    # without Adam's counts of steps; with the loss and its gradient
+    # Adam's step counters are left out; the loss and its gradient are included
     also={"state": 12 * WEIGHTS, "logits": 3 * _LOGITS + 8},
     in_bytes=True,
 )
 def check_whole_peak() -> dict[str, int]:
-    """Check the parts of the baseline's peak; only two numbers of 4 bytes are left out."""
+    """Check the parts of the baseline's peak; only two scalars of 4 bytes each are left out."""
     return {
         "state": 12 * WEIGHTS + 400,
         "layers": 8 * LAYER_BYTES,
@@ -161,8 +161,8 @@ def check_adapter_bytes() -> int:
     return 2 * _FROZEN + 16 * _TRAINED
 
 
-# A line through two measurements gives one of these sizes if one of them was at fault: one sequence
-# and eight give 51, and one sequence and four give 54.
+# A straight line through two measured peaks gives a wrong size if one of the two is the peak of a
+# single sequence: sizes 1 and 8 give 51, and sizes 1 and 4 give 54.
 @largest(
     range(1, 10_001),
     1_300_000_000,
@@ -247,7 +247,7 @@ def _draw_gpt(rng: random.Random) -> tuple[int, ...]:
         },
         **_EACH_ROW,
     },
-    # in the second one, the lesson's layer, exchanged letters may give the same numbers
+    # In the second case, the lesson's layer, two exchanged letters may give the same numbers.
     cases=lambda: cases([(7, 44, 70, 5), (8, 128, 256, 8)], _draw_gpt),
     blank=lambda given, *sizes: given == _gpt_rows(*sizes) | dict.fromkeys(_OPEN_ROWS, 0),
     elsewhere="some_sizes",
@@ -264,7 +264,7 @@ def _draw_llama(rng: random.Random) -> tuple[int, ...]:
 
 
 def _is_unchanged(given: Any, b: int, s: int, h: int, a: int, *_: int) -> bool:
-    """Return whether each row is that of exercise 3, where some rows may still be 0."""
+    """Return whether each row is still the formula of exercise 3, or 0."""
     rows = _gpt_rows(b, s, h, a)
     return (
         isinstance(given, Mapping)
@@ -343,11 +343,11 @@ def storages(values: Any) -> dict[int, torch.UntypedStorage]:
 
 @dataclass(frozen=True)
 class _Case:
-    """Code that runs under the reader's meter; what it creates stays alive until the meter is read.
+    """Code that runs under the learner's meter; its variables stay alive until the meter is read.
 
     Attributes:
-        code: Statements in one line, because messages show them.
-        live, peak: Right bytes at the end, and at the peak.
+        code: Statements on one line, because messages show them.
+        live, peak: Correct numbers of bytes at the end, and at the peak.
         before: Code that runs before the meter starts.
     """
 
@@ -370,13 +370,13 @@ _QKV = _Case(
     240,
     528,
 )
-# So many storages are released that some of the new ones certainly get an old address.
+# Hundreds of storages are released, so some of the new ones certainly get an old address.
 _USED_AGAIN = _Case(
     "x = [torch.empty(100) for _ in range(300)]; del x; x = [torch.empty(100) for _ in range(300)]",
     120_000,
     120_000,
 )
-#: Cases -> names of the messages if a meter is wrong in one of them
+#: Case -> name of the message if a meter is wrong in it
 _ARGUMENTS = {
     _Case("x = torch.empty(100); x.add_(1); x.add_(1)", 400, 400): "common.in_place",
     _Case("x, y = torch.empty(100), torch.empty(100); torch.neg(x, out=y)", 800, 800): "common.out",
@@ -385,7 +385,7 @@ _ARGUMENTS = {
 
 
 def _draw_meter_cases(rng: random.Random) -> dict[_Case, str]:
-    """Return new, viewed and released storages of a drawn size."""
+    """Return cases with new, viewed and released storages, of a random size."""
     n = rng.randint(200, 900)
     code = f"x = torch.empty({n}); y = x.view(-1, 1); z = x * 2; w = x + z; del w"
     return {_Case(code, 8 * n, 12 * n): "common.released"}
@@ -401,9 +401,9 @@ def _counts(meter: Any, case: _Case) -> tuple[int, int]:
 
 
 def _refuse_wrong_counts(answer: Any, cases: Mapping[_Case, str]) -> None:
-    """Refuse a meter that is wrong in one of the cases, with the message of the first one."""
-    # This case comes first. A meter that remembers all addresses would fail any other one by
-    # chance. Such a meter misses some new storages, and the other mistakes don't.
+    """Reject a meter that is wrong in a case, with the message of the first such case."""
+    # This case comes first. A meter that remembers all addresses would fail other cases only by
+    # chance. It misses some new storages here, which no other mistake does.
     live, peak = _counts(answer(), _USED_AGAIN)
     if peak > 0 and 0 <= live < _USED_AGAIN.live:
         _refuse_counts(_USED_AGAIN, live, peak, "common.used_again")
@@ -422,13 +422,12 @@ def _refuse_counts(case: _Case, live: int, peak: int, reason: str) -> None:
 
 @exercise()
 def check_new_storages(answer: Any) -> Verdict:
-    """Check a meter whose condition for a new storage is the reader's."""
+    """Check a meter whose condition for a new storage is the learner's."""
     new, view = _counts(answer(), _NEW), _counts(answer(), _A_VIEW)
     if new == view == (0, 0):
         return not_answered()
     say.refuse_if(new == (0, 0), "new_storages.of_arguments")
-    # With a wrong condition, a storage that is left out or counted twice is the only possible
-    # mistake.
+    # A wrong condition can only leave out a storage or count it twice.
     views = {_A_VIEW: "new_storages.view"}
     results = {_REPLACED: "new_storages.result", _TWO_RESULTS: "new_storages.several"}
     _refuse_wrong_counts(answer, views | _ARGUMENTS | results)

@@ -43,10 +43,10 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
     """Measure a decoder's second step with the meter, `measure` and the CUDA allocator.
 
     The decoder is pre-norm and in fp32, and is trained with Adam. `max_memory_*` are the
-    allocator's own values, above what was allocated before the model was made.
-    `allocated_between_operators_bytes` is read after each operator, when its workspace is free
-    again, without the tokens and what libraries keep. It can therefore be compared with
-    `meter_blocks_peak_bytes`. The allocator may hand out up to 1 MB more than a large block needs.
+    allocator's own values, minus the bytes that were allocated before the model was made.
+    `allocated_between_operators_bytes` is read after each operator, when its workspace has been
+    freed, and excludes the tokens and the memory that libraries keep. It can therefore be compared
+    with `meter_blocks_peak_bytes`. A large block may be up to 1 MB larger than requested.
     """
     allocator = Allocator(device)
     model, tokens = decoder_and_tokens(device, **sizes)
@@ -147,7 +147,7 @@ def attention_sequence(
 ) -> Iterator[Part]:
     """Measure peaks of an attention layer, standard and fused, for each sequence length s.
 
-    They are the peaks of tensors and of the allocator.
+    Both the bytes of live tensors and the bytes of the allocator are measured.
     """
     kernels = AttentionKernels()
     for kind in ("standard", "fused"):
@@ -160,7 +160,7 @@ def attention_sequence(
             )
             yield {f"{kind}_{length}_tensors_bytes": found.peak_bytes}
             yield {f"{kind}_{length}_allocator_bytes": found.allocator_peak_bytes}
-            with kernels:  # sees no kernel if attention is standard
+            with kernels:  # no kernel is recorded if attention is standard
                 layer(x)
     yield {"attention": str(kernels)}
 
@@ -185,9 +185,8 @@ def attention_sequence(
 def monitor(device: torch.device, **sizes: int) -> Iterator[Part]:
     """Measure the first training step, phase by phase.
 
-    The figures are bytes of live tensors, allocated bytes and reserved bytes. Allocated and
-    reserved bytes are above those allocated before. They are the CUDA allocator's, so they are
-    missing on a CPU.
+    The results are bytes of live tensors, allocated bytes and reserved bytes. The last two are the
+    CUDA allocator's, minus the bytes that were allocated before, and are missing on a CPU.
     """
     allocator = Allocator(device)
     values: Part = {}

@@ -1,4 +1,4 @@
-"""Claims about checkpoints that learners may have read, and the figures measured for them."""
+"""Claims about checkpoints that learners may have read, and measurements that test them."""
 
 import warnings
 from collections.abc import Callable
@@ -86,7 +86,7 @@ OLDER_CLAIMS = (
 
 
 def older_claims() -> Table:
-    """Measure the claims of the teaching documents, and return their table."""
+    """Test the claims of the teaching documents, and return a table of the results."""
     score = [sum(row[column] == "✓" for row in modes(checkpoint)) for column in (1, 2)]
     equal, trained = _linear_layers_alone()
     return what_you_may_have_read(
@@ -114,7 +114,10 @@ def _saved_bytes(layers: int) -> int:
 
 
 def _steps_with_branches() -> int:
-    """Return in how many of two steps, with another branch each, the gradients are equal."""
+    """Count the steps, of two, in which checkpointed and plain gradients are equal.
+
+    Each step runs a different branch inside the checkpoint.
+    """
 
     def gradient(function: Callable, run: Callable) -> torch.Tensor:
         x = torch.linspace(0, 1, 5).requires_grad_()
@@ -133,10 +136,10 @@ def _steps_with_branches() -> int:
 
 
 def _linear_layers_alone() -> tuple[int, int]:
-    """Return counts of `checkpoint_sequential`: equal numbers of 64, and trained layers of 6.
+    """Return two counts on `checkpoint_sequential`: equal outputs of 64, and trained layers of 6.
 
-    The numbers are the outputs of the list of Linear layers, compared with the network's. The
-    layers are those of the network, in the old mode, with an input that needs no gradient.
+    The first compares the outputs of the list of Linear layers with the whole network's. The second
+    runs the network in the reentrant mode on an input that needs no gradient.
     """
     network, data = deep_mlp(depth=6, width=16), torch.randn(4, 16)
     linears = [module for module in network if isinstance(module, nn.Linear)]

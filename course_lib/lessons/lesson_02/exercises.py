@@ -51,9 +51,10 @@ _ERRORS = {
 
 @exercise(errors=_ERRORS)
 def check_checkpoint(function: Any) -> Verdict:
-    """Check a checkpoint `function(block, x)`, or a Function with these arguments.
+    """Check a checkpoint `function(block, x)`, or an `autograd.Function` with these arguments.
 
-    The gradients must be equal, with two runs, and only the input may be kept.
+    The gradients must equal those without a checkpoint, the block must run twice, and only the
+    input may be kept between forward and backward.
     """
     function = getattr(function, "apply", function)
     _keeps_its_input_only(function)
@@ -81,7 +82,7 @@ def check_hooks(function: Any) -> Verdict:
     try:
         if output.requires_grad:
             output.backward(uneven_gradient(data))
-    except RuntimeError:  # the second run saved other tensors, so that shapes do not match
+    except RuntimeError:  # the second run saved different tensors, so shapes do not match
         weight.grad = torch.full_like(weight, torch.nan)
     (expected,) = torch.autograd.grad((data @ weight).exp(), weight, uneven_gradient(data))
     say.refuse_if(weight.grad is None, "hooks.no_weight_gradient")
@@ -90,9 +91,9 @@ def check_hooks(function: Any) -> Verdict:
 
 
 def _keeps_its_input_only(function: Callable) -> None:
-    """Refuse a checkpoint with wrong gradients, runs, or bytes between forward and backward."""
+    """Reject a checkpoint with wrong gradients, a wrong number of runs, or too many kept bytes."""
     weight = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
-    # x is far larger than the state of the random number generator, which may be kept, too.
+    # The state of the random number generator may be kept, too. It is far smaller than x.
     x = torch.linspace(0, 1, 2**15).view(-1, 8).requires_grad_()
     runs = []
 
@@ -130,7 +131,7 @@ def _keeps_its_input_only(function: Callable) -> None:
 
 
 def _forward(function: Callable, block: Callable, x: Tensor, runs: list) -> tuple[Tensor, int]:
-    """Run a checkpoint's forward; return its output and the bytes that it keeps besides."""
+    """Run a checkpoint's forward; return its output, and the bytes kept besides the output."""
     try:
         return run_forward(function, block, x)
     except NotImplementedError:
@@ -139,7 +140,7 @@ def _forward(function: Callable, block: Callable, x: Tensor, runs: list) -> tupl
 
 
 def _works_in_a_network(function: Callable) -> None:
-    """Refuse a checkpoint that only works for a single block.
+    """Reject a checkpoint that only works for a single block.
 
     Here a second block follows the first one, and other operators also use its input and output.
     """
@@ -165,7 +166,7 @@ def _works_in_a_network(function: Callable) -> None:
 
 
 def _two_runs(before: float, after: float) -> None:
-    """Refuse a checkpoint unless it runs a block once in forward and once more in backward.
+    """Reject a checkpoint unless it runs a block once in forward and once more in backward.
 
     Args:
         before: Number of runs before backward.
@@ -178,7 +179,7 @@ def _two_runs(before: float, after: float) -> None:
 
 @exercise()
 def check_dropout_checkpoint(function: Any) -> Verdict:
-    """Check a checkpoint `function(block, x)`, or a Function, for blocks with dropout.
+    """Check a checkpoint `function(block, x)`, or an `autograd.Function`, for blocks with dropout.
 
     It must repeat the same mask and must not change later random numbers.
     """
@@ -189,7 +190,10 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
         return functional.dropout(x * 1.0, 0.5)
 
     def draw_numbers(goes_backward: bool) -> tuple[list[tuple[Tensor, Tensor]], list[int], Tensor]:
-        """Return inputs and outputs of two blocks, counts of runs, and numbers drawn at the end."""
+        """Return (input, output) of two blocks, their numbers of runs, and final random numbers.
+
+        The final numbers show whether the generator is in the right state.
+        """
         torch.manual_seed(seed_of(0))
         torch.rand(5)  # drawn by earlier layers
         runs.clear()
@@ -199,7 +203,7 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
         torch.rand(3)  # drawn by later layers before backward
         if goes_backward:
             for output in reversed(outputs):
-                output.backward(uneven_gradient(output) + 3)  # zero nowhere
+                output.backward(uneven_gradient(output) + 3)  # no element is zero
         counts.append(len(runs))
         return list(zip(inputs, outputs, strict=True)), counts, torch.rand(3)
 
@@ -227,7 +231,7 @@ KEPT = INPUT + RNG  # bytes that a checkpoint keeps
 
 
 def _peak(checkpoints: int, kept: int = KEPT) -> int:
-    """Return the step's peak if each checkpoint keeps `kept` bytes instead of its layer's."""
+    """Return the step's peak in bytes if each checkpoint keeps `kept` bytes, not its layer's."""
     return BASELINE.peak_bytes - checkpoints * (LAYER - kept)
 
 
@@ -255,8 +259,9 @@ def check_peak_formula(k: int) -> int:
 def check_which_block(answer: Any) -> Verdict:
     """Check a pair of answers about one checkpoint.
 
-    The first one is the layer, of eight without a head, whose checkpoint saves nothing. The second
-    one says whether the checkpoint around this layer saves memory in the decoder.
+    The first answer is the number of the layer whose checkpoint saves nothing, in eight layers
+    without an output head. The second answer is whether a checkpoint around this layer saves memory
+    in the decoder, which has a head.
     """
     two = isinstance(answer, tuple | list) and len(answer) == 2
     say.refuse_if(not two, "which_block.two_answers")
@@ -277,9 +282,10 @@ def check_which_block(answer: Any) -> Verdict:
 
 @exercise()
 def check_policy(operators: Any) -> Verdict:
-    """Check operators whose outputs a selective policy keeps.
+    """Check the operators whose outputs a selective checkpoint keeps.
 
-    The limits are 110 MB for forward and backward, and 1.2 times the FLOPs.
+    The peak of forward and backward must be at most 110 MB, and the FLOPs at most 1.2 times those
+    without a checkpoint.
     """
     say.refuse_if(not isinstance(operators, list | tuple | set | frozenset), "policy.list")
     proper = all(isinstance(operator, OpOverload) for operator in operators)
@@ -322,7 +328,7 @@ def check_head_chunk(chunk: int) -> int:
 # Losses in chunks
 # --------------------------------------------------------------------------------------------------
 
-#: Tolerance of gradients, for the rounding of sums in another order
+#: Tolerance of gradients, because sums in another order round differently
 _ROUNDING = {"rtol": 1e-3, "atol": 1e-6}
 
 
@@ -330,8 +336,8 @@ _ROUNDING = {"rtol": 1e-3, "atol": 1e-6}
 def check_loss_in_pieces(function: Any) -> Verdict:
     """Check `function(hidden, weight, targets, chunk)`, a loss computed in chunks.
 
-    It must return the mean loss over the targets that count, with equal gradients, and must never
-    hold all the logits.
+    It must return the mean loss over the targets that are not ignored, with the same gradients as
+    `cross_entropy`, and must never hold all logits at once.
     """
     generator = torch.Generator().manual_seed(seed_of(0))
     hidden = torch.randn(240, 32, generator=generator, requires_grad=True)
@@ -349,8 +355,8 @@ def check_loss_in_pieces(function: Any) -> Verdict:
         kept = meter.live_bytes
         _is_the_loss(loss, float(losses.detach().mean()), _other_losses(losses.detach()), rtol=1e-4)
         try:
-            (3 * loss).backward()  # as if the loss were scaled, or one of several
-        # cross_entropy got rows of one chunk and targets of another, or both of the last chunk
+            (3 * loss).backward()  # as if the loss were scaled, or added to other losses
+        # `cross_entropy` got rows of one chunk and targets of another, or the last chunk twice
         except (ValueError, CheckpointError) as error:
             if not any(part in f"{error}" for part in ("batch_size", "different metadata")):
                 raise
@@ -365,7 +371,7 @@ def check_loss_in_pieces(function: Any) -> Verdict:
         say.wrong("loss_in_pieces.kept", kept=kept, hint="loss_in_pieces.with_the_product")
     with MemoryMeter() as whole:
         function(hidden, weight, targets, 240).backward()
-    # If all tokens are in one chunk, backward has three tensors of the size of all logits at once.
+    # With all tokens in one chunk, three tensors as large as all logits are live in backward.
     if whole.peak_bytes < 2 * logits:
         alike = is_close(whole.peak_bytes, meter.peak_bytes, rtol=0.1)
         say.refuse(f"loss_in_pieces.{'one_chunk' if alike else 'count_of_chunks'}")
@@ -377,7 +383,7 @@ def check_loss_in_pieces(function: Any) -> Verdict:
 
 
 def _is_the_loss(loss: Tensor, wanted: float, mistakes: dict[str, Any], rtol: float) -> None:
-    """Refuse another loss than the wanted one, with its mistake if it is known."""
+    """Reject a loss that differs from the wanted one, with the mistake if it is known."""
     found = float(loss.detach())
     if is_close(found, wanted, rtol=rtol):
         return
@@ -386,7 +392,7 @@ def _is_the_loss(loss: Tensor, wanted: float, mistakes: dict[str, Any], rtol: fl
 
 
 def _other_losses(losses: Tensor) -> dict[str, Any]:
-    """Return what mistakes make of the losses of 240 tokens, in chunks of 64."""
+    """Return mistake -> its wrong total loss, from the losses of 240 tokens in chunks of 64."""
     means, total = [float(part.mean()) for part in losses.split(64)], float(losses.sum())
     return {
         "loss_in_pieces.mean_of_means": sum(means) / 4,
@@ -400,7 +406,7 @@ def _other_losses(losses: Tensor) -> dict[str, Any]:
 def _leaves_out_ignored_targets(
     function: Callable, hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> None:
-    """Refuse a loss that counts targets of -100, which exist only outside one whole chunk of 64."""
+    """Reject a loss that counts ignored targets (-100), with all of one chunk of 64 ignored."""
     ignored = targets.clone()
     ignored[40:130] = -100
     rows = hidden.clone().requires_grad_()
@@ -470,7 +476,7 @@ def check_in_chunks(function: Any) -> Verdict:
 
 @cache
 def _mistaken_losses(seed: int) -> dict[str, Any]:
-    """Return the losses of common mistakes."""
+    """Return mistake -> loss that it gives."""
     labels, model = _batch(seed)["labels"], llama(VOCABULARY)
     with torch.no_grad():
         logits = model(_batch(seed)["input_ids"]).logits

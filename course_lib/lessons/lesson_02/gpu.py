@@ -48,7 +48,8 @@ def checkpointed_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
     yield from compare_variants(device, variants, model=model)
 
 
-#: Operators whose results the selective checkpoint keeps: products, and attention on each device.
+#: Operators whose results the selective checkpoint keeps: matrix products, and attention on each
+#: device.
 _KEPT = (
     "mm",
     "_scaled_dot_product_cudnn_attention",
@@ -82,9 +83,10 @@ _KEPT = (
 def lines_of_a_script(
     device: torch.device, *, batch: int, sequence: int, vocabulary: int, **sizes: int
 ) -> Iterator[Part]:
-    """Measure the lines of section 2.9; those with the compiler only on a GPU.
+    """Measure the code lines of section 2.9; those with the compiler run on a GPU only.
 
-    The compiler's kernels are not operators, so only the allocator counts all their tensors.
+    The compiler's kernels are not operators, so the meter misses their tensors. The allocator's
+    counters include them.
     """
     tokens = random_tokens(batch, sequence - 1, vocabulary).to(device)
     kept = [getattr(torch.ops.aten, name).default for name in _KEPT]
@@ -138,6 +140,6 @@ def _llama_step(
     with device:
         model = LlamaForCausalLM(config).to(torch.bfloat16).train()
     if options:
-        name = "activation_checkpointing_enable"  # older versions have the older name alone
+        name = "activation_checkpointing_enable"  # older versions only have this name
         getattr(model, name, model.gradient_checkpointing_enable)(options)
     return lambda: model(input_ids=tokens, labels=tokens).loss.backward(), model

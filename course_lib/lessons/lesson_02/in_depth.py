@@ -1,4 +1,4 @@
-"""Experiments of lesson 02's sections in depth, apart from those on the two modes."""
+"""Experiments of lesson 02's optional sections, except those on the two modes."""
 
 import io
 import logging
@@ -98,7 +98,10 @@ def _repeats(case: type[_Block], options: dict[str, Any]) -> str:
 
 
 def _after_a_step(case: type[_Block], options: dict[str, Any] | None = None) -> list[Tensor]:
-    """Return gradient, state and the next random numbers, with a checkpoint if given options."""
+    """Return the gradient, the state and the next random numbers after one step.
+
+    A checkpoint is used if options are given.
+    """
     _GlobalVariable.calls_of_all = count(1)
     global_state = random.getstate()
     random.seed(0)
@@ -137,7 +140,7 @@ def statistics_unchanged(norm: nn.BatchNorm1d) -> Iterator[None]:
 
 
 def attention_saving(length: int) -> int:
-    """Return the reduction of the peak by checkpoints around three uses of an attention layer.
+    """Return how many bytes checkpoints around three uses of one attention layer save at the peak.
 
     Raises:
         ValueError: The outputs differ.

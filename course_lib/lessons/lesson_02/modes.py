@@ -1,4 +1,4 @@
-"""Experiments on checkpoints: gaps of the short versions, and what each mode supports."""
+"""Experiments on checkpoints: cases where short versions fail, and what each mode supports."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Run = Callable[..., Tensor]  # run(block, x): a checkpoint
 
 
 def gaps(runs: Mapping[str, Run]) -> Table:
-    """Show each checkpoint's memory at the peak of a block of four layers, and its test results."""
+    """Show the peak of each checkpoint around a block of four layers, and its test results."""
     experiments = {
         "draws the same dropout mask again": _same_mask,
         "runs again under the same autocast": _same_autocast,
@@ -76,7 +76,7 @@ def _outcome(test: Callable[[Run], bool], run: Run) -> str:
             return "error"
 
 
-# ---- gaps of the versions in fifteen lines
+# ---- cases in which the fifteen-line versions fail
 
 
 def _peak(run: Run) -> int:

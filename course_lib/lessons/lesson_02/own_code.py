@@ -28,7 +28,7 @@ _FOR_USERS = (FutureWarning, UserWarning)  # others are for the authors of a lib
 
 
 class Cost(NamedTuple):
-    """Costs of forward and backward, and what they computed."""
+    """Peak and FLOPs of forward and backward, and the loss and gradients that they computed."""
 
     peak_bytes: int
     flops: int
@@ -48,8 +48,10 @@ def llama(vocabulary: int = 2048) -> nn.Module:
 
 @cache
 def _initialized_llama(vocabulary: int) -> tuple[nn.Module, Tensor]:
-    """Return a model to copy, which takes less time than to draw its parameters again, and the
-    state of the generator after it was made."""
+    """Return a model to copy, and the state of the generator after it was made.
+
+    Copying takes less time than drawing the parameters again.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -73,7 +75,7 @@ def loss_of_model(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 def cost_of(
     model: nn.Module, batch: dict[str, Tensor], loss: Callable[..., Tensor] = loss_of_model
 ) -> Cost | None:
-    """Measure forward and backward of `loss(model, tokens, labels)`; None if it returns None."""
+    """Measure forward and backward of `loss(model, tokens, labels)`; None if the loss is None."""
     with MemoryMeter(model) as meter:
         value = loss(model, batch["input_ids"], batch["labels"])
         if value is None:
@@ -85,7 +87,7 @@ def cost_of(
 
 @cache
 def cost_without_checkpoints() -> Cost:
-    """Return the costs of the small Llama on its batch, as it comes."""
+    """Return the costs of the small Llama on its batch, without any technique."""
     return cost_of(llama(VOCABULARY), llama_batch())  # pyrefly: ignore[bad-return]
 
 
@@ -97,14 +99,14 @@ def measured_lines(
     """Run each line on a new Llama, then forward and backward, and compare peaks and FLOPs.
 
     Args:
-        in_chunks: The reader's function of a model, tokens and labels that returns the loss. If it
+        in_chunks: The learner's function of a model, tokens and labels that returns the loss. If it
             is given, a last row shows its costs; the row is empty if the function returns None.
         lines: Lines that change `model`; the empty one is the model without a checkpoint.
         **names: Values of the names in the lines, apart from `model`.
 
     Returns:
         A row per line: the line, the peak in MB, the FLOPs relative to the model without a
-        checkpoint, and the kind of warning that the line printed, if any line printed one.
+        checkpoint, and the kind of warning if a line printed one.
 
     Raises:
         ValueError: A line changed a gradient by more than rounding.

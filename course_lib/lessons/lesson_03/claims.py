@@ -61,5 +61,5 @@ OLDER_CLAIMS = (
 
 
 def older_claims(*measured: str) -> Table:
-    """Return the table of the claims in depth, with the figure measured for each."""
+    """Return the table of the claims of the optional section, with the measured value of each."""
     return what_you_may_have_read(OLDER_CLAIMS, *measured)

@@ -1,4 +1,4 @@
-"""The exercises of lesson 03: segments and their peak, the recurrence, schedules by hand."""
+"""The exercises of lesson 03: peaks of segments, the recurrence, and schedules by hand."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ from course_lib.teaching.exercises import (
 
 say = Messages(__file__)
 
-B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in 3.2 to 3.4
+B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in sections 3.2 to 3.4
 
 # The peak of segments
 # --------------------------------------------------------------------------------------------------
@@ -46,23 +46,26 @@ def _sizes(cuts: Sequence[int]) -> list[int]:
 
 
 def _sums(cuts: Sequence[int], layer_bytes: int = A) -> list[int]:
-    """Return the bytes of each segment's layers, and of the inputs kept while it runs backward."""
+    """Return the bytes for each segment: its layers, and the inputs kept while it runs backward."""
     return [(j + 1) * B + size * layer_bytes for j, size in enumerate(_sizes(cuts))]
 
 
 def _peak(cuts: Sequence[int]) -> int:
-    """Return the peak of segments in bytes: the largest sum, and one gradient."""
+    """Return the peak of segments in bytes: the largest of `_sums` plus one gradient."""
     return max(_sums(cuts)) + B
 
 
 def _sums_of_largest(cuts: Sequence[int]) -> list[int]:
-    """Return the sums of the segments with the most layers, of which the last is the greatest."""
+    """Return the `_sums` of the segments with the most layers; the last sum is the greatest."""
     sizes = _sizes(cuts)
     return [total for total, size in zip(_sums(cuts), sizes, strict=True) if size == max(sizes)]
 
 
 def _largest_or_last(cuts: Sequence[int]) -> tuple[int, int]:
-    """Return the peak of the last segment and the largest one: the last such one, or the first."""
+    """Return the peak if only the last and the largest segment are considered.
+
+    If several are the largest, the first result uses the last of them, the second the first.
+    """
     largest, last = _sums_of_largest(cuts), _sums(cuts)[-1]
     return max(largest[-1], last) + B, max(largest[0], last) + B
 
@@ -91,9 +94,10 @@ def _draw_cuts(rng: random.Random) -> list[int]:
 
 
 _CUTS = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], [*range(0, 101, 10)], [*range(8), 20]]
-# The last segment has the peak though the first is the largest; then one in the middle has it.
+# In the first list the last segment has the peak though the first segment is the largest. In the
+# second list a segment in the middle has it.
 _CUTS += [[0, 4, 7, 10, 13], [0, 3, 8, 10]]
-# Here it is neither the largest segment, nor the first, nor the last.
+# In these lists the peak is in neither the largest segment, nor the first, nor the last.
 _CUTS += [[0, 6, 11, 16, 21, 22], [0, 4, 8, 9]]
 
 
@@ -116,13 +120,13 @@ def check_predicted_peak(cuts: Sequence[int]) -> int:
 # The number of equal segments
 # --------------------------------------------------------------------------------------------------
 
-# (L, A, B), with a best count below L in each. For (70, 5, 1) it is 18.7: rounding down is wrong.
-# For (25, 3, 2), L·A/B is not a whole number.
+# (L, A, B), each with a best number of segments below L. For (70, 5, 1) it is 18.7, so rounding
+# down is wrong. For (25, 3, 2), L·A/B is not a whole number.
 _TRIPLES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70, 5, 1), (25, 3, 2))
 
 
 def _draw_triple(rng: random.Random) -> tuple[int, int, int]:
-    """Return L, A and B for which one whole number of segments is the best."""
+    """Return random L, A and B for which a single whole number of segments is the best."""
     while True:
         layers, kept, boundary = rng.randint(20, 120), rng.randint(2, 9), rng.randint(1, 4)
         sums = sorted(k * boundary + layers / k * kept for k in range(1, layers + 1))
@@ -151,7 +155,7 @@ _COUNTS: dict[str, Callable[[int, int, int], Any]] = {
 
 
 def _rounded_or_not(mistake: Callable[[int, int, int], Any]) -> throughout:
-    """Return the mistake with its numbers as they are, and rounded."""
+    """Return the mistake; its results are also recognized when they are rounded."""
 
     def ways(L: int, A: int, B: int) -> tuple[float, ...]:
         found = mistake(L, A, B)
@@ -162,7 +166,10 @@ def _rounded_or_not(mistake: Callable[[int, int, int], Any]) -> throughout:
 
 
 def _right_if_whole(L: int, A: int, B: int) -> tuple[int, int]:
-    """Return the whole number with the smallest sum, and the rounded root."""
+    """Return the whole number with the smallest peak, and the rounded square root.
+
+    Both are accepted as right.
+    """
     best = min(range(1, L + 1), key=lambda k: k * B + L / k * A)
     return best, round(math.sqrt(L * A / B))
 
@@ -177,7 +184,7 @@ def _right_if_whole(L: int, A: int, B: int) -> tuple[int, int]:
 def check_best_count(L: int, A: int, B: int) -> float:
     """Check a function of L, A and B that returns the best number of equal segments.
 
-    The best whole number is right, too.
+    The exact value is right, and so is the best whole number.
     """
     return math.sqrt(L * A / B)
 
@@ -191,7 +198,7 @@ def least_peak(depth: int) -> int:
     """Return the least peak, in bytes, of all cuts of `depth` equal layers."""
 
     @cache
-    def peak_of_rest(layers: int, inputs: int) -> int:  # `inputs`: number of inputs kept before
+    def peak_of_rest(layers: int, inputs: int) -> int:  # `inputs`: number of inputs kept so far
         if layers == 0:
             return 0
         sizes = range(1, layers + 1)
@@ -205,7 +212,7 @@ def least_peak(depth: int) -> int:
 
 @exercise()
 def check_tapered(answer: Any) -> Verdict:
-    """Check a function depth -> cuts, whose peak must be the least one of all cuts.
+    """Check a function depth -> cuts; its cuts must have the lowest peak of all cuts.
 
     Some of the depths divide evenly and some do not.
     """
@@ -236,7 +243,7 @@ def check_tapered(answer: Any) -> Verdict:
 
 
 def _cuts_of(given: Any, depth: int) -> list[int]:
-    """Return the answer as cuts of `depth` layers, or refuse it."""
+    """Return the answer as cuts of `depth` layers, or reject it."""
     listed = hasattr(given, "__iter__")
     say.refuse_if(not listed, "tapered.list", kind=type(given).__name__)
     say.refuse_if(isinstance(given, set | frozenset), "tapered.set")
@@ -282,7 +289,7 @@ def _uneven_chain(*sizes: tuple[float, float, int, int], input_bytes: int = 1) -
 
 
 # In each chain no output is larger than the one before it, as the lesson assumes. Otherwise the
-# recurrence would also need the room of the forwards that are passed.
+# recurrence would also have to count the bytes of the forwards that run ahead.
 _CHAINS = (
     Chain.uniform(4, saved_bytes=2),
     _uneven_chain((1, 2, 1, 3), (5, 9, 1, 1), (2, 4, 1, 6), (1, 1, 1, 2), (4, 8, 1, 2)),
@@ -307,9 +314,10 @@ def _draw_chain(rng: random.Random) -> Chain:
 
 @cache
 def _least_times(chains: tuple[Chain, ...]) -> list[tuple[Chain, int, float]]:
-    """Return (chain, bytes besides its input, least time) for each chain and 1, 2, ... bytes.
+    """Return (chain, budget, least time) for each chain and each budget.
 
-    The least times are found by simulating every schedule.
+    The budget is in bytes and excludes the chain's input. The least times are found by simulating
+    every schedule.
     """
     found = []
     for chain in chains:
@@ -321,7 +329,7 @@ def _least_times(chains: tuple[Chain, ...]) -> list[tuple[Chain, int, float]]:
     return found
 
 
-#: Mistake -> bytes that the later stages leave to the input that is kept.
+#: Mistake -> bytes that are subtracted from `room` for the kept input while later stages run.
 _KEPT: dict[str, Callable[[tuple[Stage, ...], int], int]] = {
     "all_of_room": lambda stages, e: 0,
     "one_byte": lambda stages, e: 1,
@@ -331,7 +339,8 @@ _KEPT: dict[str, Callable[[tuple[Stage, ...], int], int]] = {
     "all_outputs": lambda stages, e: sum(stage.output_bytes for stage in stages[:e]),
     "exchanged": lambda stages, e: 0,
 }
-#: Mistake -> stages whose forward times are added. Those without a message share `other_stages`.
+#: Mistake -> stages whose forward times are added. Mistakes without a message of their own use
+#: `other_stages`.
 _PASSED: dict[str, Callable[[tuple[Stage, ...], int], tuple[Stage, ...]]] = {
     "no_time": lambda stages, e: (),
     "past_e": lambda stages, e: stages[: e + 1],
@@ -345,11 +354,11 @@ _OTHERS = ("earlier_too_little", "backward_times", "no_earlier", "no_e", "longer
 
 @cache
 def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
-    """Return the least time of the stages by the recurrence, with one mistake in running on.
+    """Return the least time of the stages by the recurrence, with one mistake in `_run_on`.
 
     Args:
-        stages: The stages that are left to do.
-        room: Bytes besides the input of the first stage.
+        stages: The stages that have not run yet.
+        room: Budget in bytes, without the input of the first stage.
         mistake: A mistake of `_KEPT`, `_PASSED` or `_OTHERS`, or "never runs on".
     """
     if not stages:
@@ -363,7 +372,7 @@ def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
 
 
 def _run_on(stages: tuple[Stage, ...], e: int, room: int, mistake: str) -> float:
-    """Return the time of running on to stage e, with the mistake in it."""
+    """Return the time if the forward runs ahead to stage e without saving, with one mistake."""
     output = stages[e - 1].output_bytes
     kept = _KEPT[mistake](stages, e) if mistake in _KEPT else output
     passed = _PASSED[mistake](stages, e) if mistake in _PASSED else stages[:e]
@@ -381,7 +390,7 @@ def _run_on(stages: tuple[Stage, ...], e: int, room: int, mistake: str) -> float
 
 @exercise(errors={"maximum recursion depth": "recurrence.endless"})
 def check_recurrence(answer: Any) -> Verdict:
-    """Check `fastest(stages, room)` on four chains with every useful `room`, a number of bytes.
+    """Check `fastest(stages, room)` on four chains, for every useful budget `room` in bytes.
 
     The right times are found by simulating every schedule.
     """
@@ -424,7 +433,7 @@ def _number(given: Any) -> float:
 def check_drawn_schedule(actions: Any) -> Verdict:
     """Check a schedule for `Chain.uniform(6, saved_bytes=2)`.
 
-    Its peak must be at most 7, with at most 11 forwards.
+    Its peak must be at most 7 bytes, with at most 11 forwards.
     """
     if isinstance(actions, list | tuple) and (... in actions or not actions):
         return not_answered()
@@ -436,7 +445,7 @@ def check_drawn_schedule(actions: Any) -> Verdict:
 
 
 def five_stages() -> Chain:
-    """Return five stages for which a schedule that is not persistent is the fastest in 13 bytes."""
+    """Return five stages whose fastest schedule within 13 bytes is not persistent."""
     # (forward time, output bytes, saved bytes)
     sizes = [(10, 2, 3), (5, 4, 4), (5, 4, 4), (5, 1, 1), (10, 4, 4)]
     return Chain(tuple(Stage(forward, 1, output, kept) for forward, output, kept in sizes), 1)
@@ -444,7 +453,10 @@ def five_stages() -> Chain:
 
 @exercise()
 def check_gives_up_early(actions: Any) -> Verdict:
-    """Check a schedule for `five_stages()` in 13 bytes that is faster than all persistent ones."""
+    """Check a schedule for `five_stages()`.
+
+    It must fit into 13 bytes and be faster than all persistent schedules.
+    """
     if isinstance(actions, Sequence) and [*actions] in ([], [*optimal(five_stages(), 13)]):
         return not_answered()
     cost = _simulate(actions, five_stages())
@@ -464,10 +476,10 @@ def pyramid() -> Chain:
 
 @exercise()
 def check_plan(answer: Any) -> Verdict:
-    """Check `plan(first, stages, room)`: its lists take the least time within the bytes.
+    """Check `plan(first, stages, room)`, which returns the fastest actions within `room` bytes.
 
-    The chains are those of `check_recurrence`, with every number of bytes that suffices, and the
-    pyramid within 150 MB.
+    The chains are those of `check_recurrence`, with every budget that suffices, and `pyramid()`
+    within 150 MB.
     """
     of_chains = _least_times(tuple(cases(_CHAINS, _draw_chain)))
     tried = [(chain, room, least) for chain, room, least in of_chains if least < math.inf]
@@ -489,7 +501,7 @@ def check_plan(answer: Any) -> Verdict:
     return say.right("plan.right", number=len(tried))
 
 
-#: Pattern of an error of `simulate` -> message. The errors themselves are in English only.
+#: Pattern of an error of `simulate` -> message, because the errors are in English only.
 _REFUSALS = {
     r"runs only if its input is live, and (x_\d+) is not": "common.no_input",
     r"its stage's input is live, and (x_\d+) is not": "common.no_input_of_stage",
@@ -502,7 +514,7 @@ _REFUSALS = {
 
 
 def _refusal(refused: IllegalSchedule) -> str:
-    """Return the message of an illegal schedule in the reader's language, if its rule is above."""
+    """Return the message of an illegal schedule in the learner's language, if its rule has one."""
     message = f"{refused}"
     action = re.search(r"action (\d+), (\w+\(.*?\))", message)
     for pattern, name in _REFUSALS.items():
@@ -516,7 +528,7 @@ def _refusal(refused: IllegalSchedule) -> str:
 
 
 def _simulate(actions: Any, chain: Chain) -> Cost:
-    """Return the cost of the reader's schedule, or refuse it with the reason."""
+    """Return the cost of the learner's schedule, or reject it with the reason."""
     try:
         return simulate(Schedule(actions), chain)
     except IllegalSchedule as refused:

@@ -1,4 +1,4 @@
-"""Figures of frontiers in lesson 03: with measured points, with all cuts, and with early stop."""
+"""Pareto frontiers of lesson 03 and their plots: measured points, all cuts, and early stop."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ EARLY = "#AA3377"  # color of lines and points with early stop
 
 
 def best_cuts(chain: Chain) -> list[Cost]:
-    """Return the cost of the best cuts, for each stage with which the last segment may begin.
+    """Return the cost of the best cuts, for each stage at which the last segment may begin.
 
-    All other segments run forward twice, so that stage alone determines the time. The cuts before
-    it determine the peak, which is the least one here.
+    All other segments run forward twice, so that stage determines the time. The cuts before it
+    are chosen to have the lowest peak.
     """
     sizes, length = Sizes(chain), len(chain)
 
@@ -51,22 +51,22 @@ def best_cuts(chain: Chain) -> list[Cost]:
 def frontier_with_early_stop(
     chain: Chain, left_out: Sequence[float], step_bytes: int = 1 << 19
 ) -> list[Cost]:
-    """Return the frontier if the second run of a segment stops before its last product.
+    """Return the frontier if the recomputation of a segment stops before its last matrix product.
 
-    Checkpoints stop like this. The computation is section 3.6's recurrence, including what
-    operators need while they run. One thing differs: if stages i to j are recomputed from x_i, the
-    last of them takes less time by `left_out[j]`, and its output is not created.
+    PyTorch's checkpoint stops like this. The computation is the recurrence of section 3.6, which
+    includes the operators' temporary memory. If stages i to j are recomputed from x_i, the last of
+    them takes `left_out[j]` less time, and its output is not created.
 
     Args:
-        left_out: Time that stopping early saves, per stage; 0 for a stage without a product at its
-            end.
-        step_bytes: Distance between the budgets that are tried, starting from the least one of the
-            frontier of whole stages.
+        left_out: Time that stopping early saves, per stage; 0 for a stage that does not end with a
+            matrix product.
+        step_bytes: Distance between the budgets that are tried. The first budget is the smallest
+            one of the frontier without early stop.
 
     Returns:
-        One cost for each budget within which a schedule is faster than within the previous one; the
-        last has the time of `store_all`. Its `peak_bytes` are the budget, and forwards are not
-        counted.
+        One cost for each budget at which a schedule is faster than at the previous budget. The last
+        cost has the time of `store_all`. In each cost, `peak_bytes` is the budget, and forwards
+        are not counted.
     """
     stopped = [
         replace(

@@ -33,7 +33,7 @@ from course_lib.teaching.experiments import (
     variants={"plain": "store all", "half": "half", "quarter": "a quarter"},
 )
 def scheduled_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """Measure peaks of three schedules; all of a step's gradients exist from its start."""
+    """Measure the peaks of three schedules; all gradients exist from the start of the step."""
     model, tokens = decoder_and_tokens(device, **sizes, tied=False)
     stages = loss_stages(model, tokens[:, 1:])
     x = tokens[:, :-1].contiguous()
@@ -51,7 +51,7 @@ def scheduled_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
     chain = Chain.profile(stages, x, clock=True)
     points = frontier(chain)
     for name, part in (("half", 2), ("quarter", 4)):
-        # for this part of the baseline's peak, or for the least peak if that is larger
+        # The budget is this fraction of the baseline's peak, or the lowest possible peak if larger.
         schedule = optimal(chain, max(points[-1].peak_bytes // part, points[0].peak_bytes))
         run = ScheduledSequential(stages, schedule)
         # x exists before the step

@@ -1,4 +1,4 @@
-"""Measurements of lesson 03's sections in depth."""
+"""Measurements of lesson 03's optional sections."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,7 @@ def compare_cuts(
 
 
 def figures_of_older_claims(run: Run, layers: nn.Sequential, cuts: Sequence[int]) -> list[str]:
-    """Return the figures measured for each of `OLDER_CLAIMS`.
+    """Return the values measured for each of `OLDER_CLAIMS`, as text.
 
     Args:
         run: Function that runs the layers in segments, `run(layers, cuts, x)`.

@@ -1,4 +1,4 @@
-"""Tables of lesson 03 on ways to keep less: a loss in chunks, a Llama layer, a compiled chain."""
+"""Tables of lesson 03 on ways to keep fewer activations: chunked loss, Llama, compiled layers."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ def with_chunked_loss(stages: nn.Sequential, chunk: int, x: Tensor) -> Tensor:
 
 
 def llama_layer_bytes(hidden: int, inner: int, heads: int, tokens: int) -> tuple[int, int, int]:
-    """Return the bytes that a layer of a Llama keeps (A), of its input (B) and of its gradients.
+    """Return three byte counts of a Llama layer: what it keeps (A), its input (B), its gradients.
 
     The layer is built from its configuration, in bf16, and runs on symbolic tensors. It has 8
     key-value heads.
@@ -43,7 +43,7 @@ def llama_layer_bytes(hidden: int, inner: int, heads: int, tokens: int) -> tuple
         hidden: Hidden size.
         inner: Inner width of the feed-forward network.
         heads: Number of query heads.
-        tokens: Length of the one sequence.
+        tokens: Length of the sequence; the batch has one sequence.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,17 +67,18 @@ def llama_layer_bytes(hidden: int, inner: int, heads: int, tokens: int) -> tuple
 def saved_when_compiled(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
     """Return the bytes that a compiled module saves for backward, without its parameters."""
     with warnings.catch_warnings():
-        # `saved_tensors` uses global hooks on modules, and the compiler says so.
+        # `saved_tensors` uses global hooks on modules, about which the compiler warns.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
         return saved_tensors(run, x).total_bytes
 
 
 def decision_table(measured: Mapping[int, Mapping[str, Cost]]) -> Table:
-    """Show peak and FLOPs of each way, for each number of layers.
+    """Show peak and FLOPs of each variant, for each number of layers.
 
     Args:
-        measured: Number of layers -> label of the way -> (peak in bytes, FLOPs). The first way is
-            the baseline of the FLOPs. A way that was not measured at a depth has empty cells.
+        measured: Number of layers -> label of the variant -> (peak in bytes, FLOPs). FLOPs are
+            shown relative to the first variant. A variant that was not measured at a depth has
+            empty cells.
     """
     columns = ["way"]
     for layers in measured:
@@ -103,8 +104,8 @@ def budget_table(
     """Compile layers once per budget, and show what is saved, the peak and the FLOPs.
 
     Args:
-        compiled: Function that compiles a module on an input with a budget. It may forget what it
-            compiled before.
+        compiled: Function that compiles a module on an input with a budget. It may discard earlier
+            compiled code.
         layers, x: The module and its input.
         budgets: Label -> budget.
     """

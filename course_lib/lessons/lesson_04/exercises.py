@@ -51,10 +51,10 @@ def _step(
 ) -> Time:
     """Return the formula of the time of forward and backward.
 
-    In forward both copies of a layer run next to its product. The products of its backward take g,
-    its two copies c each. With p = 0 both copies come before the products, with p = 1 one of them
-    runs next to the products, and with p = 2 both do. The first layer computes no gradient of its
-    input, which saves the time of one product, f.
+    In forward, the two copies of a layer overlap with its matrix product. In backward, its matrix
+    products take g and its two copies c each. With p = 0 both copies run before the products, with
+    p = 1 one copy overlaps with them, and with p = 2 both do. The first layer computes no gradient
+    of its input, which saves the time of one matrix product, f.
 
     Args:
         forward: Time of a layer's forward, a function of f and c.
@@ -76,7 +76,7 @@ _TIMES: dict[str, Time] = {
     "two_f_in_backward": lambda L, f, g, c, p: _step_time(L, f, 2 * f, c, p),
     "backward_alone": _step(forward=lambda f, c: 0),
     "product_with_p1": _step(p1=lambda g, c: g + c),
-    # as if copies never took longer
+    # the formulas if copies never took longer than matrix products
     "products_alone": lambda *case: tuple(
         time(*case)
         for time in (
@@ -103,10 +103,10 @@ def _draw_times(rng: random.Random) -> tuple[int, float, float, float]:
 
 
 def _time_cases() -> list[tuple]:
-    """Return cases of the simulated clock, and long ones.
+    """Return cases with times from the simulated clock, and cases with 999 layers.
 
-    With 999 layers the ends of the step hardly count. Each of f, g and c is the longest of the
-    three in one case, and backward does not take twice as long as forward.
+    With 999 layers the start and the end of the step hardly matter. Each of f, g and c is the
+    longest of the three in one case, and backward does not take twice as long as forward.
     """
     lengths = ((2.0, 7.0, 0.5), (2.0, 7.0, 2.5), (2.0, 7.0, 6.0), (2.0, 7.0, 9.0), (9.0, 4.0, 1.5))
     links = [(16, 1.0, 2.0, c) for c in (0.25, 0.5, 1.0, 2.0)]
@@ -130,8 +130,8 @@ def _time_cases() -> list[tuple]:
 def check_step_time(L: int, f: float, g: float, c: float, p: int) -> float:
     """Check `step_time(L, f, g, c, p)`, the seconds of forward and backward.
 
-    It must be within 9% of the simulated clock for p = 0, 1, 2. An event simulation that copies
-    all storages, and not all but the last p + 1, differs by 8.4%.
+    It must be within 9% of the simulated clock for p = 0, 1, 2. An event simulation that also
+    copies the last p + 1 storages differs by 8.4%.
     """
     return clock(16, c, p) if L == 16 else _step_time(L, f, g, c, p)
 
@@ -162,8 +162,8 @@ class _Below(Store):
 def check_offloading(function: Any) -> Verdict:
     """Check `offloading(store, stay)`, which returns saved-tensor hooks.
 
-    They must move each version of a storage once, must not move a parameter, and must keep nothing
-    longer than backward needs it.
+    The hooks must move each version of a storage once, must not move a parameter, and must release
+    each copy as soon as backward no longer needs it.
     """
     linear = nn.Linear(128, 128)
     x = torch.linspace(-1, 1, 128 * 128).view(128, 128).requires_grad_()
@@ -216,8 +216,8 @@ def _program(
 ) -> Tensor:
     """Run a program with different kinds of saved tensors.
 
-    It saves views of one storage twice, a weight, a part of a storage, and several storages one
-    after the other, which `placed` creates.
+    It saves two views of one storage, a weight, and a part of a storage. Then it saves several
+    storages, one after the other, which `placed` creates.
     """
     with context:
         y = x * 2
@@ -231,7 +231,7 @@ def _program(
             factors = placed(sine.detach().roll(row, 0))
             part = part + (y * factors).sum()
             factors_seen.append(weakref.ref(factors.untyped_storage()))
-            del factors  # the next storage may get its memory
+            del factors  # the next storage may reuse its memory
         seen[:] = [
             *factors_seen,
             *(weakref.ref(each.untyped_storage()) for each in (y, sine, turned)),
@@ -242,7 +242,7 @@ def _program(
 def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[int, int]:
     """Count the storages that autograd saves in `run`, and their bytes.
 
-    Parameters and single numbers are left out.
+    Parameters and scalars are not counted.
     """
     kept: list[Tensor] = []  # keeps all of them alive, so that no address is reused
     run(saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor))
@@ -256,9 +256,9 @@ def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[in
 
 
 def _at_one_address() -> Callable[[Tensor], Tensor]:
-    """Return a function that copies a tensor to a new storage, at the previous one's address.
+    """Return a function that copies a tensor to a new storage at the address of the previous one.
 
-    Like an allocator, it takes another address if the previous storage has not been freed.
+    Like an allocator, it uses another address if the previous storage has not been freed.
     """
     memory, previous = numpy.empty((128, 128), dtype=numpy.float32), lambda: None
 
@@ -277,7 +277,7 @@ def _at_one_address() -> Callable[[Tensor], Tensor]:
 def _equal_after_a_change(function: Callable) -> bool:
     """Return whether the gradient is right if a storage is saved, changed in place and saved again.
 
-    Autograd allows this, because backward never uses what was saved first.
+    Autograd allows this, because backward never uses the first saved version.
     """
     linear = nn.Linear(64, 64, bias=False)
     stay = {linear.weight.untyped_storage()}
@@ -305,7 +305,7 @@ class _RecordingDevice(SimulatedDevice):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.finished = self.waited = self.copied = 0
-        self.made_before: int | None = None  # samples before the host waited for the first time
+        self.made_before: int | None = None  # samples made before the first wait of the host
 
     def finish(self, event: Any) -> None:
         if self.finished == 0:
@@ -322,13 +322,13 @@ class _RecordingDevice(SimulatedDevice):
         super().transfer(target, source)
 
 
-#: Program -> message without its wait, and how often the host may wait, `tolist` included
+#: Program -> message if its wait is missing, and how often the host may wait, including `tolist`
 _PROGRAMS = {
     "read": ("waits.host_reads", 2),
     "use": ("waits.product_reads", 0),
     "let_go": ("waits.used_again", 2),
 }
-#: Messages that name the mistake so precisely that no hint follows
+#: Messages that name the mistake precisely, so no hint follows
 _WITHOUT_HINT = {
     f"waits.{name}" for name in ("host_waits", "stream_waits", "nothing", "no_list", "reads_device")
 }
@@ -336,9 +336,9 @@ _WITHOUT_HINT = {
 
 @exercise()
 def check_waits(functions: Any) -> Verdict:
-    """Check three programs, each with the wait that it lacked.
+    """Check three programs to which the learner has added a missing wait.
 
-    There must be no race, numbers must be right, and the host must not wait more often than needed.
+    There must be no race, results must be right, and the host must not wait more often than needed.
     """
     three = isinstance(functions, tuple | list) and len(functions) == len(_PROGRAMS)
     say.refuse_if(not three, "waits.three_functions")
@@ -371,7 +371,7 @@ class _DeviceReads(TorchFunctionMode):
 
 
 def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
-    """Return the message on what is wrong with a program in a mode of the device, or None."""
+    """Return a message about a program's mistake in this mode of the device, or None."""
     unordered, waits = _PROGRAMS[name]
     values = torch.linspace(-1, draw_case(2.0, lambda rng: rng.uniform(1, 2)), 1000)
     with _RecordingDevice(**mode) as device:
@@ -420,7 +420,7 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
 
 #: Page size in MiB -> the peak of `step()` for the course's decoder; a test measures it again.
 STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
-#: Mistake -> formula with that mistake, of the number of parameters and the bytes of a page
+#: Mistake -> formula with that mistake: a function of the number of parameters and the page's bytes
 _PAGES: dict[str, Callable[[int, int], Any]] = {
     "one_page": lambda n, page: (8 * n + page, 8 * n + min(page, 8 * n)),
     "two_pages": lambda n, page: (8 * n + 2 * page, 8 * n + min(2 * page, 8 * n)),
@@ -451,7 +451,7 @@ def _page_cases() -> list[tuple[int, int]]:
     place="place",
 )
 def check_peak_in_step(parameters: int, page_bytes: int) -> int:
-    """Check `peak_in_step(parameters, page_bytes)` with all state offloaded; it may be 6% off."""
+    """Check `peak_in_step(parameters, page_bytes)` with all state offloaded, within 6%."""
     if parameters == PARAMETERS:
         return STEP_PEAKS[page_bytes >> 20]
     return 8 * parameters + min(3 * page_bytes, 8 * parameters)

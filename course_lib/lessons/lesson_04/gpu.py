@@ -42,12 +42,12 @@ from course_lib.teaching.experiments import (
 def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
     """Measure activations that are offloaded in two ways.
 
-    On a GPU each of them pins some 13 GB of host memory, because torch rounds every block up to a
+    On a GPU each way pins some 13 GB of host memory, because torch rounds every block up to a
     power of two.
     """
     pinned = device.type == "cuda"
-    # In fp32 a layer saves 68 bytes per number of its input. They are pinned twice, plus half of
-    # that for rounding.
+    # In fp32 a layer saves 68 bytes per number of its input. Pinned memory holds them twice,
+    # plus half of that for rounding.
     if pinned:
         need_host_memory(
             3 * 68 * sizes["batch"] * sizes["sequence"] * sizes["hidden"] * sizes["layers"]
@@ -125,7 +125,7 @@ def pinned_copies(device: torch.device, *, megabytes: int) -> Iterator[Part]:
     }
     values: Part = {"copied_bytes": source.nbytes}
     for name, block in sources.items():
-        for _ in range(3):  # only the last one counts
+        for _ in range(3):  # only the last run is measured
             wait_for(device)
             start = time.perf_counter()
             block.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Claims of the teaching documents that the course grew from, and the experiments on them."""
+"""Claims of the teaching documents from which the course was developed, and experiments on them."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from .claims import OLDER_CLAIMS
 
 
 def older_claims(ratio: float, kept: Sequence[int]) -> Table:
-    """Return the table of the claims in depth; all but the first are tested here.
+    """Return the table of the claims of the optional section; all but the first are tested here.
 
     Args:
-        ratio: Gradient relative to the right one.
-        kept: Bytes in the graph, without the function and with it.
+        ratio: Size of the found gradient relative to the right one.
+        kept: Bytes that the graph keeps without the claim's function, and with it.
     """
     unmoved, count = _state_after_copies()
     kind, missing = _error_of_the_prefetcher()
@@ -33,7 +33,7 @@ def older_claims(ratio: float, kept: Sequence[int]) -> Table:
 
 
 def _state_after_copies() -> tuple[int, int]:
-    """Count the state tensors of AdamW that are where they were after `.to("cpu")`, and all."""
+    """Return how many state tensors of AdamW `.to("cpu")` leaves in place, and their number."""
     model = deep_mlp(depth=8, width=64)
     adam = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -51,7 +51,7 @@ def _state_after_copies() -> tuple[int, int]:
 
 
 class _EagerPrefetcher:
-    """The prefetcher of the claim: it loads a batch before it has an iterator."""
+    """The prefetcher from the claim, which loads a batch before it has an iterator."""
 
     def __init__(self, loader: Sequence):
         self.loader = loader

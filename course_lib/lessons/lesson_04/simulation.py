@@ -1,4 +1,4 @@
-"""Steps of lesson 04 on the simulated device: the clock of its first check, and the decoder."""
+"""Steps of lesson 04 on the simulated device: a chain whose time is checked, and the decoder."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ def clock(layers: int, copy: float, p: int) -> float:
     The unit is the time of one layer's forward.
 
     Args:
-        layers: L.
+        layers: Number of layers.
         copy: Time of a copy, in the same unit.
         p: Number of storages that are fetched ahead. Two copies to the host may be in flight.
     """
@@ -46,7 +46,7 @@ class Lanes(NamedTuple):
 
     Attributes:
         seconds: Simulated seconds.
-        above_bytes: Peak without the bytes that were live before: weights, gradients and the batch.
+        above_bytes: Peak minus the bytes that were live before: weights, gradients and the batch.
     """
 
     seconds: float
@@ -92,7 +92,8 @@ RECORDED = {
     (0.558e9, 2, True): Lanes(0.059995, 31_473_672),
 }
 _FORWARD_FLOPS = 15_032_385_536  # of the course's decoder
-#: Checkpointed -> bytes moved with two storages fetched ahead, and the links of `link_table`.
+#: Whether layers are checkpointed -> label, bytes moved with two storages fetched ahead, and the
+#: two bandwidths in `link_table`, in bytes per second.
 _VARIANTS = {
     False: ("all activations", 167_772_160, 11.16e9, 17e9),
     True: ("inputs of checkpoints", 8_388_608, 0.558e9, 0.85e9),
@@ -100,10 +101,11 @@ _VARIANTS = {
 
 
 def decoder_table(live: Mapping[tuple, Lanes]) -> Table:
-    """Show times relative to the step without copies and checkpoints, and bytes above the start.
+    """Show times relative to the step without copies and checkpoints, and `Lanes.above_bytes`.
 
     Args:
-        live: Arguments of `simulated_decoder` -> its result now; the other rows are recorded ones.
+        live: Arguments of `simulated_decoder` -> a result that was computed now. The other rows
+            are stored results.
     """
     known, rows = {**RECORDED, **live}, []
     plain = known[None, 0, False].seconds
@@ -120,9 +122,9 @@ def decoder_table(live: Mapping[tuple, Lanes]) -> Table:
 
 
 def link_table() -> Table:
-    """Show which link each variant of the decoder's step asks for, by arithmetic and by the clock.
+    """Show the bandwidth that each variant of the decoder's step needs, computed and simulated.
 
-    The clock's times are recorded ones, relative to the same step without copies.
+    The simulated times are stored results, relative to the same step without copies.
     """
     names = [
         "copied to the host (MB)",
@@ -149,7 +151,7 @@ def link_table() -> Table:
 
 
 class _Hasty(HostStore):
-    """A store in which whatever uses a copy in one direction does not wait for it."""
+    """A store that does not wait for the copies named `missing`, so data is used too early."""
 
     def __init__(self, missing: str | None):
         super().__init__()
@@ -172,7 +174,7 @@ class _UnorderedDevice(SimulatedDevice):
 def without_waits() -> Table:
     """Show what happens to a small offloaded chain if one wait is removed.
 
-    The table has the races, and whether the gradient of the first weight is right.
+    The table shows the number of races, and whether the gradient of the first weight is right.
     """
     mistakes = {
         "nothing": (SimulatedDevice, None),
@@ -206,7 +208,7 @@ def _first_gradient(
 
 
 def read_late(waits: bool) -> list[float]:
-    """Return what the host reads of 0, 2, 4, 6 if copies run as late as possible.
+    """Return the values that the host reads for 0, 2, 4, 6 if copies run as late as possible.
 
     Args:
         waits: Whether the host first waits for the copy.

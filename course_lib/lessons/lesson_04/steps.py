@@ -33,7 +33,7 @@ def metered_step(checkpointed: bool, p: int | None) -> tuple[MemoryMeter, int]:
     adam, tokens = torch.optim.Adam(decoder.parameters()), random_tokens(8, 128, 2048)
     for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    adam.step()  # makes its state
+    adam.step()  # creates Adam's state
     decoder.zero_grad()
     if checkpointed:
         checkpoint_blocks(decoder, "layers.*")
@@ -54,7 +54,7 @@ def step_peak(mib: int, fraction: float = 1.0) -> int:
     """
     decoder = _decoder()
     adam = OffloadedOptimizer(decoder.parameters(), fraction=fraction, page_bytes=mib << 20)
-    for _ in range(2):  # the first step makes the state
+    for _ in range(2):  # the first step creates the state
         for parameter in decoder.parameters():
             parameter.grad = torch.ones_like(parameter)
         with MemoryMeter(decoder, adam) as meter:
@@ -70,12 +70,12 @@ def started_down(device: Any, y: Tensor) -> tuple[Tensor, Any]:
 
 def started_up(device: Any, host: Tensor) -> tuple[Tensor, Any]:
     """Start a copy to the GPU; return the device tensor and the event at the end of the copy."""
-    x = torch.zeros(host.shape)  # made inside the block of the device, so it is the device's
+    x = torch.zeros(host.shape)  # created inside the device's block, so it belongs to the device
     return x, device.copy(x, host, "up")
 
 
 def _compute() -> None:
-    sum(range(1_000_000))  # 10 to 25 ms, and it holds Python's lock
+    sum(range(1_000_000))  # takes 10 to 25 ms, and holds Python's global interpreter lock
 
 
 def _wait() -> None:
@@ -89,7 +89,7 @@ def _batches(make: Callable[[], None]) -> Iterator[Tensor]:
 
 
 def _seconds(work: Callable[[], None], prefetch: bool) -> float:
-    """Return the seconds of a loop whose batches take as much work to make as to use."""
+    """Return the seconds of a loop in which making a batch takes as long as using it."""
     start = time.perf_counter()
     for _ in Prefetcher(_batches(work)) if prefetch else _batches(work):
         work()

@@ -1,4 +1,4 @@
-"""The loop of lesson 05 with one bug at a time, named after it, and once without any."""
+"""Versions of lesson 05's loop: one per bug, named after the bug, and one without a bug."""
 
 from collections.abc import Callable
 from typing import Any

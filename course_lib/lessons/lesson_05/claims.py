@@ -71,12 +71,12 @@ OLDER_CLAIMS = (
 
 
 def older_claims(used: tuple[int, int], peaks: tuple[int, int], second: float) -> Table:
-    """Return the table of the claims in depth.
+    """Return the table of the claims of the optional section.
 
     Args:
-        used: Number of samples that reach a step, and of all samples.
-        peaks: Peaks in bytes, at once and one by one.
-        second: AdamA's second moments relative to Adam's.
+        used: Number of samples that reach an optimizer step, and of all samples.
+        peaks: Peaks in bytes for all samples at once, and for one at a time.
+        second: AdamA's second moments divided by Adam's.
     """
     once, single = (f"{peak / 1e6:.1f}" for peak in peaks)
     lost = f"{used[1] - used[0]} / {used[1]}"

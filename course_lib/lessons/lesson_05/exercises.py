@@ -29,15 +29,15 @@ say = Messages(__file__)
 # Peaks
 # --------------------------------------------------------------------------------------------------
 
-#: Bytes of the course's decoder: weights, bytes per sequence, and the part that does not depend on
-#: the micro-batch.
+#: Bytes of the course's decoder: its weights, the bytes per sequence, and the bytes that do not
+#: depend on the micro-batch.
 WEIGHTS, SLOPE, FLOOR = 27_502_592, 24_396_800, 110_010_776
-#: Measured peak for micro-batches of one sequence, which is not on the line.
+#: Measured peak for micro-batches of one sequence, which is not on the straight line.
 MEASURED_ALONE = 134_800_792
 
 
 def _line(m: int) -> int:
-    """Return the peak for micro-batches of m sequences, if there are several."""
+    """Return the peak in bytes for micro-batches of m sequences, if a step has several of them."""
     return FLOOR + m * SLOPE
 
 
@@ -66,22 +66,26 @@ def _line(m: int) -> int:
     in_bytes=True,
 )
 def check_peaks(m: int) -> int:
-    """Check a function of m, the sequences in a micro-batch: the peak of a step over eight.
+    """Check a function of m that returns the peak of a step over eight sequences.
 
-    It is checked for m = 1, 2, 4 and 8. For m = 1 the line and the measured peak are both right.
+    m is the number of sequences per micro-batch, 1, 2, 4 or 8. For m = 1 the value of the straight
+    line and the measured peak are both right.
     """
     return _line(m) if m < 8 else BASELINE.peak_bytes
 
 
 @numbers({"no_divisor": 36, "no_floor": 40, "whole_batch": 64, "half": 16})
 def check_largest_micro_batch() -> int:
-    """Check the largest micro-batch of a batch of 64 under 1 GB, among those that divide 64."""
+    """Check the largest micro-batch with a peak below 1 GB; its size divides the batch of 64."""
     return max(m for m in range(1, 65) if 64 % m == 0 and _line(m) < 10**9)
 
 
 @numbers({"too_small": 8, "more_than_enough": 32, "whole_batch": 64})
 def check_fast_micro_batch() -> int:
-    """Check the smallest m = 2**k with 80% of the rate of m = 64; m samples take 5 + m ms."""
+    """Check the smallest micro-batch m = 2**k with 80% of the throughput of m = 64.
+
+    A micro-batch of m samples takes 5 + m ms.
+    """
     return min(m for m in (1, 2, 4, 8, 16, 32, 64) if m / (5 + m) >= 0.8 * 64 / (5 + 64))
 
 
@@ -92,7 +96,7 @@ def check_fast_micro_batch() -> int:
 class _TwoWeights(nn.Module):
     """A weighted sum of the features, (..., n) -> (...).
 
-    Its weights are two parameters, so that the norm of both differs from the norm of each.
+    The weights are split over two parameters, so the norm over both differs from each one's norm.
     """
 
     def __init__(self, features: int) -> None:
@@ -106,13 +110,13 @@ class _TwoWeights(nn.Module):
 
 
 class _Recorder(torch.optim.SGD):
-    """Records an epoch of a loop, and changes no parameter."""
+    """Optimizer that records an epoch of a loop and changes no parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.0)
         self.gradients: list[Tensor] = []  # at each step of the optimizer
         self.rates: list[int] = []  # number of scheduler steps before each optimizer step
-        self.arriving: list[float] = []  # gradients at the loss sums, the loss scale included
+        self.arriving: list[float] = []  # gradients at the loss sums, including the scale
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self, lambda _: 1.0)
 
     def step(self, closure: Any = None) -> None:
@@ -130,7 +134,7 @@ def _epoch(
     scale: float = 1.0,
     model: nn.Module | None = None,
 ) -> _Recorder:
-    """Run an epoch of a reader's loop over micro-batches (samples, tokens, features).
+    """Run an epoch of a learner's loop over micro-batches (samples, tokens, features).
 
     The loss is linear in the features, unless another `model` is given.
     """
@@ -140,12 +144,12 @@ def _epoch(
 
     def loss_sum(model: nn.Module, micro_batch: Tensor) -> tuple[Tensor, int]:
         loss = model(micro_batch).sum()
-        if loss.requires_grad:  # false if the loop only counts tokens
+        if loss.requires_grad:  # no gradient is needed if the loop only counts tokens
             loss.register_hook(lambda gradient: optimizer.arriving.append(float(gradient)))
         return loss, _tokens([micro_batch])
 
     with warnings.catch_warnings():
-        # PyTorch warns if a scheduler steps before its optimizer; the check itself reports that
+        # PyTorch warns if a scheduler steps before its optimizer; the check itself reports this
         warnings.simplefilter("ignore")
         parts = optimizer, optimizer.scheduler, scaler
         loop(model, loss_sum, micro_batches, *parts, every, max_norm)
@@ -179,7 +183,7 @@ def divisor(loop: Callable) -> Label | None:
     groups = micro_batches[:2], micro_batches[2:4], micro_batches[4:]
     means, (tokens, more, _) = [_mean(group) for group in groups], map(_tokens, groups)
     first, second, _ = means
-    # Message on another gradient of a step -> those of mistakes, each with its own message
+    # Message on a wrong gradient -> (gradient that a mistake gives, message on the mistake)
     steps: dict[str, list[tuple[Tensor, str]]] = {
         "loop.first_gradient": [
             (first * tokens / sum(map(len, groups[0])), "loop.by_samples"),
@@ -188,11 +192,11 @@ def divisor(loop: Callable) -> Label | None:
         "loop.second_gradient": [
             (second * more / (tokens + more), "loop.counted_again"),
             (first + second, "loop.not_cleared"),
-            (first / more + second, "loop.not_cleared"),  # `.grad` was divided as a whole
+            (first / more + second, "loop.not_cleared"),  # all of `.grad` was divided
         ],
         "loop.last_group": [],
     }
-    # If the loop drops the incomplete last group, `zip` ends early, and another check reports it.
+    # If the loop drops the incomplete last group, `zip` ends early; `remainder` reports that.
     found = _epoch(loop, micro_batches, 2).gradients
     for gradient, mean, (name, mistakes) in zip(found, means, steps.items(), strict=False):
         if (off := _relative_error(gradient, mean)) < 1e-4:
@@ -217,7 +221,7 @@ def clipping(loop: Callable) -> Label | None:
 
 
 def schedule(loop: Callable) -> Label | None:
-    """Test equal counts in full groups: how often the scheduler steps, and when."""
+    """Test how often the scheduler steps, and when, with equal token counts in full groups."""
     record = _epoch(loop, _micro_batches(4, 4, 4, 4), 2)
     steps, scheduled = len(record.gradients), record.scheduler.last_epoch
     if scheduled != steps:
@@ -226,7 +230,10 @@ def schedule(loop: Callable) -> Label | None:
 
 
 def remainder(loop: Callable) -> Label | None:
-    """Test five micro-batches in groups of two, each with its own feature: which reach a step."""
+    """Test which of five micro-batches reach an optimizer step, in groups of two.
+
+    Each micro-batch has a feature of its own.
+    """
     micro_batches = [torch.eye(5)[i].expand(2, 4, 5).contiguous() for i in range(5)]
     found = _epoch(loop, micro_batches, 2).gradients
     used = int(sum(gradient != 0 for gradient in found).bool().sum())
@@ -236,7 +243,7 @@ def remainder(loop: Callable) -> Label | None:
 
 
 def unscaling(loop: Callable) -> Label | None:
-    """Test the length of a clipped update with a loss scale of 1024 against that with 1."""
+    """Test that a clipped update is as long with a loss scale of 1024 as with 1."""
     scaled, plain = (
         _epoch(loop, _micro_batches(4, 4, seed=2), 2, max_norm=0.01, scale=scale)
         for scale in (1024.0, 1.0)
@@ -248,7 +255,7 @@ def unscaling(loop: Callable) -> Label | None:
 
 
 def _grows_by(loop: Callable) -> int:
-    """Return by how many bytes the peak of a step with eight micro-batches exceeds that with two.
+    """Return the peak of a step with eight micro-batches minus the peak with two, in bytes.
 
     A loop that runs backward after each forward holds the activations of one micro-batch at a time,
     so its peak does not depend on their number.
@@ -276,10 +283,10 @@ def _updates_with_infinity(loop: Callable) -> bool:
     return True
 
 
-#: Bytes of one micro-batch's activations in `_grows_by`: two samples of 16 tokens, 64 numbers each
+#: Bytes of a micro-batch's activations in `_grows_by`: two samples of 16 tokens, 64 numbers each
 _ACTIVATIONS = 2 * 16 * 64 * 4
 
-#: Name of a planted bug -> the check that detects it, and none of the other four.
+#: Name of a planted bug -> the check that detects only this bug.
 FIVE: Mapping[str, Callable[[Callable], Label | None]] = {
     "mean of means": divisor,
     "clipped per micro-batch": clipping,
@@ -321,9 +328,9 @@ def check_loop(function: Any) -> Verdict:
 
 @exercise()
 def check_fp32_sums(function: Any) -> Verdict:
-    """Check `accumulate_in_fp32(parameters)`: parameter -> sum of its gradients in fp32.
+    """Check `accumulate_in_fp32(parameters)`, which returns parameter -> fp32 sum of its gradients.
 
-    The sums must take 4 bytes per number, and nothing else may be kept.
+    The sums must take 4 bytes per element, and nothing else may be kept.
     """
     generator = torch.Generator().manual_seed(seed_of(0))
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16, bias=False)).bfloat16()
@@ -331,7 +338,7 @@ def check_fp32_sums(function: Any) -> Verdict:
     data = [torch.randn(32, 64, generator=generator).bfloat16() for _ in range(24)]
     each = [torch.autograd.grad(model(x).square().sum(), parameters) for x in data]
     by_parameter = list(zip(*each, strict=True))
-    # the sums that `.grad` would have after each micro-batch, in bf16
+    # the bf16 sums that `.grad` would have after each micro-batch
     so_far = [list(itertools.accumulate(gradients)) for gradients in by_parameter]
     with MemoryMeter() as meter:
         sums = function(model.parameters())
@@ -375,9 +382,9 @@ def _sum_in_fp32(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _adds_nothing(function: Any) -> bool:
-    """Return whether a function, and the hook in it, are still the cell's original.
+    """Return whether the learner has not changed the function of the cell, nor the hook in it.
 
-    Neither uses an attribute or a name.
+    In the original neither one uses a global name or an attribute.
     """
     code = getattr(function, "__code__", None)
     if code is None:

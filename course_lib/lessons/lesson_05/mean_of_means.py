@@ -2,7 +2,7 @@
 
     python -m course_lib.lessons.lesson_05.mean_of_means   # eight seeds, a few minutes
 
-The figures are written to `mean_of_means.json`, next to this file.
+The losses are written to `mean_of_means.json`, next to this file.
 
 A small decoder is trained on the course's own code (short lines) and prose (long paragraphs),
 character by character. The two runs of a seed start with the same weights and see the same batches,
@@ -52,7 +52,7 @@ def small_decoder(seed: int = 0) -> Decoder:
 def rounded_decoder(seed: int) -> Decoder:
     """Return a decoder whose weights are bf16 numbers in fp32.
 
-    Each weight is moved a little from its initial value, as by some training.
+    Each weight differs a little from its initial value, as after a few training steps.
     """
     model = Decoder(
         vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=16, seed=100 * seed
@@ -67,7 +67,10 @@ def rounded_decoder(seed: int) -> Decoder:
 
 @cache
 def _halves() -> tuple[tuple[list[str], list[str]], tuple[list[str], list[str]]]:
-    """Return code and prose to train on, and every sixth text of each, for evaluation."""
+    """Return (code, prose) for training and (code, prose) for evaluation.
+
+    Every sixth text is for evaluation.
+    """
     short = [line for line in code() if len(line.strip()) > 5]
     long = prose()
     held_out = short[::6], long[::6]
@@ -76,7 +79,11 @@ def _halves() -> tuple[tuple[list[str], list[str]], tuple[list[str], list[str]]]
 
 
 def batch(seed: int, samples: int = SAMPLES) -> Tensor:
-    """Draw samples from code and prose with equal probability: (samples, 129 at most)."""
+    """Draw samples from code and prose with equal probability.
+
+    Returns:
+        Tokens of shape (samples, length), with a length of at most 129.
+    """
     draw, (short, long) = random.Random(seed), _halves()[0]
     texts = [draw.choice(short if draw.random() < 0.5 else long) for _ in range(samples)]
     return pad_texts(texts, LENGTH + 1)
@@ -96,7 +103,10 @@ def evaluate(model: torch.nn.Module) -> tuple[float, float]:
 def train(
     kind: str, seed: int, steps: int = STEPS, every: int = EVERY
 ) -> list[tuple[float, float]]:
-    """Return losses on short and on long samples, before the first and after each `every` steps."""
+    """Return losses before training and after each `every` steps.
+
+    Each item is (loss on short samples, loss on long samples).
+    """
     model = small_decoder(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     found = [evaluate(model)]

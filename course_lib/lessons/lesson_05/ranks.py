@@ -1,4 +1,4 @@
-"""Two processes that reduce gradients: bytes given to all-reduce, and the error of the gradient.
+"""Processes that reduce gradients: bytes passed to all-reduce, and the error of the gradient.
 
 `python -m course_lib.lessons.lesson_05.ranks` is a process that `on_ranks` starts: one rank, or the
 process that forks all ranks.
@@ -39,7 +39,10 @@ def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
 
 
 def _batch(micro_batches: int, rank: int) -> Tensor:
-    """Return one rank's tokens; the second has fewer, since a mean of means would else be right."""
+    """Return one rank's tokens.
+
+    The second rank has fewer tokens. With equal numbers a mean of means would be right.
+    """
     tokens = random_tokens(micro_batches, 16, 63, seed=rank) + 1
     tokens[:, 17 - 6 * rank :] = 0
     return tokens
@@ -77,7 +80,7 @@ def _output_file(folder: str, rank: int) -> Path:
 
 
 def _on_forked_rank(folder: str, name: str, micro_batches: int, processes: int, rank: int) -> None:
-    """Redirect the output to a file, because ranks that fail together would mix their output."""
+    """Run one rank, with its output in a file of its own, so that ranks do not mix their output."""
     with _output_file(folder, rank).open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -90,7 +93,7 @@ def _on_rank(folder: str, name: str, micro_batches: int, processes: int, rank: i
     import torch.distributed as dist
     import torch.distributed.algorithms.ddp_comm_hooks.default_hooks as hooks
 
-    # before a group exists, because default arguments of its functions would hold the group forever
+    # imported before a group exists; otherwise default arguments of its functions keep the group
     import torch.distributed.nn.functional
     from torch.nn.parallel import DistributedDataParallel
 

@@ -1,4 +1,4 @@
-"""Measurements that lesson 05 shows but does not write out."""
+"""Measurements of lesson 05 whose code is not shown in the notebook."""
 
 import inspect
 import json
@@ -26,7 +26,7 @@ def peak_moments(meters: Mapping[int, Any]) -> Table:
     """Show the operator at the peak, and the activations and temporary tensors live there.
 
     Args:
-        meters: Sequences in a micro-batch -> a meter of the step.
+        meters: Number of sequences per micro-batch -> meter of the step.
     """
     rows = []
     for m, meter in meters.items():
@@ -37,7 +37,7 @@ def peak_moments(meters: Mapping[int, Any]) -> Table:
 
 
 def training_parts(seed: int) -> tuple[Decoder, Any, Any, torch.amp.GradScaler]:
-    """Return a decoder, its SGD, a scheduler that halves the rate, and a scaler at 1024."""
+    """Return a decoder, SGD, a scheduler that halves the learning rate, and a scaler at 1024."""
     decoder = small_decoder(seed)
     sgd = torch.optim.SGD(decoder.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
@@ -92,7 +92,7 @@ def errors_of_sums(gradient_in: Callable[..., Tensor]) -> dict[str, dict[int, li
 
 
 def bytes_reduced(figures: Mapping[str, float], micro_batches: int) -> Table:
-    """Show the bytes that a rank gives to all-reduce, next to the prediction.
+    """Show the bytes that a rank passes to all-reduce, next to the prediction.
 
     Args:
         figures: Result of `on_ranks`.
@@ -108,7 +108,7 @@ def bytes_reduced(figures: Mapping[str, float], micro_batches: int) -> Table:
 
 
 def errors_of_pairs(by_size: Callable[..., None], grad_cache: Callable[..., None]) -> Table:
-    """Return a table of the errors of a contrastive loss's gradients, for 32 pairs in groups of 8.
+    """Return a table of gradient errors of a contrastive loss, for 32 pairs in groups of 8.
 
     The reference is `by_size` with all 32 pairs at once, in float64.
 
@@ -136,20 +136,22 @@ def errors_of_pairs(by_size: Callable[..., None], grad_cache: Callable[..., None
 def on_ranks(
     step: Callable[..., Any], micro_batches: int = 8, processes: int = 2
 ) -> dict[str, float]:
-    """Run a function of the reader's in several processes with DDP over gloo, on CPUs.
+    """Run the learner's function in several processes with DDP over gloo, on CPUs.
 
     On Linux without a GPU, one process imports the modules and forks the ranks. Otherwise each rank
     is a new process, because CUDA cannot be used in a forked process.
 
     Args:
         step: `step(model, loss_sum, micro_batches, each)` leaves the gradient of the mean over the
-            tokens of all ranks in `.grad`. `each` says whether every backward pass reduces, or only
-            the last one. Its source is run, with `torch`, `dist` and `nullcontext`.
+            tokens of all ranks in `.grad`. If `each` is true, every backward pass reduces the
+            gradients, otherwise only the last one does. Its source code runs in the processes, with
+            `torch`, `dist` and `nullcontext` as the only names defined outside.
 
     Returns:
-        A dict: bytes of the "parameters"; bytes that one rank gives to all-reduce, "each" time or
-        only the "last"; the relative "error" of the gradient against one process with all tokens;
-        and the bytes of the "library"'s `AccumulatedStep`.
+        A dict. "parameters" is their bytes. "each" and "last" are the bytes that one rank passes to
+        all-reduce, if every backward pass reduces and if only the last one does. "error" is the
+        relative error of the gradient, compared with one process that has all tokens. "library" is
+        the bytes that `AccumulatedStep` passes to all-reduce.
 
     Raises:
         RuntimeError: A process failed; the message has the end of its output.

@@ -42,8 +42,8 @@ from .tiles import (
 
 say = Messages(__file__)
 
-# A table of mistakes is message -> the arguments of `fold` or `backward_in_tiles` that make the
-# mistake. These are in several tables:
+# A table of mistakes maps the name of a message to the arguments of `fold` or `backward_in_tiles`
+# that make the mistake. These mistakes are in several tables:
 _NO_MAXIMUM: dict[str, Any] = {"start": 0.0, "larger": lambda old, new: old}
 _OF_ONE_BLOCK = {"larger": lambda old, new: new}
 _OF_ALL_ROWS = {"of_rows": lambda scores: scores.max().expand(len(scores), 1)}
@@ -63,7 +63,7 @@ _ALLOCATING = ("new_", "empty", "full", "ones", "zeros")
 
 
 class _ReadRecorder(TorchDispatchMode):
-    """A mode that records which operators compute with more than a block of the scores at once.
+    """A mode that records the operators that read more than one block of the scores at once.
 
     It also records which blocks are read, in order.
     """
@@ -98,7 +98,7 @@ _HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 class _HostReadRecorder(TorchFunctionMode):
     """A mode that reports `tolist`, `numpy` and the like to a `_ReadRecorder`.
 
-    No dispatch mode sees them.
+    No dispatch mode sees these methods.
     """
 
     def __init__(self, recorder: _ReadRecorder) -> None:
@@ -123,20 +123,20 @@ LOG_SUM_EXP_MISTAKES = {
 
 
 def log_sum_exp(scores: Tensor, block: int, **mistake: Any) -> Tensor:
-    """Return the log-sum-exp of each row by `fold`, whose arguments introduce a mistake."""
+    """Return the log-sum-exp of each row by `fold`, with a mistake if arguments are given."""
     blocks = ((part, part.new_ones(part.shape[1], 1)) for part in scores.split(block, 1))
     return fold(blocks, **mistake)[1]
 
 
 @exercise()
 def check_log_sum_exp(function: Any) -> Verdict:
-    """Check the log-sum-exp of each row, in one pass over blocks, for large scores too."""
+    """Check a log-sum-exp of each row in one pass over blocks, also for large scores."""
     rows, block, columns = 7, 7, 23
     along = torch.linspace(-1, 1, columns)
     shift = draw_case(0.0, lambda rng: rng.uniform(0, 0.5))
     waves = torch.linspace(-3 + shift, 3 + shift, 4 * columns).sin().view(4, columns)
     # small scores that rise and fall, large ones of both signs, a row far below 0, and one that
-    # falls by more than `exp` can hold
+    # falls so far that `exp` overflows
     large = 10 * waves[0], 500 * waves[1], 1000 * waves[2]
     scores = torch.stack([along, -along, *large, waves[3] - 1000, -500 * along])
     given = scores.clone()
@@ -172,16 +172,16 @@ def check_log_sum_exp(function: Any) -> Verdict:
 
 #: Blocks of the small case, which divide neither its 40 queries nor its 56 keys.
 _BLOCKS = 16, 24
-#: Operators that an answer may run on the 128 tiles of the case of `_products`.
+#: Maximal number of operators in an answer to the case of `_products`, which has 128 tiles.
 _OPERATORS = 50_000
 
 _close = partial(is_close, rtol=1e-6, equal_nan=True)
 
 
 class _TileRecorder(TorchDispatchMode):
-    """A mode that records results that hold more scores than one tile has.
+    """A mode that records results that hold more scores than one tile.
 
-    A result with an axis of length `d` is not made of scores, and neither is a vector.
+    Vectors, and tensors with an axis of length `d`, do not hold scores.
     """
 
     def __init__(self, block_q: int, block_k: int, d: int) -> None:
@@ -199,16 +199,16 @@ class _TileRecorder(TorchDispatchMode):
 
 
 def _products(function: Callable, case: tuple[Tensor, ...]) -> float:
-    """Return how many products of 2 N² d FLOPs a function with right results computes.
+    """Return the number of matrix products, of 2 N² d FLOPs each, in a function with right results.
 
     Args:
-        function: The reader's function.
+        function: The learner's function.
         case: Its arguments except the block sizes, with 256 queries and keys of 8 features. They
             are computed in tiles of 16 x 32.
 
     Raises:
         WrongAnswer: More scores than a tile has are live at once, the block sizes are exchanged,
-            the tiles are much smaller than asked, or the products are not PyTorch's.
+            the tiles are much smaller than requested, or the matrix products are not PyTorch's.
     """
     (n, d), blocks = case[0].shape, (16, 32)
     slow = say("common.too_many_operators", limit=_OPERATORS)
@@ -230,8 +230,8 @@ def _check_block_order(
     """Raise `WrongAnswer` if a function exchanges its block sizes.
 
     With 48 queries and blocks of 64 queries and 32 keys, a tile has 48 x 32 scores. If the blocks
-    are exchanged, it has 32 x 64. An answer that pads the queries to 64 is not judged, since its
-    tiles are as large.
+    are exchanged, it has 32 x 64. An answer that pads the queries to 64 is not judged,
+    because its tiles have 64 x 32 scores.
     """
     (q, k, v, *rest), queries, blocks = case, 48, (64, 32)
     few = (q[:queries], k, v, *(x[:queries] for x in rest))
@@ -264,11 +264,11 @@ FORWARD_MISTAKES = {
 def check_forward(function: Any) -> Verdict:
     """Check `function(q, k, v, block_q, block_k)` -> (o, lse) of one head.
 
-    Both must be right in float64, for large scores and for blocks that do not divide the lengths,
-    with two products per tile and no more scores at once than a tile has.
+    Both must be right in float64, for large scores and for blocks that do not divide the lengths.
+    There may be two matrix products per tile, and no more scores at once than a tile has.
     """
     q, k, v = large_and_small(40, 56, torch.float64)
-    case = 8 * q, k, v  # scores of ±8000, whose differences overflow in float64 too
+    case = 8 * q, k, v  # scores of ±8000, whose differences overflow `exp` in float64 too
     found = function(*(x.clone() for x in case), *_BLOCKS)
     if found is None:
         return not_answered()
@@ -330,8 +330,8 @@ BACKWARD_MISTAKES: dict[str, dict[str, Any]] = {
 def check_backward(function: Any) -> Verdict:
     """Check `function(q, k, v, o, lse, grad_o, block_q, block_k)`.
 
-    The gradients must be right in float64, with no more scores at once than a tile has. Five
-    products per tile are enough in one pass; two passes need seven.
+    The gradients must be right in float64, with no more scores at once than a tile has. One pass
+    needs five matrix products per tile; two passes need seven.
     """
     case = one_head(40, 56, 16, torch.float64)
     found = function(*(x.clone() for x in case), *_BLOCKS)
@@ -382,7 +382,7 @@ def _refuse_gradients(found: list[Tensor], wanted: Sequence[Tensor]) -> NoReturn
     }
 )
 def check_flops() -> dict[str, int]:
-    """Check {"forward", "backward", "two passes"}: FLOPs of each in N² d."""
+    """Check the FLOPs of "forward", "backward" and "two passes", in units of N² d."""
     return {"forward": 4, "backward": 10, "two passes": 14}
 
 
@@ -405,9 +405,9 @@ _ONE, _LSE = 4096 * 128 * 2, 32 * 4096 * 4
     in_bytes=True,
 )
 def check_grouped_bytes() -> int:
-    """Check the bytes that flash attention keeps with 32 query heads and 8 key heads.
+    """Check the bytes that flash attention keeps for backward.
 
-    The other sizes are d = 128, 4096 tokens, and bf16.
+    There are 32 query heads, 8 key heads, a head size of d = 128, and 4096 tokens in bf16.
     """
     return (32 + 8 + 8 + 32) * _ONE + _LSE
 
@@ -421,9 +421,10 @@ def tile_count(
     seen: Callable[..., int] = lambda last, queries, keys: max(0, last + keys - queries),
     rounded: Callable[..., int] = lambda seen, block_k: -(-seen // block_k),
 ) -> Callable[[int, int, int, int], int]:
-    """Return a function that counts the tiles up to the keys that each block's last query sees.
+    """Return a function that counts the tiles of a causal pass.
 
-    Other arguments than the defaults introduce a mistake.
+    For each query block, tiles count up to the last key that its last query may attend to. The
+    defaults are right, and other arguments introduce a mistake.
     """
 
     def count(queries: int, keys: int, block_q: int, block_k: int) -> int:
@@ -450,7 +451,7 @@ def tile_count(
             (512, 512, 64, 64),
             (100, 100, 32, 16),
             (64, 256, 32, 64),
-            (64, 16, 16, 16),  # the first three blocks of queries see no key
+            (64, 16, 16, 16),  # the first three query blocks may not attend to any key
             (128, 64, 32, 32),
             (100, 70, 32, 16),
             (8, 4, 2, 1),
@@ -459,9 +460,9 @@ def tile_count(
     ),
 )
 def check_causal_tiles(queries: int, keys: int, block_q: int, block_k: int) -> int:
-    """Check `function(queries, keys, block_q, block_k)`: the tiles of a causal pass.
+    """Check `function(queries, keys, block_q, block_k)`, the number of tiles of a causal pass.
 
-    The mask is aligned at the bottom right.
+    The mask is aligned at the bottom right: the last query may attend to all keys.
     """
     mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     parts = [part for rows in mask.split(block_q) for part in rows.split(block_k, 1)]
@@ -486,7 +487,7 @@ KERNEL_MISTAKES = {
 
 @exercise()
 def check_kernel(run: Any) -> Verdict:
-    """Check `run(q, k, v)` -> (o, lse) of one head by the reader's kernel, with Triton."""
+    """Check `run(q, k, v)` -> (o, lse) of one head by the learner's kernel, with Triton."""
     if _is_untouched(run):
         return not_answered()
     try:
@@ -507,7 +508,7 @@ def check_kernel(run: Any) -> Verdict:
     found = [x.float().cpu().reshape(y.shape) for x, y in zip(found, wanted, strict=True)]
     right_output, right_lse = map(partial(is_close, atol=2e-3, equal_nan=True), found, wanted)
     if not (right_output and right_lse):
-        # the kernel computes whole blocks: queries after the last one are zeros
+        # the kernel computes whole blocks, in which the padding queries are zero
         queries, keys, values = (pad(x, (0, 0, 0, 3)) for x in (q, k, v))
 
         def of_kernel(k: Tensor, v: Tensor, **mistake: Any) -> list[Tensor]:
@@ -529,9 +530,9 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _is_untouched(run: Any) -> bool:
-    """Return whether `fold`, which the kernel calls, is still the cell's original.
+    """Return whether the learner has not changed `fold`, which the kernel calls.
 
-    That contains only exp and sum.
+    The original only calls `exp` and `sum`.
     """
     function = getattr(run, "__globals__", {}).get("fold")
     code = getattr(getattr(function, "fn", function), "__code__", None)
@@ -572,14 +573,14 @@ def check_probabilities(function: Any) -> Verdict:
     if not is_close(found, scores.softmax(1), atol=1e-5):
         sums_of_one = is_close(found.sum(1), torch.ones(5), atol=1e-4)
         say.wrong("probabilities.other" if sums_of_one else "probabilities.sums")
-    halved = result(q, k, lse + math.log(2))  # the lse if every key occurred twice
+    halved = result(q, k, lse + math.log(2))  # the log-sum-exp if every key occurred twice
     if not isinstance(halved, Tensor) or not is_close(2 * halved, found, atol=1e-5):
         say.wrong("probabilities.not_from_lse")
     return say.right("probabilities.right")
 
 
 def triton_here() -> tuple[ModuleType | None, ModuleType | SimpleNamespace, Callable]:
-    """Return Triton, its language and its `jit`, or stand-ins and a printed note without Triton.
+    """Return Triton, its language and its `jit`; without Triton, print a note and return stand-ins.
 
     Raises:
         RuntimeError: Triton was imported before the lesson turned on its interpreter, and there is
@@ -602,6 +603,6 @@ def triton_here() -> tuple[ModuleType | None, ModuleType | SimpleNamespace, Call
             "Triton was imported before this lesson's first cell and so cannot run on this CPU:"
             " restart the kernel, and run this lesson from its first cell."
         )
-        # in both languages, because the page's switch does not reach an error
+        # The text is in both languages, because the page's switch cannot change an error message.
         raise RuntimeError("\n".join(in_both_languages(too_early)))
     return triton, tl, triton.jit

@@ -64,7 +64,7 @@ def attention_forward_and_backward(
 
 def _runs(step: Callable[[], object]) -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they say why a backend cannot run
+        warnings.simplefilter("ignore")  # the warnings say why a backend cannot run
         try:
             step()
         except torch.OutOfMemoryError:

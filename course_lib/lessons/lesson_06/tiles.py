@@ -1,6 +1,6 @@
 """Attention of one head, at once and in tiles of queries and keys.
 
-The functions in tiles introduce a mistake where other arguments than their defaults are given.
+With their default arguments, the functions in tiles are right. Other arguments introduce a mistake.
 """
 
 import math
@@ -20,7 +20,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     return [scores.softmax(1) @ v, scores.logsumexp(1)]
 
 
-Step = Callable[..., Tensor]  # what is computed in one line of a loop
+Step = Callable[..., Tensor]  # the computation in one line of a loop
 
 
 def fold(
@@ -39,6 +39,8 @@ def fold(
 
     Args:
         tiles: Scores, (n, keys), and values, (keys, d), of each tile.
+        start, of_rows, larger, factor, weigh, total, output, result: Steps of the online softmax;
+            other arguments than the defaults introduce a mistake.
     """
     largest, sums, o = torch.tensor(start), torch.tensor(0.0), torch.tensor(0.0)
     for scores, value in tiles:
@@ -53,7 +55,7 @@ def fold(
 def forward_in_tiles(
     q: Tensor, k: Tensor, v: Tensor, block_q: int, block_k: int, **mistake: Any
 ) -> list[Tensor]:
-    """Return what `attention` returns, computed by `fold` with its arguments."""
+    """Return the result of `attention`, computed by `fold` with the arguments of a mistake."""
     blocks = list(zip(k.split(block_k), v.split(block_k), strict=True))
     parts = [
         fold(((rows @ key.T * q.shape[1] ** -0.5, value) for key, value in blocks), **mistake)

@@ -79,5 +79,5 @@ OLDER_CLAIMS = (
 
 
 def older_claims(*measured: str) -> Table:
-    """Return the table of claims for the section in depth, with the measured figures."""
+    """Return the table of claims of the optional section, with the measured values."""
     return what_you_may_have_read(OLDER_CLAIMS, *measured)

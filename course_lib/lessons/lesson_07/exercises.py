@@ -62,7 +62,7 @@ def _tokens(sizes: _Sizes) -> torch.Tensor:
 
 @exercise()
 def check_peak_without_memory(function: Any) -> Verdict:
-    """Check `function(make_model, make_batch)`: the second step's peak, found on symbolic tensors.
+    """Check `function(make_model, make_batch)`, the second step's peak found on symbolic tensors.
 
     One network peaks in backward, the other in the optimizer step, so the whole step must be
     measured.
@@ -82,7 +82,7 @@ def _verdict_on_peak(function: Any, sizes: _Sizes) -> Verdict:
             lambda: seen.append(is_symbolic()) or _decoder(sizes), lambda: _tokens(sizes)
         )
     except Exception:
-        if all(seen):  # otherwise the error is a consequence of a real model
+        if all(seen):  # otherwise the learner's model is real, which causes the error
             raise
     say.refuse_if(not all(seen), "peak_without_memory.outside")
     if answer is None:
@@ -94,7 +94,7 @@ def _verdict_on_peak(function: Any, sizes: _Sizes) -> Verdict:
     extras = [kept + more for kept in (0, -inputs, inputs) for more in (0, loss)]
     right = [_step_peak(sizes) + extra for extra in extras]
     mistakes = {
-        # A fused update creates no temporaries either, so both mistakes may give this peak.
+        # A fused update also creates no temporaries, so both mistakes may give this peak.
         "no_temporaries": _step_peak(sizes, update=False),
         "old_gradients": _step_peak(sizes, zero=False),
         "no_state": _step_peak(sizes, steps=1),
@@ -112,7 +112,10 @@ def _verdict_on_peak(function: Any, sizes: _Sizes) -> Verdict:
 def _step_peak(
     sizes: _Sizes, *, steps: int = 2, update: bool = True, zero: bool = True, watched: bool = True
 ) -> int:
-    """Return the peak of the last of several steps with Adam, with a mistake if an option asks."""
+    """Return the peak of the last of several steps with Adam.
+
+    An option that differs from its default introduces a mistake.
+    """
     with symbolic():
         model = _decoder(sizes)
         adam = torch.optim.Adam(model.parameters(), foreach=False)
@@ -128,12 +131,16 @@ def _step_peak(
     return meter.peak_bytes
 
 
-# Exercise 2: which of two is cheaper
+# Exercise 2: which of two recipes is faster
 # --------------------------------------------------------------------------------------------------
 
 
 def _pair(*costs: int) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """Return two recipes' estimates from the FLOPs and moved bytes of each."""
+    """Return stand-ins for the estimates of two recipes.
+
+    Args:
+        costs: FLOPs and moved bytes of the first recipe, then those of the second.
+    """
     flops, moved, other_flops, other_moved = costs
     return (
         SimpleNamespace(flops=flops, moved_bytes=moved),
@@ -170,7 +177,7 @@ def _draw_pair(rng: random.Random) -> tuple[SimpleNamespace, SimpleNamespace]:
     place="",
 )
 def check_break_even(first: Any, second: Any) -> float:
-    """Check a function of two recipes: the FLOP per byte at which both are equally fast."""
+    """Check a function of two estimates: the FLOP per byte at which they are equally fast."""
     return (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
 
 
@@ -180,14 +187,14 @@ def check_break_even(first: Any, second: Any) -> float:
 
 @exercise()
 def check_same_flops(recipe: Any) -> Verdict:
-    """Check a recipe for 160 MB with the baseline's FLOPs and nothing moved."""
+    """Check a recipe for 160 MB with the baseline's FLOPs and no moved bytes."""
     found = _fitting_estimate(recipe, 160_000_000, most_flops=1.0)
     return say.right("same_flops.right", mb=_mb(found.peak_bytes))
 
 
 @exercise()
 def check_keeps_clipping(recipe: Any) -> Verdict:
-    """Check a recipe for 120 MB with at most 1.19 times the baseline's FLOPs and nothing moved.
+    """Check a recipe for 120 MB with at most 1.19 times the baseline's FLOPs and no moved bytes.
 
     The norm of all gradients must be known before the update.
     """
@@ -215,12 +222,12 @@ def _estimate_recipe(recipe: Recipe) -> Estimate:
 
 
 def _fitting_estimate(recipe: Any, budget: int, most_flops: float | None = None) -> Estimate:
-    """Return the estimate of a recipe that fits the budget, in fp32 with Adam; refuse any other.
+    """Return the estimate of a recipe that fits the budget, in fp32 with Adam; reject any other.
 
     Args:
         recipe: The answer.
         budget: The budget in bytes.
-        most_flops: Most FLOPs relative to the baseline. With it, nothing may be moved.
+        most_flops: Limit on the FLOPs relative to the baseline. If given, no bytes may be moved.
     """
     if not isinstance(recipe, Recipe):
         say.refuse("common.no_recipe", kind=type(recipe).__name__)

@@ -42,7 +42,7 @@ def _nearest(values: Tensor, levels: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Linear layer with a rounded weight, which exists in fp32 only while it is used."""
+    """Linear layer with a rounded weight, which is expanded to fp32 only while it is used."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: "FourBitLinear") -> Tensor:
@@ -89,7 +89,7 @@ class FourBitLinear(nn.Module):
 class Adam8bit(Adam8bitState):
     """AdamW whose moments have 8 bits per element and one fp32 scale per 256 elements.
 
-    The levels are a geometric series. bitsandbytes has a finer one, in tables of the same size.
+    The levels are a geometric series. bitsandbytes has finer levels, in tables of the same size.
     """
 
     BETAS = (0.9, 0.999)
@@ -102,7 +102,7 @@ class Adam8bit(Adam8bitState):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        """Update all parameters that have gradients."""
+        """Update all parameters that have gradients, and ignore `closure`."""
         super().step()  # creates the state of new parameters
         for p, state in self.state.items():
             if p.grad is None:

@@ -42,9 +42,10 @@ RECIPES = {
     },
 )
 def three_recipes(device: torch.device, *, batch: int, **sizes: int) -> Iterator[Part]:
-    """Measure three recipes; on a GPU the last one pins some 20 GB of host memory.
+    """Measure three recipes.
 
-    It needs 14 bytes per parameter, and torch rounds blocks up to powers of two.
+    On a GPU the last recipe pins some 20 GB of host memory. It needs 14 bytes per parameter, and
+    torch rounds blocks up to powers of two.
     """
 
     def make_batch() -> torch.Tensor:

@@ -26,10 +26,10 @@ class RecipeCosts(NamedTuple):
 def recipes() -> Iterator[Recipe]:
     """Yield the combinations of the grid that are possible.
 
-    They combine attention, checkpoints, micro-batches or steps in backward, offloaded state,
-    offloaded activations and pages.
+    Recipes combine attention, checkpoints, micro-batches or an optimizer step in backward,
+    offloaded optimizer state, offloaded activations, and pages.
     """
-    # 0 micro-batches stands for steps in backward
+    # 0 micro-batches mean an optimizer step in backward
     combinations = product(
         ("standard", "flash"), ("none", "layers"), (1, 2, 8, 0), (0.0, 1.0), (False, True)
     )

@@ -1,4 +1,4 @@
-"""Tables of steps that store fewer bits per number or train fewer numbers."""
+"""Tables on steps that store fewer bits per element or train fewer parameters."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -18,7 +18,7 @@ Variants = Mapping[str, tuple[Callable[[], nn.Module], Recipe]]
 def compare_smaller(variants: Variants, make_batch: Callable[[], Tensor]) -> Table:
     """Predict and run one step of each variant, and show the contents of its peak.
 
-    After the row of 8-bit Adam, another row estimates it with all moments on the host.
+    The row after 8-bit Adam is an estimate with all its moments in host memory.
 
     Args:
         variants: Mapping from the label of a variant to its model and recipe.
@@ -50,7 +50,7 @@ def compare_smaller(variants: Variants, make_batch: Callable[[], Tensor]) -> Tab
 
 
 def _contents(found: Estimate) -> list[str]:
-    """Return weights, gradients, optimizer state and all else at the peak, in MB."""
+    """Return the bytes at the peak in MB: weights, gradients, optimizer state, and the rest."""
     held = found.at_peak
     parts = [
         held.get("parameter", 0) + held.get("buffer", 0),
@@ -61,7 +61,7 @@ def _contents(found: Estimate) -> list[str]:
 
 
 def what_stays_right(make_model: Callable[[], Decoder], make_batch: Callable[[], Tensor]) -> Table:
-    """Show how updates and gradients of each variant differ from those that it replaces.
+    """Show how updates and gradients of each variant differ from those of the method it replaces.
 
     They are computed for two sequences of the batch.
     """
@@ -102,7 +102,7 @@ def what_stays_right(make_model: Callable[[], Decoder], make_batch: Callable[[],
 
 
 def _small(difference: float) -> str:
-    """Return a bound for a difference that is only rounding."""
+    """Return the difference as text; rounding errors are shown as an upper bound."""
     return "< 0.00001" if difference < 1e-5 else f"{difference:.1e}"
 
 
@@ -112,7 +112,7 @@ def _train_two_steps(
     make_batch: Callable[[], Tensor],
     lr: float,
 ) -> tuple[Tensor, Tensor]:
-    """Train for two steps, and return all weights after and before."""
+    """Train for two steps; return all weights as vectors, after the training and before it."""
     start = _flat(model.parameters())
     optimizer = optimizer_class(model.parameters(), lr=lr)
     for _ in range(2):
@@ -134,7 +134,7 @@ def _gradients(model: Decoder, make_batch: Callable[[], Tensor]) -> Tensor:
 def _four_bit_differences(
     make_model: Callable[[], Decoder], make_batch: Callable[[], Tensor]
 ) -> tuple[float, float]:
-    """Return the relative rounding of the weights, and the difference of the adapters' gradients.
+    """Return the relative rounding error of the weights, and the difference of adapter gradients.
 
     The gradients are compared with those of adapters on an fp32 model with the same rounded
     weights.

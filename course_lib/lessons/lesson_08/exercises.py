@@ -62,9 +62,9 @@ def _draw_ranks(rng: random.Random) -> tuple[int, int]:
     blank=(None, ..., 0),
 )
 def check_held(psi: int, n: int) -> dict[str, float]:
-    """Check a function of psi and n: bytes per rank of weights, gradients and Adam's state in fp32.
+    """Check a function of psi and n that returns the bytes per rank for each ZeRO stage.
 
-    It returns one number for each stage.
+    They are the bytes of weights, gradients and Adam's state in fp32: psi parameters, n ranks.
     """
     return {
         "DDP": 16 * psi,
@@ -82,7 +82,7 @@ def check_held(psi: int, n: int) -> dict[str, float]:
         "everything": {"ZeRO 1": 14e9, "ZeRO 2": 14e9},
         "as_autocast": {"ZeRO 1": 63e9},
         "zero_2": {"ZeRO 1": 26.25e9},
-        # at ZeRO 2 this number means whole gradients, because the answer for ZeRO 1 was right
+        # at ZeRO 2 this number shows unsharded gradients, because the answer for ZeRO 1 was right
         "whole_gradients": {"ZeRO 2": 38.5e9},
         "whole_weights": {"ZeRO 3": 26.25e9},
     },
@@ -91,7 +91,7 @@ def check_held(psi: int, n: int) -> dict[str, float]:
     place="place",
 )
 def check_seven_billion() -> dict[str, float]:
-    """Check the bytes per rank for 7e9 parameters in mixed precision on 8 ranks, for each stage."""
+    """Check the bytes per rank for each ZeRO stage: 7e9 parameters, mixed precision, 8 ranks."""
     psi, n = 7e9, 8
     return {
         "DDP": 16 * psi,
@@ -106,9 +106,9 @@ def check_seven_billion() -> dict[str, float]:
 
 
 class _WireWithHiddenRank(Wire):
-    """A wire to one additional rank, so that a result computed without the wire is wrong.
+    """A wire with one additional rank, so that a result computed without the wire is wrong.
 
-    That rank adds `HIDDEN_GRADIENT` to every sum, and its share of the weights shifts all gathered
+    The additional rank adds `HIDDEN_GRADIENT` to every sum, and its shard shifts all gathered
     weights by `HIDDEN_WEIGHT`.
     """
 
@@ -123,7 +123,7 @@ class _WireWithHiddenRank(Wire):
 
 
 class _RecordingAdam(Adam):
-    """An Adam that remembers its last arguments."""
+    """An Adam optimizer that records the arguments of its last call."""
 
     def __call__(self, shard: Tensor, gradient: Tensor) -> Tensor:
         counts = {"weights": shard.numel(), "gradients": gradient.numel()}
@@ -137,7 +137,7 @@ class _RecordingAdam(Adam):
 def check_sharded_step(answer: Any) -> Verdict:
     """Check `answer(weights, gradients, adams, wire)`: three steps on 2 and on 4 ranks.
 
-    They are compared with Adam on the mean gradient.
+    The weights are compared with those of Adam on the mean gradient.
     """
     for n in (2, 4):
         _is_adam_in_shards(answer, n)
@@ -145,7 +145,7 @@ def check_sharded_step(answer: Any) -> Verdict:
 
 
 def _is_adam_in_shards(answer: Any, n: int) -> None:
-    """Refuse a step that differs from Adam on the mean gradient, in one of three steps on n ranks.
+    """Reject a step that differs from Adam on the mean gradient, in one of three steps on n ranks.
 
     Raises:
         NotImplementedError: The cell is unchanged, because it returns nothing.
@@ -157,7 +157,7 @@ def _is_adam_in_shards(answer: Any, n: int) -> None:
     for step in range(3):
         gradients = [torch.linspace(rank, step + 2, 64).sin() for rank in range(n)]
         held = _as_held(weights)
-        # an answer may change its arguments in place
+        # the learner's function may change its arguments in place
         copies = [[tensor.clone() for tensor in tensors] for tensors in (held, gradients)]
         weights = answer(*copies, adams, wire)
         if weights is None:
@@ -168,7 +168,7 @@ def _is_adam_in_shards(answer: Any, n: int) -> None:
         mean = without_wire + wire.HIDDEN_GRADIENT / n
         divided = without_wire + wire.HIDDEN_GRADIENT
         if is_close(given, divided, atol=1e-6):
-            mean = divided  # each rank divided its gradient, and the additional one did not
+            mean = divided  # each rank divided its gradient, except the additional rank
         say.refuse_if(is_close(given, n * mean, atol=1e-6), "sharded_step.sum")
         for rank, adam in enumerate(adams):
             elsewhere = held[(rank + 1) % n].chunk(n)[rank]
@@ -191,9 +191,10 @@ def _draw_end(rng: random.Random) -> float:
 
 
 def _as_held(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return the weights of each rank, which differ in the last bit outside its own shard.
+    """Return copies of the weights that differ in the last bit outside each rank's own shard.
 
-    So the check can tell whether rank r used its own shard or the same shard of another rank.
+    The check can therefore detect whether rank r used its own copy of its shard, or another
+    rank's copy.
     """
     held = []
     for rank, whole in enumerate(weights):
@@ -204,7 +205,7 @@ def _as_held(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _has_proper_form(weights: Any, adams: list[_RecordingAdam], n: int) -> None:
-    """Refuse anything except n tensors of 64 weights, for which an Adam was called."""
+    """Reject anything except n tensors of 64 weights, and answers that did not call Adam."""
     listed = isinstance(weights, list | tuple) and len(weights) == n
     proper = listed and all(isinstance(each, Tensor) for each in weights)
     say.refuse_if(not proper, "sharded_step.list")
@@ -213,7 +214,7 @@ def _has_proper_form(weights: Any, adams: list[_RecordingAdam], n: int) -> None:
 
 
 def _has_proper_bytes(adams: list[_RecordingAdam], wire: Wire, steps: int, n: int) -> None:
-    """Refuse more state than 1/n of Adam's, and other traffic than two numbers per weight."""
+    """Reject Adam state above 1/n per rank, and traffic other than two numbers per weight."""
     most, share, once = max(adam.state_bytes for adam in adams), 8 * 64 // n, 2 * 4 * 64
     if most > share:
         say.wrong("sharded_step.state", most=most, share=share)
@@ -223,7 +224,7 @@ def _has_proper_bytes(adams: list[_RecordingAdam], wire: Wire, steps: int, n: in
     say.refuse_if(wire.sent_bytes > steps * once, "sharded_step.sent_more", sent=sent)
 
 
-# One layer: gather, use, drop
+# One layer: gather the weight, use it, release it
 # --------------------------------------------------------------------------------------------------
 
 #: Part of an error of PyTorch in backward -> the message on the mistake that causes it.
@@ -236,7 +237,7 @@ _ERRORS = {
 
 @exercise(errors=_ERRORS)
 def check_gathered_linear(function: Any) -> Verdict:
-    """Check a Linear `function(x, shard, wire)`, or a Function, with a sharded weight.
+    """Check a Linear with a sharded weight: `function(x, shard, wire)`, or an `autograd.Function`.
 
     It runs as rank 2 of 4 and as rank 0 of 2.
     """
@@ -246,10 +247,10 @@ def check_gathered_linear(function: Any) -> Verdict:
 
 
 def _is_linear(function: Any, rank: int, ranks: int) -> None:
-    """Refuse a function with another output or other gradients than a Linear, or other bytes.
+    """Reject a function whose output, gradients or traffic differ from a sharded Linear layer's.
 
     Raises:
-        NotImplementedError: The cell is unchanged, because it returns nothing, or `x`.
+        NotImplementedError: The cell is unchanged: it returns nothing, or `x`.
         WrongAnswer: The function is wrong.
     """
     weight = torch.linspace(-1, draw_case(1.0, _draw_end), 64 * 96).sin().view(64, 96)
@@ -287,7 +288,7 @@ def _is_gradient(found: Tensor, wanted: Tensor, name: str) -> None:
         say.wrong("gathered_linear.gradient", name=name)
 
 
-# What is sent
+# Communicated bytes
 # --------------------------------------------------------------------------------------------------
 
 
@@ -297,7 +298,7 @@ def _draw_root(rng: random.Random) -> tuple[int, int]:
 
 
 def _is_unchanged(given: Any, psi: int, root: int) -> bool:
-    """Return whether the numbers are those of the function in the unchanged cell."""
+    """Return whether the results are those of the unchanged cell."""
     rows = given if isinstance(given, Mapping) else {}
     return all((expect_number(rows.get("FSDP2"), 0), expect_number(rows.get("DDP"), 8 * psi)))
 
@@ -318,11 +319,15 @@ def _is_unchanged(given: Any, psi: int, root: int) -> bool:
     blank=_is_unchanged,
 )
 def check_sent(psi: int, root: int) -> dict[str, int]:
-    """Check a function of psi and root: bytes that a rank communicates per step, DDP and FSDP2."""
+    """Check a function of psi and root that returns bytes communicated per step and rank.
+
+    It returns one number for DDP and one for FSDP2. `psi` is the number of all parameters, `root`
+    the number of those outside the layers.
+    """
     return {"DDP": 8 * psi, "FSDP2": 12 * psi - 4 * root}
 
 
-# Seconds
+# Time of communication and compute
 # --------------------------------------------------------------------------------------------------
 
 
@@ -351,5 +356,9 @@ _DEVICES = [(7 * 10**9, 400e12, 50e9), (70 * 10**9, 400e12, 50e9), (10**9, 900e1
     blank=(None, ..., 0),
 )
 def check_tokens_to_hide(psi: int, rate: float, link: float) -> float:
-    """Check a function of psi, rate and link: the tokens per rank that hide FSDP2's traffic."""
+    """Check a function of psi, rate and link that returns tokens per rank.
+
+    With this number of tokens, FSDP2's communication takes as long as the compute. `rate` is in
+    FLOP per second, `link` in bytes per second.
+    """
     return 2 * rate / link

@@ -1,4 +1,4 @@
-"""Tables of lesson 08 that compare ways of splitting a model, and the figures behind them."""
+"""Tables of lesson 08 that compare ways of splitting a model, and the computations for them."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -36,11 +36,11 @@ def seventy_billion() -> Shapes:
 
 
 def compare_splits(shapes: Shapes, link: float) -> Table:
-    """Show what a GPU of 8 machines holds and what leaves a machine, for three ways to split.
+    """Show bytes held per GPU and bytes sent between machines, for three ways to split a model.
 
-    The bytes are those of fp32, and the communication within a machine is not counted. The last way
-    divides every parameter, also those that `parallelize` leaves whole, which are less than a
-    hundredth of this model.
+    There are 8 machines. All bytes are for fp32, and communication within a machine is not counted.
+    The last way divides every parameter, including those that `parallelize` leaves whole, which are
+    less than 1% of this model.
 
     Args:
         link: Bytes per second of a network card, in each direction.
@@ -76,10 +76,10 @@ def compare_splits(shapes: Shapes, link: float) -> Table:
 def tensor_rows(
     task: Task, runs: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, float | None, float]]:
-    """Return what tensor parallelism was predicted to need, and what a rank has measured.
+    """Return rows (label, predicted, measured) of tensor parallelism's costs on a rank.
 
     Args:
-        runs: Lines of `course_lib.distributed.tensor_parallel`.
+        runs: Results printed by `course_lib.distributed.tensor_parallel`.
     """
     shapes, rows = shapes_of(task.make_model()), []
     activation = 4 * BATCH * SEQUENCE * DECODER["hidden"]
@@ -106,7 +106,8 @@ def tensor_rows(
 def kept_per_layer(mode: str, ranks: int) -> int:
     """Return the bytes of activations that a layer keeps for its backward pass on one of the ranks.
 
-    It is the difference between a decoder of two layers and one of one layer, on a symbolic rank.
+    This is the difference between a decoder of two layers and a decoder of one layer, estimated on
+    symbolic tensors.
     """
     task, sizes = task_of(), {**DECODER, "sequence": SEQUENCE}
     one, two = (
@@ -123,7 +124,7 @@ def kept_per_layer(mode: str, ranks: int) -> int:
 
 
 def sync_table(taken: Mapping[str, RankUsage]) -> Table:
-    """Show what each way to reduce the gradients of micro-batches communicates and holds."""
+    """Show bytes communicated and the peak, for each way to reduce micro-batches' gradients."""
     rows = []
     for way, usage in taken.items():
         counts = usage.sent_bytes, usage.at_peak["gradient"], usage.peak_bytes
@@ -133,7 +134,7 @@ def sync_table(taken: Mapping[str, RankUsage]) -> Table:
 
 
 def own_and_given(model: nn.Module) -> tuple[float, float]:
-    """Return the weights of this rank of four, and what one step communicates, in MB."""
+    """Return the weights of this rank, one of four, and what a step communicates, both in MB."""
     task = task_of()
     with CommunicationCounter() as given:
         loss, tokens = task.loss_sum(model, task.part(0, 4, 0))

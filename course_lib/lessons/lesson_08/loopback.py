@@ -30,7 +30,7 @@ from course_lib.distributed import MODES, Trainer, task_of
 
 from .wire import TENSOR_BYTES
 
-STEPS, WARM_UP = 4, 2  # the first step creates Adam's state, the second DDP's buckets
+STEPS, WARM_UP = 4, 2  # the first step creates Adam's state, and the second creates DDP's buckets
 # functions of (a whole tensor, a rank's part of it)
 COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "all_reduce": lambda whole, part: dist.all_reduce(whole),
@@ -50,7 +50,7 @@ _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 def bytes_sent(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str, int]:
     """Return the bytes that a rank sends per step of the course's decoder, or per collective.
 
-    A collective has a tensor of 4 MB.
+    A collective is called on a tensor of 4 MB.
 
     Args:
         what: Some of `KNOWN`.
@@ -78,7 +78,7 @@ def bytes_sent(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str
     }
     try:
         ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    except OSError as error:  # no such program, or PATH has a folder that may not be read
+    except OSError as error:  # the program does not exist, or a folder in PATH cannot be read
         raise RuntimeError(f"no empty network namespace can be made here: {error}") from None
     if ran.returncode:
         raise RuntimeError(f"no bytes were counted: {ran.stderr.strip()[-2000:]}")
@@ -102,7 +102,7 @@ def _sent_so_far() -> int:
 
 
 def _count(run: Callable[[int], object]) -> int:
-    """Return the bytes per rank and run, as the mean of several equal runs."""
+    """Return the bytes per rank and run, averaged over several equal runs."""
     for step in range(WARM_UP):
         run(step)
     dist.barrier()
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument(
         "--what", default=",".join(WHAT), help="with commas between; default %(default)s"
     )
-    # set by this script itself, inside the namespace
+    # this script sets the variable itself, inside the namespace
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     what = given.what.split(",")

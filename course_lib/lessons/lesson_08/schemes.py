@@ -1,4 +1,4 @@
-"""The share of each rank in several kinds of parallelism, as the papers describe them."""
+"""Plots and a table of what each rank holds in several kinds of parallelism, as in the papers."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -24,7 +24,7 @@ _SHADES = ("#4477AA", "#66CCEE", "#CCBB44", "#AA3377")  # one color per rank, fo
 
 
 def draw_stages() -> "Figure":
-    """Draw what each of four ranks holds under DDP and ZeRO's stages: whole bars, or quarters."""
+    """Draw what each of four ranks holds under DDP and ZeRO's stages, as whole bars or quarters."""
     title = "DDP stores everything on each of four ranks; each stage of ZeRO shards one more part"
     drawn, axes = figure(title, columns=4, width=8.6)
     outline = {"facecolor": "none", "edgecolor": "#BBBBBB", "linewidth": 0.8}
@@ -73,7 +73,7 @@ def draw_collectives() -> "Figure":
 
 
 def _name_ranks(axes: "Sequence[Axes]") -> None:
-    """Number the rows of each panel, and hide everything else of its axes."""
+    """Number the rows of each panel by rank, and hide everything else of its axes."""
     for ax in axes:
         name_rows(ax, [str(rank) for rank in range(RANKS)])
         ax.set_xticks([])
@@ -83,7 +83,7 @@ def _name_ranks(axes: "Sequence[Axes]") -> None:
 
 
 _NO = "–"
-# without line breaks inside
+# the words must not be broken across lines
 _BY_N, _BY_T, _BY_P, _BY_E = "÷\u00a0N", "÷\u00a0t", "÷\u00a0p", "experts ÷\u00a0e"
 _MATRICES = "matrices ÷\u00a0t"  # norms, and biases of matrices that are cut by rows, stay whole
 _SHARE = "÷\u00a0N for a fixed batch"

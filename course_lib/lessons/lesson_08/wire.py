@@ -1,6 +1,6 @@
 """Ranks within one process: collectives on lists with one tensor per rank, and Adam on a shard.
 
-The module also has the bytes that a real wire carried.
+The module also has the bytes that real sockets carried.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 TENSOR_BYTES = 4_000_000  # bytes of the tensor in the recorded collectives
-# collective -> how many times the tensor's bytes count: an all-reduce is two collectives
+# Collective -> multiple of the tensor's bytes that counts; an all-reduce is two collectives.
 GIVEN_TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 #: Ranks -> mode or collective -> bytes per rank and step, by
@@ -40,7 +40,7 @@ RECORDED: Mapping[int, Mapping[str, int]] = {
 
 
 class _ByteCounter:
-    """Counts bytes given to collectives. Code that uses the wire cannot change the count."""
+    """A counter of bytes passed to collectives. Code that uses the wire cannot change the count."""
 
     def __init__(self) -> None:
         self.__recorded: list[int] = []
@@ -49,7 +49,7 @@ class _ByteCounter:
     def sent_bytes(self) -> int:
         """Bytes that one rank has sent so far, counted as by `distributed.CommunicationCounter`.
 
-        Each collective counts whole tensors.
+        Each collective counts the bytes of a whole tensor, not of a shard.
         """
         return sum(self.__recorded)
 
@@ -61,12 +61,12 @@ class Wire(_ByteCounter):
     """Collectives of a list with one tensor per rank; they return such a list."""
 
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sum of all tensors, cut: rank r gets the r-th shard."""
+        """Return the sum of all tensors, split into shards; rank r gets the r-th shard."""
         self._record(tensors[0])
         return [shard.clone() for shard in torch.stack([*tensors]).sum(0).chunk(len(tensors))]
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Concatenate all shards: each rank gets the whole."""
+        """Concatenate all shards; each rank gets the whole tensor."""
         whole = torch.cat([*shards])
         self._record(whole)
         return [whole.clone() for _ in shards]
@@ -77,13 +77,14 @@ class Wire(_ByteCounter):
 
 
 class RankWire(_ByteCounter):
-    """Collectives as one rank calls them: its own tensor goes in, and the result of all comes out.
+    """Collectives as one rank calls them: it passes its own tensor and gets the result of all.
 
     Args:
         rank: The rank whose wire this is.
         shards: Shards of a weight, one per rank, cut along the first dimension. This rank's own
-            shard is replaced by what it passes in.
-        gradients: Gradients of the whole weight, one per rank, likewise.
+            shard is replaced by the one that it passes in.
+        gradients: Gradients of the whole weight, one per rank. This rank's own gradient is replaced
+            in the same way.
     """
 
     def __init__(self, rank: int, shards: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -33,11 +33,11 @@ from course_lib.teaching.exercises import (
 say = Messages(__file__)
 
 FOLDER = Path(__file__).parent
-#: A Llama of 31 million parameters, whose tokens are characters
+#: Configuration of a Llama with 31 million parameters, whose tokens are characters
 LLAMA = json.loads((FOLDER / "llama.json").read_text("utf-8"))
 #: Path of the configuration of Llama 3 8B
 CONFIG_OF_LLAMA_3_8B = FOLDER / "llama_3_8b.json"
-# As seen from the lesson, because the budget command prints it.
+# The path is relative to the lesson, because the budget command prints it.
 LLAMA_3_8B = os.path.relpath(CONFIG_OF_LLAMA_3_8B)
 IGNORED = -100  # label of a token that is not predicted, in PyTorch and transformers
 
@@ -51,10 +51,10 @@ def model_of(config: Mapping[str, Any]) -> nn.Module:
 
 
 def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor]:
-    """Return passages of the course's own English, different in each step, as characters.
+    """Return a batch of passages from the course's English text, which differ in each step.
 
     Returns:
-        {"input_ids": (samples, length), "labels": the same}.
+        {"input_ids": tokens, one per character, of shape (samples, length), "labels": the same}.
     """
     whole = " ".join(corpus.prose())
     starts = torch.randint(
@@ -64,7 +64,7 @@ def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor
     return {"input_ids": rows, "labels": rows.clone()}
 
 
-# Exercise 1: a loss with its weight
+# Exercise 1: sum of the losses and its weight
 # --------------------------------------------------------------------------------------------------
 
 
@@ -108,7 +108,7 @@ def _draw_batch(rng: random.Random) -> dict[str, Tensor]:
 
 @exercise()
 def check_loss_sum(function: Any) -> Verdict:
-    """Check `function(model, batch)`: the sum and the number of the tokens' cross-entropies."""
+    """Check `function(model, batch)` -> (sum of the cross-entropies, their number)."""
     for batch in cases(_BATCHES, _draw_batch):
         given = deepcopy(batch)
         found = function(_PositionDependent(), given)
@@ -134,7 +134,7 @@ def _verdict_on_loss(found: Any, batch: Mapping[str, Tensor]) -> Verdict:
         say.refuse("loss_sum.swapped" if _has_gradient(weight) else "loss_sum.no_gradient")
     several = any(isinstance(each, Tensor) and each.numel() != 1 for each in found)
     say.refuse_if(several, "loss_sum.several_numbers")
-    # another model, because the function may have changed its own
+    # a new model, because the function may have changed the first one
     logits, labels = _PositionDependent()(batch["input_ids"]).logits, batch["labels"]
     before, after = logits[:, :-1], labels[:, 1:]
     total, count = _sum_of_losses(before, after), int((after != IGNORED).sum())
@@ -172,8 +172,9 @@ def _has_gradient(value: Any) -> bool:
 # Exercise 2: parameters from a configuration
 # --------------------------------------------------------------------------------------------------
 
-#: A Llama for which no two mistakes give the same count, and pairs only where they do for any
-#: sizes. In `LLAMA` a table of positions is as large as the embedding, for example.
+#: A Llama whose sizes distinguish the mistakes. No two mistakes give the same count, and two pairs
+#: of mistakes do so only if they do for any sizes. In `LLAMA`, for example, a table of positions is
+#: as large as the embedding.
 UNTIED = {
     **LLAMA,
     "vocab_size": 1000,
@@ -186,7 +187,7 @@ UNTIED = {
 }
 
 
-#: Mistakes that `parameters_of` can make, by the names of their messages
+#: Mistakes that `parameters_of` can introduce, named like their messages
 MISTAKES = (
     "heads_of_keys",
     "keys_or_values",
@@ -205,7 +206,7 @@ MISTAKES = (
 
 
 def parameters_of(config: Mapping[str, Any], *mistakes: str) -> int:
-    """Return the number of a Llama's parameters, or the result of the named mistakes."""
+    """Return the number of a Llama's parameters, or the wrong number that the mistakes give."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_size = 1 if "size_of_a_head" in mistakes else hidden // heads
@@ -241,7 +242,7 @@ def _draw_config(rng: random.Random) -> dict[str, Any]:
 
 
 def _reasons(config: Mapping[str, Any]) -> dict[float, str]:
-    """Return wrong count -> message on one mistake, on two at once, or on another unit.
+    """Return wrong count -> message that explains it by one mistake, two mistakes, or a wrong unit.
 
     A count that several mistakes give is left out, because the check cannot tell which it was.
     """
@@ -249,7 +250,7 @@ def _reasons(config: Mapping[str, Any]) -> dict[float, str]:
     for names in (*((name,) for name in MISTAKES), *combinations(MISTAKES, 2)):
         wrong = parameters_of(config, *names)
         fewer = combinations(names, len(names) - 1)
-        if all(parameters_of(config, *some) != wrong for some in fewer):  # each one changes it
+        if all(parameters_of(config, *some) != wrong for some in fewer):  # each one matters
             found[wrong].append(join_labels((say(f"parameters.{name}") for name in names), " "))
     units = {
         "small_llama": parameters_of(LLAMA),
@@ -263,7 +264,7 @@ def _reasons(config: Mapping[str, Any]) -> dict[float, str]:
 
 @exercise()
 def check_parameters(function: Any) -> Verdict:
-    """Check `function(config)`, the number of a Llama's parameters, for four configurations."""
+    """Check `function(config)`, a Llama's number of parameters, on four configurations."""
     tied = {**UNTIED, "tie_word_embeddings": True}
     configs = (UNTIED, tied, LLAMA, json.loads(CONFIG_OF_LLAMA_3_8B.read_text("utf-8")))
     for config in cases(configs, _draw_config):
@@ -295,7 +296,7 @@ THREE = Recipe(checkpoint="layers", offload_optimizer=1.0, in_backward=True)
 
 
 def _techniques_of(recipe: Recipe) -> set[str]:
-    """Return the recipe's fields that save memory, without those that only give sizes.
+    """Return the techniques in a recipe: its fields that save memory, without mere sizes.
 
     Each kind of checkpoint is a technique of its own.
     """
@@ -303,7 +304,7 @@ def _techniques_of(recipe: Recipe) -> set[str]:
     found = set(recipe.changed_fields()) - sizes - {"precision", "prefetch", "in_flight", "update"}
     if "checkpoint" in found:
         found = found - {"checkpoint"} | {f"checkpoint {recipe.checkpoint}"}
-    # The model calls PyTorch's attention without being asked to.
+    # The model already uses PyTorch's attention, so this field is not a technique.
     return found - {"attention"} if recipe.attention in (None, "sdpa") else found
 
 

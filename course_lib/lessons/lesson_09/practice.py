@@ -1,4 +1,4 @@
-"""Models of the lesson that are not plain language models, and a run of Hugging Face's Trainer."""
+"""Images for a vision transformer, runs of predicted recipes, and Hugging Face's Trainer."""
 
 import tempfile
 import warnings
@@ -14,10 +14,10 @@ from course_lib.teaching import Table, predictions
 
 from .exercises import passages
 
-# peft asks transformers 5.23 for an attribute whose name has changed.
+# peft reads an attribute that transformers 5.23 has renamed.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
-#: A vision transformer of 5.5 million parameters that sorts pictures into 100 classes
+#: Configuration of a vision transformer with 5.5 million parameters and 100 classes
 VIT = {
     "hidden_size": 192,
     "intermediate_size": 768,
@@ -28,7 +28,7 @@ VIT = {
 
 
 def pictures(samples: int = 8) -> dict[str, Tensor]:
-    """Return random pictures of 224 x 224 pixels in three colors, and a random class of each."""
+    """Return random images of 224 x 224 pixels in three colors, with a random class for each."""
     generator = torch.Generator().manual_seed(0)
     return {
         "pixel_values": torch.rand(samples, 3, 224, 224, generator=generator),
@@ -41,7 +41,7 @@ def run_predicted(
     make_batch: Callable[[], Any],
     predicted: Mapping[str, Estimate],
 ) -> Table:
-    """Run a step of each estimated recipe, and show both peaks.
+    """Run a step of each estimated recipe, and show the predicted and the measured peak.
 
     Args:
         make_model: Function that returns a new model, whose own loss is used.
@@ -61,9 +61,9 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def difference(found: Tensor, expected: Tensor, update: Tensor) -> str:
-    """Return the distance of two vectors of weights in units of the update's norm, in words.
+    """Return the distance of two weight vectors, divided by the update's norm, as text.
 
-    Rounding differs between CPUs, so a small distance is shown by its bound.
+    Rounding differs between CPUs, so a small distance is shown as an upper bound.
     """
     error = ((found - expected).norm() / update).item()
     return "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"
@@ -75,7 +75,7 @@ def peak_in_trainer(model: nn.Module, arguments: Mapping[str, Any]) -> int:
     There are two steps because the optimizer creates its state in the first one.
 
     Args:
-        model: The model, for passages of four samples.
+        model: The model, which is trained on batches of `passages`.
         arguments: Arguments of `TrainingArguments`.
     """
     from transformers import PrinterCallback, Trainer, TrainingArguments

@@ -1,4 +1,4 @@
-"""Checks of a reader's own model, batch and loss, before anything is measured with them."""
+"""Checks of a learner's own model, batch and loss, before anything is measured with them."""
 
 from collections.abc import Callable
 from numbers import Real
@@ -23,16 +23,17 @@ Make = Callable[..., Any]
 
 
 def check_slots(make_model: Make, make_batch: Make, loss_sum: Make | None = None) -> Verdict:
-    """Check what this lesson needs from a reader's own model.
+    """Check that a learner's own model, batch and loss work with the tools of this lesson.
 
     The model is built three times. One step runs on symbolic tensors and one for real, so the
     baseline must fit into this machine's memory.
 
     Args:
         make_model: Function that returns a new module.
-        make_batch: Function (number of the step) -> its batch: tensors, alone or in tuples and
-            dictionaries.
-        loss_sum: Function (model, batch) -> (sum of losses, weight), or None for the model's own.
+        make_batch: Function that takes the number of the step and returns its batch: tensors, alone
+            or in tuples and dictionaries.
+        loss_sum: Function (model, batch) -> (sum of losses, weight), or None to use the model's own
+            loss.
     """
     return _check_slots((make_model, make_batch, loss_sum))
 
@@ -40,7 +41,7 @@ def check_slots(make_model: Make, make_batch: Make, loss_sum: Make | None = None
 def own_model(
     make_model: Make | None, make_batch: Make | None, loss_sum: Make | None
 ) -> Verdict | str:
-    """Check the model of the reader's project, if its fill-ins are complete."""
+    """Check the model of the learner's project, if its fill-ins are complete."""
     if make_model is None or make_batch is None:
         return say("slots.empty")
     return check_slots(make_model, make_batch, loss_sum)
@@ -72,7 +73,7 @@ def _check_slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
 
 
 def _refuse_batches(*batches: Any) -> None:
-    """Refuse two batches without tensors, with unequal numbers of samples, or that are equal."""
+    """Reject two batches without tensors, with unequal numbers of samples, or that are equal."""
     first, second = (list(tensors_in(batch)) for batch in batches)
     say.refuse_if(not first, "slots.no_tensors")
     say.refuse_if(len({len(tensor) for tensor in first}) > 1, "slots.sample_counts")
@@ -81,7 +82,7 @@ def _refuse_batches(*batches: Any) -> None:
 
 
 def _refuse_tokens(model: nn.Module, batch: Any) -> None:
-    """Refuse tokens for which no embedding of the model has a row."""
+    """Reject tokens for which no embedding of the model has a row."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     rows = max((embedding.num_embeddings for embedding in embeddings), default=0)
     tokens = [t for t in tensors_in(batch) if not t.is_floating_point() and t.dtype != torch.bool]
@@ -91,7 +92,7 @@ def _refuse_tokens(model: nn.Module, batch: Any) -> None:
 
 
 def _refuse_loss(model: nn.Module, batch: Any, loss_sum: Make | None) -> None:
-    """Refuse a loss unless the losses of single samples add up to the batch's."""
+    """Reject a loss unless the losses of the single samples add up to the loss of the batch."""
     model.eval()  # without dropout, so that the sums are equal
     whole, *singles = (_loss_of(model, each, loss_sum) for each in (batch, *split(batch, 1)))
     if whole is None:
@@ -129,7 +130,7 @@ def _check_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Ve
     """Compare the baseline's prediction with a real step, and list the blocks for checkpoints."""
     recipe, options = Recipe(precision=None, attention=None), {"loss_sum": loss_sum}
     estimated = estimate(make_model, lambda: make_batch(0), recipe, **options)
-    model: list[nn.Module] = []  # the model that does the step
+    model: list[nn.Module] = []  # the model that runs the step
     taken = run(
         lambda: model.append(make_model()) or model[0], lambda: make_batch(0), recipe, **options
     )

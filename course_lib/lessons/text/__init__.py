@@ -1,8 +1,8 @@
-"""Text for lessons that train on real characters: prose and code of the course itself.
+"""Text for lessons that train on characters: prose and code of the course itself.
 
 `prose.txt` has one paragraph per line, from the lessons' English (CC BY 4.0, `LICENSE.prose.txt`).
 `code.txt` has the lessons' code (Apache-2.0, `LICENSE.code.txt`). Both are ASCII and do not change
-when the lessons change, so that figures measured on them stay valid.
+when the lessons change, so that values measured on them stay valid.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _FOLDER = Path(__file__).parent
-#: A character is its ASCII number; 0 is padding.
+#: A character is represented by its ASCII number; 0 is padding.
 VOCABULARY = 128
 
 
@@ -31,7 +31,7 @@ def _lines(name: str) -> list[str]:
 
 
 def pad_texts(texts: Sequence[str], most: int) -> Tensor:
-    """Return characters as numbers from 1 to 127; shorter texts are padded with zeros.
+    """Return texts as ASCII numbers, 1 to 127; shorter texts are padded with zeros.
 
     Args:
         most: Number of characters after which a text is cut.

@@ -1,8 +1,9 @@
 """Exercises: a check returns a `Verdict` for any answer, and never raises an error.
 
-An exercise whose answers are numbers is a table of them (`numbers`, `largest`); any other one is a
-function that tries the answer (`exercise`). Messages are in the lesson's `messages.toml`, in both
-languages (`Messages`). Probes that several exercises need are in `probes`.
+An exercise whose answers are numbers is a table of mistakes and their results (`numbers`,
+`largest`). Any other exercise is a function that tests the answer (`exercise`). Messages are in the
+lesson's `messages.toml`, in both languages (`Messages`). Probes that several exercises need are in
+`probes`.
 """
 
 from .exercise import Exercise, exercise, in_words

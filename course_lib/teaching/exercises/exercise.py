@@ -17,7 +17,7 @@ from course_lib.labels import text, verbatim
 from .messages import Messages
 from .verdicts import UNANSWERED, Verdict, WrongAnswer, not_answered, wrong
 
-# Python's messages for a call that does not match a function's arguments; other TypeErrors are
+# Python's messages for a call that does not match a function's arguments. Other TypeErrors are
 # about values.
 _MISCALLED = re.compile(
     r"\(\) (takes|missing|got an unexpected keyword|got multiple values|got some positional)"
@@ -29,7 +29,7 @@ class Exercise:
 
     Attributes:
         accepted: Whether the last answer was right. A solution cell reads this before it overwrites
-            the reader's names.
+            the learner's names.
         tries: Number of wrong answers in this process that were shown with one of the exercise's
             hints.
     """
@@ -97,18 +97,20 @@ def exercise(
     """Decorate a function `check_NAME` as a check, which returns a `Verdict` for any answer.
 
     Its messages are in the lesson's `messages.toml` (`Messages`). The table NAME has `hint`, for
-    the first wrong answer, and may have `later_hint`, for later ones. No hint is shown before an
-    answer was tried, with a message that names the mistake (`exact`, or with its own hint), with a
-    ValueError or TypeError that the library raises, or with a typing mistake: a name that does not
-    exist, or a call with wrong arguments.
+    the first wrong answer, and may have `later_hint`, for later wrong answers. No hint is shown in
+    these cases:
+
+    - No answer was tried yet.
+    - The message names the mistake (`exact`), or has a hint of its own.
+    - The library raised a ValueError or TypeError.
+    - The answer has a typing mistake: a name that does not exist, or a call with wrong arguments.
 
     The function is not called with `None` or `...`, which mean that a cell is not answered yet. An
-    error of the function counts as a wrong answer, and the learner's own line is shown if there is
-    one. The table may have `raised`, the message for an error that no line of the learner's led to,
-    with `{error}` for the error.
+    error of the function counts as a wrong answer, and the learner's line that led to it is shown.
+    If no such line exists, the table's `raised` is shown, with `{error}` for the error.
 
     Args:
-        errors: Part of an error's first line -> name of the message that says what it means here.
+        errors: Part of an error's first line -> name of the message that explains the error.
     """
     if hint is not None:
         hints = (hint,) if isinstance(hint, str) else tuple(hint)
@@ -123,7 +125,7 @@ def exercise(
 def told_by(
     check: Callable, errors: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], str], dict[str, str]]:
-    """Return the hints of a check, its message for an error, and its meanings of errors."""
+    """Return a check's hints, its message for errors, and its explanations of known errors."""
     say, table = Messages(inspect.getfile(check)), table_of(check)
     hints: list[str] = [say(f"{table}.hint")]
     hints += [say(name) for name in (f"{table}.later_hint",) if name in say]
@@ -138,14 +140,14 @@ def told_by(
 
 
 def table_of(check: Callable) -> str:
-    """Return the table of a check's messages: its name without `check_` or `_check_`."""
+    """Return the table of a check's messages: the check's name without `check_` or `_check_`."""
     return check.__name__.removeprefix("_").removeprefix("check_")
 
 
 def in_words(model: str) -> Exercise:
-    """Create an exercise for a reason in the reader's own words.
+    """Create an exercise whose answer is an explanation in the learner's own words.
 
-    It is not judged; a model answer is shown for comparison.
+    The answer is not judged; a model answer is shown for comparison.
 
     Args:
         model: One or two sentences that would get full marks.
@@ -169,9 +171,9 @@ def _error_repr(error: Exception) -> str:
 
 
 def _own_line(error: Exception, answer: Any) -> str | None:
-    """Return the error with the last line of the reader's code that was running, or None.
+    """Return the error with the last line of the learner's code that was running, or None.
 
-    Cells run as `__main__`, and `linecache` has their text. If a call does not match the reader's
+    Cells run as `__main__`, and `linecache` has their text. If a call does not match the learner's
     function, no line of it runs, so its first line is shown.
     """
     frames = [
@@ -201,8 +203,8 @@ def _is_miscalled(error: Exception) -> bool:
 def _is_from_library(error: Exception) -> bool:
     """Return whether a `raise` statement of the library raised the error.
 
-    Its message then says what to do. An expression of the library that fails, such as `None + 1` in
-    a check, has a message of Python's instead.
+    Such an error's message says what to do. An expression in the library that fails, such as
+    `None + 1` in a check, has a message from Python instead.
     """
     if not isinstance(error, ValueError | TypeError):
         return False

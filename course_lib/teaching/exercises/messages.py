@@ -1,6 +1,6 @@
-"""Messages of a lesson's exercises: English beside Chinese, in the lesson's `messages.toml`.
+"""Messages of a lesson's exercises, in English and Chinese, from the lesson's `messages.toml`.
 
-A table is an exercise, or something that several exercises share, and holds messages by name:
+A table has the messages of one exercise, or messages that several exercises share, by name:
 
     [peak_formula.no_inputs]
     en = "You left out the inputs. Each checkpoint keeps the input of its layer."
@@ -27,7 +27,7 @@ class Messages:
         file: `__file__` of a module in the lesson's folder.
 
     Raises:
-        LabelError: A message lacks a language, or has other placeholders in it.
+        LabelError: A message lacks a language, or its placeholders differ between the languages.
     """
 
     def __init__(self, file: str | Path) -> None:
@@ -48,17 +48,17 @@ class Messages:
         return pair(*self._messages[name], **values)
 
     def fill(self, name: str, /, **values: object) -> Label:
-        """Return a message with those of the values that it has placeholders for."""
+        """Return a message as a label; values without a placeholder are ignored."""
         wanted = placeholders(self._messages[name][0]) if name in self else ()
         return self(name, **{each: values[each] for each in wanted})
 
     def reasons(self, table: str, mistakes: Mapping[str, Any]) -> dict[float, str]:
-        """Return wrong number -> message, for `expect_number`.
+        """Return a dict of wrong number -> message, for `expect_number`.
 
         Args:
             table: Table of the messages.
-            mistakes: Name of a message -> the wrong number that it explains, or a tuple of them. Of
-                two mistakes with the same number, the first one is named.
+            mistakes: Name of a message -> the wrong number that it explains, or a tuple of them. If
+                two mistakes have the same number, the first one is named.
         """
         found: dict[float, str] = {}
         for name, numbers in mistakes.items():
@@ -71,7 +71,7 @@ class Messages:
         return right(self(name, **values))
 
     def refuse(self, name: str, /, **values: object) -> NoReturn:
-        """End the check as wrong, with a message that names the precise mistake; no hint follows.
+        """Reject the answer with a message that names the precise mistake; no hint follows.
 
         Raises:
             WrongAnswer: Always.
@@ -79,12 +79,15 @@ class Messages:
         raise WrongAnswer(self(name, **values), exact=True)
 
     def refuse_if(self, mistake: object, name: str, /, **values: object) -> None:
-        """Refuse the answer if it has this mistake (`refuse`)."""
+        """Reject the answer if it has this mistake (`refuse`)."""
         if mistake:
             self.refuse(name, **values)
 
     def wrong(self, name: str, /, *, hint: str | None = None, **values: object) -> NoReturn:
-        """End the check as wrong, with a hint: this message, or else the exercise's own hints.
+        """Reject the answer with a message and a hint.
+
+        Args:
+            hint: Name of the hint's message; by default the exercise's own hints.
 
         Raises:
             WrongAnswer: Always.
@@ -94,7 +97,7 @@ class Messages:
 
 @cache
 def read(file: Path) -> dict[str, tuple[str, str]]:
-    """Return "table.name" -> (English, Chinese) of a file of messages."""
+    """Read a file of messages as a dict of "table.name" -> (English, Chinese)."""
     found = {}
     for table, messages in tomllib.loads(file.read_text("utf-8")).items():
         for name, message in messages.items():

@@ -1,4 +1,4 @@
-"""Probes: what several exercises find out about an answer that is a program."""
+"""Functions with which several exercises examine an answer that is a program."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,9 +14,9 @@ from .messages import Messages
 def is_close(
     found: Any, wanted: Any, *, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> bool:
-    """Return whether numbers or tensors, or sequences of them, agree; a missing tensor does not.
+    """Return whether numbers or tensors, or sequences of them, are close.
 
-    With `equal_nan`, tensors also agree where both are nan.
+    None is not close to a tensor. With `equal_nan`, two nan are close.
     """
     options: dict[str, Any] = {"rtol": rtol, "atol": atol, "equal_nan": equal_nan}
     if isinstance(wanted, Sequence):
@@ -38,13 +38,13 @@ def refuse_mistakes(
     within: str | None = None,
     **tolerance: Any,
 ) -> None:
-    """Refuse a result that is what a known mistake gives.
+    """Reject a result that equals the result of a known mistake.
 
     Args:
         say: The lesson's messages.
         found: The answer's result: a number, a tensor, or a sequence of tensors.
         mistakes: Name of a message -> the result of the mistake, or a tuple of results.
-        within: Name of a message that has the mistake's as its {reason}.
+        within: Name of a message in which {reason} is replaced by the message of the mistake.
         tolerance: `rtol`, `atol` and `equal_nan` of `is_close`.
 
     Raises:
@@ -59,7 +59,7 @@ def refuse_mistakes(
 
 
 def run_forward(function: Callable, *inputs: Any) -> tuple[Any, int]:
-    """Run an answer's forward under a meter; return its output and the bytes kept besides it.
+    """Run an answer's forward under a meter; return its output, and the other bytes that it keeps.
 
     Raises:
         NotImplementedError: The cell is unchanged, because it returns nothing.
@@ -73,5 +73,5 @@ def run_forward(function: Callable, *inputs: Any) -> tuple[Any, int]:
 
 
 def uneven_gradient(like: Tensor) -> Tensor:
-    """Return a gradient that differs at each place and has both signs, like that of a real loss."""
+    """Return a gradient with the shape of `like`, with different elements of both signs."""
     return torch.linspace(-1, 2, like.numel()).view_as(like)

@@ -1,4 +1,4 @@
-"""What a check says of an answer."""
+"""Verdicts: the results that a check returns for an answer."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ UNANSWERED = "Not answered yet."
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a check, in labels. It displays itself, and is true if the answer is right.
+    """The result of a check, as labels. It displays itself, and is true if the answer is right.
 
     Args:
-        correct: None for an answer that is not judged, such as a reason in the reader's own words.
+        correct: None for an answer that is not judged, such as a reason in the learner's own words.
         message: First line of the verdict.
         hint: Shown below the message.
         exact: Whether the message names the precise mistake, so that no hint of the exercise is
@@ -61,7 +61,7 @@ def wrong(message: str, *, hint: str | None = None, exact: bool = False) -> Verd
 
 
 def not_answered() -> Verdict:
-    """Return the verdict on an unchanged cell; it has no hint, because nothing was tried yet."""
+    """Return the verdict on an unchanged cell, which has no hint."""
     return wrong(UNANSWERED, exact=True)
 
 
@@ -74,7 +74,7 @@ def returns_none(case: str) -> Verdict:
 
 
 class WrongAnswer(Exception):
-    """Error with which a helper ends a check as wrong; the arguments are those of `wrong`."""
+    """Error that ends a check with the verdict `wrong`; its arguments are those of `wrong`."""
 
     def __init__(self, message: str, *, hint: str | None = None, exact: bool = False) -> None:
         super().__init__(message)
