@@ -22,9 +22,9 @@ _KINDS = {
 def alt_text(drawn: "Figure", language: str) -> str:
     """Return a figure's title, followed by its `alt` or by a description of its axes.
 
-    The description uses only the text in the picture and the ends of measured curves, because other
-    coordinates may differ between machines. The texts of the figure must already be in the
-    language.
+    The description uses only texts of the picture and ends of measured curves, because the other
+    coordinates may differ between machines. The figure's texts must have been put into this
+    language before.
     """
     if (own_alt := getattr(drawn, "course_alt", None)) is not None:
         description = in_language(own_alt, language)

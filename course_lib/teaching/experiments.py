@@ -256,7 +256,10 @@ def _time_step(device: torch.device, step: Callable[[], object]) -> float:
 
 
 class AttentionKernels(TorchDispatchMode):
-    """The kernels that `F.scaled_dot_product_attention` runs inside the block, named by `str()`."""
+    """A mode that records which kernels `F.scaled_dot_product_attention` runs inside the block.
+
+    `str()` returns the names of these kernels, or "MATH" if no fused kernel ran.
+    """
 
     def __init__(self) -> None:
         super().__init__()

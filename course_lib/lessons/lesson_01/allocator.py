@@ -76,6 +76,11 @@ def _trained_on(
 ) -> tuple[Trace, list[int]]:
     """Train on two sequences of each length.
 
+    Args:
+        make_decoder: Function that returns a decoder for a given maximal `sequence` length.
+        lengths: Number of tokens of each batch's sequences, in order.
+        prepare: Function that is called with model and optimizer before the training.
+
     Returns:
         The trace, and the number of operators that had run after each batch.
     """

@@ -29,7 +29,13 @@ class _ChunkedLoss(nn.Module):
 
 
 def with_chunked_loss(stages: nn.Sequential, chunk: int, x: Tensor) -> Tensor:
-    """Run the stages of `loss_stages` with lesson 02's loss in chunks as the last one."""
+    """Run the stages of `loss_stages`, with lesson 02's chunked loss as the last stage.
+
+    Args:
+        stages: Stages of a decoder; the last one is norm, head and loss.
+        chunk: Number of tokens per chunk.
+        x: Input of the first stage.
+    """
     return nn.Sequential(*stages[:-1], _ChunkedLoss(stages[-1], chunk))(x)
 
 

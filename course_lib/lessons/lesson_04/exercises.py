@@ -49,7 +49,10 @@ def _step(
     p1: Time = lambda g, c: c + max(g, c),
     p2: Time = lambda g, c: max(g, 2 * c),
 ) -> Time:
-    """Return the formula of the time of forward and backward.
+    """Return the formula of the time of forward and backward, `function(L, f, g, c, p)`.
+
+    L is the number of layers, f the time of a layer's forward product, g the time of its backward
+    products, c the time of one copy, and p the number of storages that are fetched ahead.
 
     In forward, the two copies of a layer overlap with its matrix product. In backward, its matrix
     products take g and its two copies c each. With p = 0 both copies run before the products, with
@@ -129,6 +132,8 @@ def _time_cases() -> list[tuple]:
 )
 def check_step_time(L: int, f: float, g: float, c: float, p: int) -> float:
     """Check `step_time(L, f, g, c, p)`, the seconds of forward and backward.
+
+    The arguments are those of `_step`.
 
     It must be within 9% of the simulated clock for p = 0, 1, 2. An event simulation that also
     copies the last p + 1 storages differs by 8.4%.

@@ -1,7 +1,6 @@
 """Processes that reduce gradients: bytes passed to all-reduce, and the error of the gradient.
 
-`python -m course_lib.lessons.lesson_05.ranks` is a process that `on_ranks` starts: one rank, or the
-process that forks all ranks.
+`on_ranks` starts this module with `python -m`. The process is one rank, or it forks all ranks.
 """
 
 import gc

@@ -199,7 +199,9 @@ class _TileRecorder(TorchDispatchMode):
 
 
 def _products(function: Callable, case: tuple[Tensor, ...]) -> float:
-    """Return the number of matrix products, of 2 N² d FLOPs each, in a function with right results.
+    """Count the matrix products of a function, in units of 2 N² d FLOPs.
+
+    The results of the function must have been checked before.
 
     Args:
         function: The learner's function.
