@@ -228,8 +228,8 @@ def in_catalog(source: str) -> Iterator[tuple[int, str]]:
     for n, line in enumerate(source.split("\n"), 1):
         if line.startswith('"'):
             yield from ((n, words) for pair in tomllib.loads(line).items() for words in pair)
-        elif line.startswith(("en = ", "zh = ")):  # a message of an exercise
-            yield from ((n, words) for words in tomllib.loads(line).values())
+        elif found := re.match(r"(?:\w+\.)?(?:en|zh) = ", line):  # a message, or a part of a claim
+            yield n, tomllib.loads("words = " + line[found.end() :])["words"]
 
 
 def texts(path: str) -> Iterator[Text]:
@@ -249,7 +249,7 @@ def texts(path: str) -> Iterator[Text]:
 def files() -> list[str]:
     """The files with texts, tracked by git or new."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    patterns = ["*.py", "*.md", "course_lib/labels/zh.toml", "course_lib/lessons/*/messages.toml"]
+    patterns = ["*.py", "*.md", "course_lib/labels/zh.toml", "course_lib/lessons/*/*.toml"]
     done = subprocess.run(
         [*command, *patterns], cwd=ROOT, capture_output=True, text=True, check=True
     )

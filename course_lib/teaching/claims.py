@@ -1,11 +1,15 @@
 """Claims that learners may have read, each with the experiment that tests it and the outcome.
 
-The claims are in the modules of their lessons. Each lesson measures the values and passes them to
-`what_you_may_have_read`. A test repeats every experiment.
+The claims of a lesson are in its `claims.toml`, English beside Chinese. Each lesson measures the
+values and passes them to `what_you_may_have_read`. A test repeats every experiment.
 """
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from course_lib.labels import LabelError, pair, verbatim
 
 from .tables import Table
 
@@ -39,6 +43,37 @@ class Claim:
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
             raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {self.outcome!r}")
+
+
+def read_claims(file: str, table: str) -> tuple[Claim, ...]:
+    """Return the claims of a table of the `claims.toml` next to a module.
+
+    A label has an English and a Chinese text, such as `claim.en` and `claim.zh`, or is a string
+    that is the same in both languages.
+
+    Args:
+        file: The module's `__file__`.
+        table: Name of the table, such as "claims".
+
+    Raises:
+        LabelError: A text lacks a language.
+    """
+    path = Path(file).with_name("claims.toml")
+
+    def label(words: str | Mapping[str, str]) -> str:
+        if isinstance(words, str):
+            return verbatim(words)
+        if set(words) != {"en", "zh"} or not all(words.values()):
+            raise LabelError(
+                f"a text of {path.parent.name}/{path.name} must be in en and zh: {words}"
+            )
+        return pair(words["en"], words["zh"])
+
+    rows = tomllib.loads(path.read_text("utf-8"))[table]
+    return tuple(
+        Claim(outcome=row.pop("outcome"), **{name: label(words) for name, words in row.items()})
+        for row in rows
+    )
 
 
 def what_you_may_have_read(claims: Sequence[Claim], *measured: str) -> Table:

@@ -33,9 +33,7 @@ from course_lib.teaching.marks import label_axes, note, stacked_bars, write
 from course_lib.teaching.tables import NumberText
 
 from .claims import CLAIMS
-from .exercises import (
-    WEIGHTS,
-)
+from .exercises import WEIGHTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

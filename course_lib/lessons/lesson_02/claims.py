@@ -11,78 +11,15 @@ from course_lib.checkpoint import checkpoint_blocks
 from course_lib.labels import join_labels
 from course_lib.memory import saved_tensors, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
-from course_lib.teaching import Claim, Table, text
-from course_lib.teaching.claims import what_you_may_have_read
+from course_lib.teaching import Table, text
+from course_lib.teaching.claims import read_claims, what_you_may_have_read
 
 from .modes import modes
 
 #: Claims that learners may have read.
-CLAIMS = (
-    Claim(
-        "Training will be about 20% slower.",
-        "FLOPs of the step with a checkpoint per layer",
-        "Partly: 21% more FLOPs here. Seconds were not compared.",
-        outcome="partly",
-        source="Hugging Face Transformers documentation, Gradient checkpointing, before 5.17",
-    ),
-    Claim(
-        "Full recomputation makes a layer 30% more expensive, since its whole forward runs again.",
-        "FLOPs of eight layers, with checkpoints and without",
-        "Partly: 23% here, because early stop leaves out the last product of each layer."
-        " Without early stop it is a third.",
-        outcome="partly",
-        source="NVIDIA Megatron Bridge documentation, Activation Recomputation, before 0.5",
-    ),
-    Claim(
-        "Selective recomputation takes away over 90% of the overhead.",
-        "recomputed FLOPs, selective compared with a checkpoint per layer",
-        "Holds in FLOPs: 92%, and 89% against recomputation that stops early. Seconds were not"
-        " compared.",
-        outcome="partly",
-        source="Korthikanti et al. 2022, abstract",
-    ),
-    Claim(
-        "A checkpoint around one layer saves memory.",
-        "peak of eight layers alone, with no checkpoint, around the first, around the last",
-        "Partly: it depends on the layer. Around the last layer, or around the only one, a"
-        " checkpoint saves nothing.",
-        outcome="partly",
-    ),
-)
+CLAIMS = read_claims(__file__, "claims")
 #: Claims found only in the teaching documents from which the course was developed.
-OLDER_CLAIMS = (
-    Claim(
-        "Non-reentrant checkpointing brings memory from O(N) to O(1).",
-        "bytes that the decoder saves with a checkpoint per layer",
-        "No: one input per layer stays. It is still O(N), with a smaller slope.",
-        outcome="fails",
-    ),
-    Claim(
-        "The non-reentrant mode analyses a static graph.",
-        "a function that takes a different branch in each step",
-        "No: it only puts hooks on saved tensors. The gradients are equal in every step.",
-        outcome="fails",
-    ),
-    Claim(
-        "The reentrant mode is more compatible.",
-        "cases that work, reentrant : non-reentrant",
-        "Partly: only for functions that forbid hooks. Otherwise the non-reentrant mode is"
-        " more compatible.",
-        outcome="partly",
-    ),
-    Claim(
-        "`checkpoint_sequential` on the list of Linear layers equals the network.",
-        "outputs compared",
-        "No: the activation functions between the Linear layers are left out.",
-        outcome="fails",
-    ),
-    Claim(
-        "With `checkpoint_sequential` in its old mode, the network still trains.",
-        "three segments, an input that needs no gradient: layers with gradients",
-        "Partly: only the last segment trains. There is a warning, but no error.",
-        outcome="partly",
-    ),
-)
+OLDER_CLAIMS = read_claims(__file__, "older_claims")
 
 
 def older_claims() -> Table:

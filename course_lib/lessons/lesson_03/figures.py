@@ -17,10 +17,7 @@ from course_lib.teaching.figures import shown_once
 from course_lib.teaching.marks import arrow, label_axes, note, points
 
 from .claims import CLAIMS
-from .exercises import (
-    A,
-    B,
-)
+from .exercises import A, B
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

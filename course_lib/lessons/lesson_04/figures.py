@@ -12,9 +12,7 @@ from course_lib.teaching.figures import shown_once
 from course_lib.teaching.marks import arrow, label_axes, note, points, write
 
 from .claims import CLAIMS
-from .simulation import (
-    RECORDED,
-)
+from .simulation import RECORDED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

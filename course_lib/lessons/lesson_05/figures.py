@@ -11,9 +11,7 @@ from course_lib.teaching.marks import box, clauses, label_axes, note, points, st
 
 from .bugs import PLANTED
 from .claims import CLAIMS
-from .exercises import (
-    FIVE,
-)
+from .exercises import FIVE
 from .mean_of_means import load_record
 
 if TYPE_CHECKING:

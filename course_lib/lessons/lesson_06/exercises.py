@@ -31,14 +31,7 @@ from course_lib.teaching.exercises import (
 )
 from course_lib.teaching.exercises.probes import is_close, refuse_mistakes
 
-from .tiles import (
-    attention,
-    backward_in_tiles,
-    fold,
-    forward_in_tiles,
-    large_and_small,
-    one_head,
-)
+from .tiles import attention, backward_in_tiles, fold, forward_in_tiles, large_and_small, one_head
 
 say = Messages(__file__)
 

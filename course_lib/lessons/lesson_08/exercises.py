@@ -9,14 +9,7 @@ from torch import Tensor
 
 from course_lib.lessons.ledger import PARAMETERS as PSI
 from course_lib.teaching import Verdict, expect_number
-from course_lib.teaching.exercises import (
-    Messages,
-    cases,
-    draw_case,
-    each,
-    exercise,
-    numbers,
-)
+from course_lib.teaching.exercises import Messages, cases, draw_case, each, exercise, numbers
 from course_lib.teaching.exercises.probes import is_close, refuse_mistakes, run_forward
 
 from .wire import Adam, RankWire, Wire

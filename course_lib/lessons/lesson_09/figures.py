@@ -12,22 +12,12 @@ from course_lib.configs import model_from, read_config
 from course_lib.labels import join_labels
 from course_lib.memory import CATEGORIES
 from course_lib.models import random_tokens
-from course_lib.teaching import (
-    COLORS,
-    Table,
-    claims,
-    figure,
-    predictions,
-    table,
-    text,
-)
+from course_lib.teaching import COLORS, Table, claims, figure, predictions, table, text
 from course_lib.teaching.figures import shown_once
 from course_lib.teaching.marks import background, label_axes, name_rows, note, stacked_bars
 
 from .claims import CLAIMS
-from .exercises import (
-    CONFIG_OF_LLAMA_3_8B,
-)
+from .exercises import CONFIG_OF_LLAMA_3_8B
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
