@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib.budget import Recipe, chunked_head, estimate
+from course_lib.budget.optimizers import OPTIMIZERS
 from course_lib.budget.scripts import FRAMEWORKS
+from course_lib.budget.scripts.plain import CLASSES
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.models import Decoder, random_tokens
 
@@ -158,6 +160,25 @@ def test_sharded_script_peaks_at_the_estimate(case, on_ranks):
 
 
 # ---- refusals
+
+# Fields that a script writes: those whose values are run as printed, and names of blocks.
+WRITTEN = {name for values in OPTIONS.values() for each in values for name, _ in each} | {"blocks"}
+# Fields that change only a technique that the framework refuses.
+OF_REFUSED = {"min_bytes", "prefetch", "in_flight", "page_bytes", "segments", "schedule_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("framework", "others"),
+    [("torch", WRITTEN | {"schedule_bytes"}), ("trainer", OF_REFUSED | {"micro_batches"})],
+)
+def test_framework_limits_or_writes_every_field(framework, others):
+    """A framework allows all values of a field that it does not limit. A recipe with several ranks
+    refuses all values that are not listed."""
+    assert {*FRAMEWORKS[framework].only} | others == Recipe.__dataclass_fields__.keys()
+
+
+def test_plain_script_has_a_class_for_every_optimizer():
+    assert CLASSES.keys() == OPTIMIZERS.keys()
 
 
 @pytest.mark.parametrize(

@@ -194,9 +194,10 @@ class Estimate(Table):
 
         The first call runs the step again, and later calls return the same trace.
         """
-        if not hasattr(self, "_events"):
-            object.__setattr__(self, "_events", self.trace(places=False))
-        return self._events
+        known = vars(self)
+        if "_events" not in known:
+            known["_events"] = self.trace(places=False)
+        return known["_events"]
 
     def __getstate__(self) -> dict[str, Any]:
         # The function that runs the step again may not be picklable, and the events are large.
