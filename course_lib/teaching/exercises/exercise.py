@@ -77,10 +77,8 @@ class Exercise:
                 and not callable(answer)
                 and f"{error}".endswith("object is not callable")
             ):
-                return wrong(
-                    text("Expected a function, got a `{kind}`.", kind=type(answer).__name__),
-                    exact=True,
-                )
+                kind = verbatim(type(answer).__name__)
+                return wrong(text("Expected a function, got a `{kind}`.", kind=kind), exact=True)
             mistyped = isinstance(error, NameError | SyntaxError) or _is_miscalled(error)
             return wrong(
                 _own_line(error, answer) or self._raised(verbatim(_error_repr(error))),

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from course_lib.labels import join_labels, text
+from course_lib.labels import LabelError, join_labels, text, verbatim
 
 from .exercise import Exercise, table_of, told_by
 from .messages import Messages
@@ -95,8 +95,8 @@ def expect_number(
         return not_answered()
     number = _number(answer)
     if number is None:
-        kind = type(answer).__name__
-        return wrong(text("Expected one number, got a `{kind}`.", kind=kind), exact=True)
+        kind = "nan" if _is_nan(answer) else type(answer).__name__
+        return wrong(text("Expected one number, got a `{kind}`.", kind=verbatim(kind)), exact=True)
     if _close(number, expected, max(tolerance, _rounding_error(answer))):
         return right("Right." if why is None else text("Right. {why}", why=why))
     for mistaken, reason in (wrong_answers or {}).items():
@@ -131,6 +131,13 @@ def _number(answer: Any) -> Fraction | float | None:
         return answer if math.isinf(answer) else Fraction(answer)
     except Exception:  # the answer's own methods may raise, but the reader gets a verdict
         return None
+
+
+def _is_nan(answer: Any) -> bool:
+    try:
+        return math.isnan(answer)
+    except Exception:  # not a number, or one whose own methods raise
+        return False
 
 
 def _rounding_error(answer: Any) -> float:
@@ -293,11 +300,20 @@ class Numbers(Exercise):
         self._elsewhere, self._otherwise = elsewhere, otherwise
         self._within, self._right_values = within, right_values
         self._names = list(inspect.signature(compute).parameters)
+        for names in filter(None, (*mistakes, place, hint_below, same, elsewhere, otherwise)):
+            for name in names.split():
+                self._full_name(name)  # a wrong name is an error before anybody answers
 
     def _full_name(self, name: str) -> str:
-        """Return "table.name" of a message: of the exercise's table, or else of `common`."""
-        own = f"{self._table}.{name}"
-        return own if own in self._say else f"common.{name}"
+        """Return "table.name" of a message: of the exercise's table, or else of `common`.
+
+        Raises:
+            LabelError: Neither table has it.
+        """
+        for table in (self._table, "common"):
+            if f"{table}.{name}" in self._say:
+                return f"{table}.{name}"
+        raise LabelError(f"{name!r} must be a message of {self._table!r} or `common`, got neither")
 
     def _message(self, names: str) -> str:
         """Return the message of a mistake, or of several with spaces between their names."""
@@ -314,7 +330,7 @@ class Numbers(Exercise):
                 yield answer, self._message(name)
 
     def _verdict(self, answer: Any) -> Verdict:
-        answers = list(self._answers_of(answer))
+        answers = self._answers_of(answer)
         if self._same and len(answers) > 1:
             first = answers[0][0]
             if all(self._problem(first, given, answers) is None for _, given in answers):
@@ -329,16 +345,15 @@ class Numbers(Exercise):
         values = self._right_values(answers) if self._right_values else {}
         return self._say.right(f"{self._table}.right", **values)
 
-    def _answers_of(self, answer: Any) -> Iterator[tuple[tuple, Any]]:
-        """Yield each case with what the answer gives for it.
+    def _answers_of(self, answer: Any) -> _Answers:
+        """Return each case with what the answer gives for it.
 
         Raises:
             WrongAnswer: It gives nothing for a case.
         """
         if self._numbers.cases is None:
-            yield (), answer
-            return
-        cases = self._numbers.list_cases()
+            return [((), answer)]
+        found, cases = [], self._numbers.list_cases()
         for case in cases:
             with self._within():
                 given = answer(*case)
@@ -349,13 +364,14 @@ class Numbers(Exercise):
                 if given is None or given is ...:
                     verdict = returns_none(self._case_name(case))
                     raise WrongAnswer(verdict.message, exact=True)
-            yield case, given
+            found.append((case, given))
+        return found
 
     def _is_blank(self, given: Any, *case: Any) -> bool:
         if callable(self._blank):
             return given is None or given is ... or self._blank(given, *case)
         if isinstance(given, Mapping):
-            return all(map(self._is_blank, given.values()))
+            return bool(given) and all(map(self._is_blank, given.values()))
         return any(given is blank or (blank == 0 and _is_zero(given)) for blank in self._blank)
 
     def _case_name(self, case: tuple) -> str:
@@ -395,7 +411,7 @@ class Numbers(Exercise):
                 continue
             if self._otherwise and not verdict.exact:
                 values = dict(zip(self._names, case, strict=True)) | {"row": row}
-                values |= {"given": float(given[row]), "wanted": count}
+                values |= {"given": _as_float(given[row]), "wanted": count}
                 return wrong(self._say.fill(self._full_name(self._otherwise), **values))
             if self._elsewhere and (other := self._numbers.right_case(row, answers)):
                 values = {"right": self._case_name(other), "wrong": self._case_name(case)}
@@ -441,6 +457,14 @@ def _keys_of(rows: Mapping[Any, Any], *case: Any) -> str:
 
 def _several(value: Any) -> tuple:
     return value if isinstance(value, tuple) else (value,)
+
+
+def _as_float(given: Any) -> float:
+    """Return the number as a float, or infinity where it has too many digits for one."""
+    try:
+        return float(given)
+    except OverflowError:
+        return math.inf if given > 0 else -math.inf
 
 
 def _is_zero(given: Any) -> bool:
