@@ -23,6 +23,7 @@ from course_lib.teaching.exercises import (
     not_answered,
     numbers,
     seed_of,
+    throughout,
 )
 from course_lib.teaching.exercises.probes import (
     is_close,
@@ -233,6 +234,7 @@ def _peak(checkpoints: int, kept: int = KEPT) -> int:
 
 @numbers(
     {
+        "same": throughout(lambda k: _peak(0)),
         "no_inputs": lambda k: _peak(k, 0),
         "no_generator": lambda k: _peak(k, INPUT),
         "generator_alone": lambda k: _peak(k, RNG),
@@ -243,7 +245,6 @@ def _peak(checkpoints: int, kept: int = KEPT) -> int:
         "recomputed": lambda k: (_peak(k) + LAYER, _peak(k - 1)),
     },
     cases=range(8),
-    same="same",
     in_bytes=True,
 )
 def check_peak_formula(k: int) -> int:

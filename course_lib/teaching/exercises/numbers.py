@@ -285,7 +285,6 @@ class Numbers(Exercise):
         place: str | None,
         hint_below: str | None,
         blank: tuple | Callable[..., bool],
-        same: str | None,
         elsewhere: str | None,
         within: Callable[[], AbstractContextManager],
         right_values: Callable[[_Answers], Mapping[str, Any]] | None,
@@ -296,11 +295,11 @@ class Numbers(Exercise):
         self._numbers = _Table(compute, mistakes, cases, tolerance)
         self._say = Messages(inspect.getfile(compute))
         self.mistakes, self._also, self._in_bytes, self._blank = mistakes, also, in_bytes, blank
-        self._place, self._hint_below, self._same = place, hint_below, same
+        self._place, self._hint_below = place, hint_below
         self._elsewhere, self._otherwise = elsewhere, otherwise
         self._within, self._right_values = within, right_values
         self._names = list(inspect.signature(compute).parameters)
-        for names in filter(None, (*mistakes, place, hint_below, same, elsewhere, otherwise)):
+        for names in filter(None, (*mistakes, place, hint_below, elsewhere, otherwise)):
             for name in names.split():
                 self._full_name(name)  # a wrong name is an error before anybody answers
 
@@ -331,10 +330,6 @@ class Numbers(Exercise):
 
     def _verdict(self, answer: Any) -> Verdict:
         answers = self._answers_of(answer)
-        if self._same and len(answers) > 1:
-            first = answers[0][0]
-            if all(self._problem(first, given, answers) is None for _, given in answers):
-                return wrong(self._message(self._same), exact=True)
         for case, given in answers:
             problem = self._problem(case, given, answers)
             if problem is not None:
@@ -493,7 +488,6 @@ def numbers(
     place: str | None = None,
     hint_below: str | None = None,
     blank: tuple | Callable[..., bool] = (None, ...),
-    same: str | None = None,
     elsewhere: str | None = None,
     within: Callable[[], AbstractContextManager] = nullcontext,
     right_values: Callable[[_Answers], Mapping[str, Any]] | None = None,
@@ -522,7 +516,6 @@ def numbers(
         hint_below: Name of the hint for all rows after the first.
         blank: Values that mean that nothing was answered yet, or a function that returns whether
             the cell is unchanged, of what the answer gives for a case and of the case.
-        same: Name of a message on a function that gives the first case's number for all cases.
         elsewhere: Name of a message on a number that is wrong in one case and right in another; its
             placeholders are {row}, {right} and {wrong}, the two cases. No other message then names
             its case.
@@ -543,7 +536,6 @@ def numbers(
         place=place,
         hint_below=hint_below,
         blank=blank,
-        same=same,
         elsewhere=elsewhere,
         within=within,
         right_values=right_values,
