@@ -100,10 +100,14 @@ def exercise(
     ValueError or TypeError that the library raises, or with a typing mistake: a name that does not
     exist, or a call with wrong arguments.
 
-    The function is not called with `None` or `...`, which mean that a cell is not answered yet. An
-    error of the function counts as a wrong answer, and the learner's own line is shown if there is
-    one. The table may have `raised`, the message for an error that no line of the learner's led to,
-    with `{error}` for the error.
+    The function is not called with `None` or `...`, which mean that a cell is not answered yet. If
+    the answer is a function that returns one of these, return `not_answered()`. The function
+    returns `say.right(...)`, or ends with `say.refuse`, `say.refuse_if` or `say.wrong`. Compare a
+    number by `expect_number`, because `==` takes True for 1 and raises an error for some arrays.
+
+    An error of the function counts as a wrong answer, and the learner's own line is shown if there
+    is one. The table may have `raised`, the message for an error that no line of the learner's led
+    to, with `{error}` for the error.
 
     Args:
         errors: Part of an error's first line -> name of the message that says what it means here.

@@ -57,8 +57,8 @@ class Messages:
 
         Args:
             table: Table of the messages.
-            mistakes: Name of a message -> the wrong number that it explains, or a tuple of them. Of
-                two mistakes with the same number, the first one is named.
+            mistakes: Name of a message -> the wrong number that it explains, or a tuple of them. If
+                two mistakes have the same number, the first one is named.
         """
         found: dict[float, str] = {}
         for name, numbers in mistakes.items():

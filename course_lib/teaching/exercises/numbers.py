@@ -157,21 +157,28 @@ _Answers = list[tuple[tuple, Any]]
 
 @dataclass(frozen=True)
 class each:
-    """A mistake that is possible in each row: a function of the row's right number, and of the
-    case."""
+    """A mistake that can be made in each row of a table, such as elements instead of bytes.
+
+    Each row is compared alone, so the mistake is named even if the other rows are right.
+
+    Attributes:
+        of: Function of a row's right number and, if there are cases, of the case's arguments. It
+            returns the wrong number, a tuple of them, or None if the row cannot have the mistake.
+    """
 
     of: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class throughout:
-    """A mistake that is named only if it gives all of the answer's numbers, in each row and case.
+    """A mistake that is named only if all numbers of the answer, in each row and case, are its own.
 
-    It comes before mistakes that give only a single number.
+    It is for mistakes that give the right number, or the number of another mistake, in some cases.
+    It is named before mistakes that explain a single number.
 
     Attributes:
-        mistake: The mistake, in any of the other forms.
-        tolerance: Relative tolerance.
+        mistake: The mistake, in any of the other forms. Its rows are all rows of the exercise.
+        tolerance: Relative tolerance of its numbers; that of the exercise is not used.
     """
 
     mistake: Any
@@ -184,7 +191,7 @@ class _Table:
 
     Attributes:
         compute: Function of a case that returns the right number, or row -> number.
-        cases: Arguments of each case, or None if the answer is no function.
+        cases: Arguments of each case, or None if the answer is not a function.
     """
 
     compute: Callable[..., Any]
@@ -193,8 +200,7 @@ class _Table:
     tolerance: float | Callable[..., float]
 
     def list_cases(self) -> list[tuple]:
-        """Return the arguments of each case, or one case without arguments if the answer is no
-        function."""
+        """Return the arguments of each case, and if there are no cases, one without arguments."""
         if self.cases is None:
             return [()]
         found = self.cases() if callable(self.cases) else self.cases
@@ -323,7 +329,7 @@ class Numbers(Exercise):
         return self._numbers.compute() if self._numbers.cases is None else self._numbers.compute
 
     def wrong_answers(self) -> Iterator[tuple[Any, str]]:
-        """Yield an answer for each wrong number of the table, and what it is told."""
+        """Yield an answer for each wrong number of the table, and its message."""
         for name in self.mistakes:
             for answer in self._numbers.wrong_answers(name):
                 yield answer, self._message(name)
@@ -495,27 +501,41 @@ def numbers(
 ) -> Callable[[Callable[..., Any]], Numbers]:
     """Decorate a function `check_NAME` that computes the right answer as the check of an answer.
 
-    It returns a number, or row -> number. If `cases` are given, it has a case's arguments, and the
-    learner's answer is a function of the same arguments. Messages are in the table NAME of the
-    lesson's `messages.toml`: `hint`, `later_hint`, `right`, and one for each mistake, which may be
-    in the table `common` instead.
+    It returns a number, or a dictionary: row -> number. If `cases` are given, it has a case's
+    arguments, and the learner's answer is a function of the same arguments. For example:
+
+        @numbers(
+            {
+                "elements": each(lambda count, n: count // 4),  # a mistake in each row
+                "no_sums": lambda n: {"bf16": 2 * n},  # a mistake in one row
+            },
+            cases=lambda: cases([1000, 7000], lambda rng: rng.randint(100, 999)),
+        )
+        def check_gradient_bytes(n: int) -> dict[str, int]:
+            return {"fp32": 4 * n, "bf16": 6 * n}
+
+    Messages are in the table NAME of the lesson's `messages.toml`: `hint`, `right`, and one for
+    each mistake, which may be in the table `common` instead. The table may have `later_hint`, and
+    `keys`, for a dictionary with other keys.
 
     Args:
         mistakes: Name of a message -> the wrong number that it explains; several in a tuple, or
             row -> number. With cases, a function of a case that returns one of these, or None where
-            the mistake makes no difference. `each` stands for a mistake in every row, and
-            `throughout` for one that must give all numbers. Of two mistakes with the same number,
+            the mistake makes no difference. `each` stands for a mistake in any row, and
+            `throughout` for one that must give all numbers. If two mistakes have the same number,
             the first one is named. A name "a b" stands for the two messages a and b.
-        cases: Arguments of each case (a tuple, or one argument), or a function that returns them.
+        cases: Arguments of each case (a tuple, or one argument), or a function that returns them,
+            such as one that also draws cases for grading (`graded_cases.cases`).
         also: Numbers that are right as well, in the same form as a mistake's.
         tolerance: Relative tolerance, for right and wrong numbers, or a function of a case.
         in_bytes: Whether bytes are expected (`expect_number`), or the rows with bytes.
         place: Name of a message that puts case and row before another {message}; its placeholders
             are the case's arguments, {row} and {message}. By default "For k = 3: " and "`row`: ".
-            "" puts nothing before it, for cases that are no numbers.
+            "" puts nothing before it, for cases whose names do not help, such as long texts.
         hint_below: Name of the hint for all rows after the first.
-        blank: Values that mean that nothing was answered yet, or a function that returns whether
-            the cell is unchanged, of what the answer gives for a case and of the case.
+        blank: Values that mean that nothing was answered yet. Or a function of what the answer
+            gives for a case, and of the case's arguments, that returns whether the cell is
+            unchanged.
         elsewhere: Name of a message on a number that is wrong in one case and right in another; its
             placeholders are {row}, {right} and {wrong}, the two cases. No other message then names
             its case.
@@ -559,7 +579,7 @@ class Largest(Exercise):
         self._say = Messages(inspect.getfile(peak))
 
     def wrong_answers(self) -> Iterator[tuple[int, str]]:
-        """Yield each wrong size of the table, and what it is told."""
+        """Yield each wrong size of the table, and its message."""
         for name, sizes in self.mistakes.items():
             for size in _several(sizes):
                 yield size, self._say(f"{self._table}.{name}")

@@ -1,4 +1,4 @@
-"""What a check says of an answer."""
+"""Verdicts of checks on answers."""
 
 from dataclasses import dataclass
 
