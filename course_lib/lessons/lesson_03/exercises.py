@@ -151,7 +151,7 @@ _COUNTS: dict[str, Callable[[int, int, int], Any]] = {
 
 
 def _rounded_or_not(mistake: Callable[[int, int, int], Any]) -> throughout:
-    """Return the mistake with its numbers as they are, and rounded."""
+    """Return the mistake that gives the numbers of this one, exact or rounded."""
 
     def ways(L: int, A: int, B: int) -> tuple[float, ...]:
         found = mistake(L, A, B)
