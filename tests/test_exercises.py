@@ -242,7 +242,7 @@ def check_formula(s, h):
 
 def of_rows(count="10 * s", size="1000 * s * h"):
     return lambda s, h: {
-        name: eval(row, {"s": s, "h": h})
+        name: eval(row, {"s": s, "h": h, "torch": torch})
         for name, row in zip(("count", "bytes"), (count, size), strict=True)
     }
 
@@ -261,6 +261,11 @@ def test_table_of_formulas_names_mistakes_of_a_row_of_all_rows_and_of_one_case(f
         (of_rows("s", "0"), "Not answered yet."),
         (of_rows("s", "1"), "`count`: Not yet. The number is too small."),
         (lambda s, h: s, "Return a dictionary with the keys `count`, `bytes`."),
+        (lambda s, h: torch.ones(2), "Return a dictionary with the keys `count`, `bytes`."),
+        (
+            of_rows(count="torch.ones(2)"),
+            "`count`: Expected one number, got a `Tensor`.",
+        ),
     ):
         assert formula(answer).message == message
 

@@ -369,8 +369,11 @@ class Numbers(Exercise):
         return found
 
     def _is_blank(self, given: Any, *case: Any) -> bool:
+        if given is None or given is ...:
+            return True
         if callable(self._blank):
-            return given is None or given is ... or self._blank(given, *case)
+            of_numbers = all(_number(number) is not None for number in _by_row(given).values())
+            return of_numbers and self._blank(given, *case)
         if isinstance(given, Mapping):
             return bool(given) and all(map(self._is_blank, given.values()))
         return any(given is blank or (blank == 0 and _is_zero(given)) for blank in self._blank)
@@ -535,7 +538,7 @@ def numbers(
         hint_below: Name of the hint for all rows after the first.
         blank: Values that mean that nothing was answered yet. Or a function of what the answer
             gives for a case, and of the case's arguments, that returns whether the cell is
-            unchanged.
+            unchanged. It is only called with numbers.
         elsewhere: Name of a message on a number that is wrong in one case and right in another; its
             placeholders are {row}, {right} and {wrong}, the two cases. No other message then names
             its case.
