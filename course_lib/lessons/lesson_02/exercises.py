@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from course_lib._torch.operators import OpOverload
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
+from course_lib.labels import verbatim
 from course_lib.lessons.ledger import BASELINE, LAYER_BYTES
 from course_lib.memory import MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
@@ -133,10 +134,13 @@ def _keeps_its_input_only(function: Callable) -> None:
 def _forward(function: Callable, block: Callable, x: Tensor, runs: list) -> tuple[Tensor, int]:
     """Run a checkpoint's forward; return its output and the bytes that it keeps besides."""
     try:
-        return run_forward(function, block, x)
+        output, kept = run_forward(function, block, x)
     except NotImplementedError:
         say.refuse_if(runs, "common.returns_nothing")
         raise
+    kind = verbatim(type(output).__name__)
+    say.refuse_if(not isinstance(output, Tensor), "common.no_tensor", kind=kind)
+    return output, kept
 
 
 def _works_in_a_network(function: Callable) -> None:
