@@ -1,6 +1,7 @@
 """The engine of exercises: tables of mistakes, messages in both languages, and probes."""
 
 import ast
+import math
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,12 +28,15 @@ pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def names_in(file):
-    """Return the strings in the code of a lesson, and their words."""
+    """Yield the strings in the code of a lesson, and the words of those that only name messages."""
+    messages = {name.partition(".")[2] for name in read(file)}
     for path in file.parent.glob("*.py"):
         tree = ast.parse(path.read_text("utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield from {node.value, *node.value.split()}
+                yield node.value
+                if messages.issuperset(words := node.value.split()):
+                    yield from words
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
@@ -101,7 +105,8 @@ def test_each_mistake_of_a_table_is_told_its_own_message(name):
     check, told = TABLES[name], {}
     for answer, message in check.wrong_answers():
         verdict = check(answer)
-        assert not verdict and message in verdict.message, (message, verdict)
+        assert not verdict, f"the mistake of {message!r} gives the right numbers"
+        assert message in verdict.message, f"{message!r} has the numbers of another mistake"
         told.setdefault(message, verdict)
     assert len(told) == len(check.mistakes)
 
@@ -159,10 +164,22 @@ def test_table_with_rows_and_cases_names_case_row_and_mistake(made):
     wrong = check(lambda n: {"a": n + 5 * (n == 7), "b": n + 5 - 5 * (n == 7)})
     assert "n = 7" in wrong.message and "`a`" in wrong.message and "swapped" in wrong.message
     assert "doubled" in check(lambda n: {"a": n, "b": 2 * n + 10}).message
-    assert "keys `a`, `b`" in check(lambda n: {"a": n}).message
+    for incomplete in ({}, {"a": 3}, {"a": 3, "b": 8, "c": 0}):
+        assert "keys `a`, `b`" in check(lambda n, rows=incomplete: rows).message
     assert check(lambda n: {"a": None, "b": None}).message == "Not answered yet."
     assert "returns None for n = 7" in check(lambda n: {3: {"a": 3, "b": 8}}.get(n)).message
     assert check(lambda n: {"a": n + 1, "b": n + 5}).hint == "hint"
+
+
+@pytest.mark.parametrize(
+    ("mistakes", "options"), [({"dubble": 6}, {}), ({}, {"otherwise": "dubble"})]
+)
+def test_misspelt_name_of_a_message_is_an_error_where_the_exercise_is_defined(
+    made, mistakes, options
+):
+    compute = made[0].__wrapped__
+    with pytest.raises(LabelError, match="'dubble' must be a message of 'rows' or `common`"):
+        numbers(mistakes, **options)(compute)
 
 
 def test_number_that_no_mistake_explains_is_shown_beside_the_right_one(made):
@@ -171,10 +188,16 @@ def test_number_that_no_mistake_explains_is_shown_beside_the_right_one(made):
         (lambda sides: 20, "[2, 3]: not 20 but 6."),
         (lambda sides: (sides[0] - 2) * 10, "[2, 3]: not 0 but 6."),
         (lambda sides: 0.006, "For sides = [2, 3]: That is in kB. Give bytes."),
+        (lambda sides: 10**400, "[2, 3]: not inf but 6."),
+        (lambda sides: -(10**400), "[2, 3]: not -inf but 6."),
         (lambda sides: "6", "For sides = [2, 3]: Expected one number, got a `str`."),
+        (lambda sides: math.nan, "For sides = [2, 3]: Expected one number, got a `nan`."),
+        (lambda sides: next(iter(())), "It raised StopIteration()."),
         (lambda sides: 0, "Not answered yet."),
     ):
         assert check(answer).message == message
+    for answer in (lambda sides: b"6", b"6"):  # the name of a type is the same in Chinese
+        assert "`bytes`" in in_both_languages(check(answer).message)[1]
     once = check(lambda sides: 6 if sides == [2, 3] else None)
     assert "returns None for sides = [4, 5]" in once.message
 
@@ -219,7 +242,7 @@ def check_formula(s, h):
 
 def of_rows(count="10 * s", size="1000 * s * h"):
     return lambda s, h: {
-        name: eval(row, {"s": s, "h": h})
+        name: eval(row, {"s": s, "h": h, "torch": torch})
         for name, row in zip(("count", "bytes"), (count, size), strict=True)
     }
 
@@ -238,6 +261,11 @@ def test_table_of_formulas_names_mistakes_of_a_row_of_all_rows_and_of_one_case(f
         (of_rows("s", "0"), "Not answered yet."),
         (of_rows("s", "1"), "`count`: Not yet. The number is too small."),
         (lambda s, h: s, "Return a dictionary with the keys `count`, `bytes`."),
+        (lambda s, h: torch.ones(2), "Return a dictionary with the keys `count`, `bytes`."),
+        (
+            of_rows(count="torch.ones(2)"),
+            "`count`: Expected one number, got a `Tensor`.",
+        ),
     ):
         assert formula(answer).message == message
 

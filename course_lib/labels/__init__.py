@@ -1,7 +1,7 @@
 """Labels: the text that the course's code shows, in English or in Chinese.
 
 The code contains only the English. All Chinese is in `zh.toml` next to this file, but messages of
-exercises stand in both languages in their lesson's `messages.toml` (`course_lib.teaching`).
+exercises are in both languages in their lesson's `messages.toml` (`course_lib.teaching`).
 
     text("{n:,} tokens", n=1024)  # "1,024 tokens", a string that can be translated later
     say("peak (MB)")              # plain text in the current language

@@ -446,6 +446,7 @@ ANSWERS = {
             function(backward=weighed_sum),
         ],
         [
+            (lambda block, x: (block(x), x), "not a `tuple`"),
             *NO_CHECKPOINTS,
             (function(backward=ignores_the_gradient), "that arrives were all ones"),
             (function(backward=without_a_graph), "`torch.enable_grad()`"),

@@ -20,7 +20,7 @@ _GPT = {"vocabulary": 32_000, "hidden": 768, "heads": 12, "layers": 12, "sequenc
 
 
 @experiment(
-    title="A decoder's training step with Adam: the meter beside the CUDA allocator",
+    title="A decoder's training step with Adam: the meter and the CUDA allocator",
     sizes=_GPT,
     small=TINY,
     labels={
@@ -94,7 +94,7 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
 
 
 @experiment(
-    title="What a decoder layer saves in bf16: formula beside measurement",
+    title="The bytes that a decoder layer saves in bf16, by formula and as measured",
     sizes={"sequence": 1024, "batch": 4, "hidden": 1024, "heads": 16},
     small={"sequence": 32, "batch": 2, "hidden": 64, "heads": 4},
     labels={

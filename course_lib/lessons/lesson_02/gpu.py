@@ -20,7 +20,7 @@ from course_lib.teaching.experiments import (
 
 
 @experiment(
-    title="A decoder's forward and backward pass, plain and with a checkpoint a layer",
+    title="A decoder's forward and backward pass, plain and with a checkpoint around each layer",
     sizes={
         "vocabulary": 32000,
         "hidden": 1024,

@@ -155,7 +155,7 @@ _COUNTS: dict[str, Callable[[int, int, int], Any]] = {
 
 
 def _rounded_or_not(mistake: Callable[[int, int, int], Any]) -> throughout:
-    """Return the mistake; its results are also recognized when they are rounded."""
+    """Return the mistake that gives the numbers of this one, exact or rounded."""
 
     def ways(L: int, A: int, B: int) -> tuple[float, ...]:
         found = mistake(L, A, B)

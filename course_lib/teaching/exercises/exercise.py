@@ -77,10 +77,8 @@ class Exercise:
                 and not callable(answer)
                 and f"{error}".endswith("object is not callable")
             ):
-                return wrong(
-                    text("Expected a function, got a `{kind}`.", kind=type(answer).__name__),
-                    exact=True,
-                )
+                kind = verbatim(type(answer).__name__)
+                return wrong(text("Expected a function, got a `{kind}`.", kind=kind), exact=True)
             mistyped = isinstance(error, NameError | SyntaxError) or _is_miscalled(error)
             return wrong(
                 _own_line(error, answer) or self._raised(verbatim(_error_repr(error))),
@@ -105,9 +103,14 @@ def exercise(
     - The library raised a ValueError or TypeError.
     - The answer has a typing mistake: a name that does not exist, or a call with wrong arguments.
 
-    The function is not called with `None` or `...`, which mean that a cell is not answered yet. An
-    error of the function counts as a wrong answer, and the learner's line that led to it is shown.
-    If no such line exists, the table's `raised` is shown, with `{error}` for the error.
+    The function is not called with `None` or `...`, which mean that a cell is not answered yet. If
+    the answer is a function that returns one of these, return `not_answered()`. The function
+    returns `say.right(...)`, or ends with `say.refuse`, `say.refuse_if` or `say.wrong`. Compare a
+    number by `expect_number`, because `==` takes True for 1 and raises an error for some arrays.
+
+    An error of the function counts as a wrong answer, and the learner's own line is shown if there
+    is one. The table may have `raised`, the message for an error that no line of the learner's led
+    to, with `{error}` for the error.
 
     Args:
         errors: Part of an error's first line -> name of the message that explains the error.

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from course_lib.labels import join_labels, text
+from course_lib.labels import LabelError, join_labels, text, verbatim
 
 from .exercise import Exercise, table_of, told_by
 from .messages import Messages
@@ -95,8 +95,8 @@ def expect_number(
         return not_answered()
     number = _number(answer)
     if number is None:
-        kind = type(answer).__name__
-        return wrong(text("Expected one number, got a `{kind}`.", kind=kind), exact=True)
+        kind = "nan" if _is_nan(answer) else type(answer).__name__
+        return wrong(text("Expected one number, got a `{kind}`.", kind=verbatim(kind)), exact=True)
     if _close(number, expected, max(tolerance, _rounding_error(answer))):
         return right("Right." if why is None else text("Right. {why}", why=why))
     for mistaken, reason in (wrong_answers or {}).items():
@@ -133,6 +133,13 @@ def _number(answer: Any) -> Fraction | float | None:
         return None
 
 
+def _is_nan(answer: Any) -> bool:
+    try:
+        return math.isnan(answer)
+    except Exception:  # not a number, or one whose own methods raise
+        return False
+
+
 def _rounding_error(answer: Any) -> float:
     """Return the relative error of a number that has fp32's 24 bits, and 0 for other numbers."""
     return 2.0**-23 if str(getattr(answer, "dtype", "")).endswith("float32") else 0.0
@@ -150,21 +157,28 @@ _Answers = list[tuple[tuple, Any]]
 
 @dataclass(frozen=True)
 class each:
-    """A mistake that is possible in each row: a function of the row's right number, and of the
-    case."""
+    """A mistake that can be made in each row of a table, such as elements instead of bytes.
+
+    Each row is compared alone, so the mistake is named even if the other rows are right.
+
+    Attributes:
+        of: Function of a row's right number and, if there are cases, of the case's arguments. It
+            returns the wrong number, a tuple of them, or None if the row cannot have the mistake.
+    """
 
     of: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class throughout:
-    """A mistake that is named only if it gives all of the answer's numbers, in each row and case.
+    """A mistake that is named only if all numbers of the answer, in each row and case, are its own.
 
-    It comes before mistakes that give only a single number.
+    It is for mistakes that give the right number, or the number of another mistake, in some cases.
+    It is named before mistakes that explain a single number.
 
     Attributes:
-        mistake: The mistake, in any of the other forms.
-        tolerance: Relative tolerance.
+        mistake: The mistake, in any of the other forms. Its rows are all rows of the exercise.
+        tolerance: Relative tolerance of its numbers; that of the exercise is not used.
     """
 
     mistake: Any
@@ -177,7 +191,7 @@ class _Table:
 
     Attributes:
         compute: Function of a case that returns the right number, or row -> number.
-        cases: Arguments of each case, or None if the answer is no function.
+        cases: Arguments of each case, or None if the answer is not a function.
     """
 
     compute: Callable[..., Any]
@@ -186,8 +200,7 @@ class _Table:
     tolerance: float | Callable[..., float]
 
     def list_cases(self) -> list[tuple]:
-        """Return the arguments of each case, or one case without arguments if the answer is no
-        function."""
+        """Return the arguments of each case, and if there are no cases, one without arguments."""
         if self.cases is None:
             return [()]
         found = self.cases() if callable(self.cases) else self.cases
@@ -278,7 +291,6 @@ class Numbers(Exercise):
         place: str | None,
         hint_below: str | None,
         blank: tuple | Callable[..., bool],
-        same: str | None,
         elsewhere: str | None,
         within: Callable[[], AbstractContextManager],
         right_values: Callable[[_Answers], Mapping[str, Any]] | None,
@@ -289,15 +301,24 @@ class Numbers(Exercise):
         self._numbers = _Table(compute, mistakes, cases, tolerance)
         self._say = Messages(inspect.getfile(compute))
         self.mistakes, self._also, self._in_bytes, self._blank = mistakes, also, in_bytes, blank
-        self._place, self._hint_below, self._same = place, hint_below, same
+        self._place, self._hint_below = place, hint_below
         self._elsewhere, self._otherwise = elsewhere, otherwise
         self._within, self._right_values = within, right_values
         self._names = list(inspect.signature(compute).parameters)
+        for names in filter(None, (*mistakes, place, hint_below, elsewhere, otherwise)):
+            for name in names.split():
+                self._full_name(name)  # a wrong name is an error before anybody answers
 
     def _full_name(self, name: str) -> str:
-        """Return "table.name" of a message: of the exercise's table, or else of `common`."""
-        own = f"{self._table}.{name}"
-        return own if own in self._say else f"common.{name}"
+        """Return "table.name" of a message: of the exercise's table, or else of `common`.
+
+        Raises:
+            LabelError: Neither table has it.
+        """
+        for table in (self._table, "common"):
+            if f"{table}.{name}" in self._say:
+                return f"{table}.{name}"
+        raise LabelError(f"{name!r} must be a message of {self._table!r} or `common`, got neither")
 
     def _message(self, names: str) -> str:
         """Return the message of a mistake, or of several with spaces between their names."""
@@ -308,17 +329,13 @@ class Numbers(Exercise):
         return self._numbers.compute() if self._numbers.cases is None else self._numbers.compute
 
     def wrong_answers(self) -> Iterator[tuple[Any, str]]:
-        """Yield an answer for each wrong number of the table, and what it is told."""
+        """Yield an answer for each wrong number of the table, and its message."""
         for name in self.mistakes:
             for answer in self._numbers.wrong_answers(name):
                 yield answer, self._message(name)
 
     def _verdict(self, answer: Any) -> Verdict:
-        answers = list(self._answers_of(answer))
-        if self._same and len(answers) > 1:
-            first = answers[0][0]
-            if all(self._problem(first, given, answers) is None for _, given in answers):
-                return wrong(self._message(self._same), exact=True)
+        answers = self._answers_of(answer)
         for case, given in answers:
             problem = self._problem(case, given, answers)
             if problem is not None:
@@ -329,16 +346,15 @@ class Numbers(Exercise):
         values = self._right_values(answers) if self._right_values else {}
         return self._say.right(f"{self._table}.right", **values)
 
-    def _answers_of(self, answer: Any) -> Iterator[tuple[tuple, Any]]:
-        """Yield each case with what the answer gives for it.
+    def _answers_of(self, answer: Any) -> _Answers:
+        """Return each case with what the answer gives for it.
 
         Raises:
             WrongAnswer: It gives nothing for a case.
         """
         if self._numbers.cases is None:
-            yield (), answer
-            return
-        cases = self._numbers.list_cases()
+            return [((), answer)]
+        found, cases = [], self._numbers.list_cases()
         for case in cases:
             with self._within():
                 given = answer(*case)
@@ -349,13 +365,17 @@ class Numbers(Exercise):
                 if given is None or given is ...:
                     verdict = returns_none(self._case_name(case))
                     raise WrongAnswer(verdict.message, exact=True)
-            yield case, given
+            found.append((case, given))
+        return found
 
     def _is_blank(self, given: Any, *case: Any) -> bool:
+        if given is None or given is ...:
+            return True
         if callable(self._blank):
-            return given is None or given is ... or self._blank(given, *case)
+            of_numbers = all(_number(number) is not None for number in _by_row(given).values())
+            return of_numbers and self._blank(given, *case)
         if isinstance(given, Mapping):
-            return all(map(self._is_blank, given.values()))
+            return bool(given) and all(map(self._is_blank, given.values()))
         return any(given is blank or (blank == 0 and _is_zero(given)) for blank in self._blank)
 
     def _case_name(self, case: tuple) -> str:
@@ -395,7 +415,7 @@ class Numbers(Exercise):
                 continue
             if self._otherwise and not verdict.exact:
                 values = dict(zip(self._names, case, strict=True)) | {"row": row}
-                values |= {"given": float(given[row]), "wanted": count}
+                values |= {"given": _as_float(given[row]), "wanted": count}
                 return wrong(self._say.fill(self._full_name(self._otherwise), **values))
             if self._elsewhere and (other := self._numbers.right_case(row, answers)):
                 values = {"right": self._case_name(other), "wrong": self._case_name(case)}
@@ -443,6 +463,14 @@ def _several(value: Any) -> tuple:
     return value if isinstance(value, tuple) else (value,)
 
 
+def _as_float(given: Any) -> float:
+    """Return the number as a float, or infinity where it has too many digits for one."""
+    try:
+        return float(given)
+    except OverflowError:
+        return math.inf if given > 0 else -math.inf
+
+
 def _is_zero(given: Any) -> bool:
     return isinstance(given, int | float) and given == 0
 
@@ -469,7 +497,6 @@ def numbers(
     place: str | None = None,
     hint_below: str | None = None,
     blank: tuple | Callable[..., bool] = (None, ...),
-    same: str | None = None,
     elsewhere: str | None = None,
     within: Callable[[], AbstractContextManager] = nullcontext,
     right_values: Callable[[_Answers], Mapping[str, Any]] | None = None,
@@ -477,28 +504,41 @@ def numbers(
 ) -> Callable[[Callable[..., Any]], Numbers]:
     """Decorate a function `check_NAME` that computes the right answer as the check of an answer.
 
-    It returns a number, or row -> number. If `cases` are given, it has a case's arguments, and the
-    learner's answer is a function of the same arguments. Messages are in the table NAME of the
-    lesson's `messages.toml`: `hint`, `later_hint`, `right`, and one for each mistake, which may be
-    in the table `common` instead.
+    It returns a number, or a dictionary: row -> number. If `cases` are given, it has a case's
+    arguments, and the learner's answer is a function of the same arguments. For example:
+
+        @numbers(
+            {
+                "elements": each(lambda count, n: count // 4),  # a mistake in each row
+                "no_sums": lambda n: {"bf16": 2 * n},  # a mistake in one row
+            },
+            cases=lambda: cases([1000, 7000], lambda rng: rng.randint(100, 999)),
+        )
+        def check_gradient_bytes(n: int) -> dict[str, int]:
+            return {"fp32": 4 * n, "bf16": 6 * n}
+
+    Messages are in the table NAME of the lesson's `messages.toml`: `hint`, `right`, and one for
+    each mistake, which may be in the table `common` instead. The table may have `later_hint`, and
+    `keys`, for a dictionary with other keys.
 
     Args:
         mistakes: Name of a message -> the wrong number that it explains; several in a tuple, or
             row -> number. With cases, a function of a case that returns one of these, or None where
-            the mistake makes no difference. `each` stands for a mistake in every row, and
-            `throughout` for one that must give all numbers. Of two mistakes with the same number,
+            the mistake makes no difference. `each` stands for a mistake in any row, and
+            `throughout` for one that must give all numbers. If two mistakes have the same number,
             the first one is named. A name "a b" stands for the two messages a and b.
-        cases: Arguments of each case (a tuple, or one argument), or a function that returns them.
+        cases: Arguments of each case (a tuple, or one argument), or a function that returns them,
+            such as one that also draws cases for grading (`graded_cases.cases`).
         also: Numbers that are right as well, in the same form as a mistake's.
         tolerance: Relative tolerance, for right and wrong numbers, or a function of a case.
         in_bytes: Whether bytes are expected (`expect_number`), or the rows with bytes.
         place: Name of a message that puts case and row before another {message}; its placeholders
             are the case's arguments, {row} and {message}. By default "For k = 3: " and "`row`: ".
-            "" puts nothing before it, for cases that are no numbers.
+            "" puts nothing before it, for cases whose names do not help, such as long texts.
         hint_below: Name of the hint for all rows after the first.
-        blank: Values that mean that nothing was answered yet, or a function that returns whether
-            the cell is unchanged, of what the answer gives for a case and of the case.
-        same: Name of a message on a function that gives the first case's number for all cases.
+        blank: Values that mean that nothing was answered yet. Or a function of what the answer
+            gives for a case, and of the case's arguments, that returns whether the cell is
+            unchanged. It is only called with numbers.
         elsewhere: Name of a message on a number that is wrong in one case and right in another; its
             placeholders are {row}, {right} and {wrong}, the two cases. No other message then names
             its case.
@@ -519,7 +559,6 @@ def numbers(
         place=place,
         hint_below=hint_below,
         blank=blank,
-        same=same,
         elsewhere=elsewhere,
         within=within,
         right_values=right_values,
@@ -543,7 +582,7 @@ class Largest(Exercise):
         self._say = Messages(inspect.getfile(peak))
 
     def wrong_answers(self) -> Iterator[tuple[int, str]]:
-        """Yield each wrong size of the table, and what it is told."""
+        """Yield each wrong size of the table, and its message."""
         for name, sizes in self.mistakes.items():
             for size in _several(sizes):
                 yield size, self._say(f"{self._table}.{name}")
