@@ -1,9 +1,10 @@
 """Answers to the lessons' exercises, a file a lesson: right ones, and wrong ones with what they are
 told.
 
-A file has `ANSWERS`, where a wrong answer stands alone or with a part of what it is told. Those of
-an exercise that is a table of mistakes are made from it, and need no rows. A file may
-have `EQUIVALENT`: check -> mutants of its solution that are right as well, with the reason
+A file has `RIGHT` and `WRONG`, which have a list of answers for each exercise. A wrong answer stands
+alone or with a part of what it is told. An exercise that is a table of mistakes needs no rows:
+answers are made from the table, and others that are no numbers, in another unit or missing. A file
+may have `EQUIVALENT`: check -> reason -> mutants of its solution that are right as well
 (`mutants.py` makes them).
 """
 
@@ -22,19 +23,55 @@ FILES = {
     path.stem[-2:]: import_module(f"answers.{path.stem}")
     for path in Path(__file__).parent.glob("lesson_*.py")
 }
-ANSWERS = {
-    f"{number}.{name}": rows
-    for number, file in FILES.items()
-    for name, rows in file.ANSWERS.items()
-}
 #: Exercises that are a table of mistakes
 TABLES = {name: check for name, check in CHECKS.items() if isinstance(check, Numbers | Largest)}
-for name, check in TABLES.items():
-    right, wrong = ANSWERS.get(name, ((), ()))
-    made = [check.right_answer()] if isinstance(check, Numbers) else []  # a largest size takes long
-    ANSWERS[name] = ([*right, *made], [*wrong, *check.wrong_answers()])
+
+
+def answers_of_other_kinds(check):
+    """Yield answers to a table of mistakes that are in another unit, of another type or missing,
+    each with what it is told."""
+    right, cases = check.right_answer(), check._numbers.list_cases()
+
+    def with_each(change):
+        """The right answer with another value in place of each number."""
+
+        def changed(given):
+            if isinstance(given, dict):
+                return {row: change(number) for row, number in given.items()}
+            return change(given)
+
+        return (lambda *case: changed(right(*case))) if callable(right) else changed(right)
+
+    if check._in_bytes is True:
+        yield with_each(lambda number: number / 1e6), "in MB"
+        yield with_each(lambda number: number / 2**20), "in MiB"
+    yield with_each(lambda number: [number]), "Expected one number, got a `list`"
+    if check._numbers.has_rows(*cases[0]):
+        yield (lambda *case: 3) if callable(right) else 3, "a dictionary with the keys"
+    if callable(right):
+        yield 3, "Expected a function, got a `int`"
+        yield lambda *case: None, "Not answered yet"
+        if len(cases) > 1:
+            yield lambda *case: right(*case) if case == cases[0] else None, "returns None for"
+
+
+def answers_to(name):
+    """Return the right and the wrong answers to an exercise, both from its file and its table."""
+    file, exercise, table = FILES[name[:2]], name[3:], TABLES.get(name)
+    right, wrong = file.RIGHT.get(exercise, []), file.WRONG.get(exercise, [])
+    if isinstance(table, Numbers):  # finding the largest size takes long
+        right, wrong = [*right, table.right_answer()], [*wrong, *answers_of_other_kinds(table)]
+    return right, [*wrong, *(table.wrong_answers() if table else ())]
+
+
+NAMES = {
+    f"{number}.{name}" for number in FILES for name in FILES[number].RIGHT | FILES[number].WRONG
+}
+#: Exercise -> its right and its wrong answers
+ANSWERS = {name: answers_to(name) for name in sorted(NAMES | TABLES.keys())}
+#: Exercise -> mutants of its solution that are right as well, each with the reason
 EQUIVALENT = {
-    f"{number}.{name}": rows
+    f"{number}.{name}": {mutant: reason for reason, mutants in rows.items() for mutant in mutants}
     for number, file in FILES.items()
     for name, rows in getattr(file, "EQUIVALENT", {}).items()
 }

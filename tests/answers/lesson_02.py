@@ -2,17 +2,18 @@
 
 import itertools
 from functools import partial
+from types import SimpleNamespace
 
 import torch
+from torch import get_rng_state, set_rng_state
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.checkpoint import checkpointed_loss
-from course_lib.lessons.ledger import BASELINE
-from course_lib.lessons.lesson_02.exercises import INPUT, LAYER, RNG
+from course_lib.lessons.lesson_02.exercises import check_peak_formula
 
-PEAK = BASELINE.peak_bytes
+peak = check_peak_formula.right_answer()
 
 
 def checkpoint_of(**options):
@@ -22,29 +23,40 @@ def checkpoint_of(**options):
 # Checkpoints as Functions
 # --------------------------------------------------------------------------------------------------
 
+FOR_ALL = SimpleNamespace()  # what is kept here is replaced by the next call
 
-def run(context, block, x):
-    """A right forward: it keeps the block and its input only."""
+
+def itself(context):
+    return context
+
+
+def run(context, block, x, of=itself):
+    """A right forward: it keeps the block and its input only, in `of(context)`."""
+    context = of(context)
     context.block, context.x = block, x
     with torch.no_grad():
         return block(x)
 
 
-def run_again(context):
-    """The second run: its input, and its output with a graph."""
-    again = context.x.detach().requires_grad_()
-    with torch.enable_grad():
-        return again, context.block(again)
+def again(go=torch.autograd.backward, of=itself, graph=True, needs=True, own=True, found=None):
+    """A right backward, or one with a mistake: `go` is given the output of the second run and the
+    gradient that has arrived. The run may have no graph, or an input that `needs` no gradient or is
+    not its `own`. `found(input)` is the gradient that is returned."""
+
+    def backward(context, gradient):
+        context = of(context)
+        x = context.x.detach().requires_grad_(needs) if own else context.x
+        with torch.set_grad_enabled(graph):
+            go(context.block(x), gradient)
+        return None, x.grad if found is None else found(x)
+
+    return backward
 
 
-def go_backward(context, gradient):
-    """A right backward."""
-    again, output = run_again(context)
-    output.backward(gradient)
-    return None, again.grad
+go_backward = again()
 
 
-def function(forward=run, backward=go_backward):
+def function(backward=go_backward, forward=run):
     """An `autograd.Function` with these halves."""
     halves = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type("Function", (torch.autograd.Function,), halves)
@@ -52,62 +64,14 @@ def function(forward=run, backward=go_backward):
 
 def asks_for_the_input(context, gradient):
     """Asks for the gradient of the input only: the weights get none."""
-    again, output = run_again(context)
-    return None, *torch.autograd.grad(output, again, gradient)
-
-
-def on_the_input_itself(context, gradient):
-    """Runs again on the input itself, so that its gradient arrives twice."""
+    x = context.x.detach().requires_grad_()
     with torch.enable_grad():
-        context.block(context.x).backward(gradient)
-    return None, context.x.grad.clone()
+        return None, *torch.autograd.grad(context.block(x), x, gradient)
 
 
-def lets_it_run_on(context, gradient):
-    """The gradient of the input comes by itself where it is a leaf."""
-    with torch.enable_grad():
-        context.block(context.x).backward(gradient)
-    return None, None
-
-
-def ignores_the_gradient(context, gradient):
-    """Goes backward as from the sum of its output, whatever gradient has arrived."""
-    again, output = run_again(context)
-    output.backward(torch.ones_like(output))
-    return None, again.grad
-
-
-def weighed_sum(context, gradient):
-    """Right too: the sum of the products with the gradient has that gradient."""
-    again, output = run_again(context)
-    with torch.enable_grad():
-        (output * gradient).sum().backward()
-    return None, again.grad
-
-
-def weighed_without_a_graph(context, gradient):
-    again, output = run_again(context)
-    (output.detach() * gradient).sum().backward()
-    return None, again.grad
-
-
-def from_nothing(context, gradient):
-    again, output = run_again(context)
-    torch.autograd.backward(output)
-    return None, again.grad
-
-
-def without_a_graph(context, gradient):
-    again = context.x.detach().requires_grad_()
-    context.block(again).backward(gradient)
-    return None, again.grad
-
-
-def needs_no_gradient(context, gradient):
-    again = context.x.detach()
-    with torch.enable_grad():
-        context.block(again).backward(gradient)
-    return None, again.grad
+def ignores_the_gradient(output, gradient):
+    """Goes backward as from the sum of the output, whatever gradient has arrived."""
+    output.sum().backward()
 
 
 def returns_nothing(context, block, x):
@@ -121,33 +85,33 @@ def keeps_two_more(context, block, x):
     return output
 
 
-FOR_ALL = {}  # what the next call finds, too
-
-
-def keeps_for_all(context, block, x):
-    FOR_ALL.update(block=block, x=x)
-    return run(context, block, x)
-
-
-def takes_what_is_there(context, gradient):
-    context.block, context.x = FOR_ALL["block"], FOR_ALL["x"]
-    return go_backward(context, gradient)
-
-
 # Their random numbers
 # --------------------------------------------------------------------------------------------------
 
 
-def keeps_the_seed(context, block, x):
-    """Takes the generator for what its seed was: right where nothing was drawn before."""
-    context.seed = torch.initial_seed()
-    return run(context, block, x)
+def dropout(
+    take=get_rng_state, put=set_rng_state, of=itself, go=go_backward, first=0, fork=True, last=False
+):
+    """A Function that draws the same mask twice, or one with a mistake: it takes a state or a seed
+    of the generator before (0) and after (1) the first run, and puts back the `first` of them before
+    `go` runs again. The generator is then as it was, unless it is no `fork`, or is set to the last
+    state."""
 
+    def forward(context, block, x):
+        before, output = take(), run(context, block, x)
+        context = of(context)
+        context.states = before, take()
+        return output
 
-def sets_a_seed(context, block, x):
-    """Sets a seed before both runs, so that each block draws the same mask."""
-    torch.manual_seed(7)
-    return keeps_the_seed(context, block, x)
+    def backward(context, gradient):
+        with torch.random.fork_rng(enabled=fork):
+            put(of(context).states[first])
+            found = go(context, gradient)
+        if last:
+            put(of(context).states[1])
+        return found
+
+    return function(backward, forward)
 
 
 def draws_its_seed(context, block, x):
@@ -158,97 +122,21 @@ def draws_its_seed(context, block, x):
         return run(context, block, x)
 
 
-def from_the_seed(context, gradient):
+def from_its_seed(context, gradient):
     with torch.random.fork_rng():
         torch.manual_seed(context.seed)
         return go_backward(context, gradient)
-
-
-def keeps_the_state(context, block, x):
-    context.state = torch.get_rng_state()
-    return run(context, block, x)
-
-
-def keeps_the_state_afterwards(context, block, x):
-    """Looks at the generator when the first run is over."""
-    output = run(context, block, x)
-    context.state = torch.get_rng_state()
-    return output
-
-
-def keeps_the_state_for_all(context, block, x):
-    FOR_ALL.update(state=torch.get_rng_state())
-    return run(context, block, x)
-
-
-def keeps_both_states(context, block, x):
-    context.before = torch.get_rng_state()
-    return keeps_the_state_afterwards(context, block, x)
-
-
-def from_the_state(context, gradient, backward=go_backward):
-    with torch.random.fork_rng():
-        torch.set_rng_state(context.state)
-        return backward(context, gradient)
-
-
-def from_the_state_of_all(context, gradient):
-    context.state = FOR_ALL["state"]
-    return from_the_state(context, gradient)
-
-
-def rewinds(context, gradient):
-    """Draws the same mask again, and leaves the generator there."""
-    torch.set_rng_state(context.state)
-    return go_backward(context, gradient)
-
-
-def back_to_the_first_run(context, gradient):
-    """Puts back the state that the first run left, not the one that was there."""
-    torch.set_rng_state(context.before)
-    found = go_backward(context, gradient)
-    torch.set_rng_state(context.state)
-    return found
-
-
-def careless(context, gradient):
-    """Draws the same mask, and goes backward from the sum."""
-    return from_the_state(context, gradient, ignores_the_gradient)
 
 
 # Checkpoints as hooks
 # --------------------------------------------------------------------------------------------------
 
 
-def runs_again_for_show(block, x):
-    """Keeps everything, and computes it again once, as a check would have it."""
-    kept, runs = [], []
-
-    def unpack(place):
-        if not runs:
-            runs.append(block(x.detach()))
-        return kept[place]
-
-    with saved_tensors_hooks(lambda t: kept.append(t.detach()) or len(kept) - 1, unpack):
-        return block(x)
-
-
 def with_hooks(
-    block,
-    x,
-    *,
-    graph=True,
-    own=True,
-    once=True,
-    needs=None,
-    kept=False,
-    end=False,
-    numbers=None,
-    found=None,
+    block, x, graph=True, own=True, once=True, needs=None, kept=False, end=False, shared=None
 ):
     """The lesson's own, with or without one of its steps."""
-    numbers = itertools.count() if numbers is None else numbers
-    found = [] if found is None else found
+    numbers, found = shared or (itertools.count(), [])
     all_kept = []
 
     def forget(tensor):
@@ -313,26 +201,13 @@ def mean_of_means(*given):
     return torch.stack(list(of_chunks(*given, "mean"))).mean()
 
 
-def in_so_many_pieces(hidden, weight, targets, chunk):
-    """Takes the number of tokens for one of pieces."""
-    return in_pieces(hidden, weight, targets, -(-len(targets) // chunk))
-
-
-def of_the_last_chunk(hidden, weight, targets, chunk):
-    """Each function looks its targets up when it is called: in backward, that is after the loop."""
+def of_the_last_chunk(hidden, weight, targets, chunk, passed=1):
+    """Each function looks up its targets when it is called: in backward, after the loop has ended.
+    It looks up its rows as well if none are passed."""
     total = 0.0
-    for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        of_chunk = lambda rows: whole_loss(rows, weight, answers, "sum")  # noqa: B023, E731
-        total = total + checkpoint(of_chunk, rows, use_reentrant=False)
-    return total / len(targets)
-
-
-def all_of_the_last_chunk(hidden, weight, targets, chunk):
-    """Each function looks up its rows as well."""
-    total = 0.0
-    for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        of_chunk = lambda: whole_loss(rows, weight, answers, "sum")  # noqa: B023, E731
-        total = total + checkpoint(of_chunk, use_reentrant=False)
+    for own in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        loss = lambda *rows: whole_loss(*rows, *own[len(rows) : 1], weight, own[1], "sum")  # noqa: B023, E731
+        total = total + checkpoint(loss, *own[:passed], use_reentrant=False)
     return total / len(targets)
 
 
@@ -342,27 +217,18 @@ def a_slice_for_each(hidden, weight, targets, chunk):
     for start in range(0, len(targets), chunk):
         part = slice(start, start + chunk)
         counted += int((targets[part] != -100).sum())
-        total = total + checkpoint(
-            whole_loss, hidden[part], weight, targets[part], "sum", use_reentrant=False
-        )
+        given = hidden[part], weight, targets[part], "sum"
+        total = total + checkpoint(whole_loss, *given, use_reentrant=False)
     return total / counted
 
 
 def gradients_in_forward(context, hidden, weight, targets, chunk):
     """Makes the gradients in forward, as Liger's does."""
-    counted = (targets != -100).sum()
-    total, gradients = 0.0, [torch.zeros_like(hidden), torch.zeros_like(weight)]
-    for start in range(0, len(targets), chunk):
-        part = slice(start, start + chunk)
-        rows, matrix = (t.detach().requires_grad_() for t in (hidden[part], weight))
-        with torch.enable_grad():
-            loss = whole_loss(rows, matrix, targets[part], "sum") / counted
-            loss.backward()
-        total = total + loss.detach()
-        gradients[0][part] = rows.grad
-        gradients[1] += matrix.grad
-    context.save_for_backward(*gradients)
-    return total
+    inputs = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
+    with torch.enable_grad():
+        loss = in_pieces(*inputs, targets, chunk)
+        context.save_for_backward(*torch.autograd.grad(loss, inputs))
+    return loss.detach()
 
 
 def as_they_are(context, gradient):
@@ -378,28 +244,24 @@ def backward_first(loss):
     return loss.detach()
 
 
-def right_for_four_only(k):
-    """Goes through the four points of an earlier check, and bends between them."""
-    return PEAK - k * (LAYER - INPUT - RNG) + k * (k - 1) * (k - 4) * (k - 7)
-
-
 # The loss of a Llama
 # --------------------------------------------------------------------------------------------------
 
 
 def llama_row(
-    model, tokens, labels, *, every=1, shift=1, chunk=128, loss=in_pieces, cut=False, matrix=""
+    model, tokens, labels, every=1, flat=False, shift=1, chunk=128, loss=in_pieces, head="lm_head"
 ):
     """The lesson's own row, with or without one of its parts."""
     if every:
         model.activation_checkpointing_enable(every_n_layers=every)
     hidden = model.model(tokens).last_hidden_state
+    if flat:  # the last token of a sequence predicts the first one of the next
+        hidden, labels = hidden.flatten(0, 1)[None], labels.flatten()[None]
     if shift == 1:
         hidden, labels = hidden[:, :-1], labels[:, 1:]
     if shift == -1:
         hidden, labels = hidden[:, 1:], labels[:, :-1]
-    weight = model.model.get_submodule(matrix).weight if matrix else model.lm_head.weight
-    hidden = hidden.detach() if cut else hidden
+    weight = model.get_submodule(head).weight
     return loss(hidden.flatten(0, 1), weight, labels.flatten(), chunk)
 
 
@@ -409,17 +271,6 @@ def llama_row_by_labels(model, tokens, labels):
     hidden = model.model(input_ids=tokens)[0].reshape(-1, 256)
     targets = F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
     return a_slice_for_each(hidden, model.lm_head.weight, targets, 100)
-
-
-def flattened_first(model, tokens, labels):
-    """Lets the last token of a sequence predict the first one of the next."""
-    model.activation_checkpointing_enable()
-    hidden = model.model(tokens).last_hidden_state.flatten(0, 1)
-    return in_pieces(hidden[:-1], model.lm_head.weight, labels.flatten()[1:], 128)
-
-
-def summed(hidden, weight, targets, chunk):
-    return in_pieces(hidden, weight, targets, chunk) * (targets != -100).sum()
 
 
 def mean_of_sequences(model, tokens, labels):
@@ -434,228 +285,201 @@ def divided_before_the_shift(model, tokens, labels):
 
 aten = torch.ops.aten
 
-#: check -> right answers, and wrong ones, each alone or with a part of what it is told.
-ANSWERS = {
-    "checkpoint": (
-        [
-            checkpoint_of(),
-            checkpoint_of(preserve_rng_state=False),
-            function(),
-            function().apply,
-            with_hooks,
-            function(backward=weighed_sum),
-        ],
-        [
-            (lambda block, x: (block(x), x), "not a `tuple`"),
-            *NO_CHECKPOINTS,
-            (function(backward=ignores_the_gradient), "that arrives were all ones"),
-            (function(backward=without_a_graph), "`torch.enable_grad()`"),
-            (function(backward=lambda *given: go_backward(*given)[1]), "`None` for the block"),
-            (function(backward=lambda *given: go_backward(*given)[::-1]), "`None` for the block"),
-            (function(backward=lambda _, gradient: (None, gradient)), "recomputed nothing"),
-            (function(returns_nothing), "returns nothing"),
-            (function(backward=from_nothing), "the gradient that has arrived"),
-            (function(backward=needs_no_gradient), "must require a gradient"),
-            (runs_again_for_show, "but the input has only"),
-            (lambda block, x: None, "Not answered"),
-            (function(backward=asks_for_the_input), "weight got no gradient"),
-            (function(backward=on_the_input_itself).apply, "counted twice"),
-            (function(keeps_two_more), "but the input has only"),
-            (function(keeps_for_all, takes_what_is_there), "for two in a row"),
-            (function(backward=lets_it_run_on), "input of its own"),
-            (function(backward=weighed_without_a_graph), "has none"),
-        ],
-    ),
-    "hooks": (
-        [with_hooks, checkpoint_of(), partial(with_hooks, own=False)],
-        [
-            *NO_CHECKPOINTS,
-            (partial(with_hooks, graph=False), "has fewer tensors than were numbered"),
-            (partial(with_hooks, needs=False), "has fewer tensors than were numbered"),
-            (number_back, "must return a tensor"),
-            (partial(with_hooks, once=False), "these must be 1 and 2"),
-            (partial(with_hooks, kept=True), "but the input has only"),
-            (partial(with_hooks, needs=True), "only if `x` does"),
-            (partial(with_hooks, end=True), "did not bring back the tensor"),
-            (partial(with_hooks, numbers=itertools.count(), found=[]), "for two in a row"),
-            (function().apply, "still needs its own"),
-            (lambda block, x: None, "Not answered"),
-        ],
-    ),
-    "peak_formula": (
-        [lambda k: PEAK - k * (LAYER - INPUT - RNG)],
-        [
-            (lambda k: PEAK, "the same for every k"),
-            (lambda k: None if k else PEAK, "returns None for k = 1"),
-            (lambda k: None, "Not answered"),
-            lambda k: PEAK * (8 - k) / 8,
-            3,
-            (lambda k: (PEAK - k * (LAYER - INPUT - RNG)) / 1e6, "That is in MB"),
-            (right_for_four_only, "k = 2: Not yet"),
-        ],
-    ),
-    "which_block": (
-        [(7, True), [7, True], (7.0, True), (torch.tensor(7), torch.tensor(True))],
-        [
-            ((0, True), "recomputed last"),
-            ((6, True), "not nothing"),
-            ((3, False), "too small"),
-            ((8, True), "numbered from 0"),
-            (("last", True), "numbered from 0"),
-            ((-1, True), "numbered from 0"),
-            ((7, False), "in the decoder its checkpoint saves"),
-            ((7, None), "second question"),
-            ((7, "yes"), "two answers"),
-            (7, "two answers"),
-            ((None, None), "Not answered"),
-        ],
-    ),
-    "in_chunks": (
-        [llama_row, llama_row_by_labels, partial(llama_row, chunk=256)],
-        [
-            (lambda model, tokens, labels: None, "Not answered"),
-            (partial(llama_row, every=0), "layers are not recomputed"),
-            (partial(llama_row, every=2), "layers are not recomputed"),
-            (lambda model, *given: llama_row(model.eval(), *given), "only in training mode"),
-            (partial(llama_row, chunk=1024), "too many logits"),
-            (partial(llama_row, shift=0), "predicts the next token"),
-            (partial(llama_row, shift=-1), "wrong direction"),
-            (flattened_first, "last position of a sequence"),
-            (partial(llama_row, loss=partial(in_pieces, counts=False)), "−100 do not count"),
-            (partial(llama_row, loss=summed), "Return the mean"),
-            (partial(llama_row, cut=True), "gradients are not those"),
-            (partial(llama_row, matrix="embed_tokens"), "but it must be"),
-            (mean_of_sequences, "sequences' means"),
-            (divided_before_the_shift, "before the shift"),
-            (lambda *given: llama_row(*given).item(), "with a graph"),
-            (lambda *given: backward_first(llama_row(*given)), "with a graph"),
-        ],
-    ),
-    "loss_in_pieces": (
-        [
-            in_pieces,
-            lambda *given: checkpointed_loss(*given[:3], chunk=given[3]),
-            a_slice_for_each,
-            function(gradients_in_forward, scaled).apply,
-        ],
-        [
-            (partial(in_pieces, forgets=False), "logits or log-softmax"),
-            (lambda *given: whole_loss(*given[:3]), "log-softmax"),
-            (
-                lambda *given: checkpoint(whole_loss, *given[:3], use_reentrant=False),
-                "all of them in memory",
-            ),
-            (lambda *given: in_pieces(*given[:3], 64), "Does your code use `chunk`"),
-            (in_so_many_pieces, "for the number of chunks"),
-            (of_the_last_chunk, "Pass the chunk's rows and targets"),
-            (all_of_the_last_chunk, "Pass the chunk's rows and targets"),
-            (lambda *given: in_pieces(*given) * 240 / 64, "targets that count"),
-            (lambda *given: in_pieces(*given) * 240 / 4, "targets that count"),
-            (lambda *given: backward_first(in_pieces(*given)), "with a graph"),
-            (mean_of_means, "mean of the chunks' means"),
-            (lambda *given: 240 * in_pieces(*given), "the sum of the losses"),
-            (lambda *given: mean_of_means(*given) * 4 / 240, "Add up their sums"),
-            (lambda *given: in_pieces(*given).item(), "with a graph"),
-            (partial(in_pieces, last=-1), "left out the last chunk"),
-            (lambda *given: in_pieces(*given) + 1, "Your loss is"),
-            (partial(in_pieces, counts=False), "−100 do not count"),
-            (means_times_lengths, "has no mean"),
-            (function(gradients_in_forward, as_they_are).apply, "unscaled loss"),
-            (lambda hidden, *given: in_pieces(hidden.detach(), *given), "gradient of `hidden`"),
-            (lambda *given: None, "Not answered"),
-        ],
-    ),
-    "dropout_checkpoint": (
-        [
-            checkpoint_of(),
-            function(draws_its_seed, from_the_seed),
-            checkpoint_of(determinism_check="none"),
-        ],
-        [
-            *NO_CHECKPOINTS,
-            (checkpoint_of(preserve_rng_state=False), "a different mask"),
-            (function(keeps_the_state, careless).apply, "that arrives were all ones"),
-            (lambda block, x: None, "Not answered"),
-            (function(returns_nothing), "returns nothing"),
-            (function(keeps_the_state, rewinds), "random numbers afterwards"),
-            (function(keeps_the_seed, from_the_seed), "a different mask"),
-            (function(keeps_the_state_afterwards, from_the_state), "a different mask"),
-            (function(keeps_the_state_for_all, from_the_state_of_all), "a different mask"),
-            (function(sets_a_seed, from_the_seed), "the same mask"),
-            (function(keeps_both_states, back_to_the_first_run), "random numbers afterwards"),
-        ],
-    ),
-    "policy": (
-        [[aten.bmm.default], frozenset({aten.bmm.default})],
-        [
-            (aten.bmm.default, "list"),
-            ([], "recompute too much"),
-            ([aten.addmm.default], "keep too much"),
-            (["bmm"], "as in the example"),
-            ([aten.bmm], "as in the example"),
-            ([aten.mm.default], "calls `addmm`, not `mm`. Section 1.4"),
-        ],
-    ),
-    "head_chunk": (
-        [256],
-        [
-            (128, "256 fits as well"),
-            (512, "too large"),
-            (100, "power of two"),
-            ("256", "power of two"),
-        ],
-    ),
+#: check -> right answers
+RIGHT = {
+    "checkpoint": [
+        checkpoint_of(),
+        checkpoint_of(preserve_rng_state=False),
+        function(),
+        function().apply,
+        with_hooks,
+        function(again(lambda output, gradient: (output * gradient).sum().backward())),
+    ],
+    "hooks": [with_hooks, checkpoint_of(), partial(with_hooks, own=False)],
+    "which_block": [(7, True), [7, True], (7.0, True), (torch.tensor(7), torch.tensor(True))],
+    "in_chunks": [llama_row, llama_row_by_labels, partial(llama_row, chunk=256)],
+    "loss_in_pieces": [
+        in_pieces,
+        lambda *given: checkpointed_loss(*given[:3], chunk=given[3]),
+        a_slice_for_each,
+        function(scaled, gradients_in_forward).apply,
+    ],
+    "dropout_checkpoint": [
+        checkpoint_of(),
+        function(from_its_seed, draws_its_seed),
+        checkpoint_of(determinism_check="none"),
+    ],
+    "policy": [[aten.bmm.default], frozenset({aten.bmm.default})],
+    "head_chunk": [256],
 }
 
-_WHOLE_NUMBERS = "the targets are whole numbers: they have no graph"
-_NO_GRAPH = "nothing is recorded in a Function's forward anyhow"
-_OF_A_FUNCTION = {
-    "context.save_for_backward(x) → context.save_for_backward(x.detach())": (
-        "it is detached where it is used"
-    ),
-    "without `with torch.no_grad():`": _NO_GRAPH,
-    "torch.no_grad → torch.enable_grad": "a Function cuts the graph of what its forward returns",
-    "return block(x) → return block(x).detach()": _NO_GRAPH,
-    "block(x) → block(x.detach())": _NO_GRAPH,
-    "torch.autograd.backward(output, gradient) → torch.autograd.backward(output, gradient.detach())": (
-        "no gradient of the gradient is taken"
-    ),
+#: check -> wrong answers, each alone or with a part of what it is told
+WRONG = {
+    "checkpoint": [
+        *NO_CHECKPOINTS,
+        (function(again(ignores_the_gradient)), "that arrives were all ones"),
+        (function(again(graph=False)), "`torch.enable_grad()`"),
+        (function(lambda *given: go_backward(*given)[1]), "`None` for the block"),
+        (function(lambda *given: go_backward(*given)[::-1]), "`None` for the block"),
+        (function(lambda _, gradient: (None, gradient)), "recomputed nothing"),
+        (function(forward=returns_nothing), "returns nothing"),
+        (function(again(lambda output, _: torch.autograd.backward(output))), "that has arrived"),
+        (function(again(needs=False)), "must require a gradient"),
+        (partial(with_hooks, kept=True), "but the input has only"),
+        (lambda block, x: None, "Not answered"),
+        (function(asks_for_the_input), "weight got no gradient"),
+        (function(again(own=False, found=lambda x: x.grad.clone())).apply, "counted twice"),
+        (function(forward=keeps_two_more), "but the input has only"),
+        (function(again(of=lambda _: FOR_ALL), partial(run, of=lambda _: FOR_ALL)), "two in a row"),
+        (function(again(own=False, found=lambda x: None)), "input of its own"),
+        (function(again(lambda y, gradient: (y.detach() * gradient).sum().backward())), "has none"),
+    ],
+    "hooks": [
+        *NO_CHECKPOINTS,
+        (partial(with_hooks, graph=False), "has fewer tensors than were numbered"),
+        (partial(with_hooks, needs=False), "has fewer tensors than were numbered"),
+        (number_back, "must return a tensor"),
+        (partial(with_hooks, once=False), "these must be 1 and 2"),
+        (partial(with_hooks, kept=True), "but the input has only"),
+        (partial(with_hooks, needs=True), "only if `x` does"),
+        (partial(with_hooks, end=True), "did not bring back the tensor"),
+        (partial(with_hooks, shared=(itertools.count(), [])), "for two in a row"),
+        (function().apply, "still needs its own"),
+        (lambda block, x: None, "Not answered"),
+    ],
+    "peak_formula": [
+        (lambda k: peak(0), "the same for every k"),
+        lambda k: peak(0) * (8 - k) / 8,
+        # bends between four points
+        (lambda k: peak(k) + k * (k - 1) * (k - 4) * (k - 7), "k = 2: Not yet"),
+    ],
+    "which_block": [
+        ((0, True), "recomputed last"),
+        ((6, True), "not nothing"),
+        ((3, False), "too small"),
+        ((8, True), "numbered from 0"),
+        (("last", True), "numbered from 0"),
+        ((-1, True), "numbered from 0"),
+        ((7, False), "in the decoder its checkpoint saves"),
+        ((7, None), "second question"),
+        ((7, "yes"), "two answers"),
+        (7, "two answers"),
+        ((None, None), "Not answered"),
+    ],
+    "in_chunks": [
+        (lambda model, tokens, labels: None, "Not answered"),
+        (partial(llama_row, every=0), "layers are not recomputed"),
+        (partial(llama_row, every=2), "layers are not recomputed"),
+        (lambda model, *given: llama_row(model.eval(), *given), "only in training mode"),
+        (partial(llama_row, chunk=1024), "too many logits"),
+        (partial(llama_row, shift=0), "predicts the next token"),
+        (partial(llama_row, shift=-1), "wrong direction"),
+        (partial(llama_row, flat=True), "last position of a sequence"),
+        (partial(llama_row, loss=partial(in_pieces, counts=False)), "−100 do not count"),
+        (lambda *given: llama_row(*given) * (given[2][:, 1:] != -100).sum(), "Return the mean"),
+        (partial(llama_row, loss=lambda h, *given: in_pieces(h.detach(), *given)), "gradients are"),
+        (partial(llama_row, head="model.embed_tokens"), "but it must be"),
+        (mean_of_sequences, "sequences' means"),
+        (divided_before_the_shift, "before the shift"),
+        (lambda *given: llama_row(*given).item(), "with a graph"),
+        (lambda *given: backward_first(llama_row(*given)), "with a graph"),
+    ],
+    "loss_in_pieces": [
+        (partial(in_pieces, forgets=False), "logits or log-softmax"),
+        (lambda *given: whole_loss(*given[:3]), "log-softmax"),
+        (lambda *given: checkpoint(whole_loss, *given[:3], use_reentrant=False), "all of them"),
+        (lambda *given: in_pieces(*given[:3], 64), "Does your code use `chunk`"),
+        (lambda *given: in_pieces(*given[:3], -(-len(given[2]) // given[3])), "number of chunks"),
+        (of_the_last_chunk, "Pass the chunk's rows and targets"),
+        (partial(of_the_last_chunk, passed=0), "Pass the chunk's rows and targets"),
+        (lambda *given: in_pieces(*given) * 240 / 64, "targets that count"),
+        (lambda *given: in_pieces(*given) * 240 / 4, "targets that count"),
+        (lambda *given: backward_first(in_pieces(*given)), "with a graph"),
+        (mean_of_means, "mean of the chunks' means"),
+        (lambda *given: 240 * in_pieces(*given), "the sum of the losses"),
+        (lambda *given: mean_of_means(*given) * 4 / 240, "Add up their sums"),
+        (lambda *given: in_pieces(*given).item(), "with a graph"),
+        (partial(in_pieces, last=-1), "left out the last chunk"),
+        (lambda *given: in_pieces(*given) + 1, "Your loss is"),
+        (partial(in_pieces, counts=False), "−100 do not count"),
+        (means_times_lengths, "has no mean"),
+        (function(as_they_are, gradients_in_forward).apply, "unscaled loss"),
+        (lambda hidden, *given: in_pieces(hidden.detach(), *given), "gradient of `hidden`"),
+        (lambda *given: None, "Not answered"),
+    ],
+    "dropout_checkpoint": [
+        *NO_CHECKPOINTS,
+        (checkpoint_of(preserve_rng_state=False), "a different mask"),
+        (dropout(go=again(ignores_the_gradient)).apply, "that arrives were all ones"),
+        (lambda block, x: None, "Not answered"),
+        (function(forward=returns_nothing), "returns nothing"),
+        (dropout(fork=False), "random numbers afterwards"),
+        (dropout(torch.initial_seed, torch.manual_seed), "a different mask"),
+        (dropout(first=1), "a different mask"),
+        (dropout(of=lambda _: FOR_ALL), "a different mask"),
+        (dropout(lambda: torch.manual_seed(7).initial_seed(), torch.manual_seed), "the same mask"),
+        (dropout(fork=False, last=True), "random numbers afterwards"),
+    ],
+    "policy": [
+        (aten.bmm.default, "list"),
+        ([], "recompute too much"),
+        ([aten.addmm.default], "keep too much"),
+        (["bmm"], "as in the example"),
+        ([aten.bmm], "as in the example"),
+        ([aten.mm.default], "calls `addmm`, not `mm`. Section 1.4"),
+    ],
+    "head_chunk": [
+        (128, "256 fits as well"),
+        (512, "too large"),
+        (100, "power of two"),
+        ("256", "power of two"),
+    ],
 }
-#: check -> mutants of its solution that are right as well, and why.
+
+_WHOLE_NUMBERS = "tokens and targets are whole numbers: they have no graph"
+_OF_A_FUNCTION = {
+    "it is detached where it is used": [
+        "context.save_for_backward(x) → context.save_for_backward(x.detach())"
+    ],
+    "nothing is recorded in a Function's forward, whose result has no graph of its own": [
+        "without `with torch.no_grad():`",
+        "torch.no_grad → torch.enable_grad",
+        "return block(x) → return block(x).detach()",
+        "block(x) → block(x.detach())",
+    ],
+    "no gradient of the gradient is taken": [
+        "torch.autograd.backward(output, gradient) → torch.autograd.backward(output, gradient.detach())"
+    ],
+}
+_HEAD = "loss_in_pieces(hidden.flatten(0, 1), model.lm_head.weight, targets"
+#: check -> why mutants of its solution are right as well -> the mutants
 EQUIVALENT = {
     "checkpoint": _OF_A_FUNCTION,
     "hooks": {
-        "tensor.detach() → tensor": "the second graph is let go of with the first one",
-        "x.detach() → x": "the second run's graph is not gone through, so nothing arrives twice",
+        "the second graph is let go of with the first one": ["tensor.detach() → tensor"],
+        "the second run's graph is not gone through, so nothing arrives twice": ["x.detach() → x"],
     },
     "loss_in_pieces": {
-        "F.cross_entropy(hidden @ weight.T, targets, reduction='sum') → F.cross_entropy(hidden @ weight.T, targets.detach(), reduction='sum')": (
-            _WHOLE_NUMBERS
-        ),
-        "checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False) → checkpoint(loss_of_chunk, rows, weight, answers.detach(), use_reentrant=False)": (
-            _WHOLE_NUMBERS
-        ),
-        "True → False in `for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):`": (
-            "both have as many chunks"
-        ),
-        "False → True in `total = total + checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False)`": (
-            "the other mode gives the same gradients where the inputs need some"
-        ),
+        _WHOLE_NUMBERS: [
+            "F.cross_entropy(hidden @ weight.T, targets, reduction='sum') → F.cross_entropy(hidden @ weight.T, targets.detach(), reduction='sum')",
+            "checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False) → checkpoint(loss_of_chunk, rows, weight, answers.detach(), use_reentrant=False)",
+        ],
+        "both have as many chunks": [
+            "True → False in `for rows, answers in zip(hidden.split(chunk), targets.split(chunk), strict=True):`"
+        ],
+        "the other mode gives the same gradients where the inputs need some": [
+            "False → True in `total = total + checkpoint(loss_of_chunk, rows, weight, answers, use_reentrant=False)`"
+        ],
     },
     "in_chunks": {
-        "128 → 127 in `return loss_in_pieces(hidden.flatten(0, 1), model.lm_head.weight, targets, 128)`": (
-            "chunks may have any small size"
-        ),
-        "128 → 129 in `return loss_in_pieces(hidden.flatten(0, 1), model.lm_head.weight, targets, 128)`": (
-            "chunks may have any small size"
-        ),
-        "loss_in_pieces(hidden.flatten(0, 1), model.lm_head.weight, targets, 128) → loss_in_pieces(hidden.flatten(0, 1), model.lm_head.weight, targets.detach(), 128)": (
-            _WHOLE_NUMBERS
-        ),
-        "model.model(tokens) → model.model(tokens.detach())": _WHOLE_NUMBERS,
+        "chunks may have any small size": [
+            f"128 → {size} in `return {_HEAD}, 128)`" for size in (127, 129)
+        ],
+        _WHOLE_NUMBERS: [
+            f"{_HEAD}, 128) → {_HEAD}.detach(), 128)",
+            "model.model(tokens) → model.model(tokens.detach())",
+        ],
     },
-    "dropout_checkpoint": {
-        "0 → -1 in `again = context.saved_tensors[0].detach().requires_grad_()`": "there is one",
-        **_OF_A_FUNCTION,
-    },
+    "dropout_checkpoint": _OF_A_FUNCTION
+    | {"there is one": ["0 → -1 in `again = context.saved_tensors[0].detach().requires_grad_()`"]},
 }

@@ -9,7 +9,7 @@ from torch import nn
 
 from course_lib.accumulation import AccumulatedStep
 from course_lib.lessons.lesson_05.bugs import PLANTED, correct_loop
-from course_lib.lessons.lesson_05.exercises import FLOOR, SLOPE, WEIGHTS
+from course_lib.lessons.lesson_05.exercises import WEIGHTS, check_peaks
 
 
 def fitted(m):
@@ -18,8 +18,7 @@ def fitted(m):
     return numpy.polyval(line, m) - (m == 8) * WEIGHTS
 
 
-def peak(m):
-    return FLOOR + m * SLOPE - (m == 8) * WEIGHTS
+peak = check_peaks.right_answer()
 
 
 def as_it_came(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
@@ -63,13 +62,8 @@ never_scales = divided(scales=lambda is_last: False)
 
 
 def loop(add_gradients=mean_of_tokens, steps=STEPS, clip=nn.utils.clip_grad_norm_, more=0):
-    """Return a loop that is right, unless an argument makes it wrong.
-
-    Args:
-        add_gradients: what is done with the micro-batches of a group.
-        steps: what is done after them.
-        more: micro-batches of a group above `every`.
-    """
+    """Return a loop that is right, unless an argument makes it wrong: what adds the gradients of a
+    group, the steps after it, what clips, or `more` micro-batches of a group than `every`."""
 
     def train_epoch(model, loss_sum, micro_batches, optimizer, scheduler, scaler, every, max_norm):
         every += more
@@ -214,74 +208,65 @@ def iterated_twice(parameters):
 fp32_sums = summed(taken)
 
 
-#: check -> right answers, and wrong ones, each alone or with a part of what it is told.
-ANSWERS = {
-    "peaks": (
-        [
-            lambda m: torch.tensor(float(peak(m))),  # has fp32's 24 bits
-            lambda m: peak(m) + (m == 1) * 393_216,  # as measured
-            fitted,
-        ],
-        [
-            (lambda m: None if m == 8 else peak(m), "returns None for m = 8"),
-            (lambda m: peak(m) / 1e6, "in MB"),
-            (lambda m: peak(m) / 2**20, "in MiB"),
-            (lambda m: peak(m) + 4, "m = 4"),
-        ],
-    ),
-    "loop": (
-        [
-            *(correct_loop, loop(), loop(sums_then_divided)),
-            loop(
-                sums_then_divided, clip=partial(nn.utils.clip_grad_norm_, error_if_nonfinite=True)
-            ),
-            *(loop(divided(counting=each)) for each in (torch.no_grad, torch.inference_mode)),
-            library,
-        ],
-        [
-            (as_it_came, "0 of 5"),
-            *((each, "4 of 5") for each in PLANTED.values()),
-            (loop(divided(lambda tokens, group: sum(map(len, group)))), "by samples"),
-            (loop(divided(lambda tokens, group: tokens * 2 / len(group))), "last group"),
-            (loop(divided(lambda tokens, group: 1)), "not divided"),
-            (never_set_back, "counted again in the second step"),
-            (loop(steps=without("clear")), "which were not cleared"),
-            (loop(steps=("unscale", *STEPS)), "more than once"),
-            (loop(steps=without("update")), "without `scaler.update()` in between"),
-            (loop(steps=without("unscale", "update")), "once after each step"),
-            (loop(divided(scales=lambda is_last: is_last)), "not always go through the scaler"),
-            *((loop(never_scales, without(*steps)), "Pass the loss") for steps in SCALED),
-            (loop(steps=("clear", *without("clear"))), "no parameter had a gradient"),
-            (loop(steps=("unscale", "clip", "unguarded step", *STEPS[3:])), "gradient is infinite"),
-            (loop(steps=without("clip")), "4 of 5 bugs fixed. Remaining: clipping: the update is"),
-            (clipped_before_the_division(), "Remaining: clipping: the update is"),
-            (loop(clip=clip_alone), "Remaining: clipping: the first update points in another"),
-            (loop(steps=without("unscale")), "with a loss scale of 1024 the update is 0.00098"),
-            (loop(steps=without("step")), "never lets"),
-            (loop(steps=without("schedule")), "0 steps, but"),
-            (loop(steps=("schedule", *without("schedule"))), "before the optimizer"),
-            (loop(one_backward), "of all micro-batches are live at once"),
-            (loop(gradients_kept), "Keep nothing of a micro-batch"),
-            (loop(more=1), "steps"),
-        ],
-    ),
-    "fp32_sums": (
-        [fp32_sums, zeros_first],
-        [
-            (summed(lambda parameter: parameter.grad.float(), add=False), "too late"),
-            (summed(lambda parameter: parameter.grad, add=False), "but yours are bfloat16"),
-            (summed(lambda parameter: taken(parameter).double()), "but yours are float64"),
-            (summed(lambda parameter: parameter.grad.float()), "added again"),
-            (summed(taken, add=False), "the last micro-batch"),
-            (summed(set_to_zero), "6 bytes"),
-            (lambda parameters: fp32_sums(list(parameters)[:1]), "1 of 3"),
-            (lambda parameters: fp32_sums([]), "stays empty"),
-            (iterated_twice, "make a list of it first"),
-            (zeros, "Register your function for each parameter"),
-            (lambda parameters: None, "Return a dict"),
-            (summed(taken, key=id), "parameters themselves"),
-            (summed(lambda parameter: [taken(parameter)], add=False), "one tensor per"),
-        ],
-    ),
-    "fast_micro_batch": ([], [("16", "one number")]),
+#: check -> right answers
+RIGHT = {
+    "peaks": [
+        lambda m: torch.tensor(float(peak(m))),  # has fp32's 24 bits
+        lambda m: peak(m) + (m == 1) * 393_216,  # as measured
+        fitted,
+    ],
+    "loop": [
+        *(correct_loop, loop(), loop(sums_then_divided)),
+        loop(sums_then_divided, clip=partial(nn.utils.clip_grad_norm_, error_if_nonfinite=True)),
+        *(loop(divided(counting=each)) for each in (torch.no_grad, torch.inference_mode)),
+        library,
+    ],
+    "fp32_sums": [fp32_sums, zeros_first],
+}
+
+#: check -> wrong answers, each alone or with a part of what it is told
+WRONG = {
+    "peaks": [(lambda m: peak(m) + 4, "m = 4")],
+    "loop": [
+        (as_it_came, "0 of 5"),
+        *((each, "4 of 5") for each in PLANTED.values()),
+        (loop(divided(lambda tokens, group: sum(map(len, group)))), "by samples"),
+        (loop(divided(lambda tokens, group: tokens * 2 / len(group))), "last group"),
+        (loop(divided(lambda tokens, group: 1)), "not divided"),
+        (never_set_back, "counted again in the second step"),
+        (loop(steps=without("clear")), "which were not cleared"),
+        (loop(steps=("unscale", *STEPS)), "more than once"),
+        (loop(steps=without("update")), "without `scaler.update()` in between"),
+        (loop(steps=without("unscale", "update")), "once after each step"),
+        (loop(divided(scales=lambda is_last: is_last)), "not always go through the scaler"),
+        *((loop(never_scales, without(*steps)), "Pass the loss") for steps in SCALED),
+        (loop(steps=("clear", *without("clear"))), "no parameter had a gradient"),
+        (loop(steps=("unscale", "clip", "unguarded step", *STEPS[3:])), "gradient is infinite"),
+        (loop(steps=without("clip")), "4 of 5 bugs fixed. Remaining: clipping: the update is"),
+        (clipped_before_the_division(), "Remaining: clipping: the update is"),
+        (loop(clip=clip_alone), "Remaining: clipping: the first update points in another"),
+        (loop(steps=without("unscale")), "with a loss scale of 1024 the update is 0.00098"),
+        (loop(steps=without("step")), "never lets"),
+        (loop(steps=without("schedule")), "0 steps, but"),
+        (loop(steps=("schedule", *without("schedule"))), "before the optimizer"),
+        (loop(one_backward), "of all micro-batches are live at once"),
+        (loop(gradients_kept), "Keep nothing of a micro-batch"),
+        (loop(more=1), "steps"),
+    ],
+    "fp32_sums": [
+        (summed(lambda parameter: parameter.grad.float(), add=False), "too late"),
+        (summed(lambda parameter: parameter.grad, add=False), "but yours are bfloat16"),
+        (summed(lambda parameter: taken(parameter).double()), "but yours are float64"),
+        (summed(lambda parameter: parameter.grad.float()), "added again"),
+        (summed(taken, add=False), "the last micro-batch"),
+        (summed(set_to_zero), "6 bytes"),
+        (lambda parameters: fp32_sums(list(parameters)[:1]), "1 of 3"),
+        (lambda parameters: fp32_sums([]), "stays empty"),
+        (iterated_twice, "make a list of it first"),
+        (zeros, "Register your function for each parameter"),
+        (lambda parameters: None, "Return a dict"),
+        (summed(taken, key=id), "parameters themselves"),
+        (summed(lambda parameter: [taken(parameter)], add=False), "one tensor per"),
+    ],
+    "fast_micro_batch": [("16", "one number")],
 }

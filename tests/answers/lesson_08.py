@@ -45,58 +45,29 @@ def sharded(weights, gradients, adams, wire, slip=None):
     return updated if slip == "no gather" else wire.all_gather(updated)
 
 
-class Gathered(torch.autograd.Function):
-    """A Linear whose weight is cut, gathered twice."""
+def linear(own=None, whole=None, kept=lambda tensor: tensor, results=3):
+    """A Linear whose weight is cut, gathered twice, or with a mistake: in this rank's own gradient,
+    the whole weight, what is kept of the input and of the shard, or the results of backward."""
 
-    @staticmethod
-    def forward(context, x, shard, wire):
-        context.wire = wire
-        context.save_for_backward(x, shard)
-        return x @ wire.all_gather(shard).mT
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x, shard, wire):
+            context.wire = wire
+            context.save_for_backward(kept(x), kept(shard))
+            return x @ (whole or wire.all_gather)(shard).mT
 
-    @staticmethod
-    def gradient_of(wire, gradient):
-        return wire.reduce_scatter(gradient)
+        @staticmethod
+        def backward(context, gradient):
+            x, shard = context.saved_tensors
+            of_x = gradient @ context.wire.all_gather(shard)
+            of_shard = gradient.mT @ x
+            of_shard = own(context.wire, of_shard) if own else context.wire.reduce_scatter(of_shard)
+            return (of_x, of_shard, None)[:results]
 
-    @classmethod
-    def backward(cls, context, gradient):
-        x, shard = context.saved_tensors
-        whole = context.wire.all_gather(shard)
-        return gradient @ whole, cls.gradient_of(context.wire, gradient.mT @ x), None
-
-
-class KeepsACopy(Gathered):
-    """Saves a copy of the shard, which is half of the weight on two ranks."""
-
-    @staticmethod
-    def forward(context, x, shard, wire):
-        context.wire = wire
-        context.save_for_backward(x.clone(), shard.clone())
-        return x @ wire.all_gather(shard).mT
+    return Linear
 
 
-def summed_by(function):
-    """A Linear whose weight gets another gradient, of the wire and of this rank's gradient."""
-
-    class Other(Gathered):
-        gradient_of = staticmethod(function)
-
-    return Other
-
-
-class ForgetsTheWire(Gathered):
-    @classmethod
-    def backward(cls, context, gradient):
-        return Gathered.backward(context, gradient)[:2]
-
-
-class UsesItsShard(Gathered):
-    @staticmethod
-    def forward(context, x, shard, wire):
-        return x @ shard.mT
-
-
-class SavesSeparately(Gathered):
+class SavesSeparately(torch.autograd.Function):
     """Right, and written another way."""
 
     @staticmethod
@@ -113,12 +84,6 @@ class SavesSeparately(Gathered):
 def checkpointed(x, shard, wire):
     """What saved memory in lesson 02; but no gradient passes through a collective."""
     return checkpoint(lambda x, shard: x @ wire.all_gather(shard).mT, x, shard, use_reentrant=False)
-
-
-def divides_first(weights, gradients, adams, wire):
-    """Right as well: each rank divides its gradient before the sum."""
-    means = [gradient / len(weights) for gradient in gradients]
-    return sharded(weights, means, adams, wire, "sum")
 
 
 def divides_in_place(weights, gradients, adams, wire):
@@ -153,112 +118,89 @@ def ignores_the_gathered(weights, gradients, adams, wire):
     return [torch.cat(updated) for _ in weights]
 
 
-#: check -> right answers, and wrong ones, each alone or with a part of what it is told.
-ANSWERS = {
-    "held": (
-        [lambda psi, n: {**stages(*HELD)(psi, n), "ZeRO 3": 16 * psi // n}],
-        [
-            (lambda psi, n: dict.fromkeys(STAGES, 0), "Not answered"),
-            (lambda psi, n: dict.fromkeys(STAGES, torch.ones(2)), "one number"),
-            (lambda psi, n: 16 * psi, "keys"),
-            (stages(lambda psi, n: 16 * psi / 1e6, *HELD[1:]), "in MB"),
-            (stages(*HELD[:2], lambda psi, n: (4 + 12 / n) * psi / 2**20, HELD[3]), "in MiB"),
-            (stages(*HELD[:3], lambda psi, n: 8 * psi), "`ZeRO 3` on 8 ranks"),  # right for two
-        ],
-    ),
-    "seven_billion": (
-        [sevens(112, 38.5, 26.3, 14)],
-        [
-            (dict.fromkeys(STAGES), "Not answered"),
-            ({"DDP": 112e9}, "keys"),
-            (sevens(112, 38.5, 33.25, 14), "Not yet"),
-            (sevens(112e-9, 38.5, 26.25, 14), "in GB"),
-            (sevens(112 / 2**30, 38.5, 26.25, 14), "in GiB"),
-            sevens(112, 38.5, 26.25, 15),
-        ],
-    ),
-    "sharded_step": (
-        [sharded, lambda *given: tuple(sharded(*given)), divides_first, divides_in_place],
-        [
-            (partial(sharded, slip="all-reduce"), "you send 3 numbers"),
-            (partial(sharded, slip="no wire"), "fewer bytes than a step needs"),
-            (partial(sharded, slip="scale"), "does not depend on the scale of the gradient"),
-            (partial(sharded, slip="first shard"), "its own shard"),
-            (partial(sharded, slip="another rank's weights"), "only `weights[r]`"),
-            (partial(sharded, slip="sum"), "sum of the gradients"),
-            (partial(sharded, slip="whole state"), "of Adam's state"),
-            (partial(sharded, slip="no gather"), "only one shard of the new weights"),
-            (cheats, "sent_bytes"),
-            (lambda *given: [each.numpy() for each in sharded(*given)], "one tensor per rank"),
-            (lambda weights, *given: [None for _ in weights], "one tensor per rank"),
-            (ignores_the_sums, "what `wire.reduce_scatter` returns"),
-            (ignores_the_gathered, "what `wire.all_gather` returns"),
-            (whole_weights, "You gave Adam 64 weights and 32 numbers"),
-            (lambda *given: None, "Not answered"),
-            (lambda weights, *given: weights, "any of the `adams`"),
-            (lambda weights, *given: weights[0], "one tensor per rank"),
-        ],
-    ),
-    "gathered_linear": (
-        [Gathered, SavesSeparately],
-        [
-            (lambda x, shard, wire: x, "Not answered"),
-            (lambda x, shard, wire: (x @ wire.all_gather(shard).mT).detach(), "no graph"),
-            (lambda x, shard, wire: (x @ wire.all_gather(shard).mT,), "as one tensor"),
-            (KeepsACopy, "not a copy"),
-            (lambda x, shard, wire: x @ wire.all_gather(shard).mT, "Save `shard` itself"),
-            (checkpointed, "autograd records no collective"),
-            (
-                summed_by(lambda wire, g: (wire.all_reduce(g), wire.reduce_scatter(g))[1]),
-                "You send 5 numbers",
-            ),
-            (
-                summed_by(lambda wire, g: wire.reduce_scatter(g) - wire.reduce_scatter(0 * g)),
-                "only this rank's gradient",
-            ),
-            (
-                summed_by(lambda wire, g: (own := wire.reduce_scatter(g)) * len(own) / len(g)),
-                "averaging belongs in the loss",
-            ),
-            (summed_by(lambda wire, g: g), "Your second gradient"),
-            (ForgetsTheWire, "`None` for the wire"),
-            (UsesItsShard, "sent nothing through"),
-        ],
-    ),
-    "tokens_to_hide": (
-        [lambda psi, rate, link: 12 * psi / link / (6 * psi / rate)],
-        [
-            (lambda psi, rate, link: 0, "Not answered"),
-            (lambda psi, rate, link: torch.ones(2), "one number"),
-            (lambda psi, rate, link: 16_000, "Not yet"),  # right for the first device
-        ],
-    ),
-    "sent": (
-        [],
-        [
-            (lambda psi, root: {"DDP": 8 * psi, "FSDP2": 0}, "Not answered"),
-            (lambda psi, root: 8 * psi, "keys"),
-            (lambda psi, root: {"DDP": torch.ones(2), "FSDP2": torch.ones(2)}, "one number"),
-            (lambda psi, root: {"DDP": 8 * psi, "FSDP2": torch.ones(2)}, "one number"),
-            (lambda psi, root: {"DDP": 8 * psi / 1e6, "FSDP2": 0}, "in MB"),
-        ],
-    ),
+#: check -> right answers
+RIGHT = {
+    "held": [lambda psi, n: {**stages(*HELD)(psi, n), "ZeRO 3": 16 * psi // n}],
+    "seven_billion": [sevens(112, 38.5, 26.3, 14)],
+    "sharded_step": [sharded, lambda *given: tuple(sharded(*given)), divides_in_place],
+    "gathered_linear": [linear(), SavesSeparately],
+    "tokens_to_hide": [lambda psi, rate, link: 12 * psi / link / (6 * psi / rate)],
 }
 
-_BILLIONTH = "within the tolerance, a billionth"
-#: check -> mutants of its solution that are right as well, and why.
-EQUIVALENT = {
-    "gathered_linear": dict.fromkeys(
+#: check -> wrong answers, each alone or with a part of what it is told
+WRONG = {
+    "held": [
+        (lambda psi, n: dict.fromkeys(STAGES, 0), "Not answered"),
+        (lambda psi, n: dict.fromkeys(STAGES, torch.ones(2)), "one number"),
+        (stages(*HELD[:3], lambda psi, n: 8 * psi), "`ZeRO 3` on 8 ranks"),  # right for two
+    ],
+    "seven_billion": [
+        (dict.fromkeys(STAGES), "Not answered"),
+        (sevens(112, 38.5, 33.25, 14), "Not yet"),
+        (sevens(112e-9, 38.5, 26.25, 14), "in GB"),
+        sevens(112, 38.5, 26.25, 15),
+    ],
+    "sharded_step": [
+        (partial(sharded, slip="all-reduce"), "you send 3 numbers"),
+        (partial(sharded, slip="no wire"), "fewer bytes than a step needs"),
+        (partial(sharded, slip="scale"), "does not depend on the scale of the gradient"),
+        (partial(sharded, slip="first shard"), "its own shard"),
+        (partial(sharded, slip="another rank's weights"), "only `weights[r]`"),
+        (partial(sharded, slip="sum"), "sum of the gradients"),
+        (partial(sharded, slip="whole state"), "of Adam's state"),
+        (partial(sharded, slip="no gather"), "only one shard of the new weights"),
+        (cheats, "sent_bytes"),
+        (lambda *given: [each.numpy() for each in sharded(*given)], "one tensor per rank"),
+        (lambda weights, *given: [None for _ in weights], "one tensor per rank"),
+        (ignores_the_sums, "what `wire.reduce_scatter` returns"),
+        (ignores_the_gathered, "what `wire.all_gather` returns"),
+        (whole_weights, "You gave Adam 64 weights and 32 numbers"),
+        (lambda *given: None, "Not answered"),
+        (lambda weights, *given: weights, "any of the `adams`"),
+        (lambda weights, *given: weights[0], "one tensor per rank"),
+    ],
+    "gathered_linear": [
+        (lambda x, shard, wire: x, "Not answered"),
+        (lambda x, shard, wire: (x @ wire.all_gather(shard).mT).detach(), "no graph"),
+        (lambda x, shard, wire: (x @ wire.all_gather(shard).mT,), "as one tensor"),
+        (linear(kept=torch.clone), "not a copy"),
+        (lambda x, shard, wire: x @ wire.all_gather(shard).mT, "Save `shard` itself"),
+        (checkpointed, "autograd records no collective"),
+        (linear(lambda wire, g: (wire.all_reduce(g), wire.reduce_scatter(g))[1]), "You send 5"),
         (
+            linear(lambda wire, g: wire.reduce_scatter(g) - wire.reduce_scatter(0 * g)),
+            "only this rank's",
+        ),
+        (linear(lambda wire, g: (own := wire.reduce_scatter(g)) * len(own) / len(g)), "the loss"),
+        (linear(lambda wire, g: g), "Your second gradient"),
+        (linear(results=2), "`None` for the wire"),
+        (linear(whole=lambda shard: shard), "sent nothing through"),
+    ],
+    "tokens_to_hide": [
+        (lambda psi, rate, link: 0, "Not answered"),
+        (lambda psi, rate, link: torch.ones(2), "one number"),
+        (lambda psi, rate, link: 16_000, "Not yet"),  # right for the first device
+    ],
+    "sent": [
+        (lambda psi, root: {"DDP": 8 * psi, "FSDP2": 0}, "Not answered"),
+        (lambda psi, root: dict.fromkeys(("DDP", "FSDP2"), torch.ones(2)), "one number"),
+    ],
+}
+
+#: check -> why mutants of its solution are right as well -> the mutants
+EQUIVALENT = {
+    "gathered_linear": {
+        "inside a Function no graph is made that could be detached from": [
             "wire.all_gather(shard) → wire.all_gather(shard.detach())",
             "context.wire.all_gather(shard) → context.wire.all_gather(shard.detach())",
             "context.save_for_backward(x, shard) → context.save_for_backward(x.detach(), shard)",
             "context.save_for_backward(x, shard) → context.save_for_backward(x, shard.detach())",
-        ),
-        "inside a Function no graph is made that could be detached from",
-    ),
+        ]
+    },
     "seven_billion": {
-        "7000000000 → 7000000001 in `seven, n = (7000000000, 8)`": _BILLIONTH,
-        "7000000000 → 6999999999 in `seven, n = (7000000000, 8)`": _BILLIONTH,
+        "within the tolerance, a billionth": [
+            f"7000000000 → {count} in `seven, n = (7000000000, 8)`"
+            for count in (7000000001, 6999999999)
+        ]
     },
 }
