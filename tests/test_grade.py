@@ -283,11 +283,12 @@ def test_answer_that_fools_a_comparison_is_seen_while_its_check_runs(source, sai
     exec(MODE, names)
     watch, equal = watching.Watch(names), torch.equal
 
-    @exercises.exercise("hint")
-    def check(answer):
+    def called(answer):
         if callable(answer):
             answer(1)
         return exercises.right("Right.")
+
+    check = exercises.Exercise(called, ("hint",), str)
 
     try:
         watch.start()
@@ -748,7 +749,7 @@ def test_reading_keeps_the_names_of_the_files_that_a_lesson_imports(source, said
 
 
 HELPERS = re.compile(  # lines with which a file of answers makes several answers
-    r"imports course_lib\.lessons|line 140 uses eval|changes (wire|room)\."
+    r"imports course_lib\.(lessons|_torch)|changes (wire|room)\."
 )
 
 

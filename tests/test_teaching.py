@@ -25,11 +25,10 @@ from course_lib.schedule import COLORS as SCHEDULE_COLORS
 from course_lib.schedule import Chain, simulate
 from course_lib.teaching import figures, marks, pictures
 from course_lib.teaching.exercises import (
+    Exercise,
     Verdict,
     WrongAnswer,
-    exercise,
     expect_number,
-    in_words,
     largest_that_fits,
     right,
     wrong,
@@ -514,10 +513,9 @@ def test_a_wrong_number_is_told_why_and_the_right_one_too():
     assert exact == [True, False, True], "which mistake it was is known of twelve alone"
 
 
-def asked_for(hint, **options):
+def asked_for(hint, raised="It raised {error}."):
     """An exercise that knows what to say of the numbers 1 to 3; what else it is given, it calls."""
 
-    @exercise(hint, **options)
     def check(answer):
         """What is checked."""
         if answer == 3:
@@ -525,7 +523,8 @@ def asked_for(hint, **options):
         known = {1: right("yes"), 2: wrong("no")}.get(answer)
         return answer() if known is None else known
 
-    return check
+    hints = (hint,) if isinstance(hint, str) else hint
+    return Exercise(check, hints, lambda error: labels.text(raised, error=error))
 
 
 def test_hints_come_in_two_steps_and_none_before_a_first_attempt():
@@ -667,16 +666,6 @@ def test_error_that_the_library_raises_gets_no_hint(answer, hint):
     assert verdict.message.startswith("Broken: ") and verdict.hint == hint
 
 
-def test_a_reason_in_words_is_shown_one_to_compare_with_and_not_judged():
-    why = in_words("Because it is kept.")
-    assert [why(answer).message for answer in (None, "  ", 3)] == [
-        *("Not answered yet.", "Not answered yet.", "Write a sentence in quotes."),
-    ]
-    shown = why("It stays.")
-    assert repr(shown) == "→ Compare with yours: Because it is kept." and not shown
-    assert shown.hint is None
-
-
 def test_the_largest_size_that_fits_may_fill_the_budget_and_be_the_last():
     for size, above in ((4, 80), (8, None)):
         found = largest_that_fits(size, [2, 4, 8], lambda n: 10 * n, 10 * size, "not a size")
@@ -684,10 +673,10 @@ def test_the_largest_size_that_fits_may_fill_the_budget_and_be_the_last():
 
 
 def test_an_answer_that_is_not_a_size_gets_no_hint():
-    @exercise(hint="The hint.")
-    def check(answer):
+    def found(answer):
         return right(f"{largest_that_fits(answer, [2, 4, 8], lambda n: n, 4, 'Give a size.')}")
 
+    check = Exercise(found, ("The hint.",), str)
     assert check(4) and check(2).hint == "The hint."
     verdict = check(3)
     assert verdict.message == "Give a size." and verdict.hint is None

@@ -1,6 +1,6 @@
 """Claims that learners may have read, each with the experiment that tests it and the outcome.
 
-The claims of a lesson are in its `claims.toml`, English beside Chinese. Each lesson measures the
+The claims of a lesson are in its `claims.toml`, in English and Chinese. Each lesson measures the
 values and passes them to `what_you_may_have_read`. A test repeats every experiment.
 """
 

@@ -322,6 +322,7 @@ WRONG = {
         (function(lambda *given: go_backward(*given)[1]), "`None` for the block"),
         (function(lambda *given: go_backward(*given)[::-1]), "`None` for the block"),
         (function(lambda _, gradient: (None, gradient)), "recomputed nothing"),
+        (lambda block, x: (block(x), x), "not a `tuple`"),
         (function(forward=returns_nothing), "returns nothing"),
         (function(again(lambda output, _: torch.autograd.backward(output))), "that has arrived"),
         (function(again(needs=False)), "must require a gradient"),
@@ -348,7 +349,6 @@ WRONG = {
         (lambda block, x: None, "Not answered"),
     ],
     "peak_formula": [
-        (lambda k: peak(0), "the same for every k"),
         lambda k: peak(0) * (8 - k) / 8,
         # bends between four points
         (lambda k: peak(k) + k * (k - 1) * (k - 4) * (k - 7), "k = 2: Not yet"),

@@ -6,7 +6,7 @@ lesson's `messages.toml`, in both languages (`Messages`). Probes that several ex
 `probes`.
 """
 
-from .exercise import Exercise, exercise, in_words
+from .exercise import Exercise, exercise
 from .graded_cases import GRADING_SEED, cases, draw_case, seed_of
 from .messages import Messages
 from .numbers import (
@@ -34,7 +34,6 @@ __all__ = [
     "each",
     "exercise",
     "expect_number",
-    "in_words",
     "largest",
     "largest_that_fits",
     "not_answered",

@@ -87,10 +87,7 @@ class Exercise:
 
 
 def exercise(
-    hint: str | Sequence[str] | None = None,
-    *,
-    raised: str = "It raised {error}.",
-    errors: Mapping[str, str] | None = None,
+    *, errors: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[Any], Verdict]], Exercise]:
     """Decorate a function `check_NAME` as a check, which returns a `Verdict` for any answer.
 
@@ -115,14 +112,7 @@ def exercise(
     Args:
         errors: Part of an error's first line -> name of the message that explains the error.
     """
-    if hint is not None:
-        hints = (hint,) if isinstance(hint, str) else tuple(hint)
-        return lambda check: Exercise(check, hints, lambda error: text(raised, error=error))
-
-    def decorate(check: Callable[[Any], Verdict]) -> Exercise:
-        return Exercise(check, *told_by(check, errors or {}))
-
-    return decorate
+    return lambda check: Exercise(check, *told_by(check, errors or {}))
 
 
 def told_by(
@@ -145,25 +135,6 @@ def told_by(
 def table_of(check: Callable) -> str:
     """Return the table of a check's messages: the check's name without `check_` or `_check_`."""
     return check.__name__.removeprefix("_").removeprefix("check_")
-
-
-def in_words(model: str) -> Exercise:
-    """Create an exercise whose answer is an explanation in the learner's own words.
-
-    The answer is not judged; a model answer is shown for comparison.
-
-    Args:
-        model: One or two sentences that would get full marks.
-    """
-
-    def reason(answer: Any) -> Verdict:
-        if not isinstance(answer, str):
-            return wrong("Write a sentence in quotes.", exact=True)
-        if not answer.strip():
-            return not_answered()
-        return Verdict(None, text("Compare with yours: {model}", model=model), exact=True)
-
-    return Exercise(reason, (), lambda error: text("It raised {error}.", error=error))
 
 
 def _error_repr(error: Exception) -> str:
