@@ -38,7 +38,6 @@ from .own_code import VOCABULARY, Cost, cost_of, equal_gradients, llama
 say = Messages(__file__)
 
 # Checkpoints as programs
-# --------------------------------------------------------------------------------------------------
 
 #: Part of an error of PyTorch -> the message on the mistake that causes it.
 _ERRORS = {
@@ -227,7 +226,6 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
 
 
 # Bytes
-# --------------------------------------------------------------------------------------------------
 
 # The course's decoder, in bytes: what a layer saves, its input, and the state of the random number
 # generator.
@@ -331,7 +329,6 @@ def check_head_chunk(chunk: int) -> int:
 
 
 # Losses in chunks
-# --------------------------------------------------------------------------------------------------
 
 #: Tolerance of gradients, because sums in another order round differently
 _ROUNDING = {"rtol": 1e-3, "atol": 1e-6}
