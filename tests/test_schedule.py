@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import interpolate
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
@@ -477,6 +478,33 @@ def test_a_profile_counts_the_bytes_and_flops_of_each_stage():
     clocked = Chain.profile(module, x, clock=True).stages
     assert [stage.saved_bytes for stage in clocked] == [64, 64]
     assert all(0 < stage.forward_time < 1 > stage.backward_time > 0 for stage in clocked)
+
+
+class Applied(nn.Module):
+    """A module whose settings are a function and a dict."""
+
+    def __init__(self, function, options):
+        super().__init__()
+        self.function, self.options = function, options
+
+    def forward(self, x):
+        return self.function(x, **self.options)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, stride=2)),
+        (nn.AdaptiveAvgPool2d((8, 8)), nn.AdaptiveAvgPool2d((4, 4))),
+        (nn.ZeroPad2d([0, 0, 0, 0]), nn.ZeroPad2d([0, 0, 2, 2])),
+        (Applied(torch.exp, {}), Applied(torch.flatten, {})),
+        (Applied(interpolate, {"scale_factor": 1}), Applied(interpolate, {"scale_factor": 2})),
+    ],
+)
+def test_profile_measures_stages_with_other_tuples_functions_or_dicts_separately(one, other):
+    """The first of the two keeps the shape of its input, so both get the same input."""
+    stages, x = [nn.Identity(), one, other], torch.ones(2, 4, 8, 8, requires_grad=True)
+    assert Chain.profile(stages, x, alike=True) == Chain.profile(stages, x)
 
 
 @pytest.mark.parametrize(

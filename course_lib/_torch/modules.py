@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Callable, Iterable
-from types import NoneType
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 NUMBERED = re.compile(
@@ -12,41 +13,12 @@ NUMBERED = re.compile(
 )  # names of attributes that hold the number of a block
 
 
+_SIMPLE = (str, int, NoneType, torch.dtype, torch.device, FunctionType, BuiltinFunctionType)
+
+
 def kind_of(tensor: Tensor) -> tuple:
     """Return a tensor's shape, dtype, device and `requires_grad`."""
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def look_of(module: nn.Module) -> tuple:
-    """Return all properties of a module except its tensors' values.
-
-    Modules with equal results run the same operators.
-    """
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return (
-        *((name, type(part), *_settings(part)) for name, part in module.named_modules()),
-        *((name, *kind_of(tensor)) for name, tensor in tensors),
-    )
-
-
-def _settings(part: nn.Module) -> list[tuple[str, Any]]:
-    """Return the attributes of a module that determine how it runs, such as a sliding window.
-
-    Modules count as equal if they differ only in a layer number or in a nonzero float, such as a
-    dropout rate.
-    """
-
-    def comparable(name: str, value: Any) -> Any:
-        if type(value) is int and NUMBERED.search(name):
-            return int
-        return value == 0 if type(value) is float else value
-
-    simple = (str, int, float, NoneType)
-    return [
-        (name, comparable(name, value))
-        for name, value in vars(part).items()
-        if isinstance(value, simple)
-    ]
 
 
 # nn.Module's own attributes, except the training mode, which is a setting like others
@@ -66,6 +38,41 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if name not in _INTERNAL and name not in computed
     }
+
+
+def look_of(module: nn.Module) -> tuple:
+    """Return the structure and the settings of a module, without the values of its tensors.
+
+    Modules with equal results run the same operators on inputs of the same kind, if no setting is
+    an object of a class of its own: only the classes of such objects are compared.
+    """
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return (
+        *((name, type(part), *_settings(part)) for name, part in module.named_modules()),
+        *((name, *kind_of(tensor)) for name, tensor in tensors),
+    )
+
+
+def _settings(part: nn.Module) -> list[tuple[str, Any]]:
+    """Return the attributes of a module that determine how it runs, such as a stride.
+
+    Modules count as equal if they differ only in a layer number or in a nonzero float, such as a
+    dropout rate.
+    """
+    return [(name, _comparable(name, value)) for name, value in attributes_of(part).items()]
+
+
+def _comparable(name: str, value: Any) -> Any:
+    """Return what is compared of a value: the value, or the class of an object of another kind."""
+    if type(value) is int and NUMBERED.search(name):
+        return int
+    if type(value) is float:
+        return value == 0
+    if isinstance(value, tuple | list):
+        return tuple(_comparable(name, each) for each in value)
+    if isinstance(value, dict):
+        return tuple((key, _comparable(name, each)) for key, each in value.items())
+    return value if isinstance(value, _SIMPLE) else type(value)
 
 
 class Namespace(NamedTuple):
