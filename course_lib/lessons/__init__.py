@@ -1,11 +1,11 @@
-"""Code that belongs to a single lesson: its exercises, claims, GPU experiments and plots.
+"""Code that belongs to a single lesson: exercises, claims, GPU experiments and plots.
 
     from course_lib.lessons.lesson_05 import exercises, figures  # in lesson 05
     python -m course_lib.lessons                                 # all GPU experiments: `make gpu`
 
-A lesson's package may have three files. `exercises` has its checks, `claims` has claims that
-learners may have read elsewhere, and `gpu` has its `Experiment`s. This module finds these files by
-the lesson's number.
+A lesson's package may have three files. `exercises` has the checks of the lesson's exercises,
+`claims` has claims that learners may have read elsewhere, and `gpu` has GPU experiments. This
+module finds these files by the lesson's number.
 """
 
 import gc
@@ -55,14 +55,14 @@ def checks_of(number: str) -> dict[str, Exercise]:
 
 
 def claims_of(number: str) -> tuple[Claim, ...]:
-    """Return the claims that a lesson tests, those of its optional sections last."""
+    """Return the claims that a lesson tests; claims of its optional sections come last."""
     module = lesson(number, "claims")
     names = ("CLAIMS", "ALLOCATOR_CLAIMS", "OLDER_CLAIMS")  # in the order of the notebooks
     return tuple(claim for name in names for claim in getattr(module, name, ()))
 
 
 def experiments(number: str | None = None) -> list[Experiment]:
-    """Return the GPU experiments of one lesson, or of all, in the order of their definition."""
+    """Return the GPU experiments of one lesson, or of all lessons, in the order of definition."""
     modules = [lesson(each, "gpu") for each in (LESSONS if number is None else [number])]
     return [
         found
@@ -74,10 +74,10 @@ def experiments(number: str | None = None) -> list[Experiment]:
 
 
 def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuFigures:
-    """Return a lesson's GPU experiments as an object that displays itself.
+    """Return a lesson's GPU experiments as an object that the notebook displays.
 
-    On a GPU they are run now. Tag the cell `shows-device`, because its output depends on the
-    machine.
+    On a GPU the experiments are run now. Tag the cell that calls this function `shows-device`,
+    because the output depends on the machine.
 
     Args:
         number: Two digits.

@@ -5,7 +5,7 @@
     python -m course_lib.lessons --check                            # report what is missing to run
 
 Figures are written as soon as they are measured. If an experiment fails, its name is printed, and
-the others continue.
+the other experiments continue.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def interrupt(*_) -> NoReturn:
 
 
 def what_is_missing(device: str, folder: Path) -> str | None:
-    """Return why nothing can be run here, or None if it can."""
+    """Return the reason why no experiment can be run on this machine, or None."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
         return f"torch is {torch.__version__}, and the course takes 2.9 or newer"
     if device == "cpu":
@@ -99,7 +99,7 @@ def what_is_missing(device: str, folder: Path) -> str | None:
 
 
 def ran(name: str, item: Experiment, device: str, folder: Path) -> bool:
-    """Run an experiment, write each figure at once, and print the result; return whether it ran."""
+    """Run an experiment and write each figure at once; return whether the experiment succeeded."""
     start = time.perf_counter()
 
     def write(run: Run, finished: bool = False) -> Path:

@@ -2,8 +2,8 @@
 
 The decoder is that of lesson 00: vocabulary 2048, hidden size 256, 8 heads, 8 layers. The step has
 8 sequences of 128 tokens, in fp32 with Adam. The second step is measured, because Adam's state
-exists from its start. A lesson measures its own row and shows it below the rows of the previous
-lessons, which are stored here. tests/test_ledger.py measures each of them again.
+exists from the start of that step. A lesson measures its own row and shows it below the rows of the
+previous lessons, which are stored here. tests/test_ledger.py measures each stored row again.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from course_lib.teaching.tables import NumberText
 
 @dataclass(frozen=True)
 class Row:
-    """Costs of the training step with a lesson's technique.
+    """Costs of a training step that uses the technique of a lesson.
 
     Attributes:
         moved_bytes: Bytes moved to and from another tier or another rank.
@@ -55,7 +55,7 @@ LAYER_BYTES = 20_987_904  # saved for backward by one layer of the baseline
 def ledger(
     lesson: str, technique: str, measured: Any, *, flops: int | None = None, moved_bytes: int = 0
 ) -> Table:
-    """Show the rows of the previous lessons and the lesson's own, each relative to the baseline.
+    """Show the previous lessons' rows and this lesson's row, all relative to the baseline.
 
     Args:
         lesson: Two digits.

@@ -80,7 +80,7 @@ def _gpu() -> tuple[str, str]:
 
 
 def course_map() -> "Figure":
-    """Draw the lessons and the order between them."""
+    """Draw one box per lesson, and arrows from each lesson to the lessons that follow it."""
     from matplotlib.patches import FancyBboxPatch
 
     title = "Measure first; then the ways to save; then all of them together"

@@ -1,6 +1,6 @@
 """Errors for notebooks of an older edition, which used names such as `lesson_02.check_x`.
 
-Such names are now in the files of a lesson's package, which notebooks import: `exercises.check_x`.
+Notebooks now import the files of a lesson's package, and write `exercises.check_x`.
 """
 
 import re
@@ -12,17 +12,18 @@ from course_lib.labels import in_both_languages, text, verbatim
 
 
 class OlderEdition(Exception):
-    """Error for a notebook that uses a name as an older edition of the course did.
+    """Error for a notebook that uses a name from an older edition of the course.
 
-    It is not an AttributeError, because `from package import name` would replace its message.
+    The class is not an AttributeError, because `from package import name` would replace the
+    message.
     """
 
 
 def refuse_names_in(package: str) -> Callable[[str], NoReturn]:
-    """Return the `__getattr__` of a lesson's package.
+    """Return a `__getattr__` for a lesson's package, which rejects names of an older edition.
 
-    It raises `OlderEdition` for names of the course. Files of the package, and names that start
-    with an underscore, as Python and IPython ask for, get the usual AttributeError.
+    Names that start with an underscore, which Python and IPython look up themselves, and names of
+    files in the package raise AttributeError. All other names raise `OlderEdition`.
     """
     lesson = package.rpartition(".")[2]
     folder = Path(__file__).with_name(lesson)

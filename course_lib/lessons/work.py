@@ -1,4 +1,4 @@
-"""A limit on the work of a learner's answer, so that a check ends on slow answers too.
+"""A limit on the work of a learner's answer, so that a check of a slow answer ends.
 
 Work is counted in operators of PyTorch, not in seconds, so the verdict is the same on every
 machine.
@@ -11,11 +11,11 @@ from course_lib.teaching.exercises import WrongAnswer
 
 
 class WorkLimit(TorchDispatchMode):
-    """A mode that raises `WrongAnswer` when more operators have run than allowed.
+    """A mode that raises `WrongAnswer` when more than `limit` operators have run.
 
     Args:
-        limit: Number of operators that may run inside the block.
-        message: Label that `WrongAnswer` shows, as a message that no hint follows.
+        limit: Number of operators that may run inside the `with` block.
+        message: Label that `WrongAnswer` shows, without a hint.
     """
 
     def __init__(self, limit: int, message: str) -> None:

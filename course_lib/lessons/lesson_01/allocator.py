@@ -1,4 +1,4 @@
-"""The memory that a GPU reserves for the lesson's steps, computed by the simulated allocator."""
+"""GPU memory that PyTorch reserves for the lesson's steps, computed by a simulated allocator."""
 
 import pickle
 import tempfile
@@ -37,7 +37,7 @@ def replay_trace(
         emptied_at: Numbers of operators after which the cache is emptied, in ascending order.
 
     Returns:
-        The allocator, and its error message if it ran out of memory.
+        The allocator, and the allocator's error message if memory was insufficient.
     """
     allocator = CachingAllocator(capacity_bytes, expandable_segments=expandable_segments)
     live = {}
@@ -54,7 +54,7 @@ def replay_trace(
 
 
 def reserved_after(trace: Trace, marks: Sequence[int]) -> Table:
-    """Show live, allocated and reserved memory after each of five phases per step.
+    """Show live, allocated and reserved memory after each of the five phases of a step.
 
     Args:
         marks: Numbers of operators after which memory is read, five per step.
@@ -74,7 +74,7 @@ _Prepare = Callable[[Decoder, torch.optim.Optimizer], object]
 def _trained_on(
     make_decoder: Callable[..., Decoder], lengths: Sequence[int], prepare: _Prepare | None = None
 ) -> tuple[Trace, list[int]]:
-    """Train on two sequences of each length.
+    """Train one step per length, on a batch of two sequences; return the trace.
 
     Args:
         make_decoder: Function that returns a decoder for a given maximal `sequence` length.
@@ -99,17 +99,17 @@ def _trained_on(
 
 
 def _longest_first(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    """Apply the remedy of PyTorch's tuning guide: run the longest batch once, without a step."""
+    """Run forward and backward of the longest batch without a step, as PyTorch's guide advises."""
     model.loss(random_tokens(2, 512, 2048)).backward()
     optimizer.zero_grad()
 
 
 def four_orders(make_decoder: Callable[..., Decoder]) -> tuple[dict[str, Trace], list[int]]:
-    """Train on batches A (384 tokens) and B (512 tokens) in several orders.
+    """Train on batches A (384 tokens) and B (512 tokens) in several orders; return traces.
 
     Returns:
-        Order -> trace, and the number of operators that had run after each batch of the first
-        trace.
+        Dict from the order of the batches to its trace, and the number of operators that had run
+        after each batch of the first trace.
     """
     short_first, ends = _trained_on(make_decoder, (384, 512, 384, 512))
     scenes = {
@@ -125,7 +125,7 @@ def four_orders(make_decoder: Callable[..., Decoder]) -> tuple[dict[str, Trace],
 
 
 def orders_on(scenes: Mapping[str, Trace], capacity_bytes: int) -> Table:
-    """Show which orders fit into a device, with and without expandable segments."""
+    """Show which orders of the batches fit into a device, with and without expandable segments."""
     rows = []
     for name, scene in scenes.items():
         for expandable_segments in (False, True):
@@ -170,7 +170,7 @@ def _reserved_bytes(allocator: CachingAllocator) -> int:
 def allocator_claims(
     scene: Trace, capacity_bytes: int, marks: Sequence[int], reserved: Sequence[int]
 ) -> Table:
-    """Return the table of `ALLOCATOR_CLAIMS`.
+    """Return a table of `ALLOCATOR_CLAIMS`, and of the numbers that test them.
 
     Args:
         scene: Trace of the training that runs out of memory with `capacity_bytes`.
@@ -203,10 +203,10 @@ def allocator_claims(
 
 
 def draw_in_the_viewer(trace: Trace) -> "Figure":
-    """Draw a step as the meter counts it, and as PyTorch's memory viewer shows it.
+    """Draw the memory of a step as counted by the meter, and as shown by PyTorch's memory viewer.
 
-    The snapshot is saved and read back, and each of its blocks is drawn at its address. Tensors
-    that the trace's first operator finds or creates exist on entry.
+    The snapshot is saved and read back, and each block of the snapshot is drawn at the address of
+    the block. Tensors that the trace's first operator finds or creates exist on entry.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace.save_snapshot(Path(folder, "step.pickle"))
@@ -239,7 +239,7 @@ _ORIGINS = {
 
 
 def _draw_blocks(ax: "Axes", entries: Sequence[dict], on_entry: int) -> None:
-    """Draw segments and, on top of them, blocks as boxes: time on x, addresses on y."""
+    """Draw segments and the blocks in them as boxes, with time on x and addresses on y."""
     from matplotlib.collections import PolyCollection
 
     base = min(entry["addr"] for entry in entries)

@@ -20,10 +20,10 @@ def older_claims(
     after_forward: int,
     peak_bytes: int,
 ) -> Table:
-    """Return the table of the claims of the optional section.
+    """Return a table of the optional section's claims, and of the numbers that test them.
 
     Args:
-        growth: Bytes by which memory grew in each of two runs.
+        growth: Bytes by which memory grew, for two runs.
         attention_bytes: Bytes that attention kept.
         activations: Bytes of the MLP's activations divided by the bytes of its input.
         after_forward: Live bytes after the decoder's forward pass.

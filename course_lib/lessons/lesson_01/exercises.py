@@ -30,7 +30,6 @@ from course_lib.teaching.exercises import (
 say = Messages(__file__)
 
 # Bytes of a step
-# --------------------------------------------------------------------------------------------------
 
 
 def _roundings(count: int) -> tuple[int, ...]:
@@ -54,7 +53,7 @@ _MISSING = {
 
 
 def _forgotten() -> dict[str, dict[str, int]]:
-    """Return the names of one or two mistakes -> the wrong number of weights that they give."""
+    """Return a dict from the names of one or two mistakes to the wrong number of weights."""
     found: dict[int, str] = {}
     for names in chain(combinations(_MISSING, 1), combinations(_MISSING, 2)):
         found.setdefault(WEIGHTS - sum(_MISSING[name] for name in names), " ".join(names))
@@ -83,7 +82,7 @@ _KINDS = {"parameter": 4 * WEIGHTS, "gradient": 4 * WEIGHTS, "optimizer": 8 * WE
     hint_below="hint_on_bytes",
 )
 def check_training_state() -> dict[str, int]:
-    """Check the decoder's number of weights, and its bytes in training with Adam."""
+    """Check the decoder's number of weights, and its bytes of training state with Adam."""
     return {"weights": WEIGHTS, **_KINDS}
 
 
@@ -125,7 +124,7 @@ _NORM_AND_HEAD = 2 * _WIDTH + _STATISTICS
     in_bytes=True,
 )
 def check_whole_peak() -> dict[str, int]:
-    """Check the parts of the baseline's peak; only two scalars of 4 bytes each are left out."""
+    """Check the byte counts whose sum is the baseline's peak, except two scalars of 4 bytes."""
     return {
         "state": 12 * WEIGHTS + 400,
         "layers": 8 * LAYER_BYTES,
@@ -134,7 +133,6 @@ def check_whole_peak() -> dict[str, int]:
     }
 
 
-# Numbers of weights
 _FROZEN, _TRAINED = 7 * 10**9, 2 * 10**7
 
 
@@ -154,9 +152,10 @@ _FROZEN, _TRAINED = 7 * 10**9, 2 * 10**7
     in_bytes=True,
 )
 def check_adapter_bytes() -> int:
-    """Check the bytes of weights, gradients and Adam's state with adapters.
+    """Check the bytes of weights, gradients and Adam's state of a model with adapters.
 
-    7e9 weights are frozen in bf16, and adapters of 2e7 weights are trained in fp32.
+    The model's 7e9 weights are frozen in bf16. The adapters have 2e7 weights and are trained in
+    fp32.
     """
     return 2 * _FROZEN + 16 * _TRAINED
 
@@ -169,7 +168,7 @@ def check_adapter_bytes() -> int:
     {"one_sequence": (51, 54), "first_steps": 52, "sum_of_kinds": 53},
 )
 def check_largest_batch(batch: int) -> int:
-    """Check the largest batch of the lesson's decoder with Adam within 1,300 MB."""
+    """Check the largest batch size whose step with Adam needs at most 1,300 MB."""
     with symbolic():
         model = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
         adam = torch.optim.Adam(model.parameters())
@@ -183,7 +182,6 @@ def check_largest_batch(batch: int) -> int:
 
 
 # Formulas for the bytes that one layer keeps for backward
-# --------------------------------------------------------------------------------------------------
 
 #: Rows that the learner fills in
 _OPEN_ROWS = ("attention", "probabilities", "feed-forward")
@@ -253,7 +251,7 @@ def _draw_gpt(rng: random.Random) -> tuple[int, ...]:
     elsewhere="some_sizes",
 )
 def check_layer_formula(b: int, s: int, h: int, a: int) -> dict[str, int]:
-    """Check a function of b, s, h and a that returns the bytes of each row."""
+    """Check `function(b, s, h, a)`, which returns the saved bytes for each row of the formula."""
     return _gpt_rows(b, s, h, a)
 
 
@@ -264,7 +262,7 @@ def _draw_llama(rng: random.Random) -> tuple[int, ...]:
 
 
 def _is_unchanged(given: Any, b: int, s: int, h: int, a: int, *_: int) -> bool:
-    """Return whether each row is still the formula of exercise 3, or 0."""
+    """Return whether each row of an answer is still the formula of exercise 3, or 0."""
     rows = _gpt_rows(b, s, h, a)
     return (
         isinstance(given, Mapping)
@@ -320,7 +318,7 @@ def _is_unchanged(given: Any, b: int, s: int, h: int, a: int, *_: int) -> bool:
     elsewhere="some_sizes",
 )
 def check_llama_formula(b: int, s: int, h: int, a: int, n: int, f: int) -> dict[str, int]:
-    """Check a function of b, s, h, a, n and f that returns the bytes of each row."""
+    """Check `function(b, s, h, a, n, f)`, which returns the bytes per row for a Llama layer."""
     return {
         "norms": 16 * s * b * h,
         "statistics": 8 * s * b,
@@ -330,12 +328,8 @@ def check_llama_formula(b: int, s: int, h: int, a: int, n: int, f: int) -> dict[
     }
 
 
-# Memory meters
-# --------------------------------------------------------------------------------------------------
-
-
 def storages(values: Any) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of all tensors in nested values, by address."""
+    """Return a dict with the storages of all tensors in nested values; keys identify storages."""
     tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
     found = [tensor.untyped_storage() for tensor in tensors]
     return {storage._cdata: storage for storage in found}
@@ -343,10 +337,10 @@ def storages(values: Any) -> dict[int, torch.UntypedStorage]:
 
 @dataclass(frozen=True)
 class _Case:
-    """Code that runs under the learner's meter; its variables stay alive until the meter is read.
+    """Code that runs under the learner's meter; its variables exist until the meter is read.
 
     Attributes:
-        code: Statements on one line, because messages show them.
+        code: Statements on one line, because messages show the code.
         live, peak: Correct numbers of bytes at the end, and at the peak.
         before: Code that runs before the meter starts.
     """
@@ -385,14 +379,14 @@ _ARGUMENTS = {
 
 
 def _draw_meter_cases(rng: random.Random) -> dict[_Case, str]:
-    """Return cases with new, viewed and released storages, of a random size."""
+    """Return test cases with new, viewed and released storages of a random size."""
     n = rng.randint(200, 900)
     code = f"x = torch.empty({n}); y = x.view(-1, 1); z = x * 2; w = x + z; del w"
     return {_Case(code, 8 * n, 12 * n): "common.released"}
 
 
 def _counts(meter: Any, case: _Case) -> tuple[int, int]:
-    """Run a case under a meter; return its live bytes and its peak."""
+    """Run the code of a case under a meter; return the meter's live bytes and peak."""
     names: dict[str, Any] = {"torch": torch}
     exec(case.before, names)
     with meter:
@@ -401,7 +395,7 @@ def _counts(meter: Any, case: _Case) -> tuple[int, int]:
 
 
 def _refuse_wrong_counts(answer: Any, cases: Mapping[_Case, str]) -> None:
-    """Reject a meter that is wrong in a case, with the message of the first such case."""
+    """Reject a meter that is wrong in some case; the message belongs to the first such case."""
     # This case comes first. A meter that remembers all addresses would fail other cases only by
     # chance. It misses some new storages here, which no other mistake does.
     live, peak = _counts(answer(), _USED_AGAIN)
@@ -422,7 +416,7 @@ def _refuse_counts(case: _Case, live: int, peak: int, reason: str) -> None:
 
 @exercise()
 def check_new_storages(answer: Any) -> Verdict:
-    """Check a meter whose condition for a new storage is the learner's."""
+    """Check the meter in which the learner filled in the condition for a new storage."""
     new, view = _counts(answer(), _NEW), _counts(answer(), _A_VIEW)
     if new == view == (0, 0):
         return not_answered()
@@ -436,7 +430,7 @@ def check_new_storages(answer: Any) -> Verdict:
 
 @exercise()
 def check_meter(answer: Any) -> Verdict:
-    """Check a dispatch mode with `live` and `peak` in bytes, on cases that are easy to miss."""
+    """Check the learner's meter, a dispatch mode with `live` and `peak` in bytes."""
     if _counts(answer(), _A_VIEW) == (0, 0):
         return not_answered()
     results = {

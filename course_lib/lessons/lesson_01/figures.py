@@ -1,4 +1,4 @@
-"""Tables and figures of lesson 01, an optimizer, adapters and a playground."""
+"""Tables and figures of lesson 01, an Adam for bf16, LoRA adapters and a playground."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -56,7 +56,7 @@ _TENSORS = ("x", "", "", "y", "k.mT", "q", "P", "v", "P", "P @ v", "x", "", "", 
 
 
 def rows_of_the_formula(kept: SavedTensors) -> Table:
-    """Show a decoder layer's saved tensors, with their names and their rows of the formula."""
+    """Show a table of a decoder layer's saved tensors: name and row of the formula."""
     shown, after_attention = [], False
     for row, tensor in zip(kept, _TENSORS, strict=True):
         name = _ROWS.get(row.operator, {}).get(row.argument, "`attention`")
@@ -81,7 +81,7 @@ def rows_of_the_formula(kept: SavedTensors) -> Table:
 
 
 def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table:
-    """Show the peak of the decoder's step in parts, each with the lesson that reduces it."""
+    """Show a table of the parts of the step's peak, and the lesson that reduces each part."""
     peak, p, logits = meter.at_peak(), one_layer["probabilities"], 4 * 8 * 128 * 2048
     layers = 8 * sum(one_layer.values())
     parts = [
@@ -100,15 +100,16 @@ def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table
 
 
 def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8) -> "Figure":
-    """Draw activations and temporaries at the operators around a step's peak.
+    """Draw activations and temporaries at the operators before and after a step's peak.
 
-    Activations that are live at all of these operators are left out.
+    Activations that are live at all of the shown operators are left out.
 
     Args:
         meter: A meter after a step.
-        unit_bytes: Size of the tensors that form the peak; one line is drawn for each.
-        operators: Number of operators to show. Only those that change the live bytes by at least an
-            eighth of `unit_bytes` count.
+        unit_bytes: Size of the tensors that form the peak; lines are drawn at one, two and three
+            times this size.
+        operators: Number of operators to show. Operators that change the live bytes by less than an
+            eighth of `unit_bytes` are not counted.
     """
     steps = list(meter.timeline)
     peak = max(range(len(steps)), key=lambda i: steps[i].live_bytes)
@@ -137,7 +138,7 @@ def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8
 
 
 def _saved_at(length: int) -> tuple[float, float]:
-    """Measure the MB that a layer of the course's decoder saves, and those of P among them."""
+    """Return the MB that a layer of the course's decoder saves, and the MB of P alone."""
     with symbolic():
         kept = saved_tensors(DecoderLayer(256, 8), torch.randn(8, length, 256))
     p = max(row.bytes for row in kept if row.operator == "SoftmaxBackward0")
@@ -145,13 +146,14 @@ def _saved_at(length: int) -> tuple[float, float]:
 
 
 def draw_lengths(formula: Callable[..., Mapping[str, int]], guess: float | None = None) -> "Figure":
-    """Draw the bytes that a layer saves over the sequence length.
+    """Draw the bytes that a layer saves for backward over the sequence length.
 
     The reader's formula is drawn as lines, measurements as points.
 
     Args:
-        formula: Function of b, s, h and a that returns the bytes of each row.
-        guess: The reader's guess of the length from which on P is larger than the rest.
+        formula: Function that takes b, s, h and a, and returns the bytes of each row.
+        guess: The reader's guess of the length above which P is larger than all other saved
+            tensors.
     """
     lengths = (128, 256, 512, 768, 1024)
     layer_mb, p_mb = zip(*map(_saved_at, lengths), strict=True)
@@ -181,13 +183,13 @@ def draw_lengths(formula: Callable[..., Mapping[str, int]], guess: float | None 
 
 
 def peak_and_sum(meter: MemoryMeter, logits_bytes: int) -> tuple[float, str, float]:
-    """Return the peak in MB, the share of the logits in it, and the sum of all kinds in MB."""
+    """Return the peak in MB, the logits' share of the peak, and `sum_of_kinds` in MB."""
     share = f"{logits_bytes / meter.peak_bytes:.0%}"
     return round(meter.peak_bytes / 1e6, 1), share, round(sum_of_kinds(meter) / 1e6, 1)
 
 
 def sum_of_kinds(meter: MemoryMeter) -> int:
-    """Add up weights, gradients and optimizer state after a step, and its most activations."""
+    """Return bytes of weights, gradients and optimizer state after a step plus most activations."""
     return _left(meter) + int(meter.series()["activation"].max())
 
 
@@ -197,7 +199,7 @@ def _left(meter: MemoryMeter) -> int:
 
 
 def under_autocast(make_decoder: Callable[[], Decoder]) -> tuple[Measurement, int]:
-    """Count a step under autocast in bf16, symbolically, because many CPUs are slow in bf16.
+    """Measure a step under autocast in bf16 on symbolic tensors; many CPUs are slow in bf16.
 
     Returns:
         The measurement, and the bytes of weights, gradients and optimizer state after the step.
@@ -224,7 +226,7 @@ class _FactorDropout(nn.Module):
 
 
 def with_factor_dropout(layer: DecoderLayer) -> DecoderLayer:
-    """Let a layer use `F.dropout`, which keeps factors on a CPU, not masks of one byte."""
+    """Make a layer use `F.dropout`, which on a CPU saves factors, not masks of one byte."""
     attention: Any = layer.attention
     attention.drop_probabilities = attention.drop_output = _FactorDropout()
     layer.feedforward[3] = _FactorDropout()
@@ -269,7 +271,7 @@ class _Adapter(nn.Module):
 
 
 def with_adapters(decoder: Decoder, rank: int) -> Decoder:
-    """Freeze the decoder and add adapters at both projections of each attention."""
+    """Return the frozen decoder with adapters at the two projections of each attention layer."""
     decoder.requires_grad_(False)
     for layer in decoder.layers:
         layer.attention.qkv = _Adapter(layer.attention.qkv, rank)
@@ -282,12 +284,12 @@ def draw_activation_bytes(
 ) -> "Figure":
     """Draw predicted activation bytes of one training sequence over its length.
 
-    The parts that grow with s and with s² are drawn separately.
+    Bytes that grow with the length s and bytes that grow with s² are drawn separately.
 
     Args:
         sequence: Length that is marked on the curve.
-        layers, heads, hidden: Sizes of the transformer, in bf16, with dropout and without
-            recomputation.
+        layers, heads, hidden: Sizes of the transformer, which computes in bf16 with dropout and
+            without recomputation.
     """
     lengths = [256 * i for i in range(1, 33)]
     sizes = {"batch": 1, "hidden": hidden, "heads": heads, "layers": layers}
@@ -331,7 +333,7 @@ def activation_playground() -> None:
 
 
 def what_you_may_have_read(meter: MemoryMeter, autocast: Measurement, stays: int) -> Table:
-    """Return the table of the lesson's claims, with the figure measured for each.
+    """Return a table of the lesson's claims, and of the measured numbers that test them.
 
     Args:
         meter: A meter after the baseline's step.

@@ -40,13 +40,13 @@ _GPT = {"vocabulary": 32_000, "hidden": 768, "heads": 12, "layers": 12, "sequenc
     },
 )
 def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """Measure a decoder's second step with the meter, `measure` and the CUDA allocator.
+    """Measure a decoder's second step in three ways: meter, `measure` and CUDA allocator.
 
     The decoder is pre-norm and in fp32, and is trained with Adam. `max_memory_*` are the
     allocator's own values, minus the bytes that were allocated before the model was made.
-    `allocated_between_operators_bytes` is read after each operator, when its workspace has been
-    freed, and excludes the tokens and the memory that libraries keep. It can therefore be compared
-    with `meter_blocks_peak_bytes`. A large block may be up to 1 MB larger than requested.
+    `allocated_between_operators_bytes` is read after each operator, when the operator's workspace
+    has been freed. This value excludes the tokens and the memory that libraries keep, so it can be
+    compared with `meter_blocks_peak_bytes`. A large block may be up to 1 MB larger than requested.
     """
     allocator = Allocator(device)
     model, tokens = decoder_and_tokens(device, **sizes)
@@ -106,7 +106,7 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
     },
 )
 def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
-    """Compare the bytes that one layer with dropout saves with a formula.
+    """Compare a formula with the bytes that one layer with dropout saves.
 
     The formula is s*b*h*(34 + 5*a*s/h) plus the LayerNorm statistics. CUDA keeps these statistics
     in fp32 whatever the activations' dtype; a CPU keeps them in bf16.
@@ -145,7 +145,7 @@ def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
 def attention_sequence(
     device: torch.device, *, lengths: tuple[int, ...], hidden: int, heads: int
 ) -> Iterator[Part]:
-    """Measure peaks of an attention layer, standard and fused, for each sequence length s.
+    """Measure peaks of standard and fused attention for several sequence lengths s.
 
     Both the bytes of live tensors and the bytes of the allocator are measured.
     """
@@ -183,10 +183,11 @@ def attention_sequence(
     },
 )
 def monitor(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """Measure the first training step, phase by phase.
+    """Measure memory after each phase of the first training step.
 
-    The results are bytes of live tensors, allocated bytes and reserved bytes. The last two are the
-    CUDA allocator's, minus the bytes that were allocated before, and are missing on a CPU.
+    The results are bytes of live tensors, allocated bytes and reserved bytes. Allocated and
+    reserved bytes are the CUDA allocator's, minus the bytes that were allocated before. On a CPU
+    they are missing.
     """
     allocator = Allocator(device)
     values: Part = {}

@@ -23,7 +23,7 @@ OLDER_CLAIMS = read_claims(__file__, "older_claims")
 
 
 def older_claims() -> Table:
-    """Test the claims of the teaching documents, and return a table of the results."""
+    """Test the claims of the optional section, and return a table of the results."""
     score = [sum(row[column] == "✓" for row in modes(checkpoint)) for column in (1, 2)]
     equal, trained = _linear_layers_alone()
     return what_you_may_have_read(
@@ -43,7 +43,7 @@ def older_claims() -> Table:
 
 
 def _saved_bytes(layers: int) -> int:
-    """Return the bytes that a decoder with a checkpoint per layer saves for backward."""
+    """Return the bytes saved for backward by a decoder with one checkpoint per layer."""
     with symbolic():
         decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=layers, sequence=128)
         checkpoint_blocks(decoder, "layers.*")
@@ -51,7 +51,7 @@ def _saved_bytes(layers: int) -> int:
 
 
 def _steps_with_branches() -> int:
-    """Count the steps, of two, in which checkpointed and plain gradients are equal.
+    """Return in how many of two steps the gradients with and without a checkpoint are equal.
 
     Each step runs a different branch inside the checkpoint.
     """
@@ -73,10 +73,10 @@ def _steps_with_branches() -> int:
 
 
 def _linear_layers_alone() -> tuple[int, int]:
-    """Return two counts on `checkpoint_sequential`: equal outputs of 64, and trained layers of 6.
+    """Return how many of 64 outputs are equal, and how many of 6 layers are trained.
 
-    The first compares the outputs of the list of Linear layers with the whole network's. The second
-    runs the network in the reentrant mode on an input that needs no gradient.
+    The first number compares `checkpoint_sequential` on the network's Linear layers alone with the
+    whole network. The second is for reentrant checkpoints on an input that needs no gradient.
     """
     network, data = deep_mlp(depth=6, width=16), torch.randn(4, 16)
     linears = [module for module in network if isinstance(module, nn.Linear)]

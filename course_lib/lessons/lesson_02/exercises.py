@@ -52,10 +52,10 @@ _ERRORS = {
 
 @exercise(errors=_ERRORS)
 def check_checkpoint(function: Any) -> Verdict:
-    """Check a checkpoint `function(block, x)`, or an `autograd.Function` with these arguments.
+    """Check a checkpoint: `function(block, x)`, or an `autograd.Function` called in the same way.
 
-    The gradients must equal those without a checkpoint, the block must run twice, and only the
-    input may be kept between forward and backward.
+    The checkpoint must not change the gradients and must run the block twice. Only the input may be
+    kept between forward and backward.
     """
     function = getattr(function, "apply", function)
     _keeps_its_input_only(function)
@@ -68,9 +68,9 @@ def check_checkpoint(function: Any) -> Verdict:
     | dict.fromkeys(("shapes cannot be multiplied", "must match the size"), "hooks.another_tensor")
 )
 def check_hooks(function: Any) -> Verdict:
-    """Check a checkpoint by saved-tensor hooks.
+    """Check `function(block, x)`, a checkpoint that is made with saved-tensor hooks.
 
-    It must also work if only the block's weight, and not its input, needs a gradient.
+    The checkpoint must also work if the block's weight needs a gradient and its input does not.
     """
     try:
         _keeps_its_input_only(function)
@@ -132,7 +132,7 @@ def _keeps_its_input_only(function: Callable) -> None:
 
 
 def _forward(function: Callable, block: Callable, x: Tensor, runs: list) -> tuple[Tensor, int]:
-    """Run a checkpoint's forward; return its output, and the bytes kept besides the output."""
+    """Run the forward of a checkpoint; return its output, and the bytes it keeps besides that."""
     try:
         output, kept = run_forward(function, block, x)
     except NotImplementedError:
@@ -144,9 +144,10 @@ def _forward(function: Callable, block: Callable, x: Tensor, runs: list) -> tupl
 
 
 def _works_in_a_network(function: Callable) -> None:
-    """Reject a checkpoint that only works for a single block.
+    """Reject a checkpoint that works for a single block but not in a network.
 
-    Here a second block follows the first one, and other operators also use its input and output.
+    In the test, a second block follows the first block, and other operators also use the first
+    block's input and output.
     """
     generator = torch.Generator().manual_seed(seed_of(0))
     tensors = [torch.randn(8, 8, generator=generator).requires_grad_() for _ in range(4)]
@@ -170,11 +171,11 @@ def _works_in_a_network(function: Callable) -> None:
 
 
 def _two_runs(before: float, after: float) -> None:
-    """Reject a checkpoint unless it runs a block once in forward and once more in backward.
+    """Reject a checkpoint unless the block runs once in forward and once in backward.
 
     Args:
         before: Number of runs before backward.
-        after: Number of runs in all.
+        after: Number of runs in forward and backward together.
     """
     say.refuse_if((before, after) == (1, 1), "common.ran_once")
     if (before, after) != (1, 2):
@@ -185,7 +186,7 @@ def _two_runs(before: float, after: float) -> None:
 def check_dropout_checkpoint(function: Any) -> Verdict:
     """Check a checkpoint `function(block, x)`, or an `autograd.Function`, for blocks with dropout.
 
-    It must repeat the same mask and must not change later random numbers.
+    The checkpoint must repeat the same mask and must not change later random numbers.
     """
     function, runs = getattr(function, "apply", function), []
 
@@ -194,9 +195,10 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
         return functional.dropout(x * 1.0, 0.5)
 
     def draw_numbers(goes_backward: bool) -> tuple[list[tuple[Tensor, Tensor]], list[int], Tensor]:
-        """Return (input, output) of two blocks, their numbers of runs, and final random numbers.
+        """Return a list of (input, output) of two blocks, run counts, and final random numbers.
 
-        The final numbers show whether the generator is in the right state.
+        The run counts are those after forward and after backward. The final random numbers show
+        whether the generator is in the right state.
         """
         torch.manual_seed(seed_of(0))
         torch.rand(5)  # drawn by earlier layers
@@ -234,7 +236,7 @@ KEPT = INPUT + RNG  # bytes that a checkpoint keeps
 
 
 def _peak(checkpoints: int, kept: int = KEPT) -> int:
-    """Return the step's peak in bytes if each checkpoint keeps `kept` bytes, not its layer's."""
+    """Return the step's peak in bytes if each checkpoint keeps only `kept` bytes of its layer."""
     return BASELINE.peak_bytes - checkpoints * (LAYER - kept)
 
 
@@ -254,13 +256,13 @@ def _peak(checkpoints: int, kept: int = KEPT) -> int:
     in_bytes=True,
 )
 def check_peak_formula(k: int) -> int:
-    """Check a function of k: the step's peak with checkpoints around the first k layers, k < 8."""
+    """Check `function(k)`: the step's peak with checkpoints around the first k layers, k < 8."""
     return _peak(k)
 
 
 @exercise()
 def check_which_block(answer: Any) -> Verdict:
-    """Check a pair of answers about one checkpoint.
+    """Check a pair of answers about a checkpoint around one layer.
 
     The first answer is the number of the layer whose checkpoint saves nothing, in eight layers
     without an output head. The second answer is whether a checkpoint around this layer saves memory
@@ -287,8 +289,8 @@ def check_which_block(answer: Any) -> Verdict:
 def check_policy(operators: Any) -> Verdict:
     """Check the operators whose outputs a selective checkpoint keeps.
 
-    The peak of forward and backward must be at most 110 MB, and the FLOPs at most 1.2 times those
-    without a checkpoint.
+    The peak of forward and backward must be at most 110 MB, and the FLOPs at most 1.2 times the
+    FLOPs without a checkpoint.
     """
     say.refuse_if(not isinstance(operators, list | tuple | set | frozenset), "policy.list")
     proper = all(isinstance(operator, OpOverload) for operator in operators)
@@ -318,7 +320,7 @@ def check_policy(operators: Any) -> Verdict:
 
 @largest([2**i for i in range(11)], budget_bytes=150_000_000)
 def check_head_chunk(chunk: int) -> int:
-    """Check the largest chunk of the head's loss, a power of two, with a peak of at most 150 MB."""
+    """Check the largest chunk of the head's loss whose peak is at most 150 MB, a power of two."""
     with symbolic():
         hidden = torch.randn(1024, 256, requires_grad=True)
         vocabulary = torch.nn.Parameter(torch.randn(32000, 256))
@@ -336,10 +338,10 @@ _ROUNDING = {"rtol": 1e-3, "atol": 1e-6}
 
 @exercise()
 def check_loss_in_pieces(function: Any) -> Verdict:
-    """Check `function(hidden, weight, targets, chunk)`, a loss computed in chunks.
+    """Check `function(hidden, weight, targets, chunk)`, which returns a loss computed in chunks.
 
-    It must return the mean loss over the targets that are not ignored, with the same gradients as
-    `cross_entropy`, and must never hold all logits at once.
+    The function must return the mean loss over the targets that are not ignored. The gradients must
+    be those of `cross_entropy`, and the logits must never all be live at once.
     """
     generator = torch.Generator().manual_seed(seed_of(0))
     hidden = torch.randn(240, 32, generator=generator, requires_grad=True)
@@ -385,7 +387,7 @@ def check_loss_in_pieces(function: Any) -> Verdict:
 
 
 def _is_the_loss(loss: Tensor, wanted: float, mistakes: dict[str, Any], rtol: float) -> None:
-    """Reject a loss that differs from the wanted one, with the mistake if it is known."""
+    """Reject a loss that is not `wanted`; the message names the mistake if it is known."""
     found = float(loss.detach())
     if is_close(found, wanted, rtol=rtol):
         return
@@ -394,7 +396,7 @@ def _is_the_loss(loss: Tensor, wanted: float, mistakes: dict[str, Any], rtol: fl
 
 
 def _other_losses(losses: Tensor) -> dict[str, Any]:
-    """Return mistake -> its wrong total loss, from the losses of 240 tokens in chunks of 64."""
+    """Return a dict from mistakes to wrong losses, for the losses of 240 tokens in chunks of 64."""
     means, total = [float(part.mean()) for part in losses.split(64)], float(losses.sum())
     return {
         "loss_in_pieces.mean_of_means": sum(means) / 4,
@@ -408,7 +410,10 @@ def _other_losses(losses: Tensor) -> dict[str, Any]:
 def _leaves_out_ignored_targets(
     function: Callable, hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> None:
-    """Reject a loss that counts ignored targets (-100), with all of one chunk of 64 ignored."""
+    """Reject a loss whose value or gradient is wrong when some targets are ignored (-100).
+
+    The case has one chunk of 64 in which all targets are ignored.
+    """
     ignored = targets.clone()
     ignored[40:130] = -100
     rows = hidden.clone().requires_grad_()
@@ -427,7 +432,7 @@ def _leaves_out_ignored_targets(
 def _batch(seed: int) -> dict[str, Tensor]:
     """Return 8 sequences whose prompts and paddings have different lengths.
 
-    The last sequence has no prompt, so its first label is not -100.
+    The last sequence has no prompt, so the first label of that sequence is not -100.
     """
     tokens = random_tokens(8, 127, VOCABULARY, seed=seed)
     places, sequences = torch.arange(128), torch.arange(8)[:, None]
@@ -445,7 +450,7 @@ def check_in_chunks(function: Any) -> Verdict:
     """Check `function(model, tokens, labels)`, which returns the loss of a Llama.
 
     The layers must be checkpointed and the loss must be computed in chunks. Loss and gradients must
-    be the model's own, and the peak of forward and backward at most 80 MB.
+    equal the model's own. The peak of forward and backward must be at most 80 MB.
     """
     model, runs = llama(VOCABULARY), []
     layers = model.model.layers
@@ -478,7 +483,7 @@ def check_in_chunks(function: Any) -> Verdict:
 
 @cache
 def _mistaken_losses(seed: int) -> dict[str, Any]:
-    """Return mistake -> loss that it gives."""
+    """Return a dict from mistakes to the wrong losses that they give."""
     labels, model = _batch(seed)["labels"], llama(VOCABULARY)
     with torch.no_grad():
         logits = model(_batch(seed)["input_ids"]).logits

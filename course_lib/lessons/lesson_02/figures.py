@@ -1,4 +1,4 @@
-"""Measured policies of lesson 02, its figures, and seconds."""
+"""Measurements of checkpoint policies in lesson 02, in bytes, FLOPs and seconds, and figures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StepCost(NamedTuple):
-    """Costs of a step."""
+    """Peak and FLOPs of a training step."""
 
     peak_bytes: int
     flops: int
@@ -50,7 +50,7 @@ def measured_step(make: Callable[..., Decoder], **options: Any) -> StepCost:
 
 
 def metered_step(decoder: Decoder) -> MemoryMeter:
-    """Run two steps with Adam on 8 sequences of 128 tokens, and return the second one's meter.
+    """Run two steps with Adam on 8 sequences of 128 tokens; return the meter of the second step.
 
     As in lesson 01, gradients are created in backward.
     """
@@ -66,9 +66,9 @@ def metered_step(decoder: Decoder) -> MemoryMeter:
 
 
 def head_peak(run: Callable[..., Any], chunk: int) -> float:
-    """Return the peak of `run(hidden, weight, targets, chunk)` in units of the matrix's bytes.
+    """Return the peak of `run(hidden, weight, targets, chunk)`, divided by the bytes of `weight`.
 
-    There are 1024 tokens, with hidden size 256 and a vocabulary of 32,000.
+    `run` gets 1024 tokens, a hidden size of 256 and a vocabulary of 32,000.
     """
     with symbolic():
         hidden = torch.randn(1024, 256, requires_grad=True)
@@ -79,13 +79,13 @@ def head_peak(run: Callable[..., Any], chunk: int) -> float:
 
 
 def peak_with_checkpoint(layer: int | None, *, layers: int = 8, head: bool = True) -> int:
-    """Return the peak of forward and backward with a checkpoint around one layer, or around none.
+    """Return the peak in bytes of forward and backward with a checkpoint around at most one layer.
 
     Args:
         layer: The layer with the checkpoint, or None.
         layers: Number of layers.
-        head: Whether the decoder has its embedding, head and loss. Without them, the loss of the
-            layers is the mean of the squares of their output.
+        head: Whether the decoder has its embedding, head and loss. Without head and embedding, the
+            loss is the mean of the squares of the last layer's output.
     """
     with symbolic():
         decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=layers, sequence=128)
@@ -99,9 +99,10 @@ def peak_with_checkpoint(layer: int | None, *, layers: int = 8, head: bool = Tru
 
 
 def one_backward_transposed(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
-    """Run one backward through the loss in chunks, with logits that are written transposed.
+    """Run the chunked loss and its backward; the logits are written as a transposed product.
 
-    The gradient of the weight is then not a transposed view, so autograd adds it in place.
+    The gradient of the weight is then not a transposed view, so autograd adds this gradient in
+    place.
     """
 
     def loss(rows: Tensor, answers: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ def one_backward_transposed(hidden: Tensor, weight: Tensor, targets: Tensor, chu
 
 
 def peak_of_groups(layers: int, group: int) -> float:
-    """Return the peak in MB of forward and backward, with gradients from the start.
+    """Return the peak in MB of forward and backward; gradients exist from the start.
 
     The decoder's sizes are a quarter of the course's, so that 48 layers run in a moment.
 
@@ -146,11 +147,11 @@ _RUNS = {
 
 
 def draw_order(heard: Sequence[str]) -> "Figure":
-    """Draw what ran when, with one row per block; repeated forwards are hatched.
+    """Draw the order of forwards and backwards, one row per block; repeated forwards are hatched.
 
     Args:
-        heard: Events in order: "forward a" when block a ran, and "backward a done" when its
-            gradient had been computed.
+        heard: Events in order: "forward a" when block a ran, and "backward a done" when the
+            gradient of block a had been computed.
     """
     events = [tuple(event.split()[:2]) for event in heard]
     names = list(dict.fromkeys(name for _, name in events))
@@ -186,12 +187,13 @@ _HATCHED = {"facecolor": COLORS["measured"], "edgecolor": "white", "hatch": "///
 
 
 def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None, int]) -> "Figure":
-    """Draw how much of the peak one checkpoint saves, by its layer.
+    """Draw by how much one checkpoint lowers the peak, as a bar for each possible layer.
 
     Args:
-        alone: Layer with the checkpoint, or None -> peak in bytes, for eight layers and a mean of
-            squares; 0 and 7 must be among the layers.
-        whole: The same for the decoder, with its head and loss.
+        alone: Dict from the checkpointed layer (None: no checkpoint) to the peak in bytes, for
+            eight layers alone, with the mean of squares as loss. The keys None, 0 and 7 are
+            required, here and in `whole`.
+        whole: The same dict for the decoder with its head and loss.
     """
     networks = {"Eight layers alone": alone, "The decoder, with its head": whole}
     title = (
@@ -230,7 +232,7 @@ _PLACES = {"each layer": (-8, 2, "right"), "eight layers per checkpoint": (0, -1
 
 
 def draw_policies(variants: Mapping[str, Any]) -> "Figure":
-    """Draw peak and FLOPs of policies (`peak_bytes`, `flops`), each relative to the first one."""
+    """Draw `peak_bytes` and `flops` of policies, both relative to the first policy."""
     plain = next(iter(variants.values()))
     costs = {name: (v.peak_bytes / 1e6, v.flops / plain.flops) for name, v in variants.items()}
     alt = clauses(
@@ -252,9 +254,9 @@ def draw_policies(variants: Mapping[str, Any]) -> "Figure":
 
 
 def seconds_beside_flops(decoders: Mapping[str, Decoder], variants: Mapping[str, Any]) -> "Figure":
-    """Draw bars of FLOPs and of CPU seconds of forward and backward, each relative to the first.
+    """Draw FLOPs and CPU seconds of forward and backward, relative to the first decoder.
 
-    The seconds are those of 4 sequences, in six rounds.
+    The seconds are measured on 4 sequences, in six rounds.
     """
     tokens, seconds = random_tokens(4, 128, 2048), {name: [] for name in decoders}
     for name, decoder in 6 * list(decoders.items()):
@@ -273,9 +275,9 @@ def seconds_beside_flops(decoders: Mapping[str, Decoder], variants: Mapping[str,
 def _draw_bars(
     names: Sequence[str], flops: Sequence[float], ratios: Sequence[Sequence[float]]
 ) -> "Figure":
-    """Draw one pair of bars per name: FLOPs, and the median and range of the ratios of its seconds.
+    """Draw two bars per name: FLOPs, and the median and range of the ratios of seconds.
 
-    The ratios are in ascending order.
+    The ratios of a name are in ascending order.
     """
     title = "FLOPs count matrix products only. The seconds are those of this machine"
     drawn, ax = figure(title, height=3.0)
@@ -307,12 +309,13 @@ def _mb(count: int) -> str:
 
 
 def what_you_may_have_read(variants: Mapping[str, Any], alone: Mapping[int | None, int]) -> Table:
-    """Return the table of the lesson's claims, with the figure measured for each.
+    """Return a table of the lesson's claims, and of the measured numbers that test them.
 
     Args:
-        variants: Name of a policy -> its result, with `flops`; "plain", "each layer" and "products
-            kept" must be among them.
-        alone: Layer with the checkpoint, or None -> peak in bytes of eight layers without a head.
+        variants: Dict from the name of a policy to its result, with `flops`. The keys "plain",
+            "each layer" and "products kept" are required.
+        alone: Dict from the checkpointed layer (None: no checkpoint) to the peak in bytes of eight
+            layers without a head.
     """
     plain, layer, kept = (variants[name].flops for name in ("plain", "each layer", "products kept"))
     head = 3 * 2 * 1024 * 256 * 2048  # products of the head, which no policy recomputes

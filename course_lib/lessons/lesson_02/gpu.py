@@ -83,10 +83,10 @@ _KEPT = (
 def lines_of_a_script(
     device: torch.device, *, batch: int, sequence: int, vocabulary: int, **sizes: int
 ) -> Iterator[Part]:
-    """Measure the code lines of section 2.9; those with the compiler run on a GPU only.
+    """Measure the code lines of section 2.9; lines that use the compiler run on a GPU only.
 
     The compiler's kernels are not operators, so the meter misses their tensors. The allocator's
-    counters include them.
+    counters include these tensors.
     """
     tokens = random_tokens(batch, sequence - 1, vocabulary).to(device)
     kept = [getattr(torch.ops.aten, name).default for name in _KEPT]
@@ -121,7 +121,7 @@ def lines_of_a_script(
 def _llama_step(
     device: torch.device, tokens: torch.Tensor, options: dict | None, **sizes: int
 ) -> tuple[Callable[[], None], torch.nn.Module]:
-    """Make a Llama, and return a function that runs its forward and backward pass, and the model.
+    """Make a Llama; return a function that runs its forward and backward, and the Llama.
 
     Args:
         options: Arguments of PyTorch's checkpoint around each layer; None for no checkpoints.

@@ -1,4 +1,7 @@
-"""Experiments of lesson 02's optional sections, except those on the two modes."""
+"""Experiments of lesson 02's optional sections.
+
+The comparison of reentrant and non-reentrant checkpoints is in `modes.py`.
+"""
 
 import io
 import logging
@@ -20,11 +23,9 @@ from course_lib.memory.measurement import flop_counter
 from course_lib.models import Attention, DecoderLayer, deep_mlp
 from course_lib.teaching import Table, table
 
-# ---- random numbers and state
-
 
 class _Block(nn.Module):
-    """A block whose factor depends on something other than its input."""
+    """A block that multiplies its input by a factor; subclasses compute the factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class _BatchNorm(_Block):
 def repeats() -> Table:
     """Show which random numbers and which state a recomputation repeats, by option.
 
-    ✓ means that gradients, state and later random numbers are those of a model without checkpoints.
+    ✓ means that gradients, state and later random numbers are the same as without checkpoints.
     """
     cases = {
         "PyTorch's random numbers": _Dropout,
@@ -100,7 +101,7 @@ def _repeats(case: type[_Block], options: dict[str, Any]) -> str:
 def _after_a_step(case: type[_Block], options: dict[str, Any] | None = None) -> list[Tensor]:
     """Return the gradient, the state and the next random numbers after one step.
 
-    A checkpoint is used if options are given.
+    With `options`, the block runs in a checkpoint with these options.
     """
     _GlobalVariable.calls_of_all = count(1)
     global_state = random.getstate()
@@ -126,7 +127,7 @@ def _after_a_step(case: type[_Block], options: dict[str, Any] | None = None) -> 
 
 @contextmanager
 def statistics_unchanged(norm: nn.BatchNorm1d) -> Iterator[None]:
-    """Keep the running statistics of a BatchNorm unchanged during a recomputation."""
+    """Keep the running statistics of `norm` unchanged inside the block."""
     momentum, tracked = norm.momentum, norm.num_batches_tracked.clone()
     norm.momentum = 0.0
     try:
@@ -136,11 +137,8 @@ def statistics_unchanged(norm: nn.BatchNorm1d) -> Iterator[None]:
         norm.num_batches_tracked.copy_(tracked)
 
 
-# ---- attention, and a training loop
-
-
 def attention_saving(length: int) -> int:
-    """Return how many bytes checkpoints around three uses of one attention layer save at the peak.
+    """Return the bytes by which checkpoints around three uses of one layer lower the peak.
 
     Raises:
         ValueError: The outputs differ.
@@ -161,7 +159,7 @@ def attention_saving(length: int) -> int:
 
 
 def train(checkpointed: bool) -> tuple[list[float], list[str]]:
-    """Train a post-norm layer for three steps with Adam and a mean squared error.
+    """Train a post-norm layer for three steps with Adam; return losses and log.
 
     Returns:
         The losses, and the lines of the log, which name file, function and line.
@@ -188,19 +186,16 @@ def train(checkpointed: bool) -> tuple[list[float], list[str]]:
     return losses, log.getvalue().splitlines()
 
 
-# ---- what is kept, BatchNorm's statistics, and PyTorch's segments
-
-
 def compare_kept(
     gradients: Callable[[Tensor], list[Tensor]],
     block: nn.Module,
     x: Tensor,
     contexts: Mapping[str, Callable | None],
 ) -> Table:
-    """Return a table of the FLOPs of a checkpointed block, and of the equality of its gradients.
+    """Return a table of a checkpointed block's FLOPs, and of whether its gradients are equal.
 
     Args:
-        gradients: Function of the block's output that runs backward and returns the gradients.
+        gradients: Function that takes the block's output, runs backward and returns the gradients.
         block, x: Block and its input.
         contexts: Mapping from the label of a row to a `context_fn` for PyTorch's checkpoint.
     """
@@ -218,7 +213,8 @@ def statistics_after(contexts: Callable[[nn.BatchNorm1d], tuple]) -> Table:
     """Return a table of a BatchNorm's running statistics after one checkpointed batch.
 
     Args:
-        contexts: Function of the BatchNorm that returns the context managers of both runs.
+        contexts: Function that takes the BatchNorm and returns two context managers: one for the
+            forward pass, one for the recomputation.
     """
     norm, images = nn.BatchNorm1d(4), torch.linspace(1, 2, 32).view(8, 4).requires_grad_()
     still = partial(contexts, norm)

@@ -1,4 +1,4 @@
-"""Experiments on checkpoints: cases where short versions fail, and what each mode supports."""
+"""Cases where short checkpoints fail, and what reentrant and non-reentrant checkpoints support."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Run = Callable[..., Tensor]  # run(block, x): a checkpoint
 
 
 def gaps(runs: Mapping[str, Run]) -> Table:
-    """Show the peak of each checkpoint around a block of four layers, and its test results."""
+    """Show a table of each checkpoint's peak around a block of four layers, and of its tests."""
     experiments = {
         "draws the same dropout mask again": _same_mask,
         "runs again under the same autocast": _same_autocast,
@@ -46,9 +46,9 @@ def gaps(runs: Mapping[str, Run]) -> Table:
 
 
 def modes(checkpoint: Callable) -> list[tuple[str, ...]]:
-    """Return rows (case, reentrant, non-reentrant) with the outcomes of both modes.
+    """Return rows (case, outcome of a reentrant checkpoint, outcome of a non-reentrant one).
 
-    A case works if the function runs twice and the gradient equals that of a plain run.
+    The outcome is ✓ if the function runs twice and the checkpoint does not change the gradient.
     """
     cases = {
         "input needs no gradient": _input_without_gradient,
@@ -74,9 +74,6 @@ def _outcome(test: Callable[[Run], bool], run: Run) -> str:
             return "✓" if test(run) else "✗"
         except Exception:
             return "error"
-
-
-# ---- cases in which the fifteen-line versions fail
 
 
 def _peak(run: Run) -> int:
@@ -140,7 +137,7 @@ def _raises(function: Callable[[], Any]) -> bool:
     return False
 
 
-# ---- cases for both modes: functions of a checkpoint, an input and a weight that return a gradient
+# Cases of `modes`: functions that take a checkpoint, an input and a weight, and return a gradient.
 
 
 def _works(case: Callable, mode: Run) -> bool:

@@ -28,7 +28,7 @@ _FOR_USERS = (FutureWarning, UserWarning)  # others are for the authors of a lib
 
 
 class Cost(NamedTuple):
-    """Peak and FLOPs of forward and backward, and the loss and gradients that they computed."""
+    """Peak and FLOPs of forward and backward, with their loss and gradients."""
 
     peak_bytes: int
     flops: int
@@ -48,9 +48,9 @@ def llama(vocabulary: int = 2048) -> nn.Module:
 
 @cache
 def _initialized_llama(vocabulary: int) -> tuple[nn.Module, Tensor]:
-    """Return a model to copy, and the state of the generator after it was made.
+    """Return a Llama to copy, and the state of PyTorch's generator after its initialization.
 
-    Copying takes less time than drawing the parameters again.
+    Copying the Llama takes less time than drawing its parameters again.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -62,7 +62,7 @@ def _initialized_llama(vocabulary: int) -> tuple[nn.Module, Tensor]:
 
 
 def llama_batch() -> dict[str, Tensor]:
-    """Return 8 sequences of 128 tokens; the first 32 labels of each are -100, as for a prompt."""
+    """Return 8 sequences of 128 tokens; their first 32 labels are -100, as for a prompt."""
     tokens = random_tokens(8, 127, VOCABULARY)
     return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(128) < 32, -100)}
 
@@ -75,7 +75,7 @@ def loss_of_model(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 def cost_of(
     model: nn.Module, batch: dict[str, Tensor], loss: Callable[..., Tensor] = loss_of_model
 ) -> Cost | None:
-    """Measure forward and backward of `loss(model, tokens, labels)`; None if the loss is None."""
+    """Return the `Cost` of `loss(model, tokens, labels)` and backward; None if the loss is None."""
     with MemoryMeter(model) as meter:
         value = loss(model, batch["input_ids"], batch["labels"])
         if value is None:
@@ -87,7 +87,7 @@ def cost_of(
 
 @cache
 def cost_without_checkpoints() -> Cost:
-    """Return the costs of the small Llama on its batch, without any technique."""
+    """Return the costs of the small Llama on `llama_batch()`, without any technique."""
     return cost_of(llama(VOCABULARY), llama_batch())  # pyrefly: ignore[bad-return]
 
 
@@ -96,17 +96,18 @@ def measured_lines(
     lines: Sequence[str] = LINES,
     **names: Any,
 ) -> Table:
-    """Run each line on a new Llama, then forward and backward, and compare peaks and FLOPs.
+    """Return a table of the peak and FLOPs of a new Llama after each line of code.
 
     Args:
-        in_chunks: The learner's function of a model, tokens and labels that returns the loss. If it
-            is given, a last row shows its costs; the row is empty if the function returns None.
-        lines: Lines that change `model`; the empty one is the model without a checkpoint.
+        in_chunks: The learner's function of a model, tokens and labels that returns the loss. If
+            given, a last row shows the costs of that function. The row is empty if the function
+            returns None.
+        lines: Lines of code that change `model`; the empty line is the model without a checkpoint.
         **names: Values of the names in the lines, apart from `model`.
 
     Returns:
-        A row per line: the line, the peak in MB, the FLOPs relative to the model without a
-        checkpoint, and the kind of warning if a line printed one.
+        One row per line: the line, the peak in MB, the FLOPs relative to the model without a
+        checkpoint, and the category of a warning that the line printed.
 
     Raises:
         ValueError: A line changed a gradient by more than rounding.
@@ -142,7 +143,7 @@ def measured_lines(
 
 
 def equal_gradients(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
-    """Return whether gradients are equal up to rounding."""
+    """Return whether two lists of gradients are equal up to rounding."""
     return all(
         one is not None and (one - other).norm() <= 1e-5 * other.norm()
         for one, other in zip(found, expected, strict=True)

@@ -1,4 +1,4 @@
-"""The exercises of lesson 03: peaks of segments, the recurrence, and schedules by hand."""
+"""The exercises of lesson 03: peaks of segments, the recurrence, and hand-written schedules."""
 
 import itertools
 import math
@@ -37,34 +37,34 @@ say = Messages(__file__)
 B, A = 100_000, 200_000  # bytes of a boundary, and bytes that a layer saves, in sections 3.2 to 3.4
 
 # The peak of segments
-# --------------------------------------------------------------------------------------------------
 
 
 def _sizes(cuts: Sequence[int]) -> list[int]:
-    """Return the number of layers of each segment."""
+    """Return the number of layers of each segment between cuts."""
     return [end - start for start, end in pairwise(cuts)]
 
 
 def _sums(cuts: Sequence[int], layer_bytes: int = A) -> list[int]:
-    """Return the bytes for each segment: its layers, and the inputs kept while it runs backward."""
+    """Return live bytes per segment: its layers, and all inputs kept while it runs backward."""
     return [(j + 1) * B + size * layer_bytes for j, size in enumerate(_sizes(cuts))]
 
 
 def _peak(cuts: Sequence[int]) -> int:
-    """Return the peak of segments in bytes: the largest of `_sums` plus one gradient."""
+    """Return the peak of segments in bytes: the largest number of `_sums`, plus one gradient."""
     return max(_sums(cuts)) + B
 
 
 def _sums_of_largest(cuts: Sequence[int]) -> list[int]:
-    """Return the `_sums` of the segments with the most layers; the last sum is the greatest."""
+    """Return the `_sums` of all segments with the most layers; the last sum is the greatest."""
     sizes = _sizes(cuts)
     return [total for total, size in zip(_sums(cuts), sizes, strict=True) if size == max(sizes)]
 
 
 def _largest_or_last(cuts: Sequence[int]) -> tuple[int, int]:
-    """Return the peak if only the last and the largest segment are considered.
+    """Return two peaks that only consider the last and the largest segment.
 
-    If several are the largest, the first result uses the last of them, the second the first.
+    If several segments are the largest, the first result uses the last one of these segments, and
+    the second result uses the first one.
     """
     largest, last = _sums_of_largest(cuts), _sums(cuts)[-1]
     return max(largest[-1], last) + B, max(largest[0], last) + B
@@ -110,15 +110,12 @@ _CUTS += [[0, 6, 11, 16, 21, 22], [0, 4, 8, 9]]
     blank=(None, ..., 0),
 )
 def check_predicted_peak(cuts: Sequence[int]) -> int:
-    """Check a function of cuts that returns the peak of segments in bytes.
+    """Check `function(cuts)`, which returns the peak of segments in bytes.
 
-    While segment j runs backward, j + 1 inputs, its own layers and one gradient are live.
+    While segment j runs backward, j + 1 inputs, the layers of segment j and one gradient are live.
     """
     return _peak(cuts)
 
-
-# The number of equal segments
-# --------------------------------------------------------------------------------------------------
 
 # (L, A, B), each with a best number of segments below L. For (70, 5, 1) it is 18.7, so rounding
 # down is wrong. For (25, 3, 2), L·A/B is not a whole number.
@@ -126,7 +123,7 @@ _TRIPLES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70
 
 
 def _draw_triple(rng: random.Random) -> tuple[int, int, int]:
-    """Return random L, A and B for which a single whole number of segments is the best."""
+    """Return random L, A and B with a single best whole number of segments."""
     while True:
         layers, kept, boundary = rng.randint(20, 120), rng.randint(2, 9), rng.randint(1, 4)
         sums = sorted(k * boundary + layers / k * kept for k in range(1, layers + 1))
@@ -155,7 +152,7 @@ _COUNTS: dict[str, Callable[[int, int, int], Any]] = {
 
 
 def _rounded_or_not(mistake: Callable[[int, int, int], Any]) -> throughout:
-    """Return the mistake that gives the numbers of this one, exact or rounded."""
+    """Return a mistake that also accepts the rounded numbers of segments of `mistake`."""
 
     def ways(L: int, A: int, B: int) -> tuple[float, ...]:
         found = mistake(L, A, B)
@@ -166,9 +163,9 @@ def _rounded_or_not(mistake: Callable[[int, int, int], Any]) -> throughout:
 
 
 def _right_if_whole(L: int, A: int, B: int) -> tuple[int, int]:
-    """Return the whole number with the smallest peak, and the rounded square root.
+    """Return the whole number of segments with the lowest peak, and the rounded square root.
 
-    Both are accepted as right.
+    An answer may be either number.
     """
     best = min(range(1, L + 1), key=lambda k: k * B + L / k * A)
     return best, round(math.sqrt(L * A / B))
@@ -182,20 +179,16 @@ def _right_if_whole(L: int, A: int, B: int) -> tuple[int, int]:
     otherwise="otherwise",
 )
 def check_best_count(L: int, A: int, B: int) -> float:
-    """Check a function of L, A and B that returns the best number of equal segments.
+    """Check `function(L, A, B)`, which returns the best number of equal segments.
 
-    The exact value is right, and so is the best whole number.
+    The exact value and the best whole number are both accepted.
     """
     return math.sqrt(L * A / B)
 
 
-# Tapered segments
-# --------------------------------------------------------------------------------------------------
-
-
 @cache
 def least_peak(depth: int) -> int:
-    """Return the least peak, in bytes, of all cuts of `depth` equal layers."""
+    """Return the lowest peak, in bytes, over all cuts of `depth` equal layers."""
 
     @cache
     def peak_of_rest(layers: int, inputs: int) -> int:  # `inputs`: number of inputs kept so far
@@ -212,9 +205,9 @@ def least_peak(depth: int) -> int:
 
 @exercise()
 def check_tapered(answer: Any) -> Verdict:
-    """Check a function depth -> cuts; its cuts must have the lowest peak of all cuts.
+    """Check `function(depth)`, which returns the cuts with the lowest peak.
 
-    Some of the depths divide evenly and some do not.
+    Some depths can be cut into equal segments, and some cannot.
     """
     depths = [*range(2, 20), *cases([25, 50, 64], lambda rng: rng.randint(20, 90)), 100]
     raw = [answer(depth) for depth in depths]
@@ -243,7 +236,7 @@ def check_tapered(answer: Any) -> Verdict:
 
 
 def _cuts_of(given: Any, depth: int) -> list[int]:
-    """Return the answer as cuts of `depth` layers, or reject it."""
+    """Return `given` as cuts of `depth` layers, or reject the answer."""
     listed = hasattr(given, "__iter__")
     say.refuse_if(not listed, "tapered.list", kind=type(given).__name__)
     say.refuse_if(isinstance(given, set | frozenset), "tapered.set")
@@ -262,14 +255,11 @@ def _cuts_of(given: Any, depth: int) -> list[int]:
     return [int(cut) for cut in cuts]
 
 
-# The recurrence
-# --------------------------------------------------------------------------------------------------
-
-
 def every_schedule(first: int, last: int) -> Iterator[list]:
     """Yield all persistent schedules of stages `first` to `last`, as lists of actions.
 
-    There are 1, 2, 6, 22, 90, 394 for one to six stages (the large Schröder numbers).
+    For one to six stages, the number of schedules is 1, 2, 6, 22, 90, 394 (the large Schröder
+    numbers).
     """
     if first > last:
         yield []
@@ -314,7 +304,7 @@ def _draw_chain(rng: random.Random) -> Chain:
 
 @cache
 def _least_times(chains: tuple[Chain, ...]) -> list[tuple[Chain, int, float]]:
-    """Return (chain, budget, least time) for each chain and each budget.
+    """Return a list of (chain, budget, least time) for each chain and each of its budgets.
 
     The budget is in bytes and excludes the chain's input. The least times are found by simulating
     every schedule.
@@ -354,7 +344,7 @@ _OTHERS = ("earlier_too_little", "backward_times", "no_earlier", "no_e", "longer
 
 @cache
 def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
-    """Return the least time of the stages by the recurrence, with one mistake in `_run_on`.
+    """Return the least time of the stages, computed by the recurrence with one mistake.
 
     Args:
         stages: The stages that have not run yet.
@@ -372,7 +362,7 @@ def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
 
 
 def _run_on(stages: tuple[Stage, ...], e: int, room: int, mistake: str) -> float:
-    """Return the time if the forward runs ahead to stage e without saving, with one mistake."""
+    """Return the wrong time of `mistake` if forward runs to stage e without saving."""
     output = stages[e - 1].output_bytes
     kept = _KEPT[mistake](stages, e) if mistake in _KEPT else output
     passed = _PASSED[mistake](stages, e) if mistake in _PASSED else stages[:e]
@@ -425,15 +415,11 @@ def _number(given: Any) -> float:
         ) from None
 
 
-# Schedules by hand
-# --------------------------------------------------------------------------------------------------
-
-
 @exercise()
 def check_drawn_schedule(actions: Any) -> Verdict:
     """Check a schedule for `Chain.uniform(6, saved_bytes=2)`.
 
-    Its peak must be at most 7 bytes, with at most 11 forwards.
+    The schedule must have a peak of at most 7 bytes and at most 11 forwards.
     """
     if isinstance(actions, list | tuple) and (... in actions or not actions):
         return not_answered()
@@ -455,7 +441,7 @@ def five_stages() -> Chain:
 def check_gives_up_early(actions: Any) -> Verdict:
     """Check a schedule for `five_stages()`.
 
-    It must fit into 13 bytes and be faster than all persistent schedules.
+    The schedule must fit into 13 bytes and be faster than all persistent schedules.
     """
     if isinstance(actions, Sequence) and [*actions] in ([], [*optimal(five_stages(), 13)]):
         return not_answered()
@@ -478,8 +464,8 @@ def pyramid() -> Chain:
 def check_plan(answer: Any) -> Verdict:
     """Check `plan(first, stages, room)`, which returns the fastest actions within `room` bytes.
 
-    The chains are those of `check_recurrence`, with every budget that suffices, and `pyramid()`
-    within 150 MB.
+    The answer is checked on the chains of `check_recurrence`, with every budget that suffices, and
+    on `pyramid()` within 150 MB.
     """
     of_chains = _least_times(tuple(cases(_CHAINS, _draw_chain)))
     tried = [(chain, room, least) for chain, room, least in of_chains if least < math.inf]
@@ -514,7 +500,7 @@ _REFUSALS = {
 
 
 def _refusal(refused: IllegalSchedule) -> str:
-    """Return the message of an illegal schedule in the learner's language, if its rule has one."""
+    """Return the message that rejects an illegal schedule; it gives the violated rule."""
     message = f"{refused}"
     action = re.search(r"action (\d+), (\w+\(.*?\))", message)
     for pattern, name in _REFUSALS.items():
@@ -528,7 +514,7 @@ def _refusal(refused: IllegalSchedule) -> str:
 
 
 def _simulate(actions: Any, chain: Chain) -> Cost:
-    """Return the cost of the learner's schedule, or reject it with the reason."""
+    """Return the cost of the learner's schedule, or reject the schedule with the reason."""
     try:
         return simulate(Schedule(actions), chain)
     except IllegalSchedule as refused:

@@ -32,12 +32,12 @@ _NAMES = {
 
 
 def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -> "Figure":
-    """Draw the smooth rule and the measured peaks over the number of segments.
+    """Draw the smooth formula and the measured peaks over the number of segments.
 
     Args:
-        depth: L.
-        measured: Number of segments -> peak in bytes.
-        marked: Two numbers of segments to label, before and after the jump.
+        depth: Number of layers, L.
+        measured: Dict from the number of segments to the peak in bytes.
+        marked: Two numbers of segments to label, before and after a jump of the peak.
     """
     peaks = {k: text("k = {k}: {peak} B", k=k, peak=f"{p / B:.0f}") for k, p in measured.items()}
     alt = text(
@@ -61,7 +61,7 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
 def draw_sweeps(
     sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]
 ) -> "Figure":
-    """Draw the same for several depths, with the reader's prediction for each k as a dot."""
+    """Draw measured and predicted peaks over the number of segments k, for several depths."""
     title = "The zigzag is the same at every depth, as predicted"
     drawn, axes = figure(title, columns=len(sweeps), width=8.2, height=3.2)
     look = {"color": COLORS["predicted"], "alpha": 0.6, "markersize": 3}
@@ -78,10 +78,10 @@ def draw_sweeps(
 def peak_and_flops(
     run: Callable[[nn.Module, Any, Tensor], Tensor], layers: nn.Module, how: Any
 ) -> tuple[int, int]:
-    """Return (peak in bytes, FLOPs) of `run(layers, how, x)` and its backward.
+    """Return (peak in bytes, FLOPs) of `run(layers, how, x)` followed by backward.
 
-    The convention is that of section 3.1: the gradients of the weights exist from the start, and x,
-    1000 x 25 numbers, is created under the meter and counts. The output is weighted unevenly, so
+    As in section 3.1, the gradients of the weights exist from the start. The input x, of shape
+    (1000, 25), is created under the meter, so its bytes count. The output is weighted unevenly, so
     that its gradient is a full tensor and not a single expanded number.
     """
     weights = torch.linspace(-1, 2, 25_000).view(1000, 25)
@@ -96,7 +96,7 @@ def peak_and_flops(
 def gradients(
     run: Callable[[nn.Module, Any, Tensor], Tensor], layers: nn.Module, how: Any, x: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of `run(layers, how, x)`, with an output that is weighted unevenly."""
+    """Return the gradients of an unevenly weighted sum of the output of `run(layers, how, x)`."""
     layers.zero_grad()
     output = run(layers, how, x)
     weights = torch.linspace(-1, 2, output.numel()).view_as(output)
@@ -107,7 +107,7 @@ def gradients(
 def equal_gradients(
     layers: nn.Module, x: Tensor, first: tuple[Callable, Any], second: tuple[Callable, Any]
 ) -> bool:
-    """Return whether two ways, each `(run, how)` of `gradients`, give exactly the same ones."""
+    """Return whether `gradients` are exactly the same for two pairs `(run, how)`."""
     one, other = (gradients(run, layers, how, x) for run, how in (first, second))
     return all(map(torch.equal, one, other))
 
@@ -118,9 +118,9 @@ def cost_of(
     how: Any,
     **changes: Any,
 ) -> tuple[int, int]:
-    """Return (peak in bytes, FLOPs) of `run(stages, how, x)` and its backward, on symbolic tensors.
+    """Return (peak in bytes, FLOPs) of `run(stages, how, x)` and backward, on symbolic tensors.
 
-    Gradients exist from the start, and x counts.
+    Gradients exist from the start, and the bytes of x count.
 
     Args:
         make: Function that returns stages that end in a loss, and their input x.
@@ -138,12 +138,14 @@ def cost_of(
 
 
 def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
-    """Draw what is live while each segment is worked on.
+    """Draw the tensors that are live while each segment runs forward again and backward.
 
-    There is one panel per cut, one column per segment, and one box per layer, on top of the inputs.
+    There is one panel per list of cuts, one column per segment, and one box per layer above the
+    boxes of the inputs.
 
     Args:
-        cuts: Label -> cuts of equal layers that save A bytes each, with B bytes at a boundary.
+        cuts: Dict from a label to cuts of equal layers. Each layer saves A bytes, and the input of
+            each segment has B bytes.
     """
     title = (
         "Each later segment has one more input next to it, so with fewer layers it reaches"
@@ -172,10 +174,6 @@ def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
     return shown_once(drawn)
 
 
-# Schedules
-# --------------------------------------------------------------------------------------------------
-
-
 def schedule_pictures(
     schedules: Mapping[str, Schedule],
     chain: Chain,
@@ -186,12 +184,12 @@ def schedule_pictures(
     panel_height: float = 1.6,
     rows: Sequence[str] | None = None,
 ) -> "Figure":
-    """Draw schedules for one chain next to each other on one scale, with their bytes below.
+    """Draw schedules for one chain next to each other, with the live bytes over time below.
 
     Time is on the x axis and stages are on the y axis.
 
     Args:
-        schedules: Label -> schedule.
+        schedules: Dict from a label to a schedule.
         chain: Chain of the schedules; times are drawn in units of its `store_all`.
         unit, scale: Unit of the bytes, and number of bytes per unit.
         rows: One letter per stage, written at its row.
@@ -237,7 +235,7 @@ def schedule_pictures(
 
 
 def live_bytes(schedule: Schedule, chain: Chain) -> list[tuple[float, float, int]]:
-    """Return (start, end, live bytes) for each action of a schedule.
+    """Return a list of (start, end, live bytes), one for each action of a schedule.
 
     Times are in the chain's unit. The largest number of bytes is the `peak_bytes` of `simulate`.
     """
@@ -251,7 +249,7 @@ def live_bytes(schedule: Schedule, chain: Chain) -> list[tuple[float, float, int
 
 
 def _draw_bytes(ax: "Axes", schedule: Schedule, chain: Chain, scale: float) -> None:
-    """Draw the bytes that are live during each action, with the peak marked."""
+    """Draw the bytes that are live during each action, and mark the peak."""
     spans = live_bytes(schedule, chain)
     edges = [start for start, _, _ in spans] + [spans[-1][1]]
     heights = [count / scale for _, _, count in spans]
@@ -263,7 +261,7 @@ def _draw_bytes(ax: "Axes", schedule: Schedule, chain: Chain, scale: float) -> N
 
 
 def _legend(drawn: "Figure") -> None:
-    """Name the colors of the actions, and the pale ones of what is kept meanwhile."""
+    """Add a legend for the colors of actions, and for the pale colors of kept tensors."""
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
@@ -286,12 +284,12 @@ def _legend(drawn: "Figure") -> None:
 def what_you_may_have_read(
     peak: Callable[[Sequence[int]], int], tapered: Callable[[int], list[int]], groups: Sequence[int]
 ) -> Table:
-    """Return the table of the lesson's claims, with the figure measured for each.
+    """Return a table of the lesson's claims, and of the measured numbers that test them.
 
     Args:
-        peak: Function of cuts that returns the measured peak in bytes.
-        tapered: Function of the depth that returns cuts.
-        groups: Peaks in bytes of groups of one and of two layers.
+        peak: Function that takes cuts and returns the measured peak in bytes.
+        tapered: Function that takes the depth and returns cuts.
+        groups: Peaks in bytes with one and with two layers per checkpoint.
     """
     shorter, equal, longer = (
         peak(cuts) // B for cuts in (tapered(25), range(0, 101, 10), tapered(100))

@@ -20,10 +20,10 @@ EARLY = "#AA3377"  # color of lines and points with early stop
 
 
 def best_cuts(chain: Chain) -> list[Cost]:
-    """Return the cost of the best cuts, for each stage at which the last segment may begin.
+    """Return a list with the cost of the best cuts for each possible start of the last segment.
 
-    All other segments run forward twice, so that stage determines the time. The cuts before it
-    are chosen to have the lowest peak.
+    All other segments run forward twice, so the start of the last segment determines the time. All
+    other cuts are chosen to have the lowest peak.
     """
     sizes, length = Sizes(chain), len(chain)
 
@@ -51,22 +51,22 @@ def best_cuts(chain: Chain) -> list[Cost]:
 def frontier_with_early_stop(
     chain: Chain, left_out: Sequence[float], step_bytes: int = 1 << 19
 ) -> list[Cost]:
-    """Return the frontier if the recomputation of a segment stops before its last matrix product.
+    """Return the frontier if recomputations stop before the last matrix product of a segment.
 
-    PyTorch's checkpoint stops like this. The computation is the recurrence of section 3.6, which
-    includes the operators' temporary memory. If stages i to j are recomputed from x_i, the last of
-    them takes `left_out[j]` less time, and its output is not created.
+    PyTorch's checkpoint stops early in this way. The computation is the recurrence of section 3.6,
+    which includes the operators' temporary memory. If stages i to j are recomputed from x_i, stage
+    j takes `left_out[j]` less time, and the output of stage j is not created.
 
     Args:
         left_out: Time that stopping early saves, per stage; 0 for a stage that does not end with a
             matrix product.
         step_bytes: Distance between the budgets that are tried. The first budget is the smallest
-            one of the frontier without early stop.
+            budget of the frontier without early stop.
 
     Returns:
         One cost for each budget at which a schedule is faster than at the previous budget. The last
-        cost has the time of `store_all`. In each cost, `peak_bytes` is the budget, and forwards
-        are not counted.
+        cost has the time of `store_all`. In each cost, `peak_bytes` is the budget, and forwards are
+        not counted.
     """
     stopped = [
         replace(
@@ -108,12 +108,12 @@ def frontier_with_early_stop(
 
 
 def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
-    """Draw the best cuts into segments next to each chain's frontier, one panel per chain.
+    """Draw the costs of the best cuts and the Pareto frontier of each chain, one panel per chain.
 
-    The peak is on the x axis, the time on the y axis.
+    Peaks are on the x axis, times on the y axis.
 
     Args:
-        chains: Label -> chain.
+        chains: Dict from a label to a chain.
     """
     title = (
         "With nearly equal stages, good cuts reach the frontier. With uneven stages, the frontier"
@@ -138,7 +138,7 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
 
 
 def _costs(points: Sequence[Cost], baseline: Cost) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the peaks in MB, and the times relative to the baseline's."""
+    """Return the points' peaks in MB, and their times relative to the baseline's time."""
     costs = ((point.peak_bytes / 1e6, point.time / baseline.time) for point in points)
     across, up = zip(*costs, strict=True)
     return across, up
@@ -154,9 +154,10 @@ def draw_frontier(
     """Draw frontiers as lines and measurements as points: peak on x, FLOPs on y.
 
     Args:
-        lines: Label -> points of a frontier; the last point of the first one is the baseline.
-        variants: Label -> (name -> (peak in bytes, FLOPs), marker, color); a name is written at its
-            point if it contains words.
+        lines: Dict from a label to the points of a frontier. The last point of the first frontier
+            is the baseline.
+        variants: Dict from a label to (points, marker, color). `points` is a dict from a name to
+            (peak in bytes, FLOPs). The name is written at its point if the name contains words.
     """
     baseline = next(iter(lines.values()))[-1]
     drawn, ax = figure(title, height=4.0)

@@ -27,7 +27,7 @@ def draw_other_depths(
     Args:
         run: Function that runs the layers in k segments, `run(layers, k, x)`.
         layers: At least 64 layers.
-        predicted: Function of the depth and of k that returns a peak in bytes.
+        predicted: Function that takes the depth and k, and returns a peak in bytes.
     """
     tried = {16: (2, 4, 5, 6, 8, 16), 36: (3, 6, 8, 9, 12, 13, 36), 64: (4, 8, 11, 16, 22, 64)}
     measured = {
@@ -43,12 +43,12 @@ def compare_cuts(
     predicted: Callable[[Sequence[int]], int],
     measured: Callable[[Sequence[int]], int],
 ) -> Table:
-    """Return a table of predicted and measured peaks for √L, k* and tapered segments.
+    """Return a table of predicted and measured peaks of √L, of k* and of tapered segments.
 
     Args:
-        balanced: Function of the depth and the number of segments that returns cuts.
-        tapered: Function of the depth that returns cuts.
-        predicted, measured: Functions of cuts that return a peak in bytes.
+        balanced: Function that takes the depth and the number of segments, and returns cuts.
+        tapered: Function that takes the depth and returns cuts.
+        predicted, measured: Functions that take cuts and return a peak in bytes.
     """
     rows = []
     for depth in (16, 36, 50, 64):
@@ -65,7 +65,7 @@ def compare_cuts(
 
 
 def figures_of_older_claims(run: Run, layers: nn.Sequential, cuts: Sequence[int]) -> list[str]:
-    """Return the values measured for each of `OLDER_CLAIMS`, as text.
+    """Return the measured values that test each of `OLDER_CLAIMS`, as text.
 
     Args:
         run: Function that runs the layers in segments, `run(layers, cuts, x)`.
@@ -89,7 +89,7 @@ def figures_of_older_claims(run: Run, layers: nn.Sequential, cuts: Sequence[int]
 
 
 def _detached_segments(layers: nn.Sequential, _: None, x: Tensor) -> Tensor:
-    """Run 16 layers in four segments, and detach the output of each segment but the last."""
+    """Run 16 layers in four segments, and detach the outputs of the first three segments."""
     for start in (0, 4, 8):
         x = checkpoint(layers[start : start + 4], x, use_reentrant=False)
         x = x.detach().requires_grad_()

@@ -17,7 +17,7 @@ Cost = tuple[int, int]  # peak in bytes, FLOPs
 
 
 class _ChunkedLoss(nn.Module):
-    """Norm, head and loss of a decoder, with the loss computed in chunks of tokens."""
+    """Norm, head and loss of a decoder; the loss is computed in chunks of tokens."""
 
     def __init__(self, last: nn.Module, chunk: int):
         super().__init__()
@@ -29,7 +29,7 @@ class _ChunkedLoss(nn.Module):
 
 
 def with_chunked_loss(stages: nn.Sequential, chunk: int, x: Tensor) -> Tensor:
-    """Run the stages of `loss_stages`, with lesson 02's chunked loss as the last stage.
+    """Return the output of the stages, with lesson 02's chunked loss as the last stage.
 
     Args:
         stages: Stages of a decoder; the last one is norm, head and loss.
@@ -40,10 +40,9 @@ def with_chunked_loss(stages: nn.Sequential, chunk: int, x: Tensor) -> Tensor:
 
 
 def llama_layer_bytes(hidden: int, inner: int, heads: int, tokens: int) -> tuple[int, int, int]:
-    """Return three byte counts of a Llama layer: what it keeps (A), its input (B), its gradients.
+    """Return the bytes of a Llama layer's saved tensors (A), input (B) and gradients.
 
-    The layer is built from its configuration, in bf16, and runs on symbolic tensors. It has 8
-    key-value heads.
+    The layer is built in bf16 with 8 key-value heads, and runs on symbolic tensors.
 
     Args:
         hidden: Hidden size.
@@ -71,7 +70,7 @@ def llama_layer_bytes(hidden: int, inner: int, heads: int, tokens: int) -> tuple
 
 
 def saved_when_compiled(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """Return the bytes that a compiled module saves for backward, without its parameters."""
+    """Return the bytes saved for backward by a compiled module, without its parameters."""
     with warnings.catch_warnings():
         # `saved_tensors` uses global hooks on modules, about which the compiler warns.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
@@ -79,12 +78,12 @@ def saved_when_compiled(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
 
 
 def decision_table(measured: Mapping[int, Mapping[str, Cost]]) -> Table:
-    """Show peak and FLOPs of each variant, for each number of layers.
+    """Show a table of peak and FLOPs of each variant, for each number of layers.
 
     Args:
-        measured: Number of layers -> label of the variant -> (peak in bytes, FLOPs). FLOPs are
-            shown relative to the first variant. A variant that was not measured at a depth has
-            empty cells.
+        measured: Dict from the number of layers to a dict from the variant's label to (peak in
+            bytes, FLOPs). FLOPs are shown relative to the first variant. A variant that was not
+            measured at a depth has empty cells.
     """
     columns = ["way"]
     for layers in measured:
@@ -107,13 +106,13 @@ def budget_table(
     x: Tensor,
     budgets: Mapping[str, float],
 ) -> Table:
-    """Compile layers once per budget, and show what is saved, the peak and the FLOPs.
+    """Show a table of saved bytes, peak and FLOPs of layers compiled with each budget.
 
     Args:
-        compiled: Function that compiles a module on an input with a budget. It may discard earlier
-            compiled code.
-        layers, x: The module and its input.
-        budgets: Label -> budget.
+        compiled: Function that takes a module, its input and a budget, and returns the compiled
+            module. The function may discard earlier compiled code.
+        layers, x: Module to compile, and its input.
+        budgets: Dict from a label to a budget.
     """
     _, baseline = peak_and_flops(lambda layers, _, x: layers(x), layers, None)
     rows = []

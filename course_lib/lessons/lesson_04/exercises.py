@@ -38,7 +38,6 @@ from .simulation import clock
 say = Messages(__file__)
 
 # The time of a step
-# --------------------------------------------------------------------------------------------------
 
 Time = Callable[..., Any]
 
@@ -54,14 +53,15 @@ def _step(
     L is the number of layers, f the time of a layer's forward product, g the time of its backward
     products, c the time of one copy, and p the number of storages that are fetched ahead.
 
-    In forward, the two copies of a layer overlap with its matrix product. In backward, its matrix
-    products take g and its two copies c each. With p = 0 both copies run before the products, with
-    p = 1 one copy overlaps with them, and with p = 2 both do. The first layer computes no gradient
-    of its input, which saves the time of one matrix product, f.
+    In forward, the two copies of a layer overlap with the layer's matrix product. In backward, the
+    layer's two matrix products take g together, and its two copies take c each. With p = 0 both
+    copies run before the matrix products. With p = 1 one copy overlaps with the matrix products,
+    and with p = 2 both copies do. The first layer computes no gradient of its input, which saves
+    the time of one matrix product, f.
 
     Args:
-        forward: Time of a layer's forward, a function of f and c.
-        p0, p1, p2: Time of a layer's backward for each p, a function of g and c.
+        forward: Function of f and c: the time of a layer's forward.
+        p0, p1, p2: Functions of g and c: the time of a layer's backward for p = 0, 1 and 2.
     """
     return lambda L, f, g, c, p: L * (forward(f, c) + (p0, p1, p2)[p](g, c)) - f
 
@@ -106,10 +106,10 @@ def _draw_times(rng: random.Random) -> tuple[int, float, float, float]:
 
 
 def _time_cases() -> list[tuple]:
-    """Return cases with times from the simulated clock, and cases with 999 layers.
+    """Return test cases for `step_time`: times from the simulated clock, and 999 layers.
 
     With 999 layers the start and the end of the step hardly matter. Each of f, g and c is the
-    longest of the three in one case, and backward does not take twice as long as forward.
+    longest time in at least one of these cases, and g is never 2 f.
     """
     lengths = ((2.0, 7.0, 0.5), (2.0, 7.0, 2.5), (2.0, 7.0, 6.0), (2.0, 7.0, 9.0), (9.0, 4.0, 1.5))
     links = [(16, 1.0, 2.0, c) for c in (0.25, 0.5, 1.0, 2.0)]
@@ -131,22 +131,18 @@ def _time_cases() -> list[tuple]:
     },
 )
 def check_step_time(L: int, f: float, g: float, c: float, p: int) -> float:
-    """Check `step_time(L, f, g, c, p)`, the seconds of forward and backward.
+    """Check `step_time(L, f, g, c, p)`, which returns the seconds of forward and backward.
 
-    The arguments are those of `_step`.
+    `_step` explains the arguments.
 
-    It must be within 9% of the simulated clock for p = 0, 1, 2. An event simulation that also
-    copies the last p + 1 storages differs by 8.4%.
+    The answer must be within 9% of the simulated clock for p = 0, 1, 2. An event simulation that
+    also copies the last p + 1 storages differs by 8.4%.
     """
     return clock(16, c, p) if L == 16 else _step_time(L, f, g, c, p)
 
 
-# Hooks
-# --------------------------------------------------------------------------------------------------
-
-
 class _Below(Store):
-    """A lower tier whose copies are complete at once, and which records the data it was given."""
+    """A lower tier that copies at once and records the data that it received."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,10 +215,10 @@ def _program(
     placed: Callable[[Tensor], Tensor],
     context: Any,
 ) -> Tensor:
-    """Run a program with different kinds of saved tensors.
+    """Run a program that saves different kinds of tensors; return its output.
 
-    It saves two views of one storage, a weight, and a part of a storage. Then it saves several
-    storages, one after the other, which `placed` creates.
+    The program saves two views of one storage, a weight, and a part of a storage. Then it saves
+    several storages that `placed` creates, one after the other.
     """
     with context:
         y = x * 2
@@ -245,7 +241,7 @@ def _program(
 
 
 def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[int, int]:
-    """Count the storages that autograd saves in `run`, and their bytes.
+    """Return the number of the storages that autograd saves in `run`, and their bytes.
 
     Parameters and scalars are not counted.
     """
@@ -263,7 +259,7 @@ def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[in
 def _at_one_address() -> Callable[[Tensor], Tensor]:
     """Return a function that copies a tensor to a new storage at the address of the previous one.
 
-    Like an allocator, it uses another address if the previous storage has not been freed.
+    Like an allocator, the function uses another address if the previous storage has not been freed.
     """
     memory, previous = numpy.empty((128, 128), dtype=numpy.float32), lambda: None
 
@@ -300,12 +296,8 @@ def _equal_after_a_change(function: Callable) -> bool:
     return torch.equal(gradient(function(_Below(), stay)), gradient(nullcontext()))
 
 
-# Waits
-# --------------------------------------------------------------------------------------------------
-
-
 class _RecordingDevice(SimulatedDevice):
-    """A device that records what host and compute have waited for, and what was copied."""
+    """A simulated device that records all copies, and all waits of the host and of compute."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -341,9 +333,9 @@ _WITHOUT_HINT = {
 
 @exercise()
 def check_waits(functions: Any) -> Verdict:
-    """Check three programs to which the learner has added a missing wait.
+    """Check three programs; the learner has added one missing wait to each program.
 
-    There must be no race, results must be right, and the host must not wait more often than needed.
+    The programs must have no race and right results, and the host must not wait too often.
     """
     three = isinstance(functions, tuple | list) and len(functions) == len(_PROGRAMS)
     say.refuse_if(not three, "waits.three_functions")
@@ -364,7 +356,7 @@ def check_waits(functions: Any) -> Verdict:
 
 
 class _DeviceReads(TorchFunctionMode):
-    """A mode that counts how often the host reads device memory, as `tolist` does."""
+    """A mode that counts how often the host reads device memory, for example by `tolist`."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         super().__init__()
@@ -376,7 +368,7 @@ class _DeviceReads(TorchFunctionMode):
 
 
 def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
-    """Return a message about a program's mistake in this mode of the device, or None."""
+    """Return a message about the mistake of a program on a device with options `mode`, or None."""
     unordered, waits = _PROGRAMS[name]
     values = torch.linspace(-1, draw_case(2.0, lambda rng: rng.uniform(1, 2)), 1000)
     with _RecordingDevice(**mode) as device:
@@ -421,7 +413,6 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
 
 
 # Pages of the optimizer's state
-# --------------------------------------------------------------------------------------------------
 
 #: Page size in MiB -> the peak of `step()` for the course's decoder; a test measures it again.
 STEP_PEAKS = {32: 114_205_072, 16: 103_682_448, 8: 76_304_784, 4: 67_108_240}
@@ -456,7 +447,7 @@ def _page_cases() -> list[tuple[int, int]]:
     place="place",
 )
 def check_peak_in_step(parameters: int, page_bytes: int) -> int:
-    """Check `peak_in_step(parameters, page_bytes)` with all state offloaded, within 6%."""
+    """Check `peak_in_step(parameters, page_bytes)` for fully offloaded state, within 6%."""
     if parameters == PARAMETERS:
         return STEP_PEAKS[page_bytes >> 20]
     return 8 * parameters + min(3 * page_bytes, 8 * parameters)

@@ -1,4 +1,4 @@
-"""Figures of lesson 04: tiers, lanes, the order of copies, times, pages and the threshold."""
+"""Figures of lesson 04: memory tiers, timelines, copies, step times, pages and thresholds."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ _TIERS = (
 
 
 def draw_tiers() -> "Figure":
-    """Draw four tiers as boxes of increasing width, with arrows between them, from data sheets."""
+    """Draw four memory tiers as boxes of increasing width, with the links between the tiers."""
     names = [text("{name}: {size}", name=name, size=size) for name, size, _ in _TIERS]
     alt = text("Four tiers: {tiers}. Between them {links}.", tiers=join_labels(names, "; "),
                links=join_labels([link for *_, link in _TIERS[:-1]], "; "))  # fmt: skip
@@ -55,13 +55,14 @@ _STEPS = {
 
 
 def draw_step(p: int, run: tuple[SimulatedDevice, float, int], plain: float) -> "Figure":
-    """Draw the lanes of compute and of copies both ways, with the live bytes below.
+    """Draw timelines of compute and of the copies in both directions, and live bytes below.
 
-    The bytes are relative to those that were live before the step.
+    The bytes that were live before the step are subtracted.
 
     Args:
         p: Number of storages that are fetched ahead.
-        run: The device after its block, when the step began, and live bytes at that time.
+        run: The simulated device after the step, the time at which the step began, and the live
+            bytes at that time.
         plain: Seconds of the step without copies, marked by a line.
     """
     device, began, held = run
@@ -85,10 +86,11 @@ def draw_step(p: int, run: tuple[SimulatedDevice, float, int], plain: float) -> 
 
 
 def draw_forward(run: tuple[SimulatedDevice, float, int], shown: float) -> "Figure":
-    """Draw the lanes of compute and of copies to the host during the first layers of forward.
+    """Draw timelines of compute and of the copies to the host in the first layers of forward.
 
     Args:
-        run: The device after its block, when the step began, and live bytes at that time.
+        run: The simulated device after the step, the time at which the step began, and the live
+            bytes at that time.
         shown: Seconds from the start of the step that are drawn.
     """
     device, began, _ = run
@@ -112,7 +114,7 @@ def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], fl
 
     Args:
         typed: The reader's `step_time`, evaluated for 16 layers with f = 1 and g = 2.
-        clock: (c, p) -> simulated time; both in units of f.
+        clock: Dict from (c, p) to the simulated time; c and the time are in units of f.
     """
     times = [
         text("c = {c} f, p = {p}: {t}", c=c, p=p, t=f"{t / _BASE:.2f}")
@@ -152,7 +154,7 @@ _BOXES = (
 
 
 def draw_order() -> "Figure":
-    """Draw what happens to one storage on the three streams, with an arrow for each wait."""
+    """Draw the operations on one storage on three streams, with an arrow for each wait."""
     alt = text(
         "The operations on one storage, with arrows. “Make” points to the copy to the host."
         " This copy points to “release”, “read” on the host and the copy to the GPU. The copy to"
@@ -180,7 +182,7 @@ def draw_pages(
 
     Args:
         typed: The reader's `peak_in_step(parameters, page_bytes)`.
-        peaks: MiB of a page -> bytes.
+        peaks: Dict from the MiB of a page to the peak in bytes.
         plain: Peak in bytes with all the state in memory.
     """
     sizes = [text("{mib} MiB: {peak} MB", mib=m, peak=f"{p / 1e6:.1f}") for m, p in peaks.items()]
@@ -212,13 +214,13 @@ def draw_pages(
 
 
 def draw_threshold(rate: float, links: Mapping[str, float]) -> "Figure":
-    """Draw FLOPs per byte of a causal layer over its width, and the thresholds of links.
+    """Draw FLOPs per byte of a causal layer over its width, and the threshold of each link.
 
     The layer has 4096 tokens.
 
     Args:
-        rate: FLOP/s.
-        links: Name -> bytes per second, one way.
+        rate: Compute rate in FLOP/s.
+        links: Dict from the name of a link to its bytes per second in one direction.
     """
     widths = [512 * 2 ** (i / 4) for i in range(27)]
     title = "Above a link's line, copies can hide. Checkpointed inputs get there at a smaller h"
@@ -243,14 +245,14 @@ def what_you_may_have_read(
     times: Mapping[tuple[int, int], float],
     read: Sequence[list[float]],
 ) -> Table:
-    """Return the table of the lesson's claims, with the figure found for each.
+    """Return a table of the lesson's claims, and of the numbers that test them.
 
     Args:
-        steps: (checkpointed, p) -> a step's meter and its bytes copied down; those for p = 1 are
-            shown.
-        times: (p, in flight) -> time at the threshold relative to the baseline; those with two in
-            flight are shown.
-        read: Numbers that the host read immediately, and after waiting.
+        steps: Dict from (checkpointed, p) to a step's meter and the bytes copied to the lower tier.
+            Steps with p = 1 are shown.
+        times: Dict from (p, copies in flight) to the time at the threshold, relative to the
+            baseline. Times with two copies in flight are shown.
+        read: Numbers that the host read without a wait, and numbers read after a wait.
     """
     (alone, down), (both, less) = steps[False, 1], steps[True, 1]
     plain = RECORDED[None, 0, False].seconds

@@ -40,10 +40,10 @@ from course_lib.teaching.experiments import (
     },
 )
 def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """Measure activations that are offloaded in two ways.
+    """Measure steps that offload activations in two ways.
 
-    On a GPU each way pins some 13 GB of host memory, because torch rounds every block up to a
-    power of two.
+    On a GPU each way pins some 13 GB of host memory, because torch rounds every block up to a power
+    of two.
     """
     pinned = device.type == "cuda"
     # In fp32 a layer saves 68 bytes per number of its input. Pinned memory holds them twice,
@@ -85,9 +85,10 @@ def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
     labels={"state_bytes": "8 bytes per parameter"},
 )
 def offloaded_optimizer(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """Measure AdamW with its state in host memory.
+    """Measure steps of AdamW with the optimizer state in host memory.
 
-    On a GPU it pins up to 16 bytes per parameter, 2 GB, and needs half a minute with a slow CPU.
+    On a GPU this experiment pins up to 16 bytes per parameter, 2 GB. It needs half a minute with a
+    slow CPU.
     """
     variants = {}
     for name, kind in (("plain", torch.optim.AdamW), ("offloaded", OffloadedOptimizer)):

@@ -1,4 +1,4 @@
-"""Claims of the teaching documents from which the course was developed, and experiments on them."""
+"""Claims of the documents from which the course was developed, and tests of these claims."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from .claims import OLDER_CLAIMS
 
 
 def older_claims(ratio: float, kept: Sequence[int]) -> Table:
-    """Return the table of the claims of the optional section; all but the first are tested here.
+    """Return the table of the optional section's claims; this module tests all but the first claim.
 
     Args:
-        ratio: Size of the found gradient relative to the right one.
-        kept: Bytes that the graph keeps without the claim's function, and with it.
+        ratio: Size of the found gradient divided by the size of the right gradient.
+        kept: Bytes that the graph keeps without and with the claim's function.
     """
     unmoved, count = _state_after_copies()
     kind, missing = _error_of_the_prefetcher()
@@ -33,7 +33,7 @@ def older_claims(ratio: float, kept: Sequence[int]) -> Table:
 
 
 def _state_after_copies() -> tuple[int, int]:
-    """Return how many state tensors of AdamW `.to("cpu")` leaves in place, and their number."""
+    """Return how many of AdamW's state tensors `.to("cpu")` does not move, and how many exist."""
     model = deep_mlp(depth=8, width=64)
     adam = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -51,7 +51,7 @@ def _state_after_copies() -> tuple[int, int]:
 
 
 class _EagerPrefetcher:
-    """The prefetcher from the claim, which loads a batch before it has an iterator."""
+    """A prefetcher with the claim's bug: it loads a batch before it has an iterator."""
 
     def __init__(self, loader: Sequence):
         self.loader = loader
@@ -75,7 +75,7 @@ def _error_of_the_prefetcher() -> tuple[str, str]:
 
 
 def _peaks_of_masks() -> tuple[int, int]:
-    """Return the peaks of making a causal mask with a new Transformer, and without one."""
+    """Return the peak bytes of making a causal mask with and without a new Transformer."""
     with warnings.catch_warnings(), MemoryMeter() as transformer:
         warnings.simplefilter("ignore")
         nn.Transformer().generate_square_subsequent_mask(512)

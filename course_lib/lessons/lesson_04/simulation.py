@@ -1,4 +1,4 @@
-"""Steps of lesson 04 on the simulated device: a chain whose time is checked, and the decoder."""
+"""Steps of lesson 04 on the simulated device: a chain of Linear and GELU, and the decoder."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ def clock(layers: int, copy: float, p: int) -> float:
 
     Args:
         layers: Number of layers.
-        copy: Time of a copy, in the same unit.
+        copy: Time of a copy, in units of the time of one layer's forward.
         p: Number of storages that are fetched ahead. Two copies to the host may be in flight.
     """
     rows, width = 32, 16
@@ -42,11 +42,12 @@ def clock(layers: int, copy: float, p: int) -> float:
 
 
 class Lanes(NamedTuple):
-    """Forward and backward on the simulated device.
+    """Time and peak of forward and backward on the simulated device.
 
     Attributes:
         seconds: Simulated seconds.
-        above_bytes: Peak minus the bytes that were live before: weights, gradients and the batch.
+        above_bytes: Peak minus the bytes that were live before the step: weights, gradients and the
+            batch.
     """
 
     seconds: float
@@ -54,12 +55,12 @@ class Lanes(NamedTuple):
 
 
 def simulated_decoder(link: float | None, p: int = 0, checkpointed: bool = False) -> Lanes:
-    """Run the course's decoder at 1e12 FLOP/s, with two copies in flight.
+    """Return the result of the course's decoder at 1e12 FLOP/s, with two copies in flight.
 
-    Its gradients exist from the start.
+    The decoder's gradients exist from the start.
 
     Args:
-        link: Bytes per second each way, or None to offload nothing.
+        link: Bytes per second in each direction, or None to offload nothing.
         p: Number of storages that are fetched ahead.
         checkpointed: Whether each layer has a checkpoint.
     """
@@ -101,11 +102,13 @@ _VARIANTS = {
 
 
 def decoder_table(live: Mapping[tuple, Lanes]) -> Table:
-    """Show times relative to the step without copies and checkpoints, and `Lanes.above_bytes`.
+    """Show a table of steps: relative time and `Lanes.above_bytes`.
+
+    Times are relative to the step without copies and checkpoints.
 
     Args:
-        live: Arguments of `simulated_decoder` -> a result that was computed now. The other rows
-            are stored results.
+        live: Dict from arguments of `simulated_decoder` to a result that was computed in the
+            notebook. All other rows are stored results.
     """
     known, rows = {**RECORDED, **live}, []
     plain = known[None, 0, False].seconds
@@ -122,9 +125,10 @@ def decoder_table(live: Mapping[tuple, Lanes]) -> Table:
 
 
 def link_table() -> Table:
-    """Show the bandwidth that each variant of the decoder's step needs, computed and simulated.
+    """Show a table of the bandwidth that each variant of the decoder's step needs.
 
-    The simulated times are stored results, relative to the same step without copies.
+    The threshold is computed. Simulated times are stored results, relative to the same step without
+    copies.
     """
     names = [
         "copied to the host (MB)",
@@ -151,7 +155,7 @@ def link_table() -> Table:
 
 
 class _Hasty(HostStore):
-    """A store that does not wait for the copies named `missing`, so data is used too early."""
+    """A store that uses data too early, because it does not wait for the copies named `missing`."""
 
     def __init__(self, missing: str | None):
         super().__init__()
@@ -163,7 +167,7 @@ class _Hasty(HostStore):
 
 
 class _UnorderedDevice(SimulatedDevice):
-    """A device whose copies do not wait until their source is computed."""
+    """A simulated device that starts copies before their source has been computed."""
 
     def copy(self, target: Tensor, source: Tensor, name: str) -> Any:
         with self.on(self.side(name)):
@@ -172,9 +176,9 @@ class _UnorderedDevice(SimulatedDevice):
 
 
 def without_waits() -> Table:
-    """Show what happens to a small offloaded chain if one wait is removed.
+    """Show a table of the results of a small offloaded chain if one wait is removed.
 
-    The table shows the number of races, and whether the gradient of the first weight is right.
+    The columns are the number of races, and whether the first weight's gradient is right.
     """
     mistakes = {
         "nothing": (SimulatedDevice, None),
@@ -195,7 +199,7 @@ def without_waits() -> Table:
 def _first_gradient(
     kind: type[SimulatedDevice], store: HostStore, **mode: bool
 ) -> tuple[Tensor, int]:
-    """Return the first weight's gradient of a chain of five layers, and the number of races."""
+    """Return the first gradient of a chain of five layers, and the number of races."""
     with kind(**mode) as device:
         network = device.move(deep_mlp(depth=5, width=32))
         x = device.move(torch.linspace(-1, 1, 32 * 32).view(32, 32))
@@ -208,10 +212,12 @@ def _first_gradient(
 
 
 def read_late(waits: bool) -> list[float]:
-    """Return the values that the host reads for 0, 2, 4, 6 if copies run as late as possible.
+    """Return the values that the host reads if copies run as late as possible.
+
+    The right values are 0, 2, 4, 6.
 
     Args:
-        waits: Whether the host first waits for the copy.
+        waits: Whether the host waits for the copy before reading.
     """
     with SimulatedDevice(late=True) as device:
         y = device.move(torch.arange(4.0)) * 2

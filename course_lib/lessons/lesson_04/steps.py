@@ -1,4 +1,4 @@
-"""Steps that lesson 04 measures: the decoder's, its optimizer's, and loops over batches."""
+"""Measured steps of lesson 04: training steps, optimizer steps, and loops over batches."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ def _decoder() -> Decoder:
 
 
 def metered_step(checkpointed: bool, p: int | None) -> tuple[MemoryMeter, int]:
-    """Run the course's training step, with all activations offloaded to a file.
+    """Run the course's training step with offloaded activations; return meter and copied bytes.
 
     Args:
         checkpointed: Whether each layer has a checkpoint.
@@ -46,7 +46,7 @@ def metered_step(checkpointed: bool, p: int | None) -> tuple[MemoryMeter, int]:
 
 
 def step_peak(mib: int, fraction: float = 1.0) -> int:
-    """Return the peak in bytes of `step()` of an `OffloadedOptimizer` of the course's decoder.
+    """Return the peak in bytes of `OffloadedOptimizer.step()` for the course's decoder.
 
     Args:
         mib: Size of a page in MiB.
@@ -97,7 +97,7 @@ def _seconds(work: Callable[[], None], prefetch: bool) -> float:
 
 
 def loops() -> Table:
-    """Show the seconds of two loops over ten batches, without a prefetcher and with it."""
+    """Show a table of the seconds of loops over ten batches with and without a prefetcher."""
     cases = {"both wait 20 ms": _wait, "both compute in Python": _compute}
     rows = [(name, _seconds(work, False), _seconds(work, True)) for name, work in cases.items()]
     return table(["", "plain (s)", "prefetched (s)"], rows)

@@ -1,4 +1,4 @@
-"""Versions of lesson 05's loop: one per bug, named after the bug, and one without a bug."""
+"""Versions of lesson 05's training loop: one per bug, and one without a bug."""
 
 from collections.abc import Callable
 from typing import Any

@@ -10,11 +10,11 @@ OLDER_CLAIMS = read_claims(__file__, "older_claims")
 
 
 def older_claims(used: tuple[int, int], peaks: tuple[int, int], second: float) -> Table:
-    """Return the table of the claims of the optional section.
+    """Return a table of the optional section's claims, and of the numbers that test them.
 
     Args:
-        used: Number of samples that reach an optimizer step, and of all samples.
-        peaks: Peaks in bytes for all samples at once, and for one at a time.
+        used: Number of samples that reach an optimizer step, and number of all samples.
+        peaks: Peaks in bytes for all samples at once, and for one sample at a time.
         second: AdamA's second moments divided by Adam's.
     """
     once, single = (f"{peak / 1e6:.1f}" for peak in peaks)

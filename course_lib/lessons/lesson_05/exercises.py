@@ -26,8 +26,6 @@ from course_lib.teaching.exercises.probes import is_close, refuse_mistakes
 
 say = Messages(__file__)
 
-# Peaks
-# --------------------------------------------------------------------------------------------------
 
 #: Bytes of the course's decoder: its weights, the bytes per sequence, and the bytes that do not
 #: depend on the micro-batch.
@@ -37,7 +35,7 @@ MEASURED_ALONE = 134_800_792
 
 
 def _line(m: int) -> int:
-    """Return the peak in bytes for micro-batches of m sequences, if a step has several of them."""
+    """Return the peak in bytes of a step with several micro-batches of m sequences."""
     return FLOOR + m * SLOPE
 
 
@@ -66,23 +64,23 @@ def _line(m: int) -> int:
     in_bytes=True,
 )
 def check_peaks(m: int) -> int:
-    """Check a function of m that returns the peak of a step over eight sequences.
+    """Check `function(m)`, which returns the peak in bytes of a step over eight sequences.
 
     m is the number of sequences per micro-batch, 1, 2, 4 or 8. For m = 1 the value of the straight
-    line and the measured peak are both right.
+    line and the measured peak are both accepted.
     """
     return _line(m) if m < 8 else BASELINE.peak_bytes
 
 
 @numbers({"no_divisor": 36, "no_floor": 40, "whole_batch": 64, "half": 16})
 def check_largest_micro_batch() -> int:
-    """Check the largest micro-batch with a peak below 1 GB; its size divides the batch of 64."""
+    """Check the largest micro-batch size that divides a batch of 64 and has a peak below 1 GB."""
     return max(m for m in range(1, 65) if 64 % m == 0 and _line(m) < 10**9)
 
 
 @numbers({"too_small": 8, "more_than_enough": 32, "whole_batch": 64})
 def check_fast_micro_batch() -> int:
-    """Check the smallest micro-batch m = 2**k with 80% of the throughput of m = 64.
+    """Check the smallest micro-batch size m = 2**k with 80% of the throughput of m = 64.
 
     A micro-batch of m samples takes 5 + m ms.
     """
@@ -90,13 +88,13 @@ def check_fast_micro_batch() -> int:
 
 
 # The loop with five planted bugs
-# --------------------------------------------------------------------------------------------------
 
 
 class _TwoWeights(nn.Module):
-    """A weighted sum of the features, (..., n) -> (...).
+    """Model that returns a weighted sum of features: shape (..., n) in, shape (...) out.
 
-    The weights are split over two parameters, so the norm over both differs from each one's norm.
+    The weights are split over two parameters, so the norm of all weights differs from the norm of
+    either parameter.
     """
 
     def __init__(self, features: int) -> None:
@@ -110,7 +108,7 @@ class _TwoWeights(nn.Module):
 
 
 class _Recorder(torch.optim.SGD):
-    """Optimizer that records an epoch of a loop and changes no parameter."""
+    """Optimizer that records the calls in one epoch and changes no parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.0)
@@ -134,9 +132,10 @@ def _epoch(
     scale: float = 1.0,
     model: nn.Module | None = None,
 ) -> _Recorder:
-    """Run an epoch of a learner's loop over micro-batches (samples, tokens, features).
+    """Run one epoch of a learner's loop; return the `_Recorder` of its calls.
 
-    The loss is linear in the features, unless another `model` is given.
+    Micro-batches have the shape (samples, tokens, features). Unless another `model` is given, the
+    loss is linear in the features.
     """
     model = _TwoWeights(micro_batches[0].shape[-1]) if model is None else model
     optimizer = _Recorder(model)
@@ -158,7 +157,7 @@ def _epoch(
 
 
 def _micro_batches(*tokens: int, seed: int = 0) -> list[Tensor]:
-    """Return micro-batches of two samples with the given numbers of tokens, (2, tokens, 8)."""
+    """Return one micro-batch of shape (2, n, 8) for each number of tokens n."""
     generator = torch.Generator().manual_seed(seed_of(seed))
     return [torch.randn(2, each, 8, generator=generator) for each in tokens]
 
@@ -168,17 +167,17 @@ def _tokens(micro_batches: list[Tensor]) -> int:
 
 
 def _mean(micro_batches: list[Tensor]) -> Tensor:
-    """Return the gradient of the mean over the tokens of these micro-batches."""
+    """Return the gradient of the mean loss over all tokens of the micro-batches."""
     return torch.cat([micro_batch.flatten(0, 1) for micro_batch in micro_batches]).mean(0)
 
 
 def _relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference relative to the norm of the right gradient."""
+    """Return the norm of `found - wanted` divided by the norm of `wanted`."""
     return float((found - wanted).norm() / wanted.norm())
 
 
 def divisor(loop: Callable) -> Label | None:
-    """Test micro-batches with unequal token counts, without clipping, scale and schedule."""
+    """Test the divisor of a loop on micro-batches with unequal token counts."""
     micro_batches = _micro_batches(1, 6, 2, 9, 3)
     groups = micro_batches[:2], micro_batches[2:4], micro_batches[4:]
     means, (tokens, more, _) = [_mean(group) for group in groups], map(_tokens, groups)
@@ -207,9 +206,10 @@ def divisor(loop: Callable) -> Label | None:
 
 
 def clipping(loop: Callable) -> Label | None:
-    """Test micro-batches of equal counts whose gradients point in different directions.
+    """Test the clipping of a loop on gradients that point in different directions.
 
-    The loss scale is 1. The direction of the update is compared, then its length.
+    Micro-batches have equal token counts, and the loss scale is 1. The direction of the update is
+    compared first, then its length.
     """
     micro_batches = _micro_batches(4, 4, 4, 4, seed=1)
     found, wanted = _epoch(loop, micro_batches, 4, max_norm=0.01).gradients[0], _mean(micro_batches)
@@ -221,7 +221,7 @@ def clipping(loop: Callable) -> Label | None:
 
 
 def schedule(loop: Callable) -> Label | None:
-    """Test how often the scheduler steps, and when, with equal token counts in full groups."""
+    """Test how often and when the scheduler steps, on full groups with equal token counts."""
     record = _epoch(loop, _micro_batches(4, 4, 4, 4), 2)
     steps, scheduled = len(record.gradients), record.scheduler.last_epoch
     if scheduled != steps:
@@ -230,9 +230,9 @@ def schedule(loop: Callable) -> Label | None:
 
 
 def remainder(loop: Callable) -> Label | None:
-    """Test which of five micro-batches reach an optimizer step, in groups of two.
+    """Test which of five micro-batches, in groups of two, reach an optimizer step.
 
-    Each micro-batch has a feature of its own.
+    In micro-batch i, only feature i is not zero.
     """
     micro_batches = [torch.eye(5)[i].expand(2, 4, 5).contiguous() for i in range(5)]
     found = _epoch(loop, micro_batches, 2).gradients
@@ -243,7 +243,7 @@ def remainder(loop: Callable) -> Label | None:
 
 
 def unscaling(loop: Callable) -> Label | None:
-    """Test that a clipped update is as long with a loss scale of 1024 as with 1."""
+    """Test that the length of a clipped update is the same with loss scales 1024 and 1."""
     scaled, plain = (
         _epoch(loop, _micro_batches(4, 4, seed=2), 2, max_norm=0.01, scale=scale)
         for scale in (1024.0, 1.0)
@@ -258,7 +258,7 @@ def _grows_by(loop: Callable) -> int:
     """Return the peak of a step with eight micro-batches minus the peak with two, in bytes.
 
     A loop that runs backward after each forward holds the activations of one micro-batch at a time,
-    so its peak does not depend on their number.
+    so the peak does not depend on the number of micro-batches.
     """
     peaks = []
     for count in (2, 8):
@@ -271,7 +271,7 @@ def _grows_by(loop: Callable) -> int:
 
 
 def _updates_with_infinity(loop: Callable) -> bool:
-    """Return whether the optimizer steps although the scaled gradient is infinite.
+    """Return whether a loop calls the optimizer although the scaled gradient is infinite.
 
     The loss is 0, because features of both signs cancel, so a loop may check that it is finite.
     """
@@ -308,8 +308,8 @@ FIVE: Mapping[str, Callable[[Callable], Label | None]] = {
 def check_loop(function: Any) -> Verdict:
     """Check `train_epoch`, a loop over one epoch, for five bugs and for its peak memory.
 
-    Its parameters are model, loss_sum, micro_batches, optimizer, scheduler, scaler, every and
-    max_norm.
+    The parameters of the loop are model, loss_sum, micro_batches, optimizer, scheduler, scaler,
+    every and max_norm.
     """
     symptoms = [check(function) for check in FIVE.values()]
     found = [symptom for symptom in symptoms if symptom is not None]
@@ -323,12 +323,11 @@ def check_loop(function: Any) -> Verdict:
 
 
 # The accumulator's dtype
-# --------------------------------------------------------------------------------------------------
 
 
 @exercise()
 def check_fp32_sums(function: Any) -> Verdict:
-    """Check `accumulate_in_fp32(parameters)`, which returns parameter -> fp32 sum of its gradients.
+    """Check `accumulate_in_fp32(parameters)`: a dict from a parameter to its gradients' fp32 sum.
 
     The sums must take 4 bytes per element, and nothing else may be kept.
     """
@@ -382,9 +381,9 @@ def _sum_in_fp32(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _adds_nothing(function: Any) -> bool:
-    """Return whether the learner has not changed the function of the cell, nor the hook in it.
+    """Return whether the learner has changed neither the function of the cell nor its hook.
 
-    In the original neither one uses a global name or an attribute.
+    In the original, neither the function nor the hook uses a global name or an attribute.
     """
     code = getattr(function, "__code__", None)
     if code is None:

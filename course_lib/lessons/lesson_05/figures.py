@@ -1,4 +1,4 @@
-"""The figures of lesson 05, and its table of bugs."""
+"""The figures of lesson 05, and a table of the bugs in its exercise."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
@@ -22,11 +22,11 @@ _PARTS = ("parameter", "optimizer", "gradient", "activation", "temporary")
 
 
 def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figure":
-    """Draw what is live at the peak over the sequences in a micro-batch, and the reader's line.
+    """Draw live bytes at the peak over the sequences per micro-batch, and the reader's line.
 
     Args:
-        meters: Sequences in a micro-batch -> a meter of the step.
-        line: Function of m that returns predicted bytes; drawn from 0 to 4.
+        meters: Dict from the number of sequences per micro-batch to a meter of the step.
+        line: Function that takes m and returns predicted bytes; drawn from m = 0 to 4.
     """
     peaks = {m: meter.peak_bytes / 1e6 for m, meter in meters.items()}
     rows = [{"m": m, "peak": f"{peak:.1f}"} for m, peak in sorted(peaks.items())]
@@ -54,11 +54,12 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
 
 
 def draw_say(tokens: Sequence[int], errors: Mapping[int, Sequence[float]]) -> "Figure":
-    """Draw the weight of one token under the mean of means, and the error of the gradient.
+    """Draw the weights of tokens in the mean of means, and the errors of the gradient.
 
     Args:
-        tokens: Tokens of the samples of a batch, in micro-batches of one sample.
-        errors: Samples in a micro-batch -> relative errors of the gradient, one per batch.
+        tokens: Number of tokens of each sample of a batch, in micro-batches of one sample.
+        errors: Dict from the number of samples per micro-batch to relative errors of the gradient,
+            one per batch.
     """
     say = [sum(tokens) / (len(tokens) * each) for each in tokens]
     ranges = [f"{size}: {min(each):.0%} – {max(each):.0%}" for size, each in errors.items()]
@@ -98,7 +99,7 @@ _ONCE = (
 
 
 def draw_order() -> "Figure":
-    """Draw seven micro-batches in groups of four: what happens for each, and once per step."""
+    """Draw which operations run per micro-batch and which per step, in groups of four."""
     alt = (
         "Four micro-batches run one after the other. These operations follow once: {once}. Then"
         " the three remaining micro-batches run, and the same operations follow once more."
@@ -122,9 +123,9 @@ def draw_order() -> "Figure":
 
 
 def differences(runs: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """Return seed -> the mean of means' losses minus the token mean's, on short and long samples.
+    """Return a dict from the seed to differences in loss: mean of means minus token mean.
 
-    There is one pair for each evaluation.
+    For each evaluation, there is one pair: the differences on short and on long samples.
     """
     return {
         seed: [
@@ -138,9 +139,9 @@ def differences(runs: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]
 
 
 def draw_training() -> "Figure":
-    """Draw the recorded runs: how much worse the mean of means is, with one line per seed.
+    """Draw how much higher the loss with the mean of means is, with one line per recorded seed.
 
-    Losses on short and on long samples are drawn separately.
+    Short and long samples are drawn separately.
     """
     made = load_record()
     found, every = differences(made["runs"]), made["every"]
@@ -176,10 +177,11 @@ _SUMS = {
 
 
 def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
-    """Draw errors of Linear weights' gradients over micro-batches, for sums in bf16 and fp32.
+    """Draw gradient errors over the number of micro-batches, for sums in bf16 and in fp32.
 
     Args:
-        errors: "bf16" and "fp32" -> number of micro-batches -> relative errors, one for each seed.
+        errors: Dict from "bf16" and "fp32" to a dict from the number of micro-batches to relative
+            errors of Linear weights' gradients, one for each seed.
     """
     title = "With more micro-batches, sums in bf16 become less exact, but sums in fp32 do not"
     alt = (
@@ -202,7 +204,7 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
 
 
 def five_bugs() -> Table:
-    """Show what each bug's own check detects, and how many other checks detect anything."""
+    """Show a table of bugs: finding of the bug's own check, and how many other checks fail."""
     rows = []
     for name, loop in PLANTED.items():
         seen = {other: check(loop) for other, check in FIVE.items()}
@@ -216,13 +218,13 @@ def what_you_may_have_read(
     sums: Mapping[str, Mapping[int, Sequence[float]]],
     exact: Sequence[float],
 ) -> Table:
-    """Return the table of the lesson's claims, with the figure measured for each.
+    """Return a table of the lesson's claims, and of the measured numbers that test them.
 
     Args:
-        off: Samples in a micro-batch -> errors of the mean of means, one for each batch; 1 and 8
-            are among them.
-        sums: "fp32" -> number of micro-batches -> errors of Linear weights' gradients, which are in
-            bf16 and are added in fp32.
+        off: Dict from the number of samples per micro-batch to errors of the mean of means, one for
+            each batch. The keys 1 and 8 are required.
+        sums: Dict from "fp32" to a dict from the number of micro-batches to errors of Linear
+            weights' gradients, which are in bf16 and are added in fp32.
         exact: Errors of the token mean in fp32.
     """
     small = text("fp32: below {bound}; bf16 gradients: below 1%", bound="1e-6")

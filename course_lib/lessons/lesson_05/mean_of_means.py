@@ -6,7 +6,7 @@ The losses are written to `mean_of_means.json`, next to this file.
 
 A small decoder is trained on the course's own code (short lines) and prose (long paragraphs),
 character by character. The two runs of a seed start with the same weights and see the same batches,
-in micro-batches of one sample. They differ only in the divisor.
+in micro-batches of one sample. The two runs differ only in the divisor.
 """
 
 import json
@@ -29,10 +29,10 @@ KINDS = ("token mean", "mean of means")
 
 
 def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
-    """Return the sum of the losses, and the number of characters predicted, without padding (0).
+    """Return the summed losses and the number of predicted characters, without padding (0).
 
     Args:
-        tokens: (samples, s + 1).
+        tokens: Token numbers of shape (samples, s + 1).
     """
     tokens = tokens[:, : int((tokens != 0).sum(1).max())]
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:].flatten()  # (b, s, v), (b · s,)
@@ -67,7 +67,7 @@ def rounded_decoder(seed: int) -> Decoder:
 
 @cache
 def _halves() -> tuple[tuple[list[str], list[str]], tuple[list[str], list[str]]]:
-    """Return (code, prose) for training and (code, prose) for evaluation.
+    """Return two pairs (code, prose) of texts: one for training, one for evaluation.
 
     Every sixth text is for evaluation.
     """
@@ -90,7 +90,7 @@ def batch(seed: int, samples: int = SAMPLES) -> Tensor:
 
 
 def evaluate(model: torch.nn.Module) -> tuple[float, float]:
-    """Return the loss per character on 128 lines of code and on 62 paragraphs, all held out."""
+    """Return the loss per character on 128 held-out lines of code and 62 held-out paragraphs."""
     short, long = _halves()[1]
     losses = []
     with torch.no_grad():
@@ -103,9 +103,9 @@ def evaluate(model: torch.nn.Module) -> tuple[float, float]:
 def train(
     kind: str, seed: int, steps: int = STEPS, every: int = EVERY
 ) -> list[tuple[float, float]]:
-    """Return losses before training and after each `every` steps.
+    """Return a list of losses before training and after every `every` steps.
 
-    Each item is (loss on short samples, loss on long samples).
+    Each item of the list is (loss on short samples, loss on long samples).
     """
     model = small_decoder(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -124,7 +124,7 @@ def train(
 
 
 def load_record() -> dict[str, Any]:
-    """Return the record that `COMMAND` has stored: seed -> kind -> losses, and how it was made."""
+    """Return the record that `COMMAND` has stored: losses by seed and kind, and their origin."""
     return json.loads(RECORDING.read_text(encoding="utf-8"))
 
 

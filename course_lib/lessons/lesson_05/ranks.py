@@ -1,6 +1,6 @@
-"""Processes that reduce gradients: bytes passed to all-reduce, and the error of the gradient.
+"""Processes that reduce gradients, to measure bytes passed to all-reduce and gradient errors.
 
-`on_ranks` starts this module with `python -m`. The process is one rank, or it forks all ranks.
+`on_ranks` starts this module with `python -m`. The new process is one rank, or forks all ranks.
 """
 
 import gc
@@ -29,7 +29,7 @@ IMPORTED_ONCE = (
 
 
 def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
-    """Return the sum of the losses of tokens (b, s + 1), and their number, without padding (0)."""
+    """Return the summed losses of tokens (b, s + 1) and the token count, without padding (0)."""
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:].flatten()
     losses = functional.cross_entropy(
         logits.flatten(0, 1), targets, ignore_index=0, reduction="sum"
@@ -38,9 +38,9 @@ def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
 
 
 def _batch(micro_batches: int, rank: int) -> Tensor:
-    """Return one rank's tokens.
+    """Return the tokens of one rank.
 
-    The second rank has fewer tokens. With equal numbers a mean of means would be right.
+    The second rank has fewer tokens. With equal numbers of tokens a mean of means would be right.
     """
     tokens = random_tokens(micro_batches, 16, 63, seed=rank) + 1
     tokens[:, 17 - 6 * rank :] = 0
@@ -56,7 +56,7 @@ def _gradient(model: torch.nn.Module) -> Tensor:
 
 
 def _fork_ranks(folder: str, name: str, micro_batches: int, processes: int) -> None:
-    """Fork the ranks from this process, and print the output of the first one that failed."""
+    """Fork the ranks from this process, and print the output of the first rank that failed."""
     for module in IMPORTED_ONCE:
         importlib.import_module(module)
     forked = multiprocessing.get_context("fork")
@@ -79,7 +79,7 @@ def _output_file(folder: str, rank: int) -> Path:
 
 
 def _on_forked_rank(folder: str, name: str, micro_batches: int, processes: int, rank: int) -> None:
-    """Run one rank, with its output in a file of its own, so that ranks do not mix their output."""
+    """Run one rank in this process, and write its output to a file of its own."""
     with _output_file(folder, rank).open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -23,10 +23,10 @@ COUNTS = (1, 4, 16, 64, 256)  # numbers of micro-batches in `errors_of_sums`
 
 
 def peak_moments(meters: Mapping[int, Any]) -> Table:
-    """Show the operator at the peak, and the activations and temporary tensors live there.
+    """Show a table of the operator at the peak, and of activations and temporaries at that point.
 
     Args:
-        meters: Number of sequences per micro-batch -> meter of the step.
+        meters: Dict from the number of sequences per micro-batch to a meter of the step.
     """
     rows = []
     for m, meter in meters.items():
@@ -47,7 +47,7 @@ def training_parts(seed: int) -> tuple[Decoder, Any, Any, torch.amp.GradScaler]:
 def same_weights_as_library(train_epoch: Callable[..., None]) -> bool:
     """Return whether a loop leaves the same weights as `AccumulatedStep`, up to rounding.
 
-    An epoch has 15 micro-batches of 2 samples, and a step after every 4 of them.
+    An epoch has 15 micro-batches of 2 samples, and a step after every 4 micro-batches.
     """
     samples = batch(0, samples=30)
     model, *parts = training_parts(1)
@@ -67,7 +67,7 @@ def gradient_of(model: torch.nn.Module) -> Tensor:
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference, relative to the norm of the right gradient."""
+    """Return the norm of the gradients' difference, divided by the norm of the right gradient."""
     return float((found - wanted).norm() / wanted.norm())
 
 
@@ -75,10 +75,12 @@ def errors_of_sums(gradient_in: Callable[..., Tensor]) -> dict[str, dict[int, li
     """Return the errors of bf16 gradients against float64, for sums in bf16 and in fp32.
 
     Args:
-        gradient_in: Function (number of micro-batches, dtype, seed, in_fp32) -> the gradient.
+        gradient_in: Function that takes (number of micro-batches, dtype, seed, in_fp32) and returns
+            the gradient.
 
     Returns:
-        "bf16" and "fp32" -> number of micro-batches -> relative errors, one for each of two seeds.
+        Dict from "bf16" and "fp32" to a dict from the number of micro-batches to relative errors,
+        one for each of two seeds.
     """
     errors: dict[str, dict[int, list[float]]] = {
         kind: {n: [] for n in COUNTS} for kind in ("bf16", "fp32")
@@ -92,7 +94,7 @@ def errors_of_sums(gradient_in: Callable[..., Tensor]) -> dict[str, dict[int, li
 
 
 def bytes_reduced(figures: Mapping[str, float], micro_batches: int) -> Table:
-    """Show the bytes that a rank passes to all-reduce, next to the prediction.
+    """Show a table of the measured and predicted bytes that a rank passes to all-reduce.
 
     Args:
         figures: Result of `on_ranks`.
@@ -113,7 +115,7 @@ def errors_of_pairs(by_size: Callable[..., None], grad_cache: Callable[..., None
     The reference is `by_size` with all 32 pairs at once, in float64.
 
     Args:
-        by_size, grad_cache: Functions (net, x, y, size) that leave gradients in the net.
+        by_size, grad_cache: Functions that take (net, x, y, size) and leave gradients in `net`.
     """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).double()
@@ -136,22 +138,23 @@ def errors_of_pairs(by_size: Callable[..., None], grad_cache: Callable[..., None
 def on_ranks(
     step: Callable[..., Any], micro_batches: int = 8, processes: int = 2
 ) -> dict[str, float]:
-    """Run the learner's function in several processes with DDP over gloo, on CPUs.
+    """Return bytes and gradient errors of the learner's function, run on CPU ranks with DDP.
 
-    On Linux without a GPU, one process imports the modules and forks the ranks. Otherwise each rank
-    is a new process, because CUDA cannot be used in a forked process.
+    The ranks communicate over gloo. On Linux without a GPU, one process imports the modules and
+    forks the ranks. Otherwise each rank is a new process, because CUDA cannot be used in a forked
+    process.
 
     Args:
         step: `step(model, loss_sum, micro_batches, each)` leaves the gradient of the mean over the
             tokens of all ranks in `.grad`. If `each` is true, every backward pass reduces the
-            gradients, otherwise only the last one does. Its source code runs in the processes, with
-            `torch`, `dist` and `nullcontext` as the only names defined outside.
+            gradients, otherwise only the last one does. The source code of the function runs in the
+            processes, with `torch`, `dist` and `nullcontext` as the only names defined outside.
 
     Returns:
-        A dict. "parameters" is their bytes. "each" and "last" are the bytes that one rank passes to
-        all-reduce, if every backward pass reduces and if only the last one does. "error" is the
-        relative error of the gradient, compared with one process that has all tokens. "library" is
-        the bytes that `AccumulatedStep` passes to all-reduce.
+        A dict. "parameters" is the bytes of all parameters. "each" and "last" are the bytes that
+        one rank passes to all-reduce, if every backward pass reduces and if only the last one does.
+        "error" is the relative error of the gradient, compared with one process that has all
+        tokens. "library" is the bytes that `AccumulatedStep` passes to all-reduce.
 
     Raises:
         RuntimeError: A process failed; the message has the end of its output.

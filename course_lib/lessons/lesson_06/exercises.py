@@ -47,7 +47,6 @@ _LAST_OUTPUT = {"output": lambda old, shrink, added: added}
 
 
 # Softmax in one pass
-# --------------------------------------------------------------------------------------------------
 
 #: Operators that only move numbers or allocate memory: these may see all scores at once.
 _COPYING = {"_to_copy", "_unsafe_view", "cat", "clone", "constant_pad_nd", "copy_"}
@@ -56,9 +55,9 @@ _ALLOCATING = ("new_", "empty", "full", "ones", "zeros")
 
 
 class _ReadRecorder(TorchDispatchMode):
-    """A mode that records the operators that read more than one block of the scores at once.
+    """A dispatch mode that records the operators that read more than one block of scores at once.
 
-    It also records which blocks are read, in order.
+    The mode also records which blocks are read, in order.
     """
 
     def __init__(self, scores: Tensor, block: int) -> None:
@@ -75,7 +74,7 @@ class _ReadRecorder(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
     def look(self, name: str, tensor: Tensor) -> None:
-        """Record that an operator of this name reads the tensor."""
+        """Record that the operator `name` reads `tensor`."""
         most = len(self.scores) * self.block
         if tensor.numel() > most or max(tensor.shape, default=0) > self.block:
             self.too_wide.append(name)
@@ -89,9 +88,9 @@ _HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 
 
 class _HostReadRecorder(TorchFunctionMode):
-    """A mode that reports `tolist`, `numpy` and the like to a `_ReadRecorder`.
+    """A function mode that reports `tolist`, `numpy` and similar methods to a `_ReadRecorder`.
 
-    No dispatch mode sees these methods.
+    Dispatch modes do not see these methods.
     """
 
     def __init__(self, recorder: _ReadRecorder) -> None:
@@ -116,14 +115,14 @@ LOG_SUM_EXP_MISTAKES = {
 
 
 def log_sum_exp(scores: Tensor, block: int, **mistake: Any) -> Tensor:
-    """Return the log-sum-exp of each row by `fold`, with a mistake if arguments are given."""
+    """Return the log-sum-exp of each row, computed by `fold` with the arguments in `mistake`."""
     blocks = ((part, part.new_ones(part.shape[1], 1)) for part in scores.split(block, 1))
     return fold(blocks, **mistake)[1]
 
 
 @exercise()
 def check_log_sum_exp(function: Any) -> Verdict:
-    """Check a log-sum-exp of each row in one pass over blocks, also for large scores."""
+    """Check a function that returns the log-sum-exp of each row in one pass over blocks."""
     rows, block, columns = 7, 7, 23
     along = torch.linspace(-1, 1, columns)
     shift = draw_case(0.0, lambda rng: rng.uniform(0, 0.5))
@@ -161,7 +160,6 @@ def check_log_sum_exp(function: Any) -> Verdict:
 
 
 # Forward and backward in tiles
-# --------------------------------------------------------------------------------------------------
 
 #: Blocks of the small case, which divide neither its 40 queries nor its 56 keys.
 _BLOCKS = 16, 24
@@ -172,7 +170,7 @@ _close = partial(is_close, rtol=1e-6, equal_nan=True)
 
 
 class _TileRecorder(TorchDispatchMode):
-    """A mode that records results that hold more scores than one tile.
+    """A dispatch mode that records results of operators that hold more scores than one tile.
 
     Vectors, and tensors with an axis of length `d`, do not hold scores.
     """
@@ -192,14 +190,14 @@ class _TileRecorder(TorchDispatchMode):
 
 
 def _products(function: Callable, case: tuple[Tensor, ...]) -> float:
-    """Count the matrix products of a function, in units of 2 N² d FLOPs.
+    """Return the number of a function's matrix products, in units of 2 N² d FLOPs.
 
     The results of the function must have been checked before.
 
     Args:
         function: The learner's function.
-        case: Its arguments except the block sizes, with 256 queries and keys of 8 features. They
-            are computed in tiles of 16 x 32.
+        case: Arguments of `function` except the block sizes, with 256 queries and keys of 8
+            features. The block sizes are 16 and 32.
 
     Raises:
         WrongAnswer: More scores than a tile has are live at once, the block sizes are exchanged,
@@ -222,11 +220,14 @@ def _products(function: Callable, case: tuple[Tensor, ...]) -> float:
 def _check_block_order(
     function: Callable, case: tuple[Tensor, ...], flops_per_query: float
 ) -> None:
-    """Raise `WrongAnswer` if a function exchanges its block sizes.
+    """Raise `WrongAnswer` if `function` uses `block_q` for keys and `block_k` for queries.
 
-    With 48 queries and blocks of 64 queries and 32 keys, a tile has 48 x 32 scores. If the blocks
-    are exchanged, it has 32 x 64. An answer that pads the queries to 64 is not judged,
-    because its tiles have 64 x 32 scores.
+    With 48 queries and blocks of 64 queries and 32 keys, a tile has 48 x 32 scores, or 32 x 64 if
+    the blocks are exchanged. A padded answer is not judged, because its tiles have as many scores
+    as those of exchanged blocks.
+
+    Args:
+        flops_per_query: Maximum for answers without padding; an answer with more FLOPs is padded.
     """
     (q, k, v, *rest), queries, blocks = case, 48, (64, 32)
     few = (q[:queries], k, v, *(x[:queries] for x in rest))
@@ -257,10 +258,11 @@ FORWARD_MISTAKES = {
 
 @exercise()
 def check_forward(function: Any) -> Verdict:
-    """Check `function(q, k, v, block_q, block_k)` -> (o, lse) of one head.
+    """Check `function(q, k, v, block_q, block_k)`, which returns (o, lse) of one head.
 
-    Both must be right in float64, for large scores and for blocks that do not divide the lengths.
-    There may be two matrix products per tile, and no more scores at once than a tile has.
+    Output and log-sum-exp must be right in float64, for large scores and for blocks that do not
+    divide the lengths. The function may use two matrix products per tile, and hold no more scores
+    at once than one tile has.
     """
     q, k, v = large_and_small(40, 56, torch.float64)
     case = 8 * q, k, v  # scores of ±8000, whose differences overflow `exp` in float64 too
@@ -323,10 +325,10 @@ BACKWARD_MISTAKES: dict[str, dict[str, Any]] = {
 
 @exercise()
 def check_backward(function: Any) -> Verdict:
-    """Check `function(q, k, v, o, lse, grad_o, block_q, block_k)`.
+    """Check `function(q, k, v, o, lse, grad_o, block_q, block_k)`, which returns (dQ, dK, dV).
 
-    The gradients must be right in float64, with no more scores at once than a tile has. One pass
-    needs five matrix products per tile; two passes need seven.
+    The gradients must be right in float64, and no more scores may be live at once than one tile
+    has. One pass needs five matrix products per tile; two passes need seven.
     """
     case = one_head(40, 56, 16, torch.float64)
     found = function(*(x.clone() for x in case), *_BLOCKS)
@@ -363,10 +365,6 @@ def _refuse_gradients(found: list[Tensor], wanted: Sequence[Tensor]) -> NoReturn
     say.wrong("backward.not_yet", names=", ".join(off))
 
 
-# Counts
-# --------------------------------------------------------------------------------------------------
-
-
 @numbers(
     {
         "one_for_two": {"forward": 2, "backward": 5, "two passes": 7},
@@ -377,7 +375,7 @@ def _refuse_gradients(found: list[Tensor], wanted: Sequence[Tensor]) -> NoReturn
     }
 )
 def check_flops() -> dict[str, int]:
-    """Check the FLOPs of "forward", "backward" and "two passes", in units of N² d."""
+    """Check the FLOPs of "forward", "backward" and "two passes" of backward, in units of N² d."""
     return {"forward": 4, "backward": 10, "two passes": 14}
 
 
@@ -402,7 +400,7 @@ _ONE, _LSE = 4096 * 128 * 2, 32 * 4096 * 4
 def check_grouped_bytes() -> int:
     """Check the bytes that flash attention keeps for backward.
 
-    There are 32 query heads, 8 key heads, a head size of d = 128, and 4096 tokens in bf16.
+    The layer has 32 query heads, 8 key heads, a head size of d = 128, and 4096 tokens in bf16.
     """
     return (32 + 8 + 8 + 32) * _ONE + _LSE
 
@@ -416,10 +414,10 @@ def tile_count(
     seen: Callable[..., int] = lambda last, queries, keys: max(0, last + keys - queries),
     rounded: Callable[..., int] = lambda seen, block_k: -(-seen // block_k),
 ) -> Callable[[int, int, int, int], int]:
-    """Return a function that counts the tiles of a causal pass.
+    """Return `count(queries, keys, block_q, block_k)`, the number of tiles of a causal pass.
 
-    For each query block, tiles count up to the last key that its last query may attend to. The
-    defaults are right, and other arguments introduce a mistake.
+    Each query block needs the tiles up to the last key that the block's last query may attend to.
+    The default arguments are right, and other arguments introduce a mistake.
     """
 
     def count(queries: int, keys: int, block_q: int, block_k: int) -> int:
@@ -455,9 +453,11 @@ def tile_count(
     ),
 )
 def check_causal_tiles(queries: int, keys: int, block_q: int, block_k: int) -> int:
-    """Check `function(queries, keys, block_q, block_k)`, the number of tiles of a causal pass.
+    """Check `function(queries, keys, block_q, block_k)`, the tile count of a causal pass.
 
-    The mask is aligned at the bottom right: the last query may attend to all keys.
+    The function returns the number of tiles that contain at least one score that the causal mask
+    allows. This body computes the right answer. The mask is aligned at the bottom right, so the
+    last query may attend to all keys.
     """
     mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     parts = [part for rows in mask.split(block_q) for part in rows.split(block_k, 1)]
@@ -465,7 +465,6 @@ def check_causal_tiles(queries: int, keys: int, block_q: int, block_k: int) -> i
 
 
 # Three lines of a kernel
-# --------------------------------------------------------------------------------------------------
 
 KERNEL_MISTAKES = {
     "kernel.no_maximum": _NO_MAXIMUM,
@@ -482,7 +481,7 @@ KERNEL_MISTAKES = {
 
 @exercise()
 def check_kernel(run: Any) -> Verdict:
-    """Check `run(q, k, v)` -> (o, lse) of one head by the learner's kernel, with Triton."""
+    """Check `run(q, k, v)`, which returns (o, lse) of one head from the learner's Triton kernel."""
     if _is_untouched(run):
         return not_answered()
     try:
@@ -525,9 +524,9 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 def _is_untouched(run: Any) -> bool:
-    """Return whether the learner has not changed `fold`, which the kernel calls.
+    """Return whether `fold`, which the learner's kernel calls, is unchanged.
 
-    The original only calls `exp` and `sum`.
+    The original `fold` only calls `exp` and `sum`.
     """
     function = getattr(run, "__globals__", {}).get("fold")
     code = getattr(getattr(function, "fn", function), "__code__", None)
@@ -535,12 +534,11 @@ def _is_untouched(run: Any) -> bool:
 
 
 # Probabilities from the log-sum-exp
-# --------------------------------------------------------------------------------------------------
 
 
 @exercise()
 def check_probabilities(function: Any) -> Verdict:
-    """Check P of one head, `(n, n)`, computed from Q, K and the log-sum-exp."""
+    """Check a function that returns P of one head, `(n, n)`, from Q, K and the log-sum-exp."""
     # q @ k.T is not symmetric, so that q and k cannot be exchanged
     end = draw_case(2.0, lambda rng: rng.uniform(1.8, 2.2))
     q, k = torch.linspace(-2, end, 80).view(5, 16), torch.linspace(1, 41, 80).sin().view(5, 16)
@@ -575,7 +573,7 @@ def check_probabilities(function: Any) -> Verdict:
 
 
 def triton_here() -> tuple[ModuleType | None, ModuleType | SimpleNamespace, Callable]:
-    """Return Triton, its language and its `jit`; without Triton, print a note and return stand-ins.
+    """Return Triton, `triton.language` and `triton.jit`, or stand-ins if Triton is missing.
 
     Raises:
         RuntimeError: Triton was imported before the lesson turned on its interpreter, and there is

@@ -21,7 +21,7 @@ _KINDS = {"standard": (_STANDARD, "o"), "checkpointed": ("#57606A", "s"), "flash
 
 
 def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
-    """Draw the running maximum and sum, block by block; blocks that raise the maximum are marked.
+    """Draw the running maximum and sum after each block; mark blocks that raise the maximum.
 
     Args:
         maxima, sums: Values after each block.
@@ -54,7 +54,7 @@ _PASSES = {
 
 
 def draw_passes() -> "Figure":
-    """Draw both passes as tiles: forward passes over key blocks, and backward over all tiles."""
+    """Draw the order of tiles in the forward and the backward pass of attention."""
     alt = (
         "A grid of tiles: three blocks of queries and four key blocks. Forward: one block of"
         " queries passes over the key blocks and updates m, the sum and the output. Backward: each"
@@ -93,7 +93,8 @@ def draw_errors(errors: Mapping[str, Sequence[float]]) -> "Figure":
     """Draw relative errors of O, dQ, dK and dV, as multiples of 1e-7.
 
     Args:
-        errors: Name -> the four errors; "standard" is the one to compare with.
+        errors: Dict from the name of an implementation to its errors of O, dQ, dK and dV. The key
+            "standard" is the reference.
     """
     alt = text("Errors of O, dQ, dK and dV: {names}.", names=join_labels(errors))
     title = "The error is at most 1.5 times that of standard attention"
@@ -111,11 +112,11 @@ def draw_errors(errors: Mapping[str, Sequence[float]]) -> "Figure":
 
 
 def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "Figure":
-    """Draw saved bytes over the sequence length, on log axes, where the slopes are the message.
+    """Draw saved bytes over the sequence length on log axes, which show the slopes.
 
     Args:
-        lengths: The values of N.
-        saved: "standard" and "flash" -> bytes at each N.
+        lengths: Sequence lengths N.
+        saved: Dict from "standard" and "flash" to the saved bytes at each N.
     """
     title = "Twice the tokens need nearly four times the bytes, or with flash only twice"
     drawn, ax = figure(title, height=3.2)
@@ -139,11 +140,11 @@ def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "F
 def draw_roofline(
     devices: Mapping[str, tuple[float, float]], reached: Mapping[str, float]
 ) -> "Figure":
-    """Draw what each device can reach at each arithmetic intensity, on log axes.
+    """Draw the FLOP/s that each device can reach over the arithmetic intensity, on log axes.
 
     Args:
-        devices: Name -> (FLOP/s, bytes/s).
-        reached: Kind -> FLOPs per byte.
+        devices: Dict from the name of a device to (FLOP/s, bytes/s).
+        reached: Dict from a kind of attention to its FLOPs per byte.
     """
     rows = [{"name": name, "x": round(x)} for name, x in reached.items()]
     title = "The size of the block limits flash attention, and the L2 cache raises the limit"
@@ -167,10 +168,10 @@ def draw_roofline(
 
 
 def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
-    """Draw kinds of attention, with the peak on x and FLOPs on y.
+    """Draw kinds of attention as points, with the peak on x and FLOPs on y.
 
     Args:
-        costs: "standard", "checkpointed", "flash" -> (MB, GFLOPs).
+        costs: Dict from "standard", "checkpointed" and "flash" to (MB, GFLOPs).
     """
     rows = [{"name": n, "peak": f"{x:.1f}", "flops": f"{y:.2f}"} for n, (x, y) in costs.items()]
     title = "Checkpointed attention has the FLOPs of flash, but four times its peak"
@@ -186,7 +187,7 @@ def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
 
 
 def draw_causal_tiles() -> "Figure":
-    """Draw which tiles a causal pass computes, in which order, for 8 query and 8 key blocks."""
+    """Draw the tiles that a causal pass computes, in order, for 8 query and 8 key blocks."""
     alt = (
         "An 8 by 8 grid of tiles. Tiles on the diagonal need the mask, the 28 tiles below it do"
         " not, and those above it are skipped."
@@ -204,8 +205,10 @@ def draw_causal_tiles() -> "Figure":
 
 
 def costs_of_both_passes(sequence: int, head_dim: int) -> Table:
-    """Return a table of the FLOPs and moved bytes of one head's forward and backward passes in
-    bf16, and of the least times at an A100's rates, 312 TFLOP/s and 2.0 TB/s."""
+    """Return a table of FLOPs, moved bytes and least times of attention of one head in bf16.
+
+    The rows are forward and backward. Times are for an A100's rates, 312 TFLOP/s and 2.0 TB/s.
+    """
     kinds = {
         "standard, forward": {"kind": "standard"},
         "standard, backward": {"kind": "standard", "pass_": "backward"},
@@ -226,5 +229,5 @@ def costs_of_both_passes(sequence: int, head_dim: int) -> Table:
 
 
 def what_you_may_have_read(*measured: str) -> Table:
-    """Return the table of the lesson's claims, with the figure measured for each."""
+    """Return a table of the lesson's claims, and of the measured numbers that test them."""
     return claims.what_you_may_have_read(CLAIMS, *measured)

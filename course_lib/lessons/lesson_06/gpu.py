@@ -1,4 +1,4 @@
-"""The GPU experiment of lesson 06: standard attention, PyTorch's kernels, and the course's."""
+"""The GPU experiment of lesson 06: standard attention, PyTorch's kernels, the course's kernel."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ from course_lib.teaching.experiments import AttentionKernels, Part, compare_vari
 def attention_forward_and_backward(
     device: torch.device, *, sequence: int, heads: int, head_dim: int
 ) -> Iterator[Part]:
-    """Measure each of PyTorch's fused kernels that runs here; a note names the default one."""
+    """Measure PyTorch's fused kernels that run on the device; a note names the default kernel."""
     shape = (2, heads, sequence, head_dim)
     inputs = [
         torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)

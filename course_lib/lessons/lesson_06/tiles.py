@@ -1,6 +1,7 @@
-"""Attention of one head, at once and in tiles of queries and keys.
+"""Attention of one head, from all scores at once and in tiles of queries and keys.
 
-With their default arguments, the functions in tiles are right. Other arguments introduce a mistake.
+The default arguments of `fold` and `backward_in_tiles` are right. Other arguments introduce a
+mistake.
 """
 
 import math
@@ -15,7 +16,7 @@ from course_lib.teaching.exercises import draw_case
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Return the output and the log-sum-exp, (n, d) and (n,), from all scores at once."""
+    """Return the output, (n, d), and the log-sum-exp, (n,), from all scores at once."""
     scores = q @ k.T * q.shape[1] ** -0.5
     return [scores.softmax(1) @ v, scores.logsumexp(1)]
 
@@ -35,7 +36,7 @@ def fold(
     output: Step = lambda old, shrink, added: old * shrink + added,
     result: Callable = lambda o, total, largest: (o / total, largest + total.log()),
 ) -> list[Tensor]:
-    """Return the output and the log-sum-exp of a block of queries, (n, d) and (n,).
+    """Return the output, (n, d), and the log-sum-exp, (n,), of a block of queries.
 
     Args:
         tiles: Scores, (n, keys), and values, (keys, d), of each tile.
@@ -55,7 +56,10 @@ def fold(
 def forward_in_tiles(
     q: Tensor, k: Tensor, v: Tensor, block_q: int, block_k: int, **mistake: Any
 ) -> list[Tensor]:
-    """Return the result of `attention`, computed by `fold` with the arguments of a mistake."""
+    """Return the output and the log-sum-exp of `attention`, computed in tiles.
+
+    Arguments in `mistake` replace steps of `fold`; without them the result is right.
+    """
     blocks = list(zip(k.split(block_k), v.split(block_k), strict=True))
     parts = [
         fold(((rows @ key.T * q.shape[1] ** -0.5, value) for key, value in blocks), **mistake)
@@ -81,9 +85,9 @@ def backward_in_tiles(
     """Return dQ, dK and dV, with the shapes of q, k and v.
 
     Args:
-        q: Shape (n, d), as o and its gradient `grad_o`; k and v may have another length.
+        q: Shape (n, d), as have o and the gradient of o, `grad_o`. k and v may have another length.
         lse: Log-sum-exp of each query, (n,).
-        gradient: Function of P, dP and D, the row sums of dO ∘ O, that returns dS.
+        gradient: Function that returns dS from P, dP and D, the row sums of dO ∘ O.
         adds: Whether each tile adds to dQ, dK and dV.
     """
     scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
@@ -96,10 +100,6 @@ def backward_in_tiles(
             for whole, (places, part), add in zip(found, parts, adds, strict=True):
                 whole[places] = whole[places] * add + part
     return found
-
-
-# Cases
-# --------------------------------------------------------------------------------------------------
 
 
 def _draw_shift(rng: random.Random) -> float:
@@ -120,9 +120,9 @@ def large_and_small(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v of one head with 16 features, equal on every machine.
 
-    Scores of some rows are all near 1000 or −1000, and those of others rise or fall by hundreds
-    from the first key to the last. All numbers are multiples of 1/16, small enough for products
-    that are exact in TF32 too.
+    In some rows all scores are near 1000 or −1000. In other rows the scores rise or fall by
+    hundreds from the first key to the last. All numbers are multiples of 1/16, small enough for
+    products that are exact in TF32 too.
     """
     waves = _waves(queries, keys, keys, d=16, dtype=torch.float32)
     q, k, v = ((x * 24).round() / 16 for x in waves)

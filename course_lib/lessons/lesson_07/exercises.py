@@ -34,12 +34,11 @@ def make_model() -> Decoder:
 
 
 def make_batch() -> torch.Tensor:
-    """Return eight sequences of 128 tokens, with the token that follows each."""
+    """Return eight sequences of 129 tokens: 128 inputs and the token that follows."""
     return random_tokens(8, 128, 2048)
 
 
 # Exercise 1: an estimate
-# --------------------------------------------------------------------------------------------------
 
 _Sizes = tuple[int, ...]  # vocabulary, hidden, heads, layers, sequence, batch
 _SIZES = ((64, 32, 2, 3, 32, 16), (64, 64, 4, 1, 4, 1))
@@ -62,10 +61,10 @@ def _tokens(sizes: _Sizes) -> torch.Tensor:
 
 @exercise()
 def check_peak_without_memory(function: Any) -> Verdict:
-    """Check `function(make_model, make_batch)`, the second step's peak found on symbolic tensors.
+    """Check `function(make_model, make_batch)`, which returns the second step's peak in bytes.
 
-    One network peaks in backward, the other in the optimizer step, so the whole step must be
-    measured.
+    The function must use symbolic tensors. One test decoder has its peak in backward, the other in
+    the optimizer step, so the whole step must be measured.
     """
     for sizes in cases(_SIZES, _draw_sizes, count=1):
         verdict = _verdict_on_peak(function, sizes)
@@ -75,7 +74,7 @@ def check_peak_without_memory(function: Any) -> Verdict:
 
 
 def _verdict_on_peak(function: Any, sizes: _Sizes) -> Verdict:
-    """Check the peak that a function returns for one decoder."""
+    """Check the peak that `function` returns for a decoder of the given sizes."""
     answer, seen = None, []
     try:
         answer = function(
@@ -112,9 +111,9 @@ def _verdict_on_peak(function: Any, sizes: _Sizes) -> Verdict:
 def _step_peak(
     sizes: _Sizes, *, steps: int = 2, update: bool = True, zero: bool = True, watched: bool = True
 ) -> int:
-    """Return the peak of the last of several steps with Adam.
+    """Return the peak in bytes of the last of several steps with Adam.
 
-    An option that differs from its default introduces a mistake.
+    The default options are right; any other option introduces a mistake.
     """
     with symbolic():
         model = _decoder(sizes)
@@ -132,14 +131,13 @@ def _step_peak(
 
 
 # Exercise 2: which of two recipes is faster
-# --------------------------------------------------------------------------------------------------
 
 
 def _pair(*costs: int) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """Return stand-ins for the estimates of two recipes.
+    """Return stand-ins for two estimates, which only have FLOPs and moved bytes.
 
     Args:
-        costs: FLOPs and moved bytes of the first recipe, then those of the second.
+        costs: FLOPs and moved bytes of the first recipe, then FLOPs and moved bytes of the second.
     """
     flops, moved, other_flops, other_moved = costs
     return (
@@ -182,21 +180,21 @@ def check_break_even(first: Any, second: Any) -> float:
 
 
 # Exercises 3 to 5: a recipe for a budget
-# --------------------------------------------------------------------------------------------------
 
 
 @exercise()
 def check_same_flops(recipe: Any) -> Verdict:
-    """Check a recipe for 160 MB with the baseline's FLOPs and no moved bytes."""
+    """Check a recipe with a peak of at most 160 MB, the baseline's FLOPs and no moved bytes."""
     found = _fitting_estimate(recipe, 160_000_000, most_flops=1.0)
     return say.right("same_flops.right", mb=_mb(found.peak_bytes))
 
 
 @exercise()
 def check_keeps_clipping(recipe: Any) -> Verdict:
-    """Check a recipe for 120 MB with at most 1.19 times the baseline's FLOPs and no moved bytes.
+    """Check a recipe with a peak of at most 120 MB that allows gradient clipping.
 
-    The norm of all gradients must be known before the update.
+    FLOPs may be at most 1.19 times the baseline's, and no bytes may be moved. The norm of all
+    gradients must be known before the update.
     """
     in_backward = isinstance(recipe, Recipe) and recipe.in_backward
     say.refuse_if(in_backward, "keeps_clipping.in_backward")
@@ -211,7 +209,10 @@ def check_keeps_clipping(recipe: Any) -> Verdict:
 
 @exercise()
 def check_fifty(recipe: Any) -> Verdict:
-    """Check a recipe for 50 MB, by any means."""
+    """Check a recipe with a peak of at most 50 MB.
+
+    FLOPs and moved bytes are not limited; fp32, Adam and one rank are required.
+    """
     found = _fitting_estimate(recipe, 50_000_000)
     return say.right("fifty.right", mb=_mb(found.peak_bytes))
 
@@ -222,10 +223,10 @@ def _estimate_recipe(recipe: Recipe) -> Estimate:
 
 
 def _fitting_estimate(recipe: Any, budget: int, most_flops: float | None = None) -> Estimate:
-    """Return the estimate of a recipe that fits the budget, in fp32 with Adam; reject any other.
+    """Return the estimate of a recipe in fp32 with Adam that fits the budget, or reject the recipe.
 
     Args:
-        recipe: The answer.
+        recipe: Recipe to check.
         budget: The budget in bytes.
         most_flops: Limit on the FLOPs relative to the baseline. If given, no bytes may be moved.
     """
@@ -258,12 +259,12 @@ def _fitting_estimate(recipe: Any, budget: int, most_flops: float | None = None)
 
 
 def peak_phase(found: Estimate) -> str:
-    """Return the phase of a step in which its peak is."""
+    """Return the phase of the step in which the estimated peak occurs."""
     return max(found.phase_peaks, key=found.phase_peaks.get)
 
 
 def _ratio(found: Estimate) -> float:
-    """Return the FLOPs relative to the baseline's."""
+    """Return an estimate's FLOPs divided by the baseline's FLOPs."""
     return found.flops / _estimate_recipe(Recipe()).flops
 
 

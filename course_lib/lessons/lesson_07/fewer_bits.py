@@ -1,7 +1,7 @@
-"""Weights in 4 bits and Adam moments in 8 bits, in plain PyTorch, so that any computer runs them.
+"""Weights in 4 bits and Adam moments in 8 bits, in plain PyTorch that runs on any computer.
 
-Both store the index of the nearest of a few levels, and one fp32 scale per block of numbers.
-bitsandbytes stores the same bytes and has faster kernels; a test compares both.
+Both formats store the index of the nearest of a few levels, and one fp32 scale per block of
+numbers. bitsandbytes stores the same bytes and has faster kernels; a test compares the bytes.
 """
 
 from collections.abc import Callable
@@ -36,13 +36,13 @@ def nf4_levels() -> tuple[float, ...]:
 
 
 def _nearest(values: Tensor, levels: Tensor) -> Tensor:
-    """Return the index of the nearest level of each value, in one byte."""
+    """Return the index of the level nearest to each value, as one byte."""
     middles = (levels[1:] + levels[:-1]) / 2
     return torch.bucketize(values, middles, out_int32=True).to(torch.uint8)
 
 
 class _Product(torch.autograd.Function):
-    """Linear layer with a rounded weight, which is expanded to fp32 only while it is used."""
+    """Linear function with a rounded weight, which is expanded only during the matrix product."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: "FourBitLinear") -> Tensor:
@@ -147,10 +147,10 @@ def _moment_levels(signed: bool) -> Tensor:
 def run_in_8_bits(
     make_model: Callable[[], nn.Module], make_batch: Callable[[], Tensor], recipe: Recipe
 ) -> MemoryMeter:
-    """Run two steps with 8-bit moments, and return the meter of the second one.
+    """Run two steps with 8-bit moments, and return the meter of the second step.
 
-    Unlike the update of bitsandbytes, this one creates temporaries. Both have the same peak if it
-    is in the backward pass.
+    Unlike the update of bitsandbytes, the update of `Adam8bit` creates temporaries. The peak of
+    both is the same if the peak occurs in the backward pass.
 
     Args:
         make_model, make_batch: Functions that return the model and the batch.

@@ -89,7 +89,7 @@ _CHANGED_HERE = (
 
 
 def recipe_fields(others: bool = False) -> Table:
-    """Show the fields of a recipe with their meaning and the baseline's value.
+    """Show a table of the fields of a recipe: meaning, and the baseline's value.
 
     Args:
         others: Whether to show the fields that the core of the lesson does not use.
@@ -100,7 +100,7 @@ def recipe_fields(others: bool = False) -> Table:
 
 
 def what_fills(names: Sequence[str], estimates: Sequence[Estimate]) -> Table:
-    """Show the peak of each recipe by category, in MB, and the phase it is in."""
+    """Show a table of each recipe's peak by category, in MB, and the phase of the peak."""
     shown = [
         name for name in CATEGORIES if any(found.at_peak.get(name, 0) > 5e5 for found in estimates)
     ]
@@ -131,9 +131,10 @@ def waterfall_picture(
     *,
     title: str,
 ) -> "Figure":
-    """Draw the path from the baseline to a recipe.
+    """Draw predicted and measured peaks on the path from the baseline to a recipe.
 
-    Predicted peaks are stacked bars with their price, and measured ones are points.
+    Predicted peaks are stacked bars, labeled with the added FLOPs and moved bytes. Measured peaks
+    are points.
 
     Args:
         names: Labels of the steps.
@@ -157,7 +158,7 @@ def waterfall_picture(
 
 
 def both_timelines(with_checkpoints: MemoryMeter, without_checkpoints: MemoryMeter) -> "Figure":
-    """Draw the steps of two recipes that offload activations, one of them with checkpoints."""
+    """Draw live bytes over two steps that offload activations, with and without checkpoints."""
     title = "The peak is lower without checkpoints, because only single tensors come back"
     meters = {"with checkpoints": with_checkpoints, "without checkpoints": without_checkpoints}
     return timelines(meters, title=title)
@@ -167,8 +168,9 @@ def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> 
     """Draw the time of two recipes over the FLOPs that a machine does while it copies one byte.
 
     Args:
-        first, second: Estimates of one step; the one with more FLOPs moves fewer bytes.
-        names: Labels of the two.
+        first, second: Estimates of one step; the estimate with more FLOPs must have fewer moved
+            bytes.
+        names: Labels of the two estimates.
     """
     equal = (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
     ratios, least = [10 * 1.06**n for n in range(60)], min(first.flops, second.flops)
@@ -198,14 +200,15 @@ _MARKERS = {
 
 
 def draw_recipes(points: Sequence[RecipeCosts], budget: int = 60, intensity: int = 100) -> "Figure":
-    """Draw recipes by peak and seconds, with a budget.
+    """Plot the recipes' seconds over their peaks, and mark the budget.
 
-    Recipes to the left of the budget fit, and the fastest of them is named.
+    Recipes to the left of the budget fit. The figure names the fastest recipe that fits.
 
     Args:
         points: Result of `stored_estimates`.
         budget: Budget in MB.
-        intensity: FLOPs that the machine does while it copies one byte, at 100 GFLOP/s.
+        intensity: Compute rate divided by link rate (FLOP per byte); the compute rate is 100
+            GFLOP/s.
     """
     if not points:
         raise ValueError("points must contain at least one stored estimate, got none")
@@ -263,12 +266,12 @@ def recipes_playground(points: Sequence[RecipeCosts]) -> None:
 
 
 def what_you_may_have_read(plain: Estimate, alone: Mapping[str, Estimate], last: Estimate) -> Table:
-    """Return the table of the lesson's claims, with the figure measured for each.
+    """Return a table of the lesson's claims, and of the numbers that test them.
 
     Args:
         plain: Estimate of the baseline.
-        alone: Estimates named "micro_batches", "checkpoints", "offloaded", and "both" for the last
-            two together.
+        alone: Dict from "micro_batches", "checkpoints", "offloaded" and "both" (checkpoints and
+            offloading) to an estimate.
         last: Estimate of the recipe that fits.
     """
     peaks = {name: f"{found.peak_bytes / 1e6:.1f}" for name, found in alone.items()}

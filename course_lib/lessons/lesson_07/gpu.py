@@ -42,10 +42,10 @@ RECIPES = {
     },
 )
 def three_recipes(device: torch.device, *, batch: int, **sizes: int) -> Iterator[Part]:
-    """Measure three recipes.
+    """Measure the course's step by three recipes.
 
-    On a GPU the last recipe pins some 20 GB of host memory. It needs 14 bytes per parameter, and
-    torch rounds blocks up to powers of two.
+    On a GPU the last recipe pins some 20 GB of host memory. The recipe needs 14 bytes per
+    parameter, and torch rounds blocks up to powers of two.
     """
 
     def make_batch() -> torch.Tensor:

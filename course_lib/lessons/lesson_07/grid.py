@@ -1,7 +1,7 @@
-"""Estimates of the course's step for a grid of recipes, stored because computing them is slow.
+"""Stored estimates of the course's step for a grid of recipes, which are slow to compute.
 
-`python -c "from course_lib.lessons.lesson_07 import grid; grid.print_rows()"` computes them again,
-and a test computes some of them.
+`python -c "from course_lib.lessons.lesson_07 import grid; grid.print_rows()"` computes all
+estimates again, and a test computes some of them.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from .exercises import make_batch, make_model
 
 
 class RecipeCosts(NamedTuple):
-    """A recipe with its costs, from the second step on."""
+    """A recipe, and the costs of every step after the first by this recipe."""
 
     recipe: Recipe
     peak_bytes: int
@@ -24,7 +24,7 @@ class RecipeCosts(NamedTuple):
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the combinations of the grid that are possible.
+    """Yield the possible recipes of the grid.
 
     Recipes combine attention, checkpoints, micro-batches or an optimizer step in backward,
     offloaded optimizer state, offloaded activations, and pages.
@@ -47,7 +47,7 @@ def recipes() -> Iterator[Recipe]:
 
 @cache
 def stored_estimates() -> tuple[RecipeCosts, ...]:
-    """Return the stored estimates of all recipes."""
+    """Return the stored costs of all recipes of the grid."""
     return tuple(RecipeCosts(recipe, *row) for recipe, row in zip(recipes(), _ROWS, strict=True))
 
 

@@ -16,9 +16,9 @@ Variants = Mapping[str, tuple[Callable[[], nn.Module], Recipe]]
 
 
 def compare_smaller(variants: Variants, make_batch: Callable[[], Tensor]) -> Table:
-    """Predict and run one step of each variant, and show the contents of its peak.
+    """Show a table of each variant's predicted and measured peak, and the contents of the peak.
 
-    The row after 8-bit Adam is an estimate with all its moments in host memory.
+    The row after 8-bit Adam is an estimate with all moments of 8-bit Adam in host memory.
 
     Args:
         variants: Mapping from the label of a variant to its model and recipe.
@@ -50,7 +50,7 @@ def compare_smaller(variants: Variants, make_batch: Callable[[], Tensor]) -> Tab
 
 
 def _contents(found: Estimate) -> list[str]:
-    """Return the bytes at the peak in MB: weights, gradients, optimizer state, and the rest."""
+    """Return the MB of weights, gradients, optimizer state and all other tensors at the peak."""
     held = found.at_peak
     parts = [
         held.get("parameter", 0) + held.get("buffer", 0),
@@ -61,9 +61,9 @@ def _contents(found: Estimate) -> list[str]:
 
 
 def what_stays_right(make_model: Callable[[], Decoder], make_batch: Callable[[], Tensor]) -> Table:
-    """Show how updates and gradients of each variant differ from those of the method it replaces.
+    """Show a table of differences in updates and gradients between variants and their originals.
 
-    They are computed for two sequences of the batch.
+    The differences are computed on two sequences of the batch.
     """
 
     def make_two() -> Tensor:
@@ -102,7 +102,7 @@ def what_stays_right(make_model: Callable[[], Decoder], make_batch: Callable[[],
 
 
 def _small(difference: float) -> str:
-    """Return the difference as text; rounding errors are shown as an upper bound."""
+    """Return a difference as text; a rounding error is shown as an upper bound."""
     return "< 0.00001" if difference < 1e-5 else f"{difference:.1e}"
 
 
@@ -112,7 +112,7 @@ def _train_two_steps(
     make_batch: Callable[[], Tensor],
     lr: float,
 ) -> tuple[Tensor, Tensor]:
-    """Train for two steps; return all weights as vectors, after the training and before it."""
+    """Train for two steps; return vectors of all weights after and before the training."""
     start = _flat(model.parameters())
     optimizer = optimizer_class(model.parameters(), lr=lr)
     for _ in range(2):
@@ -136,8 +136,8 @@ def _four_bit_differences(
 ) -> tuple[float, float]:
     """Return the relative rounding error of the weights, and the difference of adapter gradients.
 
-    The gradients are compared with those of adapters on an fp32 model with the same rounded
-    weights.
+    The adapter gradients are compared with gradients of adapters on an fp32 model with the same
+    rounded weights.
     """
     four_bits = with_adapters(in_four_bits(make_model()), 8)
     plain = with_adapters(make_model(), 8)
@@ -157,7 +157,7 @@ def _four_bit_differences(
 
 
 def _fill_adapters(model: nn.Module) -> None:
-    """Give the adapters random weights, because gradients of new ones are partly zero."""
+    """Give the adapters random weights, because gradients of new adapters are partly zero."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -17,7 +17,6 @@ from .wire import Adam, RankWire, Wire
 say = Messages(__file__)
 
 # Bytes per rank
-# --------------------------------------------------------------------------------------------------
 
 
 def _draw_ranks(rng: random.Random) -> tuple[int, int]:
@@ -55,9 +54,10 @@ def _draw_ranks(rng: random.Random) -> tuple[int, int]:
     blank=(None, ..., 0),
 )
 def check_held(psi: int, n: int) -> dict[str, float]:
-    """Check a function of psi and n that returns the bytes per rank for each ZeRO stage.
+    """Check `function(psi, n)`, which returns the bytes per rank for each ZeRO stage.
 
-    They are the bytes of weights, gradients and Adam's state in fp32: psi parameters, n ranks.
+    The function counts the bytes of weights, gradients and Adam's state in fp32, for psi parameters
+    and n ranks.
     """
     return {
         "DDP": 16 * psi,
@@ -84,7 +84,10 @@ def check_held(psi: int, n: int) -> dict[str, float]:
     place="place",
 )
 def check_seven_billion() -> dict[str, float]:
-    """Check the bytes per rank for each ZeRO stage: 7e9 parameters, mixed precision, 8 ranks."""
+    """Check the bytes per rank for each ZeRO stage.
+
+    The model has 7e9 parameters and is trained in mixed precision on 8 ranks.
+    """
     psi, n = 7e9, 8
     return {
         "DDP": 16 * psi,
@@ -95,14 +98,13 @@ def check_seven_billion() -> dict[str, float]:
 
 
 # The step by hand
-# --------------------------------------------------------------------------------------------------
 
 
 class _WireWithHiddenRank(Wire):
-    """A wire with one additional rank, so that a result computed without the wire is wrong.
+    """A wire with an additional rank, so that answers that do not use the wire are wrong.
 
-    The additional rank adds `HIDDEN_GRADIENT` to every sum, and its shard shifts all gathered
-    weights by `HIDDEN_WEIGHT`.
+    The additional rank adds `HIDDEN_GRADIENT` to every sum, and shifts all gathered weights by
+    `HIDDEN_WEIGHT`.
     """
 
     HIDDEN_GRADIENT = 0.25
@@ -128,9 +130,10 @@ class _RecordingAdam(Adam):
 
 @exercise()
 def check_sharded_step(answer: Any) -> Verdict:
-    """Check `answer(weights, gradients, adams, wire)`: three steps on 2 and on 4 ranks.
+    """Check `answer(weights, gradients, adams, wire)`, a sharded step, on 2 and on 4 ranks.
 
-    The weights are compared with those of Adam on the mean gradient.
+    After each of three steps, the weights are compared with the result of Adam on the mean
+    gradient.
     """
     for n in (2, 4):
         _is_adam_in_shards(answer, n)
@@ -138,11 +141,11 @@ def check_sharded_step(answer: Any) -> Verdict:
 
 
 def _is_adam_in_shards(answer: Any, n: int) -> None:
-    """Reject a step that differs from Adam on the mean gradient, in one of three steps on n ranks.
+    """Reject a sharded step on n ranks if one of three steps differs from Adam.
 
     Raises:
-        NotImplementedError: The cell is unchanged, because it returns nothing.
-        WrongAnswer: The step is wrong.
+        NotImplementedError: The answer returns nothing, as the unchanged cell does.
+        WrongAnswer: A step differs from Adam on the mean gradient.
     """
     whole = torch.linspace(-1, draw_case(1.0, _draw_end), 64)
     alone, wire, adams = Adam(), _WireWithHiddenRank(), [_RecordingAdam() for _ in range(n)]
@@ -184,10 +187,9 @@ def _draw_end(rng: random.Random) -> float:
 
 
 def _as_held(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of the weights that differ in the last bit outside each rank's own shard.
+    """Return one copy of the weights per rank, changed in the last bit outside the rank's shard.
 
-    The check can therefore detect whether rank r used its own copy of its shard, or another
-    rank's copy.
+    The check can therefore detect whether a rank used another rank's copy of its shard.
     """
     held = []
     for rank, whole in enumerate(weights):
@@ -198,7 +200,7 @@ def _as_held(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _has_proper_form(weights: Any, adams: list[_RecordingAdam], n: int) -> None:
-    """Reject anything except n tensors of 64 weights, and answers that did not call Adam."""
+    """Reject weights that are not n tensors of 64 numbers, and answers that did not call Adam."""
     listed = isinstance(weights, list | tuple) and len(weights) == n
     proper = listed and all(isinstance(each, Tensor) for each in weights)
     say.refuse_if(not proper, "sharded_step.list")
@@ -207,7 +209,7 @@ def _has_proper_form(weights: Any, adams: list[_RecordingAdam], n: int) -> None:
 
 
 def _has_proper_bytes(adams: list[_RecordingAdam], wire: Wire, steps: int, n: int) -> None:
-    """Reject Adam state above 1/n per rank, and traffic other than two numbers per weight."""
+    """Reject Adam state above 1/n per rank, and traffic that is not two numbers per weight."""
     most, share, once = max(adam.state_bytes for adam in adams), 8 * 64 // n, 2 * 4 * 64
     if most > share:
         say.wrong("sharded_step.state", most=most, share=share)
@@ -218,7 +220,6 @@ def _has_proper_bytes(adams: list[_RecordingAdam], wire: Wire, steps: int, n: in
 
 
 # One layer: gather the weight, use it, release it
-# --------------------------------------------------------------------------------------------------
 
 #: Part of an error of PyTorch in backward -> the message on the mistake that causes it.
 _ERRORS = {
@@ -230,9 +231,9 @@ _ERRORS = {
 
 @exercise(errors=_ERRORS)
 def check_gathered_linear(function: Any) -> Verdict:
-    """Check a Linear with a sharded weight: `function(x, shard, wire)`, or an `autograd.Function`.
+    """Check a Linear layer with a sharded weight, `function(x, shard, wire)`.
 
-    It runs as rank 2 of 4 and as rank 0 of 2.
+    The answer may be an `autograd.Function`. It runs as rank 2 of 4 and as rank 0 of 2.
     """
     for rank, ranks in ((2, 4), (0, 2)):
         _is_linear(getattr(function, "apply", function), rank, ranks)
@@ -240,11 +241,11 @@ def check_gathered_linear(function: Any) -> Verdict:
 
 
 def _is_linear(function: Any, rank: int, ranks: int) -> None:
-    """Reject a function whose output, gradients or traffic differ from a sharded Linear layer's.
+    """Reject a function that differs from a sharded Linear in output, gradients or traffic.
 
     Raises:
-        NotImplementedError: The cell is unchanged: it returns nothing, or `x`.
-        WrongAnswer: The function is wrong.
+        NotImplementedError: The function returns nothing or `x`, as the unchanged cell does.
+        WrongAnswer: Output, gradients or traffic are wrong.
     """
     weight = torch.linspace(-1, draw_case(1.0, _draw_end), 64 * 96).sin().view(64, 96)
     inputs = [torch.linspace(-1, 2 + each, 5 * 96).cos().view(5, 96) for each in range(ranks)]
@@ -282,7 +283,6 @@ def _is_gradient(found: Tensor, wanted: Tensor, name: str) -> None:
 
 
 # Communicated bytes
-# --------------------------------------------------------------------------------------------------
 
 
 def _draw_root(rng: random.Random) -> tuple[int, int]:
@@ -291,7 +291,7 @@ def _draw_root(rng: random.Random) -> tuple[int, int]:
 
 
 def _is_unchanged(given: Any, psi: int, root: int) -> bool:
-    """Return whether the results are those of the unchanged cell."""
+    """Return whether `given` has the results of the unchanged cell."""
     rows = given if isinstance(given, Mapping) else {}
     return all((expect_number(rows.get("FSDP2"), 0), expect_number(rows.get("DDP"), 8 * psi)))
 
@@ -312,16 +312,15 @@ def _is_unchanged(given: Any, psi: int, root: int) -> bool:
     blank=_is_unchanged,
 )
 def check_sent(psi: int, root: int) -> dict[str, int]:
-    """Check a function of psi and root that returns bytes communicated per step and rank.
+    """Check `function(psi, root)`, which returns bytes communicated per step and rank.
 
-    It returns one number for DDP and one for FSDP2. `psi` is the number of all parameters, `root`
-    the number of those outside the layers.
+    The function returns one number for DDP and one number for FSDP2. `psi` is the number of all
+    parameters, `root` the number of parameters outside the layers.
     """
     return {"DDP": 8 * psi, "FSDP2": 12 * psi - 4 * root}
 
 
 # Time of communication and compute
-# --------------------------------------------------------------------------------------------------
 
 
 def _draw_device(rng: random.Random) -> tuple[int, float, float]:
@@ -349,7 +348,7 @@ _DEVICES = [(7 * 10**9, 400e12, 50e9), (70 * 10**9, 400e12, 50e9), (10**9, 900e1
     blank=(None, ..., 0),
 )
 def check_tokens_to_hide(psi: int, rate: float, link: float) -> float:
-    """Check a function of psi, rate and link that returns tokens per rank.
+    """Check `function(psi, rate, link)`, which returns a number of tokens per rank.
 
     With this number of tokens, FSDP2's communication takes as long as the compute. `rate` is in
     FLOP per second, `link` in bytes per second.

@@ -1,4 +1,4 @@
-"""Tables and figures of lesson 08, and measurements in the lesson's own process."""
+"""Tables and figures of lesson 08, and measurements in the notebook's process."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,10 +43,10 @@ _COLORS = {
 
 
 def held_by(run: Mapping[str, Any]) -> int:
-    """Return the bytes that the fullest rank of a run holds when its optimizer steps.
+    """Return the most bytes that one rank of a run holds during the optimizer step.
 
-    They are weights, gradients and state. For `fsdp-keep`, the gathered weights are added, which it
-    holds between forward and backward.
+    Weights, gradients and optimizer state are counted. For `fsdp-keep`, the gathered weights are
+    added, which a rank holds between forward and backward.
     """
     held = max(map(sum, zip(*run["measured"].values(), strict=True)))
     return held + (run["taken"][0]["at_peak"]["gathered"] if run["mode"] == "fsdp-keep" else 0)
@@ -55,11 +55,12 @@ def held_by(run: Mapping[str, Any]) -> int:
 def draw_ranks(
     lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]
 ) -> "Figure":
-    """Draw bytes that a rank holds, and bytes that it communicates per step, over the ranks.
+    """Draw held bytes, and bytes communicated per step, of a rank over the number of ranks.
 
     Args:
-        lines: Ranks -> stage -> bytes held, by the reader's formulas.
-        runs: Lines of `launch`.
+        lines: Dict from the number of ranks to a dict from the ZeRO stage to held bytes, by the
+            reader's formulas.
+        runs: Results of `launch`.
     """
     title = "Sharded bytes fall to 1/n per rank, but the communication volume stays the same"
     drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.7)
@@ -103,10 +104,11 @@ _STACK = ("parameter", "optimizer", "gradient", "activation", "temporary", "inpu
 
 
 def draw_peaks(variants: Mapping[str, Mapping[str, int]], title: str) -> "Figure":
-    """Draw what is live at the peak of each variant, as stacked bars.
+    """Draw the bytes at the peak of each variant as stacked bars by category.
 
     Args:
-        variants: Label -> category -> bytes. "gathered" is added to the parameters.
+        variants: Dict from a label to a dict from the category to bytes. "gathered" is added to the
+            parameters.
     """
     drawn, ax = figure(title, height=0.9 + 0.46 * len(variants), width=8.2)
     bars = {
@@ -130,11 +132,11 @@ def draw_peaks(variants: Mapping[str, Mapping[str, int]], title: str) -> "Figure
 
 
 def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figure":
-    """Draw one device that stops at its budget next to ranks that keep within theirs.
+    """Draw a device that stops at its budget, next to ranks that stay within their budgets.
 
     Args:
-        alone: The `MemoryBudgetExceeded` of the device.
-        run: A line of `launch` under a budget.
+        alone: Error `MemoryBudgetExceeded` of the device.
+        run: Result of `launch` with a budget.
         device_bytes: Budget of the device.
     """
     title = "One device runs out of memory, but four smaller ones process the whole batch"
@@ -169,14 +171,14 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
 
 
 def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: float) -> "Figure":
-    """Draw seconds of a step's compute over the tokens of a rank, and seconds of its traffic.
+    """Draw the seconds of compute and of communication over the tokens per rank.
 
-    The traffic does not depend on the number of tokens.
+    The communication does not depend on the number of tokens.
 
     Args:
-        traffic: Label -> seconds.
-        compute_a_token: Seconds per token.
-        least: Tokens from which the first traffic takes no longer than the compute.
+        traffic: Dict from a label to seconds of communication.
+        compute_a_token: Seconds of compute per token.
+        least: Number of tokens at which the first communication takes as long as the compute.
     """
     title = (
         "Compute grows with the tokens per rank and communication does not, so long steps hide it"
@@ -204,21 +206,17 @@ def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: fl
     return shown_once(drawn)
 
 
-# Measured here
-# --------------------------------------------------------------------------------------------------
-
-
 def symbolic_rank(mode: str, ranks: int) -> RankUsage:
-    """Measure the course's step on one of several ranks, without starting them."""
+    """Return the predicted usage of one of several ranks, none of which is started."""
     task = task_of()
     return predict(task.make_model, lambda: task.part(0, ranks, 0), task.loss_sum, mode, ranks)
 
 
 @contextmanager
 def as_rank_of(ranks: int) -> Iterator[None]:
-    """Run this process as rank 0 of `ranks`, with collectives that return at once.
+    """Make this process rank 0 of `ranks`; collectives return at once without communication.
 
-    Bytes are right, but values are not.
+    Counted bytes are right, but computed values are not.
     """
     from course_lib._torch.fake_group import FakeStore
 
@@ -239,9 +237,10 @@ def _one_rank() -> Iterator[None]:
 
 
 def resumed_alone(folder: str) -> list[float]:
-    """Return the loss of a step by DDP on one rank, after loading what other ranks have saved.
+    """Return a list with the loss of one DDP step on one rank, resumed from a checkpoint.
 
-    They may have saved it in any mode.
+    The last complete checkpoint in `folder` is loaded. It may be from any number of ranks and any
+    mode, such as "fsdp".
     """
     task = task_of()
     with _one_rank():
@@ -250,7 +249,7 @@ def resumed_alone(folder: str) -> list[float]:
 
 
 def ddp_peak(tokens: int, *, view: bool) -> int:
-    """Return the peak of DDP's third step on 2 sequences on one rank.
+    """Return the peak in bytes of DDP's third step on 2 sequences on one rank.
 
     Args:
         view: Whether to use `gradient_as_bucket_view`.
@@ -276,12 +275,12 @@ def what_you_may_have_read(
     alone: Mapping[str, int],
     saved: tuple[int, int],
 ) -> Table:
-    """Return the table of the lesson's claims, with the figure measured for each.
+    """Return a table of the lesson's claims, and of the measured numbers that test them.
 
     Args:
-        runs: Mode -> line of `launch`, on 2 ranks.
-        sharded: Line of FSDP2 on 4 ranks.
-        alone: Category -> bytes at the peak of one device with 2 sequences.
+        runs: Dict from the mode to the result of `launch` on 2 ranks.
+        sharded: Result of `launch` with FSDP2 on 4 ranks.
+        alone: Dict from the category to bytes at the peak of one device with 2 sequences.
         saved: Bytes by which the bucket view lowers the peak, with 128 and with 16 tokens.
     """
     sent = [runs[mode]["communicated"]["measured"] for mode in ("ddp", "zero1")]

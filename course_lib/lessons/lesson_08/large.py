@@ -1,4 +1,4 @@
-"""Tables of lesson 08 that compare ways of splitting a model, and the computations for them."""
+"""Tables of lesson 08 that compare ways of splitting a model between ranks."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -36,11 +36,11 @@ def seventy_billion() -> Shapes:
 
 
 def compare_splits(shapes: Shapes, link: float) -> Table:
-    """Show bytes held per GPU and bytes sent between machines, for three ways to split a model.
+    """Show a table of held and sent bytes for three ways to split a model over 8 machines.
 
-    There are 8 machines. All bytes are for fp32, and communication within a machine is not counted.
-    The last way divides every parameter, including those that `parallelize` leaves whole, which are
-    less than 1% of this model.
+    Held bytes are per GPU, and sent bytes are between machines, both in fp32. The last way divides
+    every parameter, including the parameters that `parallelize` leaves whole, less than 1% of this
+    model.
 
     Args:
         link: Bytes per second of a network card, in each direction.
@@ -76,7 +76,7 @@ def compare_splits(shapes: Shapes, link: float) -> Table:
 def tensor_rows(
     task: Task, runs: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, float | None, float]]:
-    """Return rows (label, predicted, measured) of tensor parallelism's costs on a rank.
+    """Return rows (label, predicted, measured) of the costs of tensor parallelism on one rank.
 
     Args:
         runs: Results printed by `course_lib.distributed.tensor_parallel`.
@@ -104,10 +104,10 @@ def tensor_rows(
 
 
 def kept_per_layer(mode: str, ranks: int) -> int:
-    """Return the bytes of activations that a layer keeps for its backward pass on one of the ranks.
+    """Return the bytes of activations that one layer keeps for backward on one of several ranks.
 
-    This is the difference between a decoder of two layers and a decoder of one layer, estimated on
-    symbolic tensors.
+    The result is the difference between a decoder of two layers and a decoder of one layer,
+    estimated on symbolic tensors.
     """
     task, sizes = task_of(), {**DECODER, "sequence": SEQUENCE}
     one, two = (
@@ -124,7 +124,7 @@ def kept_per_layer(mode: str, ranks: int) -> int:
 
 
 def sync_table(taken: Mapping[str, RankUsage]) -> Table:
-    """Show bytes communicated and the peak, for each way to reduce micro-batches' gradients."""
+    """Show a table of communicated bytes and peak for ways to reduce micro-batches' gradients."""
     rows = []
     for way, usage in taken.items():
         counts = usage.sent_bytes, usage.at_peak["gradient"], usage.peak_bytes
@@ -134,7 +134,7 @@ def sync_table(taken: Mapping[str, RankUsage]) -> Table:
 
 
 def own_and_given(model: nn.Module) -> tuple[float, float]:
-    """Return the weights of this rank, one of four, and what a step communicates, both in MB."""
+    """Return the MB of weights of this rank, one of four, and the MB that a step communicates."""
     task = task_of()
     with CommunicationCounter() as given:
         loss, tokens = task.loss_sum(model, task.part(0, 4, 0))

@@ -1,11 +1,11 @@
-"""Bytes that a wire carries, counted on the loopback interface of an empty network namespace.
+"""Bytes that ranks send, counted on the loopback interface of an empty network namespace.
 
     python -m course_lib.lessons.lesson_08.loopback --ranks 2
     python -m course_lib.lessons.lesson_08.loopback --ranks 4 --what hsdp,reduce_scatter
 
-No meter is involved, and no assumption about collectives: the kernel counts what the sockets of the
-ranks send, including headers and acknowledgements. This works on Linux only. It needs `unshare`,
-and a kernel that lets every user create namespaces.
+No meter is used, and no assumption about collectives is made. The kernel counts what the sockets of
+the ranks send, including headers and acknowledgements. This works on Linux only. It needs
+`unshare`, and a kernel that lets every user create namespaces.
 """
 
 import argparse
@@ -48,16 +48,16 @@ _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 
 
 def bytes_sent(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str, int]:
-    """Return the bytes that a rank sends per step of the course's decoder, or per collective.
+    """Return a dict from `what` to the bytes that a rank sends per step or per collective.
 
-    A collective is called on a tensor of 4 MB.
+    A step is that of the course's decoder. A collective is called on a tensor of 4 MB.
 
     Args:
         what: Some of `KNOWN`.
 
     Raises:
-        RuntimeError: No such namespace can be created here, or the run failed; the message has the
-            output.
+        RuntimeError: This machine cannot create an empty network namespace, or the run failed. The
+            message has the output.
     """
     command = [
         *_EMPTY,
@@ -102,7 +102,7 @@ def _sent_so_far() -> int:
 
 
 def _count(run: Callable[[int], object]) -> int:
-    """Return the bytes per rank and run, averaged over several equal runs."""
+    """Return the bytes that a rank sends in one call of `run`, averaged over several calls."""
     for step in range(WARM_UP):
         run(step)
     dist.barrier()
@@ -127,7 +127,7 @@ def _mode(name: str) -> Callable[[int], object]:
 
 
 def _hybrid(_: str) -> Callable[[int], object]:
-    """Use FSDP2 within each half of the ranks, and DDP between the halves."""
+    """Return a function that runs a step with FSDP2 in each half of the ranks, and DDP between."""
     task, ranks, rank = task_of(), dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     model = task.make_model()
@@ -170,7 +170,7 @@ def _rank(rank: int, ranks: int, what: Sequence[str], connection: Connection) ->
 
 
 def _run_in_namespace(ranks: int, what: Sequence[str]) -> dict[str, int]:
-    """Fork the ranks in the empty namespace, so that modules are imported only once."""
+    """Return the bytes for `what`; the ranks are forked, so modules are imported only once."""
     _bring_up_loopback()
     forked = multiprocessing.get_context("fork")
     heard, reason = forked.Pipe(duplex=False)

@@ -1,4 +1,4 @@
-"""Plots and a table of what each rank holds in several kinds of parallelism, as in the papers."""
+"""Plots and a table of the tensors that ranks hold in several kinds of parallelism."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -24,7 +24,7 @@ _SHADES = ("#4477AA", "#66CCEE", "#CCBB44", "#AA3377")  # one color per rank, fo
 
 
 def draw_stages() -> "Figure":
-    """Draw what each of four ranks holds under DDP and ZeRO's stages, as whole bars or quarters."""
+    """Draw the tensors that four ranks hold under DDP and ZeRO, as whole bars or quarters."""
     title = "DDP stores everything on each of four ranks; each stage of ZeRO shards one more part"
     drawn, axes = figure(title, columns=4, width=8.6)
     outline = {"facecolor": "none", "edgecolor": "#BBBBBB", "linewidth": 0.8}
@@ -73,7 +73,7 @@ def draw_collectives() -> "Figure":
 
 
 def _name_ranks(axes: "Sequence[Axes]") -> None:
-    """Number the rows of each panel by rank, and hide everything else of its axes."""
+    """Label the rows of each panel by rank, and hide all other parts of the axes."""
     for ax in axes:
         name_rows(ax, [str(rank) for rank in range(RANKS)])
         ax.set_xticks([])
@@ -148,7 +148,7 @@ PARALLELISMS = (
 
 
 def parallelisms() -> Table:
-    """Show what each kind of parallelism divides, and by which collective."""
+    """Show a table of the tensors that kinds of parallelism divide, and of their collectives."""
     columns = [
         "kind",
         "weights",

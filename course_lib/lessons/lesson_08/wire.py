@@ -1,6 +1,6 @@
 """Ranks within one process: collectives on lists with one tensor per rank, and Adam on a shard.
 
-The module also has the bytes that real sockets carried.
+`RECORDED` has the bytes measured on loopback sockets, per rank and step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,15 +58,15 @@ class _ByteCounter:
 
 
 class Wire(_ByteCounter):
-    """Collectives of a list with one tensor per rank; they return such a list."""
+    """Collectives that take a list with one tensor per rank, and return a list of this kind."""
 
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sum of all tensors, split into shards; rank r gets the r-th shard."""
+        """Return the shards of the sum of all tensors; rank r gets the r-th shard."""
         self._record(tensors[0])
         return [shard.clone() for shard in torch.stack([*tensors]).sum(0).chunk(len(tensors))]
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Concatenate all shards; each rank gets the whole tensor."""
+        """Return the concatenation of all shards, once for each rank."""
         whole = torch.cat([*shards])
         self._record(whole)
         return [whole.clone() for _ in shards]
@@ -77,14 +77,14 @@ class Wire(_ByteCounter):
 
 
 class RankWire(_ByteCounter):
-    """Collectives as one rank calls them: it passes its own tensor and gets the result of all.
+    """Collectives as one rank calls them, with its own tensor as the argument.
 
     Args:
-        rank: The rank whose wire this is.
-        shards: Shards of a weight, one per rank, cut along the first dimension. This rank's own
-            shard is replaced by the one that it passes in.
-        gradients: Gradients of the whole weight, one per rank. This rank's own gradient is replaced
-            in the same way.
+        rank: Number of the rank that calls the collectives.
+        shards: Shards of a weight, one per rank, cut along the first dimension. The shard of `rank`
+            is replaced by the argument of `all_gather`.
+        gradients: Gradients of the whole weight, one per rank. The gradient of `rank` is replaced
+            by the argument of `reduce_scatter`.
     """
 
     def __init__(self, rank: int, shards: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -93,7 +93,7 @@ class RankWire(_ByteCounter):
         self._others = sum(each for r, each in enumerate(gradients) if r != rank)
 
     def all_gather(self, shard: Tensor) -> Tensor:
-        """Concatenate the shards of all ranks."""
+        """Return the concatenated shards of all ranks."""
         own = self._shards[self._rank]
         if shard.shape != own.shape:
             shapes = tuple(shard.shape), tuple(own.shape)
@@ -132,7 +132,7 @@ class RankWire(_ByteCounter):
 class Adam:
     """Adam on a shard of the weights: `adam(shard, gradient)` returns the updated shard.
 
-    Its two moments have the shape of the first shard that it gets.
+    The two moments have the shape of the first shard.
     """
 
     def __init__(self, lr: float = 1e-3) -> None:

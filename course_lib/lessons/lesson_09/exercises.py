@@ -1,4 +1,4 @@
-"""The exercises of lesson 09, and the model that is given for the fill-ins."""
+"""The exercises of lesson 09, and the example model for the fill-ins."""
 
 import json
 import os
@@ -43,7 +43,7 @@ IGNORED = -100  # label of a token that is not predicted, in PyTorch and transfo
 
 
 def model_of(config: Mapping[str, Any]) -> nn.Module:
-    """Build transformers' model of a configuration, with the same weights each time."""
+    """Build the transformers model of a configuration; each call draws the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def model_of(config: Mapping[str, Any]) -> nn.Module:
 
 
 def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor]:
-    """Return a batch of passages from the course's English text, which differ in each step.
+    """Return a batch of passages from the course's English text; each step has other passages.
 
     Returns:
         {"input_ids": tokens, one per character, of shape (samples, length), "labels": the same}.
@@ -65,7 +65,6 @@ def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor
 
 
 # Exercise 1: sum of the losses and its weight
-# --------------------------------------------------------------------------------------------------
 
 
 class _PositionDependent(nn.Module):
@@ -108,7 +107,7 @@ def _draw_batch(rng: random.Random) -> dict[str, Tensor]:
 
 @exercise()
 def check_loss_sum(function: Any) -> Verdict:
-    """Check `function(model, batch)` -> (sum of the cross-entropies, their number)."""
+    """Check `function(model, batch)`, which returns (sum of cross-entropies, number of terms)."""
     for batch in cases(_BATCHES, _draw_batch):
         given = deepcopy(batch)
         found = function(_PositionDependent(), given)
@@ -170,7 +169,6 @@ def _has_gradient(value: Any) -> bool:
 
 
 # Exercise 2: parameters from a configuration
-# --------------------------------------------------------------------------------------------------
 
 #: A Llama whose sizes distinguish the mistakes. No two mistakes give the same count, and two pairs
 #: of mistakes do so only if they do for any sizes. In `LLAMA`, for example, a table of positions is
@@ -206,7 +204,7 @@ MISTAKES = (
 
 
 def parameters_of(config: Mapping[str, Any], *mistakes: str) -> int:
-    """Return the number of a Llama's parameters, or the wrong number that the mistakes give."""
+    """Return the number of parameters of a Llama, or the wrong number that `mistakes` give."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_size = 1 if "size_of_a_head" in mistakes else hidden // heads
@@ -242,9 +240,9 @@ def _draw_config(rng: random.Random) -> dict[str, Any]:
 
 
 def _reasons(config: Mapping[str, Any]) -> dict[float, str]:
-    """Return wrong count -> message that explains it by one mistake, two mistakes, or a wrong unit.
+    """Return a dict from wrong counts to messages, which name one or two mistakes or a wrong unit.
 
-    A count that several mistakes give is left out, because the check cannot tell which it was.
+    A count that several mistakes give is left out, because the check cannot tell them apart.
     """
     count, found = parameters_of(config), defaultdict(list)
     for names in (*((name,) for name in MISTAKES), *combinations(MISTAKES, 2)):
@@ -264,7 +262,7 @@ def _reasons(config: Mapping[str, Any]) -> dict[float, str]:
 
 @exercise()
 def check_parameters(function: Any) -> Verdict:
-    """Check `function(config)`, a Llama's number of parameters, on four configurations."""
+    """Check `function(config)`, which returns the number of parameters of a Llama."""
     tied = {**UNTIED, "tie_word_embeddings": True}
     configs = (UNTIED, tied, LLAMA, json.loads(CONFIG_OF_LLAMA_3_8B.read_text("utf-8")))
     for config in cases(configs, _draw_config):
@@ -279,15 +277,12 @@ def check_parameters(function: Any) -> Verdict:
     return say.right("parameters.right")
 
 
-# Exercise 3: a recipe for 200 MB
-# --------------------------------------------------------------------------------------------------
-
 BUDGET = 200_000_000
 
 
 @cache
 def estimate_recipe(recipe: Recipe) -> Estimate:
-    """Estimate a step of the lesson's model and batch."""
+    """Return the estimate of a step of the lesson's model and batch by a recipe."""
     return estimate(lambda: model_of(LLAMA), lambda: passages(0), recipe)
 
 
@@ -296,7 +291,7 @@ THREE = Recipe(checkpoint="layers", offload_optimizer=1.0, in_backward=True)
 
 
 def _techniques_of(recipe: Recipe) -> set[str]:
-    """Return the techniques in a recipe: its fields that save memory, without mere sizes.
+    """Return the techniques in a recipe, which are the fields that save memory, without sizes.
 
     Each kind of checkpoint is a technique of its own.
     """
@@ -310,7 +305,7 @@ def _techniques_of(recipe: Recipe) -> set[str]:
 
 @exercise()
 def check_recipe(recipe: Any) -> Verdict:
-    """Check a recipe whose step stays within 200 MB and trains like the baseline."""
+    """Check a recipe with a peak of at most 200 MB that trains like the baseline."""
     say.refuse_if(not isinstance(recipe, Recipe), "recipe.no_recipe")
     same = recipe.precision in (None, Recipe().precision) and recipe.optimizer == Recipe().optimizer
     say.refuse_if(not same, "recipe.another_training")

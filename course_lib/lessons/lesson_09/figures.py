@@ -27,15 +27,15 @@ def draw_techniques(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure
     """Draw the peak of each recipe as a stacked bar, with the budget as a line.
 
     Args:
-        found: Label -> estimate.
-        budget_bytes: The budget.
+        found: Dict from a label to an estimate.
+        budget_bytes: Budget in bytes.
     """
     title = "Alone, no technique fits the budget, but the three together do"
     return _draw_peaks(found, budget_bytes, title)
 
 
 def draw_lora(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
-    """Draw the peaks of a model with and without adapters, as `draw_techniques` does."""
+    """Draw the peaks of a model with and without adapters as stacked bars."""
     title = "LoRA removes the optimizer state, but nearly all activations remain"
     return _draw_peaks(found, budget_bytes, title)
 
@@ -62,10 +62,11 @@ def _draw_peaks(found: Mapping[str, Estimate], budget_bytes: int, title: str) ->
 
 
 def draw_losses(losses: Mapping[str, Sequence[float]]) -> "Figure":
-    """Draw losses of the same steps by two recipes, one on top of the other.
+    """Draw the losses of the same training steps by two recipes.
 
     Args:
-        losses: Label -> mean loss of each step; the second is drawn over the first.
+        losses: Dict from a label to the mean loss of each step. The second curve is drawn over the
+            first.
     """
     (plain, first), (other, second) = losses.items()
     apart = max(abs(a - b) for a, b in zip(first, second, strict=True))
@@ -108,7 +109,7 @@ _VOCABULARY, _LENGTH = 97, 32
 
 
 def other_architectures() -> Table:
-    """Show predicted and measured peaks of three small models with a checkpoint per block."""
+    """Show a table of predicted and measured peaks of three small models with checkpoints."""
     import transformers
 
     rows = []
@@ -128,7 +129,7 @@ def other_architectures() -> Table:
 
 
 def update_in_backward() -> Table:
-    """Show the peaks of 8 layers of Llama 3 8B with the update at the end, and inside backward."""
+    """Show the peaks of 8 Llama 3 8B layers with the update after or inside backward."""
     config = {**read_config(CONFIG_OF_LLAMA_3_8B), "num_hidden_layers": 8}
     make_model = partial(model_from, config, sequence=4096)
     given = make_model, partial(random_tokens, 1, 4096, config["vocab_size"])
@@ -146,7 +147,7 @@ def _labelled_image() -> dict[str, Any]:
 
 
 def what_you_may_have_read(plain: Estimate, kept: Estimate, flash: Estimate) -> Table:
-    """Return the table of the lesson's claims, with the figure measured for each.
+    """Return a table of the lesson's claims, and of the numbers that test them.
 
     Args:
         plain: Estimate of the baseline.

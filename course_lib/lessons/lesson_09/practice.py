@@ -1,4 +1,4 @@
-"""Images for a vision transformer, runs of predicted recipes, and Hugging Face's Trainer."""
+"""Images for a vision transformer, runs of estimated recipes, and Hugging Face's Trainer."""
 
 import tempfile
 import warnings
@@ -28,7 +28,7 @@ VIT = {
 
 
 def pictures(samples: int = 8) -> dict[str, Tensor]:
-    """Return random images of 224 x 224 pixels in three colors, with a random class for each."""
+    """Return random images of 224 x 224 pixels in three colors, and a random class per image."""
     generator = torch.Generator().manual_seed(0)
     return {
         "pixel_values": torch.rand(samples, 3, 224, 224, generator=generator),
@@ -41,12 +41,12 @@ def run_predicted(
     make_batch: Callable[[], Any],
     predicted: Mapping[str, Estimate],
 ) -> Table:
-    """Run a step of each estimated recipe, and show the predicted and the measured peak.
+    """Run a step of each estimated recipe; show a table of predicted and measured peaks.
 
     Args:
         make_model: Function that returns a new model, whose own loss is used.
         make_batch: Function that returns the batch.
-        predicted: Label -> estimate.
+        predicted: Dict from a label to an estimate.
     """
     rows = []
     for name, each in predicted.items():
@@ -61,7 +61,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def difference(found: Tensor, expected: Tensor, update: Tensor) -> str:
-    """Return the distance of two weight vectors, divided by the update's norm, as text.
+    """Return the distance of two weight vectors, divided by the norm of `update`, as text.
 
     Rounding differs between CPUs, so a small distance is shown as an upper bound.
     """
@@ -72,7 +72,7 @@ def difference(found: Tensor, expected: Tensor, update: Tensor) -> str:
 def peak_in_trainer(model: nn.Module, arguments: Mapping[str, Any]) -> int:
     """Train a model for two steps with Hugging Face's Trainer, and return the peak in bytes.
 
-    There are two steps because the optimizer creates its state in the first one.
+    A second step is needed because the optimizer creates its state in the first step.
 
     Args:
         model: The model, which is trained on batches of `passages`.

@@ -30,10 +30,10 @@ def check_slots(make_model: Make, make_batch: Make, loss_sum: Make | None = None
 
     Args:
         make_model: Function that returns a new module.
-        make_batch: Function that takes the number of the step and returns its batch: tensors, alone
-            or in tuples and dictionaries.
-        loss_sum: Function (model, batch) -> (sum of losses, weight), or None to use the model's own
-            loss.
+        make_batch: Function that takes the number of a step and returns the batch of that step:
+            tensors, alone or in tuples and dictionaries.
+        loss_sum: Function that takes (model, batch) and returns (sum of losses, weight), or None to
+            use the model's own loss.
     """
     return _check_slots((make_model, make_batch, loss_sum))
 
@@ -41,7 +41,7 @@ def check_slots(make_model: Make, make_batch: Make, loss_sum: Make | None = None
 def own_model(
     make_model: Make | None, make_batch: Make | None, loss_sum: Make | None
 ) -> Verdict | str:
-    """Check the model of the learner's project, if its fill-ins are complete."""
+    """Check the model of the learner's project, if all fill-ins are complete."""
     if make_model is None or make_batch is None:
         return say("slots.empty")
     return check_slots(make_model, make_batch, loss_sum)
@@ -73,7 +73,7 @@ def _check_slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
 
 
 def _refuse_batches(*batches: Any) -> None:
-    """Reject two batches without tensors, with unequal numbers of samples, or that are equal."""
+    """Reject batches that have no tensors, unequal numbers of samples, or equal contents."""
     first, second = (list(tensors_in(batch)) for batch in batches)
     say.refuse_if(not first, "slots.no_tensors")
     say.refuse_if(len({len(tensor) for tensor in first}) > 1, "slots.sample_counts")
@@ -82,7 +82,7 @@ def _refuse_batches(*batches: Any) -> None:
 
 
 def _refuse_tokens(model: nn.Module, batch: Any) -> None:
-    """Reject tokens for which no embedding of the model has a row."""
+    """Reject token numbers that are too large for the model's embeddings."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     rows = max((embedding.num_embeddings for embedding in embeddings), default=0)
     tokens = [t for t in tensors_in(batch) if not t.is_floating_point() and t.dtype != torch.bool]
@@ -127,7 +127,7 @@ def _is_pair(found: Any) -> bool:
 
 
 def _check_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Verdict:
-    """Compare the baseline's prediction with a real step, and list the blocks for checkpoints."""
+    """Compare the predicted peak with a real step; return a report with blocks for checkpoints."""
     recipe, options = Recipe(precision=None, attention=None), {"loss_sum": loss_sum}
     estimated = estimate(make_model, lambda: make_batch(0), recipe, **options)
     model: list[nn.Module] = []  # the model that runs the step

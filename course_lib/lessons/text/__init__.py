@@ -17,12 +17,12 @@ VOCABULARY = 128
 
 
 def prose() -> list[str]:
-    """Return paragraphs of at least 20 characters."""
+    """Return the paragraphs of `prose.txt`, each with at least 20 characters."""
     return _lines("prose.txt")
 
 
 def code() -> list[str]:
-    """Return lines of Python, indented as in their cells."""
+    """Return the lines of Python in `code.txt`, indented as in their cells."""
     return _lines("code.txt")
 
 
@@ -31,13 +31,13 @@ def _lines(name: str) -> list[str]:
 
 
 def pad_texts(texts: Sequence[str], most: int) -> Tensor:
-    """Return texts as ASCII numbers, 1 to 127; shorter texts are padded with zeros.
+    """Return a tensor of the texts' ASCII numbers, 1 to 127; shorter texts are padded with 0.
 
     Args:
         most: Number of characters after which a text is cut.
 
     Returns:
-        (texts, length of the longest).
+        Tensor of shape (texts, length of the longest text).
     """
     rows = [torch.tensor([ord(character) for character in each[:most]]) for each in texts]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
