@@ -1,4 +1,4 @@
-"""Autograd's graph, and the tensors that it saves."""
+"""Functions on autograd's graph, and on the tensors that the graph saves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,12 +30,15 @@ def writes_after_saving(node: Any) -> bool:
 def saved_value_may_differ(node: Any, saved: torch.Tensor) -> bool:
     """Return whether a tensor that a node of autograd's graph has saved may differ in an equal run.
 
-    This is so for `rrelu`, which saves an uninitialized tensor before it draws its noise, and for
-    `ctc_loss`, which never fills or reads the padding of its table. CUDA's kernels of
-    `scaled_dot_product_attention` save the random generator's seed and offset as integers, which
-    they leave uninitialized without dropout. If the seed of a dropout differs, so does the output,
-    which is saved and compared too. A batch norm in training mode saves its running statistics
-    before it updates them, and its backward pass does not read them.
+    The saved tensors of these nodes may differ:
+
+    - `rrelu` saves an uninitialized tensor before it draws its noise.
+    - `ctc_loss` saves a table, whose padding it never fills or reads.
+    - CUDA's kernels of `scaled_dot_product_attention` save the random generator's seed and offset
+      as integers, which are left uninitialized without dropout. If the seed of a dropout differs,
+      so does the output, which is saved and compared as well.
+    - A batch norm in training mode saves its running statistics before it updates them. Its
+      backward pass does not read them.
     """
     if node is None:
         return False
@@ -48,7 +51,8 @@ def saved_value_may_differ(node: Any, saved: torch.Tensor) -> bool:
 def check_torch_func(error: BaseException | None, name: str) -> None:
     """Raise an error with advice if `error` says that `torch.func` does not support hooks.
 
-    PyTorch raises it if saved-tensor hooks are set inside a transform such as `torch.func.grad`.
+    PyTorch raises `error` if saved-tensor hooks are set inside a transform such as
+    `torch.func.grad`. For any other error, this function does nothing.
 
     Args:
         error: Error raised under saved-tensor hooks, or when they were set; None if there was none.

@@ -1,4 +1,4 @@
-"""Parts of the compiler; the functions load those that take seconds."""
+"""Parts of the compiler. Those that take seconds to load are loaded inside functions."""
 
 import sys
 from contextlib import AbstractContextManager
@@ -23,5 +23,8 @@ def generated_modules() -> list[ModuleType]:
 
 
 def activation_memory_budget(budget: float) -> AbstractContextManager[None]:
-    """Return a context in which compiled functions keep this part of their activations."""
+    """Return a context in which compiled functions keep the share `budget` of their activations.
+
+    The share is between 0 and 1.
+    """
     return torch._functorch.config.patch(activation_memory_budget=budget)

@@ -9,13 +9,13 @@ import torch
 
 
 class RandomState:
-    """The states of the CPU's generator and of some devices' generators.
+    """The states of the CPU's random generator and of the generators of some devices.
 
     Args:
         devices: Devices whose generators are included in addition to the CPU's. By default all CUDA
             devices in use. The CPU and devices without generators are ignored.
-        counted: Whether meters count the tensor with the CPU generator's state, as they do if
-            `torch.get_rng_state` creates it.
+        counted: Whether meters count the tensor that holds the state of the CPU's generator. They
+            count it if `torch.get_rng_state` creates the tensor.
     """
 
     def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):
@@ -64,7 +64,7 @@ class AllRandomState:
 
 @contextmanager
 def random_numbers_undone() -> Iterator[None]:
-    """Restore the generators after an error inside the block."""
+    """Restore all random generators if an error is raised inside the block."""
     # not counted, because the state is not memory that the block uses
     state = AllRandomState(counted=False)
     try:

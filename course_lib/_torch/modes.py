@@ -1,4 +1,4 @@
-"""Autocast, dispatch modes, function modes and the compiler."""
+"""Functions on autocast, dispatch modes and function modes, and parts of the compiler."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,7 +34,8 @@ class AutocastState:
         """Restore these settings inside the block.
 
         Args:
-            cache_enabled: Setting of the cache; by default the stored one.
+            cache_enabled: Whether autocast caches casts of weights. By default, the stored setting
+                is used.
         """
         with ExitStack() as stack:
             for kind, (enabled, dtype, cached) in self.states.items():
@@ -63,9 +64,9 @@ def autocast_of(tensor: Tensor) -> torch.dtype | None:
 class ObserverMode(TorchDispatchMode):
     """A dispatch mode that does not disable code compiled by `torch.compile`.
 
-    Under any other mode, Dynamo runs a frame without compiling it, and never compiles it again in
-    the process. It sets this mode aside while it compiles, and the compiled code then runs under
-    the mode, which sees the operators that the code calls.
+    Under any other mode, Dynamo runs a frame without compiling it, and never compiles this frame
+    again in the process. Dynamo sets an `ObserverMode` aside while it compiles. The compiled code
+    then runs under the mode, which sees the operators that the code calls.
     """
 
     # a compiled graph calls higher-order operators, such as those that repeat random numbers
@@ -77,7 +78,7 @@ class ObserverMode(TorchDispatchMode):
 
 
 def modes_when_recomputed() -> list[TorchFunctionMode]:
-    """Return the active function modes with an attribute `when_recomputed` that is true.
+    """Return the active function modes whose attribute `when_recomputed` is true.
 
     Checkpoints enter these modes again for the recomputation.
     """
@@ -89,5 +90,5 @@ def modes_when_recomputed() -> list[TorchFunctionMode]:
 
 
 def graph_break(reason: str) -> None:
-    """End the compiler's graph, and give the reason if an error follows."""
+    """End the compiler's graph. If an error follows, its message has the reason."""
     torch._dynamo.graph_break(reason)

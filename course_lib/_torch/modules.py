@@ -1,4 +1,4 @@
-"""Attributes of modules, and modules that run the same operators."""
+"""Read and restore attributes of modules, and compare modules by the operators that they run."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -26,10 +26,10 @@ _INTERNAL = vars(nn.Module()).keys() - {"training"} | {"forward"}
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own attributes.
+    """Return a module's own attributes, as a dict from name to value.
 
-    They do not include parameters, buffers, submodules and hooks, nor weights that a hook computes
-    before each run, as for weight norm and pruning.
+    The dict does not include parameters, buffers, submodules and hooks. It does not include weights
+    that a hook computes before each run either, as for weight norm and pruning.
     """
     hooks = module._forward_pre_hooks.values()
     computed = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
@@ -56,8 +56,8 @@ def look_of(module: nn.Module) -> tuple:
 def _settings(part: nn.Module) -> list[tuple[str, Any]]:
     """Return the attributes of a module that determine how it runs, such as a stride.
 
-    Modules count as equal if they differ only in a layer number or in a nonzero float, such as a
-    dropout rate.
+    The result does not depend on layer numbers and on the values of nonzero floats, such as dropout
+    rates, so modules that differ only in these count as equal.
     """
     return [(name, _comparable(name, value)) for name, value in attributes_of(part).items()]
 

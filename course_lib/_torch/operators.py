@@ -1,4 +1,4 @@
-"""Operators."""
+"""Types of operators, and functions on operators and on their arguments."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,10 @@ from torch._prims_common import suggest_memory_format as suggest_memory_format
 def written_arguments(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[Any, Any]]:
-    """Return (argument of the schema, value) of the arguments that an operator writes into."""
+    """Return the arguments that an operator writes into.
+
+    Each item is a pair: the argument in the operator's schema, and its value.
+    """
     arguments = func._schema.arguments
     bound = [
         *zip(arguments, args, strict=False),

@@ -11,7 +11,7 @@ from .._check import describe
 
 
 def needs_closure(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> bool:
-    """Return whether `step` needs a closure that computes the loss, as for LBFGS."""
+    """Return whether an optimizer's `step` needs a closure that computes the loss, as for LBFGS."""
     arguments = inspect.signature(optimizer.step).parameters.values()
     return any(each.name == "closure" and each.default is each.empty for each in arguments)
 
@@ -26,7 +26,10 @@ def check_no_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_in_training(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer is in evaluation mode, as schedule-free ones are before `train()`."""
+    """Raise if an optimizer is in evaluation mode.
+
+    Schedule-free optimizers are in evaluation mode before a call of `train()`.
+    """
     if any(group.get("train_mode") is False for group in optimizer.param_groups):
         raise ValueError(
             f"optimizer must be in training mode, got {describe(optimizer)} in evaluation mode."
@@ -47,7 +50,7 @@ def check_gradients_enabled() -> None:
 def not_collecting() -> Iterator[None]:
     """Disable garbage collection inside the block.
 
-    Otherwise the collector would examine all symbolic tensors again in each of its runs.
+    Otherwise each run of the collector would examine all symbolic tensors again.
     """
     collecting = gc.isenabled()
     gc.disable()

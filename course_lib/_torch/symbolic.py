@@ -33,7 +33,7 @@ def is_symbolic(*tensors: Any) -> bool:
 def counted_kind() -> str:
     """Return the kind of device whose tensors are counted, "cpu" or "cuda".
 
-    It is "cuda" in a symbolic mode of this kind, whose tensors are all on the CPU. There, what a
-    step on CUDA keeps on the host must not be counted.
+    The kind is "cuda" in a symbolic mode of this kind, although all of the mode's tensors are on
+    the CPU. In this mode, tensors that a step on CUDA would keep on the host must not be counted.
     """
     return getattr(detect_fake_mode(), "kind", "cpu")

@@ -1,4 +1,4 @@
-"""Tensors: in containers, and in storages."""
+"""Functions on tensors in containers, and on the storages of tensors."""
 
 import copy
 import dataclasses
@@ -25,9 +25,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
-    """Return the tensors among an operator's arguments, and in lists and tuples among them.
+    """Return the tensors among an operator's arguments, and in the arguments' lists and tuples.
 
-    This is faster than `tensors_in`, which also searches nested containers.
+    This function is faster than `tensors_in`, which also searches nested containers.
     """
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -45,10 +45,9 @@ def map_tensors(
     kinds: type | tuple[type, ...] = Tensor,
     copied: tuple[type, ...] = (),
 ) -> Any:
-    """Replace each tensor in `value` by `function(tensor)`.
+    """Return `value` with each tensor replaced by `function(tensor)`.
 
-    A container without tensors is returned as the same object, unless it is of one of the types
-    `copied`.
+    A container without tensors is returned as the same object, unless its type is one of `copied`.
 
     Args:
         function: Function of a tensor.
@@ -67,7 +66,7 @@ def map_tensors(
 def items_in(value: Any) -> Collection[Any]:
     """Return the items of a list or tuple, the values of a mapping, or the fields of a dataclass.
 
-    Any other object has none.
+    For any other object, the result is empty.
     """
     if isinstance(value, (list, tuple)):
         return value
@@ -111,6 +110,9 @@ def elements_spanned(tensor: Tensor) -> int:
 
 
 def holders_of(storage: torch.UntypedStorage) -> int:
-    """Return the number of a storage's holders: the tensors that share it, and its Python object,
-    which counts as one holder or none, depending on the version of torch."""
+    """Return the number of a storage's holders.
+
+    The holders are the tensors that share the storage, and the storage's Python object. Depending
+    on the version of torch, the Python object counts as one holder or as none.
+    """
     return torch._C._storage_Use_Count(storage._cdata)

@@ -9,7 +9,10 @@ from course_lib._torch.modes import TorchDispatchMode
 
 
 def release(device: torch.device) -> None:
-    """Free unreferenced and cached GPU memory and cuBLAS's workspaces. On a CPU, do nothing."""
+    """Free GPU memory that is unreferenced or cached, and cuBLAS's workspaces.
+
+    On a CPU, the function does nothing.
+    """
     if device.type == "cuda":
         gc.collect()
         torch.cuda.init()
@@ -39,7 +42,7 @@ class Allocator:
         return torch.cuda.memory_reserved(self.device) - self.allocated_before
 
     def requested_bytes(self) -> int:
-        """Return the requested bytes, before the allocator rounds up each request."""
+        """Return the bytes that were requested, before the allocator rounds up each request."""
         return (
             torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
             - self.requested_before
@@ -64,9 +67,9 @@ class Allocator:
 
 
 class BetweenOperators(TorchDispatchMode):
-    """A mode that records the most bytes allocated at the end of any operator.
+    """A mode that records the largest number of allocated bytes at the end of any operator.
 
-    An operator has freed its workspace by then, so `peak_bytes` does not include workspaces.
+    By then the operator has freed its workspace, so `peak_bytes` does not include workspaces.
     """
 
     def __init__(self, allocator: Allocator) -> None:

@@ -22,9 +22,9 @@ _KINDS = {
 def alt_text(drawn: "Figure", language: str) -> str:
     """Return a figure's title, followed by its `alt` or by a description of its axes.
 
-    The description uses only texts of the picture and ends of measured curves, because the other
-    coordinates may differ between machines. The figure's texts must have been put into this
-    language before.
+    The description uses only the texts of the picture and the end values of measured curves,
+    because other coordinates may differ between machines. The texts of the figure must already be
+    in this language.
     """
     if (own_alt := getattr(drawn, "course_alt", None)) is not None:
         description = in_language(own_alt, language)
@@ -45,7 +45,7 @@ def in_language(words: str, language: str) -> str:
 
 
 def _panel(ax: "Axes", language: str) -> str:
-    """Describe a panel in one sentence: what is drawn, its axes, and the words in it."""
+    """Return one sentence on a panel: the kinds of drawing, the axes, and the panel's words."""
     clauses = [join_labels(_KINDS[kind] for kind in _kinds(ax))]
     if ax.axison:
         clauses += [_axis("x axis: {label}", ax.xaxis), _axis("y axis: {label}", ax.yaxis)]
@@ -83,7 +83,10 @@ def _axis(template: str, axis: Any) -> str:
 
 
 def _shared_labels(drawn: "Figure", language: str) -> list[str]:
-    """Return the labels and legends that belong to all panels: a list of one sentence, or empty."""
+    """Return a sentence with the labels and legends that belong to all panels.
+
+    The result is a list with this sentence, or an empty list if there are none.
+    """
     items = [item for legend in drawn.legends for item in legend.get_texts()]
     clauses = [_plain(drawn.get_supxlabel()), _plain(drawn.get_supylabel()), _list_texts(items)]
     description = join_labels(filter(None, clauses), "; ")
@@ -95,9 +98,10 @@ def _shared_labels(drawn: "Figure", language: str) -> list[str]:
 
 
 def _list_texts(items: Iterable[Any]) -> str:
-    """List the texts that contain letters, each once, in the order in which they were written.
+    """Return a list of the texts that contain letters, as one label.
 
-    Numbers are left out, because they mean nothing without their position.
+    Each text is listed once, in the order in which the texts were written. Numbers are left out,
+    because they mean nothing without their position.
     """
     labels: dict[str, None] = {}
     for item in items:
@@ -112,7 +116,7 @@ def _list_texts(items: Iterable[Any]) -> str:
 
 
 def _plain(words: str) -> str:
-    """Return text on one line without math signs; Chinese lines are joined without a space."""
+    """Return text on one line without math signs. Chinese lines are joined without a space."""
     lines = [line.strip() for line in words.replace("$", "").splitlines()]
     return "".join(
         line if not i or "\u3000" <= lines[i - 1][-1:] <= "\u9fff" else f" {line}"

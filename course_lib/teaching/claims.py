@@ -1,7 +1,7 @@
 """Claims that learners may have read, each with the experiment that tests it and the outcome.
 
-The claims of a lesson are in its `claims.toml`, in English and Chinese. Each lesson measures the
-values and passes them to `what_you_may_have_read`. A test repeats every experiment.
+The claims of a lesson are in its `claims.toml`, in English and Chinese. The lesson measures one
+value per claim and passes the values to `what_you_may_have_read`. A test repeats every experiment.
 """
 
 import tomllib
@@ -27,8 +27,8 @@ class Claim:
         experiment: Description of the experiment.
         verdict: One sentence on whether and when the claim is right.
         outcome: One of `OUTCOMES`.
-        source: Where the claim is from, as it is cited; by default the teaching documents from
-            which the course was developed.
+        source: Source of the claim, as it is cited. By default, the teaching documents from which
+            the course was developed.
 
     Raises:
         ValueError: The outcome is not one of `OUTCOMES`.
@@ -77,7 +77,7 @@ def read_claims(file: str, table: str) -> tuple[Claim, ...]:
 
 
 def what_you_may_have_read(claims: Sequence[Claim], *measured: str) -> Table:
-    """Return the table of claims, with the measured value of each.
+    """Return a table of claims, with one measured value per claim.
 
     Args:
         claims: The claims.

@@ -1,8 +1,9 @@
-"""The lessons' GPU experiments: functions of a device and sizes that yield dicts of numbers.
+"""GPU experiments of the lessons, which are functions of a device and sizes.
 
-The name of every number ends in its unit. A string states how numbers were measured, for example
-which attention kernel ran. The functions also run on a CPU, without the numbers that only the CUDA
-allocator has, so tests can run them at small sizes.
+An experiment yields dicts from the name of a result to a number or a string. The name of every
+number ends in its unit. A string states how numbers were measured, for example which attention
+kernel ran. Experiments also run on a CPU, so that tests can run them at small sizes. On a CPU, the
+numbers that only the CUDA allocator provides are missing.
 """
 
 import math
@@ -53,9 +54,9 @@ class Run:
     """Results of an experiment so far.
 
     Attributes:
-        figures: Name -> number.
-        sizes: Sizes that were used.
-        notes: Name -> further information on the results.
+        figures: Dict from the name of a result to its number.
+        sizes: Sizes with which the experiment ran.
+        notes: Dict from the name of a note to further information on the results.
     """
 
     figures: dict[str, Number]
@@ -70,11 +71,11 @@ class Experiment:
     Attributes:
         function: Function of a device, and of sizes as keyword arguments, that yields dicts of
             numbers or strings by name.
-        title: A label.
-        labels: Name of a result -> its label. A placeholder in the name matches any text, which
-            replaces the same placeholder in the label.
-        sizes, small: Sizes of the experiment, and smaller ones with which it takes about a second
-            on any device.
+        title: Title of the experiment, a label.
+        labels: Dict from the name of a result to its label. A placeholder in the name matches any
+            text. This text replaces the same placeholder in the label.
+        sizes, small: Sizes of the experiment, and smaller sizes with which the experiment takes
+            about a second on any device.
     """
 
     lesson: str
@@ -94,11 +95,12 @@ class Experiment:
     ) -> Run:
         """Run the experiment with fixed random numbers; the generators are restored afterwards.
 
-        If memory runs out, it starts again with half the batch, then with fewer layers, and then
-        with shorter sequences.
+        If memory runs out, the experiment starts again with one of its sizes halved: the first one
+        in `HALVED` that the experiment has and that stays at or above its small size.
 
         Args:
-            on_result: Function that is called with all results so far whenever there are new ones.
+            on_result: Function that is called with all results so far whenever the experiment
+                yields new ones.
 
         Raises:
             MemoryError: Memory is too small at any size.
@@ -154,9 +156,9 @@ class Experiment:
         return f"`{figure}`"
 
     def in_order(self, values: dict[str, Number]) -> dict[str, Number]:
-        """Sort results by label, then by the numbers in the name (512 before 1024).
+        """Return results sorted by the order of their labels, then by the numbers in their names.
 
-        Recordings have them in alphabetical order.
+        For example, 512 comes before 1024. A recording stores its results in alphabetical order.
         """
 
         def place(figure: str) -> tuple[int, list[int], str]:
@@ -184,7 +186,8 @@ def experiment(
 
     Args:
         title, sizes, small, labels: Attributes of `Experiment`.
-        variants: Name of each variant -> its label, for the labels of its `QUANTITIES`.
+        variants: Dict from the name of each variant to its label. The labels of the variant's
+            `QUANTITIES` are made from this label.
     """
     derived = {
         f"{variant}_{quantity}": text("{variant}: {quantity}", variant=words, quantity=what)
@@ -214,9 +217,10 @@ def peaks(variant: str, step: Callable[[], object], **held: object) -> Part:
 def seconds(
     device: torch.device, variants: Mapping[str, Callable[[], object]], rounds: int = 5
 ) -> dict[str, Number]:
-    """Return the median seconds of each variant.
+    """Return the median seconds per call of each variant, as a dict from "<variant>_seconds".
 
-    In each round every variant is called once, in alternating order. The first round is a warm-up.
+    In each of the rounds, every variant is called once, in alternating order. One more round before
+    them is a warm-up.
     """
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     for i in range(rounds + 1):
@@ -228,17 +232,17 @@ def seconds(
 def compare_variants(
     device: torch.device, variants: Mapping[str, Callable[[], object]], **held: object
 ) -> Iterator[Part]:
-    """Yield the `peaks` of each variant, one after the other, and then the `seconds` of all."""
+    """Yield the `peaks` of each variant, and then the `seconds` of all variants."""
     for variant, step in variants.items():
         yield peaks(variant, step, **held)
     yield seconds(device, variants)
 
 
 def _time_step(device: torch.device, step: Callable[[], object]) -> float:
-    """Return the seconds of a step.
+    """Return the seconds that a step takes.
 
-    On CUDA the time starts when the GPU begins to work, so the time in which Python queues the work
-    does not count.
+    On CUDA, the time starts when the GPU begins to work. Therefore it does not include the time in
+    which Python queues the work.
     """
     wait_for(device)
     if device.type != "cuda":
@@ -286,12 +290,13 @@ def decoder_and_tokens(
 
 
 def need_host_memory(count: int) -> None:
-    """Raise an error before pinning `count` bytes if less host memory is available.
+    """Raise an error if less than `count` bytes of host memory are available.
 
-    The operating system would otherwise end the process.
+    It is called before memory is pinned, because the operating system would otherwise end the
+    process.
 
     Raises:
-        MemoryError: Less memory is available.
+        MemoryError: Less than `count` bytes are available.
     """
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
@@ -311,7 +316,10 @@ def in_short(error: BaseException) -> str:
 
 
 def _is_lack_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out; cuBLAS and the driver raise other errors than PyTorch."""
+    """Return whether an error means that memory ran out.
+
+    The errors of cuBLAS and of the driver differ from those of PyTorch.
+    """
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in str(error) for words in ("out of memory", "ALLOC_FAILED")
     )

@@ -57,7 +57,9 @@ PHASE_NAMES = {name: name for name in ("forward", "backward", "optimizer")}
 
 
 def category_label(name: str) -> labels.Label:
-    """Return the label of a category of bytes, or of a phase ("optimizer" is the state here).
+    """Return the label of a category of bytes or of a phase of the training step.
+
+    The name "optimizer" gives the label of the category, "optimizer state".
 
     Raises:
         ValueError: The name is unknown.
@@ -66,7 +68,7 @@ def category_label(name: str) -> labels.Label:
 
 
 def category_look(name: str) -> dict[str, Any]:
-    """Return color and hatching of a category of bytes, as arguments of matplotlib's patches."""
+    """Return color and hatching of a category of bytes, as arguments for matplotlib's patches."""
     look = {"facecolor": COLORS.get(name, "#777777"), "hatch": HATCHES.get(name)}
     return {**look, "edgecolor": _HATCH_COLOR, "linewidth": 0}
 
@@ -93,17 +95,18 @@ def figure(
 ) -> "tuple[Figure, Any]":
     """Create a figure in the course's style, which a notebook shows once per language.
 
-    It is drawn with English labels, which are replaced by Chinese ones for the second picture.
+    The figure is drawn with English labels, which are replaced by Chinese ones for the second
+    picture.
 
     The first figure puts the style into matplotlib's `rcParams`, because labels that are set later
-    take their font from there. Changes to `rcParams` after that stay.
+    take their font from `rcParams`. Changes to `rcParams` after the first figure are kept.
 
     Args:
-        title: The message of the figure, not its axes.
+        title: Message of the figure, a full sentence; it does not name the axes.
         width, height: Size in inches, at 100 dots per inch.
         alt: Sentences that describe the picture for readers who cannot see it, without its title.
-            By default they are generated from the kinds of drawing, the axes and the labels; write
-            them if that is not enough.
+            By default, a description is generated from the kinds of drawing, the axes and the
+            labels. Pass sentences if that is not enough.
 
     Returns:
         The figure, and its axes: one `Axes`, or an array of them if there are several rows or
@@ -129,9 +132,10 @@ def figure(
 
 
 def shown_once(drawn: "Figure") -> "Figure":
-    """Close a figure in a notebook, and return it.
+    """Close a figure in a notebook, and return the figure.
 
-    Otherwise the notebook would show it twice, as the value of the cell and as an open figure.
+    Otherwise the notebook would show the figure twice: as the value of the cell, and as an open
+    figure.
     """
     import matplotlib
 
@@ -151,17 +155,18 @@ def predicted_and_measured(
 ) -> None:
     """Draw a prediction as a line and measurements as points, in one color, with a label.
 
-    The alt text gives the first and the last measurement, so measure values that are the same on
-    every machine: bytes or FLOPs.
+    The alt text gives the first and the last measurement. Therefore measure values that are the
+    same on every machine, such as bytes or FLOPs.
 
     Args:
         ax: Axes to draw on.
         x: Positions of the points.
-        predicted: Values of the line, or the formula itself for a smooth line, or None for points
-            only.
+        predicted: Values of the line at the positions `x`, or a function of x, which draws a smooth
+            line. None draws points only.
         measured: Values of the points, in the same unit.
         name: Label of the points.
-        color: Color instead of the course's color for measurements; the line is a lighter shade.
+        color: Color of the points, by default the course's color for measurements. The line has a
+            lighter shade of it.
     """
     color = color or COLORS["measured"]
     line_x = x

@@ -1,6 +1,6 @@
-"""The display of GPU measurements in a lesson, with a line that states where they were made.
+"""Display of GPU measurements in a lesson, with a line that states where they were made.
 
-The measured values come from `recordings`.
+The measurements come from `recordings`.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class GpuFigures:
             GPU; see `course_lib.teaching.recordings.figures_of_gpus`.
 
     Attributes:
-        figures: Name of an experiment -> its results on the first GPU, for further computations of
-            a lesson.
+        figures: Dict from the name of an experiment to its results on the first GPU. Lessons use
+            them in further computations.
     """
 
     def __init__(self, parts: Sequence[tuple[Experiment, Sequence[Figures]]]) -> None:
@@ -48,9 +48,10 @@ class GpuFigures:
         return f'<div class="course-gpu">{"".join(texts)}</div>'
 
     def _blocks(self) -> list[tuple[list[str], Experiment, Sequence[Figures]]]:
-        """Return one block per experiment, or one for consecutive experiments without results.
+        """Return the blocks of the display, as tuples (titles, experiment, results).
 
-        Experiments are grouped if they lack results for the same reason.
+        Each experiment with results is a block. Consecutive experiments that lack results for the
+        same reason share one block.
         """
         blocks: list[tuple[list[str], Experiment, Sequence[Figures]]] = []
         for item, found in self._parts:
@@ -94,9 +95,9 @@ def _origin(found: Figures) -> list[Label]:
 
 
 def _table(item: Experiment, found: Sequence[Figures]) -> Table:
-    """Return a table of the results with a column per GPU, and a last column of exact bytes.
+    """Return a table of the results, with one column per GPU and a last column of exact bytes.
 
-    If the bytes of two GPUs differ, the last cell lists them in the order of the columns.
+    If the bytes differ between GPUs, the last cell lists them in the order of the columns.
     """
     names = list(dict.fromkeys(name for each in found for name in each.values))
     several = len(found) > 1
@@ -119,7 +120,7 @@ def _table(item: Experiment, found: Sequence[Figures]) -> Table:
 
 
 def _cell(name: str, value: float) -> str:
-    """Return a value in its unit; 1 MB = 10**6 bytes."""
+    """Return a value as text with its unit, where 1 MB is 10**6 bytes."""
     unit = name.rpartition("_")[2]
     if unit == "bytes":
         return f"{value:,} B" if abs(value) < 1000 else f"{value / 1e6:,.3f} MB"

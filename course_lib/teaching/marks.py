@@ -1,7 +1,7 @@
 """Elements that plots of several lessons share: words, boxes, arrows, points, bars and axes.
 
-Words are labels; a plot of `course_lib.teaching.figures` shows them in the language of the page.
-The arguments `look` are those of matplotlib's own functions.
+Words are labels. A plot of `course_lib.teaching.figures` shows them in the language of the page.
+Keyword arguments `**look` are passed on to matplotlib.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def label_axes(
     ax: "Axes", x: str = "", y: str = "", *, ticks: Iterable[float] | None = None, **look: Any
 ) -> None:
-    """Label the axes of a panel, and set further properties of it, such as limits and scales.
+    """Label the axes of a panel, and set other properties of the panel, such as limits and scales.
 
     Args:
         x, y: Labels of the axes, with their units.
@@ -72,9 +72,10 @@ def arrow(
 def points(
     ax: "Axes", values: Mapping[Any, float], style: str = "o", *, unit: float = 1, **look: Any
 ) -> None:
-    """Draw values (x -> y) as points or as a line, in the color of measurements by default.
+    """Draw values as points or as a line, by default in the color of measurements.
 
     Args:
+        values: Dict from x coordinate to value.
         style: matplotlib's marker and line style, such as "o" or "s--".
         unit: Number by which the values are divided, such as 1e6 for MB.
     """
@@ -93,8 +94,9 @@ def stacked_bars(
     """Draw stacked bars of bytes by category, and return the end of each bar in MB.
 
     Args:
-        bars: Position of the bar -> category -> bytes, drawn in MB. A missing category has 0 bytes.
-        categories: The categories that are drawn, in this order, and added to the legend.
+        bars: Dict from the position of a bar to its parts, a dict from category to bytes. The bytes
+            are drawn in MB. A missing category has 0 bytes.
+        categories: Categories that are drawn and added to the legend, in this order.
         width: Width of a bar, in data coordinates.
         upright: Whether the bars are vertical instead of horizontal.
     """
@@ -109,7 +111,10 @@ def stacked_bars(
 
 
 def name_rows(ax: "Axes", names: Sequence[str]) -> None:
-    """Write names at the rows 0, 1, ... of a panel, from top to bottom, without a grid."""
+    """Write one name per row of a panel, from top to bottom, and remove the panel's grid.
+
+    The first name is at y = 0, the second one at y = 1, and so on.
+    """
     ax.set_yticks(range(len(names)), [text(name) for name in names])
     ax.invert_yaxis()
     ax.grid(visible=False)
@@ -124,10 +129,10 @@ def category_legend(drawn: "Figure", names: Iterable[str], **look: Any) -> None:
 
 
 def clauses(pattern: str, rows: Iterable[Mapping[str, object]]) -> Label:
-    """Return a sentence for an alternative text that lists values.
+    """Return a sentence for an alt text, which lists the values of several items.
 
     Args:
-        pattern: A label with placeholders.
-        rows: The values of the placeholders for each item of the list.
+        pattern: Text with placeholders, which is filled once per item.
+        rows: Dict from placeholder to value for each item.
     """
     return text("{points}.", points=join_labels([text(pattern, **row) for row in rows], "; "))

@@ -1,8 +1,8 @@
-"""Display of figures: each is drawn once per language, and a page shows one of the two pictures.
+"""Display of figures. Each figure is drawn once per language, and a page shows one picture of it.
 
-JupyterLab and nbconvert's own template show an image output without alt text, whatever its metadata
-says. An HTML `<img>` keeps its alt text in both of them and on a Sphinx page, so figures are shown
-as HTML.
+JupyterLab and nbconvert's own template show an image output without alt text, even if the output's
+metadata has one. In both of them and on a Sphinx page, an HTML `<img>` keeps its alt text.
+Therefore figures are shown as HTML.
 """
 
 import base64
@@ -45,7 +45,10 @@ class Picture:
 
 
 def show_in_both_languages() -> None:
-    """Make notebooks show figures as two pictures with alt texts; without IPython, do nothing."""
+    """Make notebooks show each figure as two pictures with alt texts.
+
+    Without IPython, the function does nothing.
+    """
     try:
         from IPython import get_ipython
     except ImportError:
@@ -59,9 +62,10 @@ def show_in_both_languages() -> None:
 def show(drawn: "Figure") -> None:
     """Show a figure as HTML, without the PNG that IPython would add.
 
-    The PNG would make a notebook larger by half. If the environment variable `FOR_SLIDES` is set,
-    the output's metadata also has pictures for slides under "slides", which no page shows. Drawing
-    them takes twice as long as the rest, so only `make notebooks` and `make results` set it.
+    The PNG would make a notebook larger by half. If the environment variable in `FOR_SLIDES` is
+    set, the output's metadata also has pictures for slides under "slides", which no page shows.
+    Drawing these pictures takes twice as long as the rest, so only `make notebooks` and `make
+    results` set the variable.
     """
     from IPython.core.pylabtools import print_figure
     from IPython.display import display
@@ -86,7 +90,7 @@ def show(drawn: "Figure") -> None:
 
 
 def _for_slides(drawn: "Figure", languages: Iterable[str]) -> dict[str, str]:
-    """Return language -> the figure for a slide, as base64."""
+    """Return a dict from language to the figure for a slide, as base64."""
     pictures = {}
     for language in languages:
         with drawn_in(drawn, language):
@@ -98,10 +102,10 @@ def _for_slides(drawn: "Figure", languages: Iterable[str]) -> dict[str, str]:
 def enlarge(drawn: "Figure") -> Iterator[None]:
     """Give a figure the aspect ratio of a slide and a smaller size in inches, inside the block.
 
-    On the slide its letters and lines are therefore larger. Ticks are chosen again for the shorter
-    axes, and long titles are broken into lines. Letters become `LARGER` times as large. The factor
-    is smaller if the axes would otherwise take too little of the height, or if the figure's
-    `course_larger` is smaller.
+    Letters and lines of the figure are therefore larger on the slide. Ticks are chosen again for
+    the shorter axes, and long titles are broken into lines. Letters become `LARGER` times as large.
+    The factor is smaller if the axes would otherwise take too little of the height, or if the
+    figure's `course_larger` is smaller.
     """
     size = drawn.get_size_inches().copy()
     titles = [text for text in (drawn._suptitle, *_panel_titles(drawn)) if text and text.get_text()]
@@ -138,7 +142,10 @@ def _arrange(drawn: "Figure") -> None:
 
 
 def _share_of_axes(drawn: "Figure") -> float:
-    """Return the share of a figure's height that its axes take; axes in a row count once."""
+    """Return the share of a figure's height that its axes take.
+
+    Axes that are next to each other in a row count once.
+    """
     return sum(
         {round(box.y0, 2): box.height for box in (ax.get_position() for ax in drawn.axes)}.values()
     )
@@ -176,7 +183,7 @@ def _slide_png(drawn: "Figure") -> str:
 
 
 def _small(png: bytes) -> str:
-    """Return a PNG with its own palette, as base64."""
+    """Return a PNG as base64, after reducing its colors to a palette of its own."""
     from PIL import Image
 
     stream = io.BytesIO()
@@ -186,14 +193,17 @@ def _small(png: bytes) -> str:
 
 
 def description(drawn: "Figure") -> tuple[str, str]:
-    """Return a figure's alt text, (English, Chinese)."""
+    """Return a figure's alt text as a pair (English, Chinese)."""
     with drawn_in(drawn, "zh"):
         chinese = alt_text(drawn, "zh")
     return alt_text(drawn, "en"), chinese
 
 
 def pictures_in(markup: str) -> dict[str, Picture]:
-    """Return language -> picture if an output's HTML consists of figures, else an empty dict."""
+    """Return a dict from language to picture, if an output's HTML consists only of figures.
+
+    Otherwise return an empty dict.
+    """
     one = (
         r'<figure lang="(\w+)" style="margin: 0"><img alt="([^"]*)"'
         r' src="data:image/png;base64,([^"]*)"></figure>\s*'
@@ -207,11 +217,11 @@ def pictures_in(markup: str) -> dict[str, Picture]:
 
 @contextmanager
 def drawn_in(drawn: "Figure", language: str) -> Iterator[None]:
-    """Put all words of a figure into one language inside the block; figures are drawn in English.
+    """Put all words of a figure, which are English outside the block, into one language inside it.
 
     Raises:
         ValueError: The language is neither "en" nor "zh".
-        LabelError: A label has no Chinese, as for `course_lib.labels.in_both_languages`.
+        LabelError: A label has no Chinese (see `course_lib.labels.in_both_languages`).
     """
     if language not in LANGUAGES:
         raise ValueError(f"language must be 'en' or 'zh', got {language!r}")
@@ -249,7 +259,10 @@ def _formatters(axis: Any) -> list[Any]:
 
 
 def _translate_ticks(formatter: Any, language: str, after: ExitStack) -> None:
-    """Translate tick labels, which their formatter writes again whenever the figure is drawn."""
+    """Translate the tick labels that a formatter writes, until `after` is closed.
+
+    The formatter is changed, because it writes the labels again whenever the figure is drawn.
+    """
     write = formatter.format_ticks
     formatter.format_ticks = lambda values: [
         in_language(words, language) for words in write(values)

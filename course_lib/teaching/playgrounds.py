@@ -10,12 +10,15 @@ if TYPE_CHECKING:
 
 
 def playground(draw: Callable[..., "Figure"], sliders: Callable[[Any], dict[str, Any]]) -> None:
-    """Show a picture with sliders, which need a running kernel; without Jupyter, print a line.
+    """Show a picture with sliders, which need a running kernel.
+
+    Without Jupyter, print a line instead.
 
     Args:
         draw: Function that creates the picture.
-        sliders: Function of the module `ipywidgets` that returns a widget for each argument of
-            `draw`. The descriptions are labels in the current language.
+        sliders: Function of the module `ipywidgets` that returns a dict from each argument of
+            `draw` to a widget. The descriptions of the widgets are labels, which are shown in the
+            current language.
     """
     try:
         import ipywidgets

@@ -1,6 +1,6 @@
-"""Results of GPU experiments: measured now on a GPU, or read from a stored recording.
+"""Results of GPU experiments, either measured now on a GPU or read from a stored recording.
 
-A recording is `course_lib/recordings/<gpu>.json`; the folder contains nothing else.
+A recording is a file `course_lib/recordings/<gpu>.json`. The folder contains nothing else.
 """
 
 import importlib.metadata
@@ -28,15 +28,18 @@ class Figures:
     """The results of one experiment, and where they were measured.
 
     Attributes:
-        source: "live" (measured just now), "recorded" (on another machine, or earlier), or "none".
-        values: Name -> number, in the order of the experiment's labels; empty if there are none.
-        gpu, torch, date: GPU, version of PyTorch, and date of the measurement; None if there is
-            none.
-        problem: Name of this machine's GPU and the reason why it could not run the experiment; None
-            if it could, or if there is no GPU.
-        smaller: Name -> value of the sizes that differ from the experiment's own, because memory
-            was too small for these.
-        notes: Name -> further information on the results, such as which attention kernel ran.
+        source: "live" if the results were measured just now, "recorded" if they were measured
+            earlier or on another machine, or "none" if there are no results.
+        values: Dict from the name of a result to its number, in the order of the experiment's
+            labels. It is empty if there are no results.
+        gpu, torch, date: GPU, version of PyTorch, and date of the measurement, or None if there are
+            no results.
+        problem: Name of this machine's GPU, and the reason why the experiment could not run on it.
+            None if the experiment ran, or if this machine has no GPU.
+        smaller: Dict from name to value of each size that differs from the experiment's own size,
+            because memory was too small for that size.
+        notes: Dict from the name of a note to further information on the results, such as which
+            attention kernel ran.
     """
 
     source: str
@@ -50,7 +53,7 @@ class Figures:
 
 
 def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
-    """Return the results of an experiment: measured now on a GPU, or from the latest recording.
+    """Return the results of an experiment, measured now on a GPU or read from the latest recording.
 
     Args:
         folder: Folder of the recordings; it need not exist.
@@ -73,9 +76,10 @@ def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
 
 
 def figures_of_gpus(item: Experiment, folder: Path = FOLDER) -> list[Figures]:
-    """Return the result of `figures`, and then the recordings of other GPUs with the same sizes.
+    """Return the result of `figures`, followed by the results of other GPUs with the same sizes.
 
-    If `figures` found nothing, the list has only its result.
+    The results of other GPUs are read from recordings. If `figures` found no results, the list
+    contains only its return value.
 
     Args:
         folder: Folder of the recordings; it need not exist.
@@ -126,17 +130,22 @@ def record(
 ) -> Path:
     """Write an experiment's results to `folder`/<gpu>.json, with all information on their origin.
 
-    Entries of other experiments stay in the file. The entry of this one is replaced once the run is
-    `finished`. Until then, new results are added to it if sizes and software are the same, and are
-    stored under "unfinished" otherwise. The file is replaced as a whole, so after an interruption
-    it is either the old one or the new one.
+    Entries of other experiments stay in the file. A finished run replaces the existing entry of its
+    experiment. While the run is unfinished, its results are merged into the existing entry if that
+    has the same sizes, software and machine. Otherwise the results are stored under "unfinished",
+    until the run is finished or its results can be merged. The file is replaced as a whole, so
+    after an interruption it is either the old file or the new one.
 
     Args:
-        command: The command that was run.
+        item: The experiment.
+        run: Results of the experiment so far, with the sizes that were used.
+        finished: Whether the run has all results of the experiment.
+        folder: Folder of the recordings. It is created if it does not exist.
+        command: Command that was run, which is stored with the results.
         device: "cuda", or "cpu" in tests.
 
     Returns:
-        Path of the file. Its contents do not depend on the order of the results.
+        Path of the file. The contents of the file do not depend on the order of the results.
     """
     gpu, total = "CPU", 0
     if torch.device(device).type == "cuda":
@@ -182,7 +191,7 @@ def record(
 def provenance(device: str = "cuda") -> dict[str, Any]:
     """Return the versions of software and the properties of the machine that affect results.
 
-    They are determined once per process.
+    The values are determined once per process.
     """
     cuda = torch.device(device).type == "cuda"
     return {
@@ -212,7 +221,7 @@ def provenance(device: str = "cuda") -> dict[str, Any]:
 
 
 def _plain(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return sizes as they are read from a recording: with lists instead of tuples."""
+    """Return sizes in the form in which they are read from a recording, with lists for tuples."""
     return json.loads(json.dumps(sizes))
 
 
@@ -246,9 +255,10 @@ def _cpu() -> str:
 
 
 def _link(device: torch.device) -> dict[str, int]:
-    """Return the bytes per second of a large copy from pinned memory to the GPU, and back.
+    """Return the bytes per second of large copies between pinned memory and the GPU.
 
-    The keys are "up" (to the GPU) and "down". Rates are rounded to three digits.
+    The result is a dict with the keys "up" (to the GPU) and "down" (from the GPU). Rates are
+    rounded to three digits.
     """
     host = torch.empty(256 * 10**6, dtype=torch.uint8, pin_memory=True)
     on_device = torch.empty_like(host, device=device)

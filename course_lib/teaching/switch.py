@@ -56,8 +56,8 @@ class Switch:
 
     Args:
         chosen: "en", "zh" or "both".
-        follow_browser: Whether the language of the browser replaces `chosen` until the learner has
-            chosen one.
+        follow_browser: Whether the page opens in the language of the browser instead of `chosen`,
+            as long as the learner has not chosen a language.
     """
 
     def __init__(self, chosen: str, *, follow_browser: bool = False) -> None:
@@ -100,10 +100,10 @@ def language(default: str | None = None, *, only: bool = False) -> None:
     IPython, one line is printed instead.
 
     Args:
-        default: "en", "zh" or "both"; the environment variable COURSE_LANG overrides it. Without
-            both, plain text is in English, and the page opens in the language of the browser.
-        only: Whether the page has text in a single language, "en" or "zh". No switch is then shown,
-            and tables, verdicts and figures are in this language.
+        default: "en", "zh" or "both". The environment variable COURSE_LANG overrides it. If neither
+            is set, plain text is in English, and the page opens in the language of the browser.
+        only: Whether the page has text only in the language `default`, "en" or "zh". Then no switch
+            is shown, and tables, verdicts and figures are in this language.
 
     Raises:
         ValueError: The environment variable or `default` is not one of the three values; or `only`

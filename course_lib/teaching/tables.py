@@ -23,12 +23,14 @@ _WRITTEN_NUMBER = re.compile(r"[+−-]?(?!0\d)[\d,]+(\.\d+)?( ?[%×])?|–")
 
 
 class Table(show.Table):
-    """A table that displays itself in both languages: HTML in a notebook, aligned text elsewhere.
+    """A table that displays itself in both languages.
+
+    It is shown as HTML in a notebook, and as aligned text elsewhere.
 
     Args:
         columns: Headings.
         rows: Cells as they are shown: labels, or numbers.
-        values: Unrounded cells for `data`; by default `rows`.
+        values: Unrounded cells, for `data` and `rows()`. By default, the argument `rows`.
 
     Raises:
         ValueError: A row does not have one cell per column.
@@ -114,11 +116,11 @@ class Table(show.Table):
 
 
 class NumberText(str):
-    """A number as text, which is still aligned at the right of its column."""
+    """A number that is already text. Tables align it at the right of its column, like a number."""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Create a table of labels and numbers; names from code are in `backquotes`.
+    """Create a table of labels and numbers. In labels, names from code are in `backquotes`.
 
     True is shown as ✓, False as ✗.
 
@@ -146,18 +148,19 @@ def compare(
     """Show measurements side by side, each relative to the first.
 
     Args:
-        measurements: Label -> measurement, for labels that are not Python names.
-        seconds: Whether to show time and device, too. They differ between runs, so the cell needs
-            `nbval-ignore-output`.
-        workspace: Whether to show how much operators' workspaces add to the peak, too. This differs
-            between machines.
-        named: name=measurement.
+        measurements: Dict from label to measurement, for labels that are not Python names.
+        seconds: Whether to show the columns time and device as well. Their values differ between
+            runs, so the cell needs `nbval-ignore-output`.
+        workspace: Whether to show two more columns: the bytes that the operators' workspaces add to
+            the peak, and the allocator's peak. Both differ between machines.
+        named: Further measurements as keyword arguments, `name=measurement`.
 
     Returns:
-        Peak in MB (10^6 bytes) and FLOPs in G (10^9), each with its ratio to the first row.
+        A table with one row per measurement. Its columns are the peak in MB (10^6 bytes) and the
+        GFLOPs (10^9 FLOPs), each with its ratio to the first row.
 
     Raises:
-        ValueError: There is nothing to compare.
+        ValueError: No measurement is passed.
     """
     variants = {**(measurements or {}), **named}
     if not variants:
@@ -200,7 +203,7 @@ def predictions(
     *,
     scale: float | None = None,
 ) -> Table:
-    """Show predictions next to measurements, with the error in percent of what was measured.
+    """Show predictions next to measurements, with the error in percent of the measurement.
 
     Args:
         rows: (label, predicted, measured), both in bytes or FLOPs. None, for an unknown value, is
@@ -242,7 +245,10 @@ def predictions(
 
 
 def _as_number(prediction: Any) -> float | None:
-    """Return a prediction, such as 3e8, "300 MB" or a tensor of one element, as a number."""
+    """Return a prediction, such as 3e8, "300 MB" or a tensor with one element, as a number.
+
+    The result is None if the prediction is None.
+    """
     number = prediction.item() if hasattr(prediction, "item") else prediction
     if number is None or _is_real(number):
         return number
@@ -259,9 +265,10 @@ def _as_number(prediction: Any) -> float | None:
 
 
 def _scale(value: float | None, scale: float) -> tuple[float | None, str]:
-    """Return the value divided by the scale, and its text.
+    """Return a value divided by the scale, and the text that shows it.
 
-    A whole number with a scale of 1 is shown to the last digit, and any other with three decimals.
+    If the scale is 1, a whole number is shown to the last digit. Any other number is shown with
+    three decimals.
     """
     if value is None or not math.isfinite(value):
         return None, NumberText("–")
@@ -296,7 +303,10 @@ def _percent(error: float | None) -> str:
 
 
 def _decimals(column: Sequence[Any]) -> int | None:
-    """Return the most decimals in a column; None if a number needs an exponent, as in 1e-7."""
+    """Return the largest number of decimals in a column.
+
+    The result is None if a number of the column needs an exponent, as 1e-7 does.
+    """
     written = [
         f"{float(cell):g}"
         for cell in column
@@ -334,7 +344,7 @@ def _cell_text(cell: Any) -> str:
 
 
 def _cell(cell: Any, right: bool) -> str:
-    """Return a table cell's HTML. A <div> sets the alignment, since pandas styles no cells."""
+    """Return a table cell as HTML. A <div> sets its alignment, because pandas styles no cells."""
     look = (
         "text-align: right; white-space: nowrap" if right else "text-align: left; max-width: 28em"
     )

@@ -30,10 +30,12 @@ def timelines(
 ) -> "Figure":
     """Draw byte timelines of several training steps, one above the other, on one scale.
 
-    The first step's peak is a dashed line in the other panels, to show how much was saved.
+    In the other panels, a dashed line shows the peak of the first step, so that the saving is
+    visible.
 
     Args:
-        meters: Label -> `MemoryMeter` after its block.
+        meters: Dict from label to `MemoryMeter`. Each meter has measured a step in its `with`
+            block.
         title: The message of the figure.
         share_x: Whether all panels have the same x scale, so that a step with more operators is
             longer.
@@ -41,7 +43,7 @@ def timelines(
         named: Further meters as keyword arguments, `label=meter`.
 
     Returns:
-        The figure. A notebook shows it as the value of the cell, so make it the last line.
+        The figure. A notebook shows it as the value of the cell if the call is the last line.
 
     Raises:
         ValueError: No meter is passed, or a meter recorded no operator.
@@ -83,7 +85,7 @@ def timelines(
 
 
 class _Step:
-    """One training step to draw: a meter's trace as arrays, one entry per operator."""
+    """One training step to draw, as arrays with one entry per operator, from a meter's trace."""
 
     def __init__(self, name: str, meter: Any) -> None:
         self.name, self.meter = name, meter
@@ -108,8 +110,8 @@ class _Step:
     def runs(self) -> list[tuple[str, int, int]]:
         """Return (phase, first operator, one past the last) for each run of operators in one phase.
 
-        Optimizer updates between two runs of backward count as backward. Otherwise an
-        optimizer that updates each parameter during backward would be drawn as thin stripes.
+        Optimizer updates between two runs of backward count as backward. Otherwise an optimizer
+        that updates each parameter during backward would be drawn as thin stripes.
         """
         names = [(phase, len(list(stretch))) for phase, stretch in itertools.groupby(self.phases)]
         around = zip([("", 0), *names], names, [*names[1:], ("", 0)], strict=False)
@@ -125,7 +127,10 @@ class _Step:
         return found
 
     def describe(self) -> Label:
-        """Describe the peak: its phase, and the visible categories, the largest first."""
+        """Return a sentence on the peak: its size, its phase, and its visible categories.
+
+        The categories are listed from the largest to the smallest.
+        """
         at = int(self.total.argmax())
         held = sorted(
             ((int(series[at]), category) for category, series in self.bytes.items()), reverse=True
@@ -205,7 +210,10 @@ def _draw_step(panel: "Axes", step: _Step) -> None:
 
 
 def _label_areas(panel: "Axes", step: _Step) -> set[str]:
-    """Write the names of phases and categories where they fit; return the categories written."""
+    """Write the names of phases and categories where they fit.
+
+    Return the set of categories whose names were written.
+    """
     per_point = panel.figure.dpi / 72
     box = panel.get_window_extent()
     operators_per_pixel = (panel.get_xlim()[1] - panel.get_xlim()[0]) / box.width
@@ -277,9 +285,9 @@ def _width_of(panel: "Axes", words: str, size: float) -> float:
 
 
 def _highest_box(below: Any, above: Any, width: int) -> tuple[float, float, float] | None:
-    """Return (center x, center y, height) of the tallest box of this width that fits in a layer.
+    """Return (center x, center y, height) of the tallest box of this width inside a layer, or None.
 
-    `width` is a number of operators; `below` and `above` are the layer's edges.
+    `width` is a number of operators. `below` and `above` are the edges of the layer.
     """
     from numpy.lib.stride_tricks import sliding_window_view
 

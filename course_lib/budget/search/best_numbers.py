@@ -1,7 +1,7 @@
-"""Find the cheapest recipe of one family (one combination of techniques) that fits the budget.
+"""Find the cheapest recipe of one family that fits the budget.
 
-A family fixes the techniques. This module chooses their numbers: micro-batches, segments, blocks,
-schedule bytes and copies in flight.
+A family is one combination of techniques. This module chooses the numbers in its recipe:
+micro-batches, segments, blocks, schedule bytes and copies in flight.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ROUNDS = 3
 
 
 def best_of(search: Search, family: Recipe) -> Recipe | None:
-    """Return the cheapest recipe of the family that fits, or None."""
+    """Return the cheapest recipe of the family that fits the budget, or None if none fits."""
     if family.offload_activations:
         return best_copies(search, family)
-    # The base fixes the checkpoints, so the number of segments or bytes is fixed as well.
+    # The base recipe fixes the checkpoints, so the number of segments or bytes is fixed as well.
     if family.checkpoint == search.known.base.checkpoint:
         return fewest_micro_batches(search, family)
     if family.checkpoint == "segments":
@@ -40,9 +40,10 @@ def best_of(search: Search, family: Recipe) -> Recipe | None:
 def best_copies(search: Search, family: Recipe) -> Recipe | None:
     """Return the cheapest recipe that fits, for the best number of copies in flight, or None.
 
-    The family itself has the fewest copies in flight. If it does not fit, the result is None. The
-    number of copies to the lower tier changes the cost but not the bytes that are moved. Therefore
-    the cost is computed before the step is estimated.
+    The given recipe `family` has the fewest copies in flight. If it does not fit, the result is
+    None. The number of copies to the lower tier changes the cost but not the bytes that are moved.
+    Therefore the cost is computed from the estimate with the fewest of these copies. Then the
+    recipes are estimated from the cheapest one on, until one fits.
     """
     if not search.fits(family):
         return None
@@ -58,10 +59,10 @@ def best_copies(search: Search, family: Recipe) -> Recipe | None:
 def fewest_micro_batches(
     search: Search, family: Recipe, counts: Sequence[int] = ()
 ) -> Recipe | None:
-    """Return the recipe with the fewest micro-batches that fits, or None.
+    """Return the family's recipe with the fewest micro-batches that fits, or None.
 
-    From two micro-batches on, a larger number needs no more memory, because the micro-batches have
-    no more samples. A single micro-batch is tried separately, because its activations are not live
+    From two micro-batches on, a larger number needs no more memory, because the micro-batches do
+    not get larger. A single micro-batch is tried separately, because its activations are not live
     together with all gradients.
     """
     one, *more = [replace(family, micro_batches=n) for n in counts or search.counts_for(family)]
@@ -69,9 +70,10 @@ def fewest_micro_batches(
 
 
 def first_with_fewest(search: Search, trials: Sequence[Recipe]) -> Recipe | None:
-    """Return the first of the recipes that fits with some number of micro-batches, or None.
+    """Return the first recipe that fits with some number of micro-batches, or None.
 
-    It is found by bisection, and returned with the fewest micro-batches that fit.
+    The result has the fewest micro-batches with which the recipe fits. The recipe is found by
+    bisection, so all recipes after it must fit as well.
     """
 
     def fits(recipe: Recipe) -> bool:
@@ -85,10 +87,10 @@ def first_with_fewest(search: Search, trials: Sequence[Recipe]) -> Recipe | None
 
 
 def fewest_segments(search: Search, family: Recipe) -> Recipe | None:
-    """Return the recipe with the fewest segments that fits, or None.
+    """Return the family's recipe with the fewest segments that fits, or None.
 
-    Up to the square root of the number of blocks, each additional segment saves memory. Above it,
-    only one segment per block is tried.
+    Up to the square root of the number of blocks, each additional segment saves memory. Above the
+    square root, only one segment per block is tried.
     """
     blocks = search.known.segments
     few = range(2, math.isqrt(blocks) + 1)
@@ -106,20 +108,20 @@ def fewest_blocks(search: Search, one: Recipe, most: int) -> Recipe | None:
     At most `most` blocks are checkpointed. Each equal block adds the same number of bytes at each
     moment, so the peak is a convex function of the number of checkpointed blocks. Therefore, if the
     step does not fit without checkpoints but fits with `most` of them, there is a smallest number
-    of checkpoints with which it fits, and it also fits with every larger number up to `most`.
-    Bisection finds the smallest one.
+    of checkpoints with which the step fits, and the step also fits with every larger number up to
+    `most`. The smallest number is found by bisection.
     """
     return first_with_fewest(search, [replace(one, first_blocks=n) for n in range(1, most + 1)])
 
 
 def best_schedule(search: Search, family: Recipe) -> Recipe | None:
-    """Return the cheapest recipe with a schedule that fits, or None.
+    """Return the family's cheapest recipe with a schedule that fits, or None.
 
     With smaller micro-batches, the schedule can keep the activations of more layers. The search
-    starts from the smallest micro-batches and halves their number for as long as that does not cost
-    more. The time of a schedule is computed before its step is estimated. From two micro-batches
-    on, fewer bytes are left for activations, because all gradients exist while the later
-    micro-batches run.
+    starts from the smallest micro-batches and halves the number of micro-batches as long as the
+    step does not get slower. The time of a schedule is computed before its step is estimated. From
+    two micro-batches on, fewer bytes are left for activations, because all gradients exist while
+    the later micro-batches run.
     """
     known = search.known
     trials: list[tuple[float, Recipe]] = []
@@ -150,9 +152,9 @@ def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
     """Return the recipe with a fast schedule that fits, or None.
 
     The result is None if even the schedule with the least memory does not fit. The bytes that are
-    left for activations are the budget minus all other bytes that are live. The latter differ from
-    schedule to schedule, so the limit of the schedule is found in rounds, between a limit that fits
-    and one that does not.
+    left for activations are the budget minus all other live bytes. These other bytes differ from
+    schedule to schedule. Therefore the limit for the schedule is found in rounds, between a limit
+    that fits and a limit that does not.
     """
     best = least_schedule(search, recipe)
     if not search.fits(best):
@@ -177,8 +179,8 @@ def with_schedule(search: Search, recipe: Recipe) -> Recipe | None:
 def fastest_within(search: Search, recipe: Recipe, nbytes: int) -> Cost:
     """Return the cost of the fastest schedule whose activations take at most `nbytes` bytes.
 
-    If there is none, return the cost of the schedule that needs the least memory. No step is
-    estimated.
+    If there is no such schedule, return the cost of the schedule that needs the least memory. No
+    step is estimated.
     """
     cost_of = search.known.composer.schedule_cost
     try:
@@ -198,9 +200,10 @@ def least_schedule(search: Search, recipe: Recipe) -> Recipe:
 
 
 def first_that_fits(recipes: Sequence[Recipe], fits: Callable[[Recipe], Any]) -> Recipe | None:
-    """Return the first recipe that fits, by bisection, or None.
+    """Return the first recipe of the sequence that fits, or None if the last one does not fit.
 
-    If a recipe of the sequence fits, all later ones must fit too.
+    It is found by bisection. Therefore, if a recipe of the sequence fits, all later ones must fit
+    too.
     """
     if not recipes or not fits(recipes[-1]):
         return None

@@ -29,14 +29,15 @@ ALL_RECIPES = Limits()
 
 
 class Search:
-    """Candidate recipes for one model and batch within a budget, and their costs.
+    """Candidate recipes for one model and batch within a budget, and the costs of these recipes.
 
     Attributes:
         known: Estimates of the model and batch.
         budget: Limit in bytes.
         rates: Rates of the machine, which convert an estimate into seconds.
         quick: Whether to skip candidates that take long to try and are seldom the cheapest.
-        limits: Recipes that can be run in the framework that the search is for.
+        limits: Limits that say which recipes can be run in the framework for which the search is
+            made.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Search:
         self._candidates: dict[str, Sequence[Mapping[str, Any]]] = {}
 
     def within(self, budget: int) -> Search:
-        """Return the same search with another budget. Both share their estimates."""
+        """Return a copy of the search with another budget. Both searches share their estimates."""
         other = copy(self)
         other.budget = budget
         return other
@@ -77,9 +78,9 @@ class Search:
         return self.known.estimate(recipe).flops
 
     def order(self, found: Estimate) -> tuple:
-        """Return the sort key of an estimate, which begins with its cost.
+        """Return the key by which estimates are sorted, which begins with the cost in seconds.
 
-        Estimates of equal cost are ranked by fewer micro-batches, then by larger pages, fewer
+        Estimates of equal cost are sorted by fewer micro-batches, then by larger pages, fewer
         copies in flight, fewer bytes communicated and a lower peak.
         """
         recipe = found.recipe
@@ -97,7 +98,11 @@ class Search:
     # ---- Candidates
 
     def options(self, name: str, *values: Any) -> tuple:
-        """Return the given values of a field, or only the base's value if the base sets it."""
+        """Return the values of a field that can be tried.
+
+        They are the given values, or only the base recipe's value if the base recipe sets the
+        field.
+        """
         return (
             (getattr(self.known.base, name),)
             if name in self.known.base.changed_fields()
@@ -115,7 +120,10 @@ class Search:
         return self.options("micro_batches", *(sorted({1, every[-1]}) if self.quick else every))
 
     def counts_for(self, recipe: Recipe) -> tuple[int, ...]:
-        """Return the numbers of micro-batches for a recipe; steps in backward allow only 1."""
+        """Return the numbers of micro-batches that can be tried for a recipe.
+
+        With steps in backward, the only number is 1.
+        """
         return (1,) if recipe.in_backward else self.counts
 
     def doublings(self, recipe: Recipe) -> list[int]:
@@ -130,16 +138,17 @@ class Search:
         return found
 
     def candidates(self, field: str) -> Sequence[Mapping[str, Any]]:
-        """Return the candidates of the technique with this field.
+        """Return the candidates of the technique with this field, as dicts of field values.
 
-        If the base sets the technique, its setting is the only candidate.
+        If the base recipe sets the technique, the only candidate is an empty dict, which keeps the
+        base recipe's setting.
         """
         if field not in self._candidates:
             self._candidates[field] = _candidates_of(self, field)
         return self._candidates[field]
 
     def has_listed(self, field: str) -> bool:
-        """Return whether the search has needed the candidates of a technique."""
+        """Return whether `candidates(field)` has already been computed."""
         return field in self._candidates
 
     def values(self, field: str) -> list[Any]:
@@ -148,7 +157,11 @@ class Search:
         return [each.get(field, own) for each in self.candidates(field)]
 
     def amount(self, field: str, recipe: Recipe) -> float:
-        """Return the share of a technique that a recipe uses, from 0 to 1."""
+        """Return the share of a technique that a recipe uses, from 0 to 1.
+
+        It is the position of the recipe's value among the candidates for a graded technique, and 0
+        or 1 for any other technique.
+        """
         values = self.values(field)
         place = values.index(getattr(recipe, field))
         return place / (len(values) - 1) if place and BY_FIELD[field].graded else float(place > 0)
@@ -158,9 +171,10 @@ class Search:
         return sum(self.amount(field, recipe) for field in BY_FIELD)
 
     def adds_to(self, recipe: Recipe, smaller: Recipe) -> bool:
-        """Return whether a recipe uses all techniques of a smaller one.
+        """Return whether a recipe uses all techniques of the recipe `smaller`.
 
-        The numbers of micro-batches may differ.
+        A graded technique must be used to at least the same degree. The numbers of micro-batches
+        may differ.
         """
 
         def covers(field: str, technique: Technique) -> bool:
@@ -178,7 +192,7 @@ class Search:
 
         The numbers of micro-batches, segments and schedule bytes of a family are found later
         (`best_numbers`). With offloaded activations, each number of micro-batches makes a separate
-        family, because it decides which activations are large enough to be offloaded.
+        family, because the number decides which activations are large enough to be offloaded.
         """
         for chosen in product(*map(self.candidates, BY_FIELD)):
             try:
@@ -196,10 +210,11 @@ class Search:
 
     @cached_property
     def least_memory_attention(self) -> tuple[str | None, ...]:
-        """Tuple with the attention that needs the least memory in forward and in backward.
+        """Tuple with the attention that needs the least memory in both forward and backward.
 
-        The steps of the base with each attention are compared. The tuple is empty if only one
-        attention is tried, or if one needs less memory in forward and the other in backward.
+        To find this attention, the steps of the base recipe with each attention are compared. The
+        tuple is empty if only one attention is tried, or if one needs less memory in forward and
+        the other in backward.
         """
 
         def peaks(attention: str | None) -> tuple[int, int]:
@@ -215,17 +230,19 @@ class Search:
         return (other,) if all(map(operator.le, peaks(other), peaks(one))) else ()
 
     def family(self, **techniques: Any) -> Recipe:
-        """Return the base with the given fields, the smallest pages and the fewest copies.
+        """Return the base recipe with these fields, the smallest pages and the fewest copies.
 
-        These pages and copies in flight need the least memory.
+        The page size and the numbers of copies in flight need the least memory of those that are
+        tried.
         """
         recipe = replace(self.known.base, **techniques)
         return replace(recipe, page_bytes=self.pages_for(recipe)[-1], **self.copies_for(recipe)[0])
 
     def pages_for(self, recipe: Recipe) -> tuple[int, ...]:
-        """Return the page sizes that are tried for an offloaded optimizer. All cost the same.
+        """Return the page sizes that are tried for an offloaded optimizer, which all cost the same.
 
-        With steps in backward, each parameter is a page by itself, so the size has no effect.
+        With steps in backward, each parameter is a page by itself. Then the page size has no
+        effect, and only one size is returned.
         """
         paged = recipe.has_pages and not recipe.in_backward
         return self.options("page_bytes", *(PAGES if paged else PAGES[:1]))
@@ -233,7 +250,8 @@ class Search:
     def copies_for(self, recipe: Recipe) -> list[dict[str, int | None]]:
         """Return the values of `prefetch` and `in_flight` that are tried, as dicts of fields.
 
-        With the tier "file" they do not change the cost, so the base's values are kept.
+        Without offloaded activations or with the tier "file", these fields do not change the cost.
+        Then the result is a list with an empty dict, which keeps the base recipe's values.
         """
         if not recipe.offload_activations or self.known.composer.tier == "file":
             return [{}]
@@ -245,9 +263,9 @@ class Search:
 
 
 def _candidates_of(search: Search, field: str) -> Sequence[Mapping[str, Any]]:
-    """Return the candidates of a technique that the framework can run."""
+    """Return the candidates of a technique that the framework can run, as dicts of field values."""
     base = search.known.base
-    # Candidates are listed by estimates, which a field with a single value does not need.
+    # To list candidates, recipes are estimated. A field with a single value needs no estimate.
     one = search.limits.only(field) == (getattr(base, field),)
     if one or field in base.changed_fields():
         return ({},)
@@ -255,9 +273,9 @@ def _candidates_of(search: Search, field: str) -> Sequence[Mapping[str, Any]]:
 
 
 def not_tried(search: Search) -> list[str]:
-    """Return a sentence for each technique that could not be tried, with its reason."""
+    """Return one sentence per technique that could not be tried, which states the reason."""
     base = search.known.base
-    # A framework that can run one value only is no property of the model.
+    # A technique that the framework excludes is not reported, because the model is not the reason.
     tried = [
         each
         for each in TECHNIQUES
@@ -269,7 +287,8 @@ def not_tried(search: Search) -> list[str]:
 def additions(search: Search, recipe: Recipe) -> list[str]:
     """Return the fields of the techniques that can be added to those of a recipe.
 
-    Model and batch allow these techniques, and they can be combined with the recipe's own.
+    The model and the batch support these techniques, and they can be combined with the recipe's own
+    techniques.
     """
     trials = {field: search.candidates(field) for field in BY_FIELD} | {
         "precision": [{"precision": name} for name in PRECISIONS],

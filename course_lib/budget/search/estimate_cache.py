@@ -1,7 +1,7 @@
 """Make and store the estimates of one model and batch.
 
-`extrapolation` composes an estimate from steps with few blocks. If it cannot, the whole step is
-run.
+`extrapolation` composes an estimate from steps with few blocks. If a step cannot be composed, all
+blocks are run.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ COMPUTED = [field for each in TECHNIQUES if each.computes for field in each.fiel
 class EstimateCache:
     """Estimates that have been made for one model and batch.
 
-    Searches for several budgets can share it.
+    Searches for several budgets can share one cache.
 
     Attributes:
-        base: Base of the search, for a single rank. The fields in which it differs from the
-            baseline are the same in every recipe.
+        base: Base recipe of the search, for a single rank. The fields in which the base recipe
+            differs from the baseline are the same in every recipe of the search.
         blocks: Names of the blocks to checkpoint; None for all lists of blocks.
         given: The functions that make the model and the batch.
         options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `split`, `tier`, `kind`
             and `gpu`.
         estimates: Mapping from each estimated recipe to its estimate.
         held: Mapping from optimizer settings to the bytes that `lower_bounds.held_bytes` returns.
-        whole: Recipes of a single rank that `estimate` ran with all blocks, because their step
+        whole: Recipes of a single rank for which `estimate` ran all blocks, because their steps
             cannot be composed.
         composes: Whether estimates are composed from steps with few blocks, where possible.
     """
@@ -69,7 +69,7 @@ class EstimateCache:
         self.held: dict[tuple, int] = {}
         self._flops: dict[tuple, int] = {}
         self._confirmed: set[Recipe] = set()
-        # Maps each precision to its composer.
+        # Maps each precision to its `BlockExtrapolator`.
         self._composers: dict[str | None, BlockExtrapolator] = {}
         self.given, self.options = (make_model, make_batch), options
         self.whole: set[Recipe] = set()
@@ -80,7 +80,7 @@ class EstimateCache:
     # ---- Estimates
 
     def estimate(self, recipe: Recipe, shown: bool = True) -> Estimate:
-        """Return the estimate of a recipe. The first call makes it, and later calls reuse it.
+        """Return the estimate of a recipe. The first call computes it, and later calls reuse it.
 
         Args:
             recipe: Recipe to estimate.
@@ -110,9 +110,11 @@ class EstimateCache:
         return found
 
     def confirms(self, best: Estimate | None) -> bool:
-        """Return whether the estimate equals that of the step with all blocks.
+        """Return whether an estimate equals the estimate of the step with all blocks.
 
-        If it does not, all estimates are discarded, and later estimates run whole steps.
+        If the two differ, all stored estimates are discarded, and later estimates run all blocks.
+        The step is not run if `best` is None, has several ranks, was made with all blocks, or was
+        confirmed before. Then the result is True.
         """
         if best is None or best.recipe.ranks > 1:
             return True
@@ -130,16 +132,16 @@ class EstimateCache:
         return False
 
     def with_base(self, **techniques: Any) -> Estimate:
-        """Return the estimate of the base with these fields changed."""
+        """Return the estimate of the base recipe with these fields changed."""
         return self.estimate(replace(self.base, **techniques))
 
     @cached_property
     def composer(self) -> BlockExtrapolator:
-        """BlockExtrapolator of the base's precision."""
+        """`BlockExtrapolator` for the precision of the base recipe."""
         return self.composer_of(self.base)
 
     def composer_of(self, recipe: Recipe) -> BlockExtrapolator:
-        """Return the composer for the recipe's precision."""
+        """Return the `BlockExtrapolator` for the recipe's precision."""
         if recipe.precision not in self._composers:
             base = replace(self.base, precision=recipe.precision)
             self._composers[recipe.precision] = BlockExtrapolator(*self.given, base, **self.options)
@@ -162,15 +164,21 @@ class EstimateCache:
         return self.composer.max_norm
 
     def known_flops(self, recipe: Recipe) -> int | None:
-        """Return the fewest FLOPs of all estimates with the same fields in `COMPUTED`, or None."""
+        """Return the fewest FLOPs of the estimates with the recipe's values in `COMPUTED`, or None.
+
+        `COMPUTED` has the fields that determine the FLOPs of a step. The result is None if there is
+        no such estimate.
+        """
         return self._flops.get(_fields_of_flops(recipe))
 
     # ---- Techniques that the model supports
 
     @cached_property
     def counts_of_batch(self) -> tuple[list[int], str | None]:
-        """Numbers of micro-batches that can be tried, and the reason, as a label, if there is only
-        one because of the batch."""
+        """Numbers of micro-batches that can be tried, and a reason, as a pair.
+
+        The reason is a label if the batch allows only one number, and otherwise None.
+        """
         # BatchNorm may have no statistics of a single sample.
         least = 1 + has_batch_norm(self.model)
         with symbolic(self.composer.mode):
@@ -189,8 +197,8 @@ class EstimateCache:
     def segments(self) -> int:
         """Largest number of segments that can be formed.
 
-        They consist of the model's own stages if `uses_own_stages` is true, and otherwise of its
-        blocks.
+        Segments consist of the model's own stages if `uses_own_stages` is true, and otherwise of
+        the model's blocks.
         """
         if self.uses_own_stages:
             with symbolic(self.composer.mode):
@@ -204,7 +212,7 @@ class EstimateCache:
         return own and self.blocks is None and self.base.precision != "autocast"
 
     def goes_with(self, **technique: Any) -> bool:
-        """Return whether the model supports a technique.
+        """Return whether the model supports a technique, given as fields of a recipe.
 
         For example, checkpoints need blocks, and a chunked head needs a head that can run in
         chunks.
@@ -212,7 +220,10 @@ class EstimateCache:
         return self.refusal(**technique) is None
 
     def refusal(self, **technique: Any) -> str | None:
-        """Return the error that the base with a technique raises for the model, or None."""
+        """Return the first line of the error that the base recipe with a technique raises, or None.
+
+        The result is None if the model supports the technique.
+        """
         tried = partial(self.estimate, shown=False)
         if self.uses_own_stages and self.base.checkpoint == "none":
             if technique.get("checkpoint") == "optimal":

@@ -1,10 +1,11 @@
 """Estimate the step of a model with many equal blocks from runs with only a few of them.
 
-Two runs are needed, one of them with one block more. At each moment of the step, each block adds
-the same number of live bytes, and also the same FLOPs and bytes moved (`traces.equal_blocks` has
-the formula). This module runs forward and backward without an optimizer and takes the memory of the
-optimizer from `optimizer_updates`, so recipes that differ only in their optimizer settings share a
-run. The result equals that of `estimate`, which runs the whole step.
+Two runs are needed, the second one with one more block than the first. At each moment of the step,
+each block adds the same number of live bytes. Each block also adds the same FLOPs and bytes moved
+(`traces.equal_blocks` has the formula). This module runs forward and backward without an optimizer,
+and takes the memory of the optimizer from `optimizer_updates`. Therefore recipes that differ only
+in their optimizer settings share a run. The result equals that of `estimate`, which runs the whole
+step.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ FEW = 2
 # Smallest number of blocks for which runs with FEW and FEW + 1 blocks cost less than one run with
 # all of them.
 MANY = 2 * FEW + 2
-# Largest `prefetch` and `in_flight` for which the result was tested. Above it, all blocks are run.
+# Largest `prefetch` and `in_flight` for which the result was tested. With larger values, all blocks
+# are run.
 TRIED_COPIES = 2
 # Values of `checkpoint` that treat all blocks in the same way.
 ALIKE = ("none", "selective", "layers")
@@ -56,8 +58,8 @@ class StepTrace:
 
     Attributes:
         trace: Trace of the step.
-        due: Parameters to be updated at each moment of the trace. Empty except at the moments of
-            `RecordingOptimizer`.
+        due: Parameters to be updated at each moment of the trace. The entry of a moment is empty
+            unless `RecordingOptimizer` runs at this moment.
     """
 
     trace: Trace
@@ -65,14 +67,14 @@ class StepTrace:
 
 
 class NotComposable(Exception):
-    """The step cannot run with only some of the blocks, or on a model that has already run a step.
+    """The step cannot run with some of the blocks, or on a model that has already run a step.
 
-    The `__cause__` of the exception is the error that the step raised.
+    The exception's `__cause__` is the error that the step raised.
     """
 
 
 class BlockExtrapolator:
-    """Estimator for one model and batch, whose results equal those of `estimate` with less work.
+    """Estimator for one model and batch. Its results equal those of `estimate` with less work.
 
     Raises:
         NotComposable: The step cannot run with some of the blocks. Any method that runs a step may
@@ -139,7 +141,7 @@ class BlockExtrapolator:
         return all(each.composable for each in TECHNIQUES if each.is_used(recipe))
 
     def schedule_cost(self, recipe: Recipe) -> Cost:
-        """Return the cost of the recipe's schedule, in bytes of activations and in time.
+        """Return the cost of the recipe's schedule: its bytes of activations and its time.
 
         The cost is that of the micro-batch that needs the most memory.
 
@@ -167,16 +169,16 @@ class BlockExtrapolator:
         """Return the moments of forward and backward, from runs with few blocks if possible.
 
         Otherwise all blocks are run. If only the first blocks have a checkpoint, the number of
-        blocks with one and the number without one are reduced separately, which takes up to four
-        runs:
+        blocks with a checkpoint and the number of blocks without one are reduced separately. This
+        takes up to four runs:
 
             blocks without a checkpoint    few with a checkpoint    few + 1 with a checkpoint
             few                            run                      run
             few + 1                        run                      run
 
-        Each row is extended to the model's number of blocks with a checkpoint, and the two extended
-        rows to its number of blocks without one. Other recipes have blocks of one kind only, and
-        need a single row or column.
+        Each row is extended to the model's number of blocks with a checkpoint. Then the two
+        extended rows are extended to the model's number of blocks without a checkpoint. Other
+        recipes have blocks of one kind only, and need a single row or column.
         """
         count = len(self.blocks)
         first = recipe.first_blocks or 0
@@ -209,11 +211,12 @@ class BlockExtrapolator:
             return self.measure(recipe, count)
 
     def extend(self, runs: Sequence[StepTrace], blocks: int) -> StepTrace:
-        """Return the moments with `blocks` more blocks than the first of two runs.
+        """Return the moments of the step with `blocks` more blocks than in the first of two runs.
 
-        The second run has one block more. A single run already has all blocks of its kind, so its
-        moments are returned unchanged. In `due` of the result, each parameter of a block is
-        replaced by the same parameter of the block that runs at that moment in the longer step.
+        The second run has one more block than the first. A single run already has all blocks of its
+        kind, so its moments are returned unchanged. In `due` of the result, each parameter of a
+        block is replaced by the same parameter of the block that runs at that moment in the longer
+        step.
         """
         if len(runs) == 1:
             return runs[0]
@@ -234,7 +237,7 @@ class BlockExtrapolator:
         return self._few[recipe, count]
 
     def measure(self, recipe: Recipe, count: int, repeats: bool = True) -> StepTrace:
-        """Run forward and backward with the first `count` blocks and return their moments.
+        """Run forward and backward with the first `count` blocks, and return the moments.
 
         Args:
             recipe: Recipe of the step.
@@ -268,7 +271,7 @@ class BlockExtrapolator:
         )
 
     def further(self, p: Tensor, by: int) -> Tensor:
-        """Return the corresponding parameter of the block `by` blocks later.
+        """Return the parameter that corresponds to `p` in the block that is `by` blocks later.
 
         A parameter outside the blocks is returned unchanged.
         """
@@ -308,16 +311,17 @@ def reach_of(recipe: Recipe, tier: str, blocks: int) -> int:
     """Return the number of other blocks during which copies of one block can be in flight.
 
     In backward, which runs the last block first, a storage of one block may be fetched while a
-    later block runs. In forward, it may be copied while later blocks run. The numbers were found by
-    experiment for up to two copies in each direction, in decoders and in chains with sums between
-    their blocks. They are the smallest for which each moment equals that of a step with all blocks.
-    For a block that keeps more storages than its input, a smaller number would be enough.
+    later block runs. In forward, a storage may be copied while later blocks run. The numbers were
+    found by experiment for up to two copies in each direction, in decoders and in chains with sums
+    between their blocks. They are the smallest numbers with which the extrapolated step equals, at
+    each moment, the step with all blocks. A smaller number would be enough for a block that keeps
+    more storages than its input.
 
     Args:
         recipe: Recipe of the step.
         tier: Lower tier, "file" or "host".
-        blocks: Number of equal blocks of the model. It is returned if `prefetch` or `in_flight`
-            exceeds `TRIED_COPIES`.
+        blocks: Number of equal blocks of the model. This number is returned if `prefetch` or
+            `in_flight` exceeds `TRIED_COPIES`.
     """
     if not recipe.offload_activations:
         return 0
@@ -330,15 +334,15 @@ def reach_of(recipe: Recipe, tier: str, blocks: int) -> int:
 
 
 def _run_counts(blocks: int, few: int) -> tuple[int, ...]:
-    """Return the numbers of blocks to run in order to compute the step of `blocks` blocks."""
+    """Return the numbers of blocks to run, from which the step with `blocks` blocks is computed."""
     return (blocks,) if blocks <= few + 1 else (few, few + 1)
 
 
 class RecordingOptimizer(torch.optim.Optimizer):
-    """Optimizer that records which parameters are due for an update, but updates none of them.
+    """Optimizer that updates no parameters, but records which of them are due for an update.
 
     Each step calls `torch.empty(0)`. The meter records this operator as a moment of the optimizer
-    phase, to which `with_optimizer` adds the memory of the update.
+    phase. `with_optimizer` adds the memory of the update to this moment.
     """
 
     def __init__(self, parameters: list[Tensor]):

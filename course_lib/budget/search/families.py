@@ -1,6 +1,7 @@
 """Decide which families are searched, which are skipped, and which of their recipes are kept.
 
-A family is one combination of techniques. `best_numbers` finds the best numbers for it.
+A family is one combination of techniques. `best_numbers` finds the best values of the numbers in a
+family's recipe, such as the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from .lower_bounds import exceeds, floor_bytes, least_seconds, moves_nothing, re
 
 
 def fit_given(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], list[Estimate]]:
-    """Return the estimates that fit, and all estimates, of the given recipes with a schedule."""
+    """Return two lists: the estimates of the given recipes that fit, and the estimates of all.
+
+    A recipe is left out if no schedule fits its own `schedule_bytes`.
+    """
     tried = []
     for recipe in dict.fromkeys(recipes):
         # InfeasibleBudget means that no schedule fits the recipe's own schedule_bytes.
@@ -35,7 +39,7 @@ def fit_given(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate]
 
 
 def fit_on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
-    """Return the estimates that fit on several ranks, and all estimates that were made.
+    """Return two lists: the estimates that fit on several ranks, and all estimates that were made.
 
     Each value of `shard` is tried with the fewest micro-batches that fit. Checkpoints are added
     only if the step does not fit without them.
@@ -89,7 +93,12 @@ def fit_on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Est
 
 
 def fit_families(search: Search) -> list[Estimate]:
-    """Return the estimates that fit, trying combinations with few techniques first."""
+    """Return the estimates of the best recipes of the families that fit the budget.
+
+    Combinations with few techniques are tried first, because they decide which other ones are
+    skipped. A recipe is left out if another recipe that fits uses a subset of its techniques and
+    ranks ahead of it.
+    """
     known = search.known
     found: list[Recipe] = []
     too_large: set[Recipe] = set()
@@ -125,18 +134,22 @@ def fit_families(search: Search) -> list[Estimate]:
 
 
 def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
-    """Return the recipe with the largest pages that fit, because smaller ones are not cheaper."""
+    """Return the recipe with the largest pages that fit.
+
+    Smaller pages would not be cheaper.
+    """
     pages = (replace(recipe, page_bytes=size) for size in search.pages_for(recipe))
     return next(filter(search.fits, pages))
 
 
 def _cannot_be_cheaper(search: Search, family: Recipe, found: list[Recipe]) -> bool:
-    """Return whether a family extends a recipe that fits and cannot be cheaper.
+    """Return whether a family can be skipped, because it cannot cost less than the recipes found.
 
-    Added techniques raise the cost, with two exceptions. With offloaded activations, a checkpoint,
-    a chunked head or more micro-batches leave fewer bytes to be copied. With a schedule or
-    segments, any memory that is saved makes the step cheaper. Families that extend recipes of these
-    two kinds are tried if a lower bound on their cost is below the lowest cost found.
+    A family is skipped if it extends a recipe that fits, because adding techniques usually raises
+    the cost. It may lower the cost in two cases: the smaller recipe offloads activations and the
+    family may offload fewer bytes of them; or the smaller recipe uses a schedule or segments, which
+    recompute less if memory is saved. In these cases, the family is skipped only if a lower bound
+    on its cost is not below the lowest cost found.
     """
     smaller = [recipe for recipe in found if search.adds_to(family, recipe)]
     if any(
@@ -149,7 +162,12 @@ def _cannot_be_cheaper(search: Search, family: Recipe, found: list[Recipe]) -> b
 
 
 def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
-    """Return whether a recipe offloads at least as many bytes as the one that it extends."""
+    """Return whether a recipe surely offloads at least as many bytes as the smaller recipe.
+
+    The recipe extends `smaller`, and bytes of activations count. The result is true if `smaller`
+    offloads no activations, or if both recipes keep the same activations in forward and have the
+    same number of micro-batches.
+    """
     names = [field for field, technique in BY_FIELD.items() if technique.in_forward]
     return not smaller.offload_activations or all(
         getattr(recipe, name) == getattr(smaller, name) for name in ("micro_batches", *names)
@@ -157,10 +175,10 @@ def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
 
 
 def _moves_nothing(search: Search, family: Recipe) -> bool:
-    """Return whether the family offloads activations, but none is large enough to be offloaded.
+    """Return whether a family offloads activations, but no activation is large enough for that.
 
-    This is known if an estimate with fewer micro-batches, whose activations are larger, offloads
-    none.
+    The answer is taken from estimates of the same family with fewer micro-batches, whose
+    activations are larger. If there are no such estimates, the result is False.
     """
     fewer = (
         replace(family, micro_batches=count)
@@ -174,14 +192,17 @@ def _moves_nothing(search: Search, family: Recipe) -> bool:
 
 
 def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bool:
-    """Return whether a found recipe uses a subset of a recipe's techniques and ranks ahead."""
+    """Return whether another found recipe uses a subset of these techniques and ranks ahead."""
     order = search.order(search.known.estimate(recipe))
     others = (other for other in found if other != recipe and search.adds_to(recipe, other))
     return any(search.order(search.known.estimate(other)) < order for other in others)
 
 
 def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
-    """Append recipes that checkpoint only the first blocks, if they are cheaper than all found."""
+    """Append recipes that checkpoint only the first blocks to `found`.
+
+    A recipe is appended only if it is cheaper than all recipes found before.
+    """
     known = search.known
     if (
         search.quick
@@ -206,10 +227,10 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
 
 
 def most_blocks(search: Search, one: Recipe, cheapest: float) -> int:
-    """Return how many of the first blocks can be checkpointed at less than a given cost.
+    """Return how many of the first blocks can be checkpointed at less than the cost `cheapest`.
 
-    If the blocks are equal, recomputing each of them needs as many FLOPs as the first. If they are
-    not, the result is only an upper bound.
+    If the blocks are equal, recomputing any block needs the same number of FLOPs as recomputing the
+    first one. If the blocks are not equal, the result is only an upper bound.
 
     Args:
         search: The search.
@@ -227,14 +248,14 @@ def most_blocks(search: Search, one: Recipe, cheapest: float) -> int:
 
 
 def _find_least(search: Search) -> None:
-    """Estimate the recipes that may have the lowest peak, so that an error can name it.
+    """Estimate the recipes that may have the lowest peak, so that an error can name this peak.
 
     Only the recipes that use the most techniques are estimated.
     """
     known = search.known
     attentions = search.least_memory_attention or search.values("attention")
-    # For these fields the last candidate does not always need the least memory, whereas for all
-    # other fields it does.
+    # For these fields, the last candidate does not always need the least memory. For all other
+    # fields, it does.
     either = {"attention", "checkpoint", "offload_activations", "in_backward", "offload_optimizer"}
     most = {field: search.values(field)[-1] for field in BY_FIELD if field not in either}
     families = dict.fromkeys(

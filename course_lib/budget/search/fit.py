@@ -42,11 +42,13 @@ class Estimates(Table, list):
         whole: Number of recipes for which a step with all blocks was run, because the model does
             not run with few blocks or because the recipe uses a technique that is not composable
             (see `Technique`). All other estimates were composed from steps with few blocks.
-        estimate: Function that returns the estimate of a recipe, and reuses those of the search.
-        within: Function that returns the `Estimates` that fit another budget in bytes.
+        estimate: Function that returns the estimate of a recipe. It reuses the estimates of the
+            search.
+        within: Function of another budget in bytes that returns the `Estimates` that fit this
+            budget.
         known: Number of recipes that the search has estimated.
-        not_tried: Sentences on techniques that could not be tried for this model, with the reason
-            and what to do about it.
+        not_tried: Sentences on techniques that could not be tried for this model. A sentence gives
+            the reason, and says what to do about it.
     """
 
     columns = ("peak (MB)", "TFLOPs", "GB moved", "seconds", "recipe")
@@ -67,7 +69,10 @@ class Estimates(Table, list):
         self.whole, self.known = whole, known
 
     def way(self) -> Way:
-        """Return estimates from the baseline to the cheapest recipe, one per technique added."""
+        """Return the estimates on the way from the baseline to the cheapest recipe.
+
+        Each estimate adds one technique to the one before it.
+        """
         return Way(map(self.estimate, steps_to(self[0].recipe)))
 
     def rows(self) -> list[Sequence]:
@@ -142,21 +147,24 @@ def fit(
     - A recipe that adds techniques to one that fits, because an added technique saves neither FLOPs
       nor copies. There are two exceptions. With offloaded activations, a checkpoint, a chunked head
       or more micro-batches leave fewer bytes to be copied. With "segments" and "optimal", any
-      memory that is saved lets the schedule recompute less. Recipes that extend these are skipped
-      only if a lower bound on their cost is not below the lowest cost found. The bound counts the
-      fewest FLOPs that they can have and the copies of their optimizer state.
+      memory that is saved lets the schedule recompute less. A recipe that extends a recipe of
+      these two kinds is skipped only if a lower bound on its cost is not below the lowest cost
+      found. The bound counts the fewest FLOPs that the recipe can have and the copies of its
+      optimizer state.
     - A recipe with the kind of attention that needs more memory, if the same recipe with the other
-      kind did not fit. The forward and backward of the base show which kind needs more.
-    - A recipe with offloaded activations, if with fewer micro-batches no activation was large
-      enough to be offloaded. Smaller micro-batches have smaller activations.
+      kind did not fit. The peaks of forward and backward of `base` show which kind needs more
+      memory.
+    - A recipe with offloaded activations, if no activation was large enough to be offloaded in the
+      same recipe with fewer micro-batches. Smaller micro-batches have smaller activations.
     - A recipe that checkpoints so many of the first blocks that it cannot cost less than the
       cheapest recipe found.
 
     **Assumptions.** The search assumes that a step does not need more memory with more
     micro-batches (from two on), with more segments (up to the square root of the number of layers),
     with one more checkpoint, with smaller pages, with fewer copies in flight, or with fewer bytes
-    for a schedule. Therefore the smallest number that fits is found by bisection, and a schedule in
-    a few rounds. `tests/brute_force_fit.py` compares the result with all recipes of a grid.
+    for a schedule. Therefore the smallest number that fits is found by bisection, and a schedule is
+    found in a few rounds. `tests/brute_force_fit.py` compares the result with all recipes of a
+    grid.
 
     **Estimates.** If the model has equal blocks and its step grows evenly with them, an estimate is
     composed from the steps of a model with few blocks and from updates of few parameters
@@ -171,14 +179,14 @@ def fit(
         budget_bytes: Limit in bytes for all tensors of the step except the batch.
         max_norm: Norm to which the gradient is clipped, as in `train_step`. Recipes with steps in
             backward are then skipped.
-        split: Function (batch, parts) -> list of `parts` batches, as in `estimate`. With it, 1, 2,
-            4, 8 and so on micro-batches are tried, up to the last number before `split` raises an
-            error, returns a part without samples, or no longer makes the largest part smaller. An
-            error for two parts is raised.
+        split: Function of (batch, parts) that returns a list of `parts` batches, as in `estimate`.
+            If it is given, 1, 2, 4, 8 and so on micro-batches are tried, up to the last number
+            before `split` raises an error, returns a part without samples, or no longer makes the
+            largest part smaller. If `split` raises an error for two parts, so does `fit`.
         blocks: Names of the blocks to checkpoint, as in `Recipe`.
         recipes: Recipes to choose from, instead of those listed above.
         base: Recipe with the fields that all recipes share, such as precision, optimizer and
-            `min_bytes`. With several `ranks`, each `shard` is tried unless the base names one.
+            `min_bytes`. With several `ranks`, each `shard` is tried unless `base` sets it.
         framework: Name of the framework that must be able to run the recipes, a key of
             `course_lib.budget.scripts.FRAMEWORKS`. Its method `script` writes a recipe as a script.
             The estimates are those of its step: "trainer" also clips the gradients, unless
@@ -202,7 +210,7 @@ def fit(
         InfeasibleBudget: No recipe that fits was found. The message names the lowest peak that was
             found and its recipe, and techniques that could not be tried.
         TypeError, ValueError: An argument has the wrong type or is out of its range, or the
-            framework cannot run the base, one of the recipes, or the model.
+            framework cannot run `base`, one of the recipes, or the model.
     """
     whole("budget_bytes", budget_bytes, 1, of="bytes")
     if tier is None:
@@ -268,10 +276,10 @@ def fit(
 
 
 def _limits_of(framework: Framework, known: EstimateCache, loss_sum: LossSum | None) -> Limits:
-    """Return the recipes that the framework can run for the model and the batch.
+    """Return the limits of a framework: the recipes that it can run for the model and the batch.
 
     Raises:
-        ValueError: It can run none of them.
+        ValueError: The framework cannot run any recipe for them.
     """
     samples = samples_in(known.batch)
     problem = framework.refuse(Workload(*known.given, loss_sum, "", "", samples, known.split))
@@ -281,7 +289,11 @@ def _limits_of(framework: Framework, known: EstimateCache, loss_sum: LossSum | N
 
 
 def _with_reasons(error: InfeasibleBudget, search: Search) -> InfeasibleBudget:
-    """Return an error that also names what could not be tried, and what could be tried as well."""
+    """Return the error with more information: techniques that were not tried, and further ones.
+
+    The reason names the techniques that could not be tried. The attribute `additions` has the
+    fields of the techniques that can be added to the recipe with the lowest peak.
+    """
     left_out = not_tried(search)
     reason = "; ".join((error.reason, *left_out))
     found = InfeasibleBudget(error.budget_bytes, error.least_bytes, reason, error.least)
@@ -293,7 +305,10 @@ def _with_reasons(error: InfeasibleBudget, search: Search) -> InfeasibleBudget:
 def search_by_tensors(
     search: Search, base: Recipe, recipes: Sequence[Recipe] | None = None
 ) -> Estimates:
-    """Return the result of `fit` for the budget of a `Search`, reusing the search's estimates."""
+    """Return the result of `fit` if live tensors are counted, for the budget of `search`.
+
+    The estimates of the search are reused.
+    """
     known = search.known
     while True:
         if recipes is not None:
@@ -322,15 +337,16 @@ def search_by_tensors(
 def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: bool = False) -> Any:
     """Return the estimates of the recipes whose reserved bytes fit the budget, cheapest first.
 
-    The search itself counts tensor bytes. If its cheapest recipe reserves too much, the search is
-    repeated with a limit on tensor bytes that is lower by the excess, until the cheapest recipe
-    fits. A recipe between two limits may be missed.
+    The search itself counts bytes of live tensors. If its cheapest recipe reserves too much, the
+    search is repeated with a limit on tensor bytes that is lower by the excess, until the cheapest
+    recipe fits. Recipes whose tensor bytes are between two limits may be missed.
 
     Args:
         budget_bytes: Limit in bytes for the memory that the allocator reserves.
-        within: Function that returns the `Estimates` that fit a limit in tensor bytes.
-        quick: Whether to count the reserved bytes of only the cheapest recipe for each limit. The
-            others are then left out.
+        within: Function of a limit in tensor bytes that returns the `Estimates` that fit this
+            limit.
+        quick: Whether to count the reserved bytes of only the cheapest recipe for each limit. All
+            other recipes are then left out.
 
     Raises:
         InfeasibleBudget: No recipe was found. The message names the fewest bytes reserved, or the
@@ -365,7 +381,7 @@ def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: b
 
 
 def _title_of(count: int, budget_bytes: int, known: int, quick: bool) -> str:
-    """Return the caption of a search's result, whichever bytes it counts.
+    """Return the caption of a search's result, for tensor bytes as well as for reserved bytes.
 
     Args:
         count: Number of recipes that fit.
@@ -392,8 +408,8 @@ def _progress(
 ) -> Iterator[Callable[[Recipe], None]]:
     """Yield the function that is called before each estimate.
 
-    It is the caller's own function, or one that advances a progress bar if one is wanted and tqdm
-    is installed.
+    It is the function `wanted`, if this is a function. Otherwise it advances a progress bar if
+    `wanted` is true and tqdm is installed, and does nothing if not.
     """
     if callable(wanted):
         yield wanted

@@ -1,4 +1,7 @@
-"""Derive bounds for recipes that have not been estimated from estimates of other recipes."""
+"""Lower bounds on the memory and the cost of recipes that have not been estimated.
+
+The bounds are derived from estimates of other recipes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from .estimate_cache import EstimateCache
 def held_bytes(known: EstimateCache, recipe: Recipe) -> int:
     """Return the bytes on the device that are live throughout the step.
 
-    These are the model and the part of the optimizer state that is not offloaded.
+    They are the bytes of the model and of the part of the optimizer state that is not offloaded.
     """
     key = recipe.offload_optimizer, recipe.optimizer, recipe.update
     if key not in known.held:
@@ -32,32 +35,36 @@ def held_bytes(known: EstimateCache, recipe: Recipe) -> int:
 
 
 def exceeds(known: EstimateCache, recipe: Recipe, limit: int) -> bool:
-    """Return whether a recipe's peak is above a limit in bytes by its lower bound."""
+    """Return whether a lower bound on a recipe's peak is above `limit`, in bytes."""
     # `held_bytes` is compared first, because it needs no estimate.
     return held_bytes(known, recipe) > limit or floor_bytes(known, recipe) > limit
 
 
 def floor_bytes(known: EstimateCache, recipe: Recipe) -> int:
-    """Return a lower bound on the peak of a recipe.
+    """Return a lower bound on the peak of a recipe, in bytes.
 
-    The bound is the larger of the bytes that are live throughout the step and the peak of the
-    optimizer step, which does not depend on forward and backward.
+    The bound is the larger of two numbers: the bytes that are live throughout the step, and the
+    peak of the optimizer step, which does not depend on forward and backward. With `in_backward`,
+    the optimizer step counts as 0.
     """
     step = 0 if recipe.in_backward else state_of(known, recipe).phase_peaks["optimizer"]
     return max(held_bytes(known, recipe), step)
 
 
 def state_of(known: EstimateCache, recipe: Recipe) -> Estimate:
-    """Return the estimate of the base with the recipe's optimizer settings."""
+    """Return the estimate of the base recipe with the offload settings of `recipe`.
+
+    These settings are `offload_optimizer`, `in_backward` and `page_bytes`.
+    """
     names = ("offload_optimizer", "in_backward", "page_bytes")
     return known.with_base(**{name: getattr(recipe, name) for name in names})
 
 
 def least_seconds(known: EstimateCache, recipe: Recipe, rates: Rates) -> float:
-    """Return a lower bound on the seconds of a step.
+    """Return a lower bound on the seconds of a recipe's step.
 
-    It counts the fewest FLOPs that the recipe can have (`least_flops`) and, of all copies, only
-    those of the optimizer state.
+    The bound counts the fewest FLOPs that the recipe can need (`least_flops`). Of the copies, it
+    counts only those of the optimizer state.
     """
     down, up = state_moved(known, recipe)
     least = {"flops": least_flops(known, recipe), "bytes_down": down, "bytes_up": up}
@@ -65,17 +72,18 @@ def least_seconds(known: EstimateCache, recipe: Recipe, rates: Rates) -> float:
 
 
 def state_moved(known: EstimateCache, recipe: Recipe) -> tuple[int, int]:
-    """Return the bytes of optimizer state copied to the lower tier, and those copied back."""
+    """Return two numbers of bytes of optimizer state: copied to the lower tier, and copied back."""
     state, none = state_of(known, recipe), state_of(known, replace(recipe, offload_optimizer=0.0))
     return state.bytes_down - none.bytes_down, state.bytes_up - none.bytes_up
 
 
 def least_flops(known: EstimateCache, recipe: Recipe) -> int:
-    """Return a lower bound on the FLOPs of a step.
+    """Return a lower bound on the FLOPs of a recipe's step.
 
     If a recipe with the same values of the fields in `estimate_cache.COMPUTED` has been estimated,
-    the bound is its FLOPs. Otherwise the bound is the FLOPs of an estimated recipe with fewer
-    techniques, which needs no more. If there is none either, the bound is 0.
+    the bound is the FLOPs of that recipe. Otherwise the bound is the FLOPs of an estimated recipe
+    with fewer techniques, whose step does not need more FLOPs. If no such recipe has been
+    estimated, the bound is 0.
     """
     plain = replace(
         recipe,
@@ -97,9 +105,9 @@ def least_flops(known: EstimateCache, recipe: Recipe) -> int:
 
 
 def recomputed_flops(known: EstimateCache, one: Recipe) -> int:
-    """Return the FLOPs that the checkpoint of a recipe adds; 0 if they are not known.
+    """Return the FLOPs that the checkpoint of a recipe adds, or 0 if they are not known.
 
-    They do not depend on whether the loss head is chunked.
+    These FLOPs do not depend on whether the loss head is chunked.
     """
     own = replace(one, head_chunk=known.base.head_chunk)
     plain = replace(own, checkpoint="none", blocks=None, first_blocks=None)
@@ -108,5 +116,5 @@ def recomputed_flops(known: EstimateCache, one: Recipe) -> int:
 
 
 def moves_nothing(known: EstimateCache, recipe: Recipe) -> bool:
-    """Return whether no activation of the recipe was large enough to be offloaded."""
+    """Return whether the recipe's step offloads no activation, because none is large enough."""
     return known.estimate(recipe).bytes_down == state_moved(known, recipe)[0]

@@ -1,8 +1,8 @@
-"""Measure the memory of an optimizer's update by updates of only a few parameters.
+"""Measure the memory of an optimizer's update from updates of only a few parameters.
 
-A model's equal blocks have parameters of equal shapes, and the updates of these need equal numbers
-of bytes. Therefore the update of one parameter is measured once per shape, and the update of a deep
-model is measured without most of its blocks.
+The equal blocks of a model have parameters of equal shapes, and updates of parameters of equal
+shapes need equal numbers of bytes. Therefore the update of one parameter is measured once per
+shape, and the update of a deep model is measured without most of its blocks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Update:
 
     Attributes:
         held: Bytes of optimizer state that are live before and after the update.
-        more: Bytes that are live at the peak in addition to those before the update, per category
-            of `course_lib.memory.CATEGORIES`; shape (categories,).
+        more: Bytes that are live at the peak of the update, minus the bytes that are live before
+            the update, per category of `course_lib.memory.CATEGORIES`; shape (categories,).
         operator: Name of the operator at the peak; empty if no operator ran.
         totals: FLOPs, bytes copied to the lower tier, and bytes copied from it; shape (3,).
     """
@@ -43,12 +43,14 @@ class Update:
 
 
 class Updates:
-    """Updates of the parameters of one model, each measured only once, on symbolic tensors.
+    """Updates of the parameters of one model, measured on symbolic tensors.
+
+    Each update is measured only once.
 
     Args:
         model: The model.
         blocks: Equal blocks of the model, in their order.
-        tier: Where offloaded state is kept, "file" or "host".
+        tier: Tier where offloaded state is kept, "file" or "host".
         kind: Kind of device, "cpu" or "cuda".
     """
 
@@ -60,8 +62,8 @@ class Updates:
     def of_all(self, recipe: Recipe, below: set[Tensor]) -> Update:
         """Return the update of all parameters.
 
-        The parameters that `left_out` returns are not part of the run. Their state, FLOPs and
-        copies are added from the updates of single parameters.
+        The parameters that `left_out` returns are not part of the measured update. Their state,
+        FLOPs and copies are added from the updates of single parameters.
 
         Args:
             below: Parameters whose state is offloaded.
@@ -82,12 +84,12 @@ class Updates:
     def left_out(self, recipe: Recipe, below: set[Tensor]) -> set[Tensor]:
         """Return the parameters whose update cannot raise the peak.
 
-        They belong to blocks whose two predecessors and two successors have trainable parameters of
-        the same shapes. The shapes of offloaded parameters and those of the others are compared
-        separately, so a block may be left out for only one of the two kinds. The set is empty if
-        all parameters are updated at once or share a tensor of the state. Small parameters share a
-        page with their neighbors. In a paged update, a block is therefore left out only if one of
-        its parameters is larger than a page.
+        These parameters belong to blocks whose two predecessors and two successors have trainable
+        parameters of the same shapes. The shapes of parameters with offloaded state and those of
+        the other parameters are compared separately, so a block may be left out for only one of the
+        two kinds. The set is empty if all parameters are updated at once or share a tensor of the
+        state. Small parameters share a page with their neighbors. In a paged update, a block is
+        therefore left out only if one of its parameters is larger than a page.
         """
         shares_state = OPTIMIZERS[recipe.optimizer].shares_state
         if on_kind(recipe, self.kind).update != "loop" or shares_state:
@@ -123,7 +125,11 @@ class Updates:
     def measure_update(
         self, parameters: Sequence[Tensor], recipe: Recipe, below: set[Tensor]
     ) -> Update:
-        """Measure the update of these parameters alone, after one that creates their state."""
+        """Measure an update of only these parameters, and return it as an `Update`.
+
+        Another update before it creates the state of the parameters. `below` has the parameters
+        whose state is offloaded.
+        """
         size, of_all = (
             sum(p.numel() for p in parameters if p in group) for group in (below, set(parameters))
         )

@@ -1,5 +1,9 @@
-"""Find the equal blocks of a model, run the model with only a few of them, and compute the trace
-of its step from the traces of the step with a few blocks and with one more."""
+"""Compute the trace of a model with many equal blocks from the traces of steps with few blocks.
+
+The functions find the equal blocks of a model, and run the model with only some of them. The trace
+of the whole step is computed from two traces: of a step with a few blocks, and of a step with one
+more block.
+"""
 
 from __future__ import annotations
 
@@ -40,21 +44,24 @@ def shorten_blocks(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterato
 
 
 class Irregular(Exception):
-    """Raised when the trace of a step cannot be composed, because parts of it that should be equal
-    are not."""
+    """Raised when the trace of a step cannot be composed.
+
+    The reason is that parts of the step that should be equal are not.
+    """
 
 
 class Pass(NamedTuple):
-    """A pass through the blocks, forward or backward, in a step with a few of them and in a step
-    with one more.
+    """A pass through the blocks, forward or backward, in two steps.
+
+    The shorter step has a few blocks, and the longer step has one more block.
 
     Attributes:
-        few: The pass's first moment in the shorter step.
-        more: The pass's first moment in the longer step.
+        few: First moment of the pass in the shorter step.
+        more: First moment of the pass in the longer step.
         length: Number of moments of the pass in the shorter step.
-        cut: Number of moments from the start of the pass after which the longer step has one more
-            block.
-        block: Number of moments of that block.
+        cut: Number of moments from the start of the pass to the place where the longer step has one
+            more block.
+        block: Number of moments of the additional block.
     """
 
     few: int
@@ -65,8 +72,9 @@ class Pass(NamedTuple):
 
 
 class Growth:
-    """Growth of a step with the number of its model's equal blocks, from the step with `a` of them,
-    `few`, and the step with a + 1, `more`.
+    """Growth of a step with the number of equal blocks in its model, computed from two steps.
+
+    The step of the trace `few` has a of these blocks, and the step of the trace `more` has a + 1.
 
     Each pass through the blocks is cut in two inside the part with equal blocks, and n - a blocks
     are inserted at the cut. With g(t) = live(t; a + 1) - live(t; a) at a moment t of the step with
@@ -74,10 +82,9 @@ class Growth:
 
         live(t; n) = live(t; a) + (n - a) g(t)
 
-    because a block before the cut has made room for each block that follows, and a block after the
-    cut finds what all of the blocks have left. In the i-th of the new blocks, i = 0 ... n - a - 1,
-    i of the other new blocks are in the state after the cut, and the rest are in the state before
-    it:
+    because each of the inserted blocks adds the same number of live bytes g(t) at moment t. While
+    the i-th of the new blocks runs, i = 0 ... n - a - 1, i of the other new blocks are in the state
+    after the cut, and the rest of them are in the state before the cut:
 
         live(t; n) = live(t; a + 1) + (n - a - 1 - i) g(t - block) + i g(t + block)
 
@@ -98,10 +105,11 @@ class Growth:
         ]
 
     def sources(self, blocks: int) -> Iterator[tuple[Trace, int, int, int]]:
-        """Yield the parts of the step that has `blocks` blocks more than `few`.
+        """Yield the parts of the step with `blocks` more blocks than the step of `self.few`.
 
-        Each part is (trace, start, stop, following): the moments of `trace` from `start` until
-        `stop`, and the number of inserted blocks that follow in the same pass.
+        Each part is a tuple (trace, start, stop, following). It stands for the moments of `trace`
+        from `start` up to, but not including, `stop`. `following` is the number of inserted blocks
+        that come after the part in the same pass.
         """
         for at in self.passes:
             new = at.more + at.cut
@@ -111,7 +119,10 @@ class Growth:
             yield self.few, at.few + at.cut, at.few + at.length, 0
 
     def trace(self, blocks: int) -> Trace:
-        """Return the trace of the step that has `blocks` blocks more than `few`, without events."""
+        """Return the trace of the step with `blocks` more blocks than the step of `self.few`.
+
+        Only the operators, the live bytes and the totals of the trace are set.
+        """
         few, more, operators, live = self.few, self.more, [], []
         for trace, start, stop, _ in self.sources(blocks):
             operators += trace.operators[start:stop]
@@ -133,13 +144,16 @@ class Growth:
 
 
 def _passes(operators: Sequence[tuple[Any, str]]) -> list[tuple[int, int]]:
-    """Return the bounds of the forward passes and of the parts between them."""
+    """Return the bounds (start, stop) of the forward passes and of the parts between them."""
     groups = groupby(operators, key=lambda operator: operator[1] == "forward")
     return list(pairwise(accumulate((len(list(group)) for _, group in groups), initial=0)))
 
 
 def _cut(few: list, more: list, start: int, stop: int, begin: int, end: int) -> Pass:
-    """Return the pass, with the place where the longer step has one more block.
+    """Return the `Pass` for a pass of the shorter step and the same pass of the longer step.
+
+    The passes are `few[start:stop]` and `more[begin:end]`. The result has the place where the
+    longer step has one more block.
 
     Raises:
         Irregular: The passes do not differ by one block.

@@ -1,4 +1,4 @@
-"""Group micro-batches that run the same operators, so that a trace runs only one of each group."""
+"""Group micro-batches that run the same operators, so that a trace runs only one per group."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def groups_of(
 
     This function must be called in symbolic mode. Micro-batches are in one group if their tensors
     have the same shapes. If the model looks at values of its batch, for example of an attention
-    mask, or if other values than tensors differ, their forward passes must also run the same
-    operators. One or two micro-batches are not compared: each is a group by itself.
+    mask, or if the micro-batches contain different values other than tensors, the forward passes of
+    a group must also run the same operators. If there are only one or two micro-batches, they are
+    not compared, and each of them is a group by itself.
     """
     if len(micro_batches) < 3:
         return [[i] for i in range(len(micro_batches))]
@@ -77,7 +78,10 @@ def _shapes(micro_batch: Any) -> tuple:
 
 
 def _differ_in_values(micro_batches: Sequence[Any]) -> bool:
-    """Return whether micro-batches hold different objects other than tensors, such as arrays."""
+    """Return whether the objects in the micro-batches other than tensors differ.
+
+    Such objects are, for example, arrays.
+    """
     first, *others = (list(_values(each)) for each in micro_batches)
     return any(len(each) != len(first) or any(map(is_not, first, each)) for each in others)
 

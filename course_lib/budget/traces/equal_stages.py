@@ -1,10 +1,11 @@
-"""Forward passes of equal stages, of which a symbolic step runs one per kind.
+"""Forward passes of equal stages, of which a symbolic step runs only one per kind.
 
 A schedule runs most of its stages several times without gradients, and the blocks of a model are
 often equal. Each run of equal stages has the same operators, FLOPs and temporaries, and leaves one
-output of the same size. One run per kind of stage is therefore computed. For each later run, the
-meter's ledger gets the same moments again, and the output is created without running the operators.
-The ledger then equals that of the step in which all operators run, moment by moment.
+output of the same size. Therefore only the first run of each kind of stage is computed. For each
+later run, the same moments are added to the meter's ledger again, and the output is created without
+running the operators. The ledger then equals, moment by moment, the ledger of a step that runs all
+operators.
 
 Runs that keep tensors for a backward pass, and the backward passes, are always computed.
 """
@@ -35,14 +36,14 @@ class ForwardRun:
     A moment is one operator. Moments are numbered from the first one of the run.
 
     Attributes:
-        operators: (operator, phase) of each moment.
+        operators: Pair (operator, phase) of each moment.
         flops: Dict from moment to FLOPs.
         temporaries: Bytes of the storages that the run creates and releases, an int64 array of
             shape (moments, categories).
         outline: Shape, strides, dtype and device of the output.
         role, made_in: Attributes of the record of the output's storage.
-        born: Moment at which the output's storage is made.
-        drew: Whether random numbers were drawn.
+        born: Moment at which the output's storage is created.
+        drew: Whether the run drew random numbers.
         result: The stage's attribute `result`, or None if it has none.
     """
 
@@ -62,8 +63,8 @@ class Repeats:
 
     Args:
         ledger, usage: The meter's ledger and category tracker.
-        kind_of: Function that returns everything that determines how a stage runs, except its
-            input, or None for a stage that is equal to no other.
+        kind_of: Function that returns everything that determines how a stage runs, except the
+            stage's input. It returns None for a stage that is equal to no other stage.
     """
 
     def __init__(
@@ -83,13 +84,15 @@ class Repeats:
         compute: Callable[[], Any],
         drawing: Any = None,
     ) -> Any:
-        """Return the result of `compute`, which runs the stage without gradients.
+        """Return the result of a stage that runs without gradients.
+
+        The result is that of `compute`, or a new tensor like it if an equal stage has run before.
 
         Args:
             stage: The stage.
             given: Tensors that the stage reads, except its parameters.
             context: All other values that determine the result.
-            compute: Function that runs the stage.
+            compute: Function that runs the stage and returns its result.
             drawing: Object whose attribute `seen` is set to True if random numbers are drawn, or
                 None.
         """
@@ -109,7 +112,8 @@ class Repeats:
     def _key(self, stage: nn.Module, given: Sequence[Tensor], context: Hashable) -> Hashable:
         """Return the key that equal runs share, or None if the run must always be computed.
 
-        It must be computed if it may change the stage's buffers or tensors in its attributes.
+        A run must always be computed if it may change the stage's buffers, or tensors in attributes
+        of the stage.
         """
         if stage not in self.kinds:
             changes = any(True for _ in stage.buffers()) or _holds_tensors(stage)
@@ -133,7 +137,7 @@ class Repeats:
     # ---- The first run of a kind
 
     def _compute(self, key, stage, given, compute, drawing) -> Any:
-        """Run the stage, keep the moments that it adds to the ledger, and return its result."""
+        """Run the stage and return its result, and store the moments that the run adds."""
         if key is None:
             return compute()
         ledger = self.ledger
@@ -165,7 +169,11 @@ class Repeats:
         return result
 
     def _can_be_made(self, result: Tensor, output: Record, new: list[Record]) -> bool:
-        """Return whether a run leaves only the output's storage, and the output fills it."""
+        """Return whether later runs can create the output without running the operators.
+
+        This is possible if the run leaves only the output's storage, and the output fills this
+        storage.
+        """
         left = [record for record in new if record.died is None and record.bytes]
         fills = result.storage_offset() == 0 and extent(result) == output.nbytes
         on_device = all(record.account is self.ledger.main for record in new)
@@ -174,7 +182,7 @@ class Repeats:
     # ---- Later runs
 
     def _replay_record(self, found: ForwardRun) -> Tensor:
-        """Add the moments of an earlier equal run to the ledger, and return a new output."""
+        """Add the moments of an earlier, equal run to the ledger, and return a new output."""
         ledger, usage = self.ledger, self.usage
         usage.inputs(None, (), {}, current_node())
         ledger.bury()
@@ -189,15 +197,20 @@ class Repeats:
 
 
 def _holds_tensors(stage: nn.Module) -> bool:
-    """Return whether a module of the stage has an attribute with a tensor that is neither a
-    parameter nor a buffer. A wrapper's attributes, which hold arguments of the call, do not
-    count."""
+    """Return whether a module of the stage has an attribute with tensors.
+
+    Parameters and buffers do not count, nor do the attributes of a wrapper, which hold arguments of
+    the call.
+    """
     modules = getattr(stage, "block", stage).modules()
     return any(True for each in modules for _ in tensors_in(list(attributes_of(each).values())))
 
 
 def _temporaries(new: list[Record], start: int, stop: int) -> np.ndarray:
-    """Return the bytes of the released storages, at each moment and of each category."""
+    """Return the live bytes of the storages that the run created and released.
+
+    The result is an array of shape (moments, categories).
+    """
     change = np.zeros((stop - start + 1, len(CATEGORIES)), dtype=np.int64)
     for record in new:
         for begin, end, category in record.spans(stop) if record.died is not None else ():

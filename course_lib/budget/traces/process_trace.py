@@ -72,12 +72,13 @@ def process_trace(
         make_model, make_batch, recipe, loss_sum, max_norm, split, tier: Model, batch and options,
             as in `course_lib.budget.estimate`.
         kind: Kind of device, one of `KINDS`.
-        gpu: GPU whose kernels of attention run, as in `course_lib.budget.estimate`.
-        make_optimizer: Function of (model, kind) that returns the optimizer; None uses that of the
-            recipe.
+        gpu: GPU, which determines the attention kernels that run, as in
+            `course_lib.budget.estimate`.
+        make_optimizer: Function of (model, kind) that returns the optimizer. If it is None, the
+            optimizer of the recipe is used.
         events: Whether to record when each storage is allocated and released.
-        places: Whether to also record the module and the source line of each operator. This makes
-            the step take about 1.5 times as long.
+        places: Whether to also record the module and the source line of each operator. With these
+            records, the step takes about 1.5 times as long.
     """
     recipe = on_kind(recipe, kind)
     with symbolic(Symbolic(kind, gpu)):
@@ -113,9 +114,9 @@ def process_trace(
 def symbolic_optimizer(
     model: nn.Module, recipe: Recipe, store: SymbolicStore, tier: str, of: nn.Module | None = None
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer for a symbolic step with this lower tier.
+    """Return the recipe's optimizer for a symbolic step. Offloaded state is kept in `tier`.
 
-    `of` is the whole model, if `model` is a part of it.
+    If `model` is only a part of a model, `of` is the whole model.
     """
     if tier == "host" and recipe.offload_optimizer:
         return _PartlyOnHost(model, recipe, store)
@@ -137,9 +138,9 @@ def trace_step(
 ) -> Trace:
     """Run the step under a meter and return its trace.
 
-    Among micro-batches that run the same operators, only the last one is run, and also the first
-    one of the step. When the last one starts, the tensors that the others would have left are in
-    memory. FLOPs and bytes moved are the totals of all micro-batches.
+    The first micro-batch of the step is always run. Among the later micro-batches of a group, which
+    run the same operators, only the last one is run. When it starts, the tensors that the skipped
+    ones would have left are in memory. FLOPs and bytes moved are the totals of all micro-batches.
 
     Args:
         groups: Groups of micro-batches that run the same operators, as lists of indices. The
@@ -208,8 +209,8 @@ def trace_step(
 class StepMeter(UnguardedMeter):
     """Meter that raises ValueError for operators that cannot be measured symbolically.
 
-    On CUDA, optimizers keep the number of steps on the host unless their update is fused, so these
-    numbers are not counted there.
+    On CUDA, optimizers without a fused update keep the numbers of steps on the host, so these
+    numbers are not counted.
     """
 
     def __init__(self, model, optimizer, recipe: Recipe, **options: Any):
@@ -223,7 +224,7 @@ class StepMeter(UnguardedMeter):
                 yield tensor, category
 
     def skip_repeats(self) -> AbstractContextManager[None]:
-        """Run only one of several equal stages of a schedule inside the `with` block."""
+        """Return a context in which only one of several equal stages of a schedule is run."""
         return forwards_run_by(Repeats(self._ledger, self._usage, look_of).forward)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -247,8 +248,8 @@ class StepMeter(UnguardedMeter):
 class _PartlyOnHost(torch.optim.Optimizer):
     """Optimizer for symbolic steps with the memory and copies of `OffloadedOptimizer` on a GPU.
 
-    The host keeps the state of the offloaded parameters and updates them. Their gradients are
-    copied to the host, and the parameters are copied back.
+    The host keeps the state of some parameters and updates these parameters. Their gradients are
+    copied to the host, and the updated parameters are copied back.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):

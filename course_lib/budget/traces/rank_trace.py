@@ -3,13 +3,13 @@
 No process is started: the step of `course_lib.distributed.Trainer` runs on symbolic tensors. If the
 model has equal blocks and its step grows evenly with them, only a few blocks are run.
 
-"zero2" is FSDP2 that keeps gathered parameters until backward has used them, because no engine of
-PyTorch implements ZeRO-2 itself. Therefore each rank holds its own shard of the parameters in
-addition to the gathered ones.
+"zero2" is FSDP2 with gathered parameters that are kept until backward has used them, because no
+engine of PyTorch implements ZeRO-2 itself. Therefore each rank holds its own shard of the
+parameters in addition to the gathered ones.
 
 The optimizer updates all parameters with one fused operator, which needs no temporaries. In bf16,
 "ddp" and "zero1" keep bf16 parameters and fp32 master weights, whereas "zero2" and "zero3" keep
-fp32 shards, which are gathered in bf16 and used for computing in bf16.
+fp32 shards. These shards are gathered in bf16, and the step computes in bf16.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _measure(
     steps: int = 1,
     split: Split | None = None,
 ) -> Trace:
-    """Run the rank's step with the first `count` of the equal blocks and return its trace."""
+    """Run the rank's step with the first `count` of the equal blocks, and return the trace."""
     alone = single(recipe)
 
     def make_short() -> nn.Module:
@@ -168,12 +168,18 @@ def _measure(
 
 
 def _micro_batches_run(recipe: Recipe, split: Split | None) -> int:
-    """Return the number of micro-batches that are run: all if a user's `split` makes them."""
+    """Return the number of micro-batches that are run.
+
+    All micro-batches are run if the user's function `split` makes them.
+    """
     return recipe.micro_batches if split is not None else min(recipe.micro_batches, SHOWN)
 
 
 def largest_share(batch: Any, ranks: int, split: Split | None) -> Any:
-    """Return the rank's share of the batch that has the most bytes."""
+    """Return the largest of the ranks' shares of the batch.
+
+    The size of a share is the number of bytes of its tensors.
+    """
     shares = parts_of(batch, ranks, split)
     return max(shares, key=lambda share: sum(tensor.nbytes for tensor in tensors_in(share)))
 
@@ -231,7 +237,7 @@ def single(recipe: Recipe) -> Recipe:
 
 
 def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
-    """Return the bytes of Adam's state on the rank that holds the most.
+    """Return the bytes of Adam's state on the rank that has the largest state.
 
     The fp32 master weights of bf16 parameters are included.
     """
@@ -244,9 +250,10 @@ def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
 
 
 def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
-    """Return a lower bound on the peak of the rank that needs the most memory.
+    """Return a lower bound on the peak of the rank that needs the most memory, in bytes.
 
-    It counts parameters, gradients and optimizer state, which are all live in the optimizer step.
+    The bound counts parameters, gradients and optimizer state, which are all live in the optimizer
+    step.
     """
     ranks = 1 if recipe.shard in REPLICATED else recipe.ranks
     size = 2 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 4
@@ -259,8 +266,8 @@ def counts_for(recipe: Recipe, batch: Any, split: Split | None = None) -> list[i
     """Return the numbers of micro-batches into which a rank's share of the batch can be split.
 
     Raises:
-        ValueError: The batch cannot be split evenly among the ranks, or a rank's samples among the
-            micro-batches.
+        ValueError: The batch cannot be split evenly among the ranks, or a rank's samples cannot be
+            split evenly among the micro-batches.
     """
     if split is not None:
         return counts_by_split(largest_share(batch, recipe.ranks, split), split)

@@ -1,9 +1,9 @@
 """Exercises: a check returns a `Verdict` for any answer, and never raises an error.
 
-An exercise whose answers are numbers is a table of mistakes and their results (`numbers`,
-`largest`). Any other exercise is a function that tests the answer (`exercise`). Messages are in the
-lesson's `messages.toml`, in both languages (`Messages`). Probes that several exercises need are in
-`probes`.
+If the answer to an exercise consists of numbers, its check has a table of mistakes with the wrong
+numbers (`numbers`, `largest`). Any other check is a function that tests the answer (`exercise`).
+The messages of a lesson are in its `messages.toml`, in both languages (`Messages`). The module
+`probes` has functions that several checks need.
 """
 
 from .exercise import Exercise, exercise

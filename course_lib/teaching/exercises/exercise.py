@@ -105,12 +105,13 @@ def exercise(
     returns `say.right(...)`, or ends with `say.refuse`, `say.refuse_if` or `say.wrong`. Compare a
     number by `expect_number`, because `==` takes True for 1 and raises an error for some arrays.
 
-    An error of the function counts as a wrong answer, and the learner's own line is shown if there
-    is one. The table may have `raised`, the message for an error that no line of the learner's led
-    to, with `{error}` for the error.
+    An error that the function raises counts as a wrong answer. If the error passed through the
+    learner's code, the verdict shows the last line of this code. Otherwise it shows the message
+    `raised` of the table, if there is one, in which `{error}` is replaced by the error.
 
     Args:
-        errors: Part of an error's first line -> name of the message that explains the error.
+        errors: Dict from a part of an error's first line to the name of the message that explains
+            the error.
     """
     return lambda check: Exercise(check, *told_by(check, errors or {}))
 
@@ -118,7 +119,11 @@ def exercise(
 def told_by(
     check: Callable, errors: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], str], dict[str, str]]:
-    """Return a check's hints, its message for errors, and its explanations of known errors."""
+    """Return a check's hints, its message for errors, and the explanations of known errors.
+
+    The message is a function of an error's text. The explanations are a dict from a part of an
+    error's first line to a message.
+    """
     say, table = Messages(inspect.getfile(check)), table_of(check)
     hints: list[str] = [say(f"{table}.hint")]
     hints += [say(name) for name in (f"{table}.later_hint",) if name in say]
@@ -147,8 +152,9 @@ def _error_repr(error: Exception) -> str:
 def _own_line(error: Exception, answer: Any) -> str | None:
     """Return the error with the last line of the learner's code that was running, or None.
 
-    Cells run as `__main__`, and `linecache` has their text. If a call does not match the learner's
-    function, no line of it runs, so its first line is shown.
+    The learner's code runs in the module `__main__`, and `linecache` stores the text of its lines.
+    If a call does not match the learner's function, no line of the function runs, so the first line
+    of the function is shown.
     """
     frames = [
         (frame.f_code.co_filename, line)
@@ -177,8 +183,8 @@ def _is_miscalled(error: Exception) -> bool:
 def _is_from_library(error: Exception) -> bool:
     """Return whether a `raise` statement of the library raised the error.
 
-    Such an error's message says what to do. An expression in the library that fails, such as
-    `None + 1` in a check, has a message from Python instead.
+    The message of such an error says what to do. If an expression in the library fails instead,
+    such as `None + 1` in a check, the message comes from Python.
     """
     if not isinstance(error, ValueError | TypeError):
         return False

@@ -27,7 +27,7 @@ def draw_case(page: Case, draw: Callable[[random.Random], Case]) -> Case:
 def cases(
     page: Sequence[Case], draw: Callable[[random.Random], Case], count: int = 2
 ) -> list[Case]:
-    """Return the fixed cases, and `count` random ones more while notebooks are graded."""
+    """Return the fixed cases, followed by `count` random ones while notebooks are graded."""
     return [*page, *draw_case([], lambda rng: [draw(rng) for _ in range(count)])]
 
 

@@ -1,12 +1,12 @@
 """Messages of a lesson's exercises, in English and Chinese, from the lesson's `messages.toml`.
 
-A table has the messages of one exercise, or messages that several exercises share, by name:
+A table of this file has the messages of one exercise, or messages that several exercises share:
 
     [peak_formula.no_inputs]
     en = "You left out the inputs. Each checkpoint keeps the input of its layer."
     zh = "漏掉了输入。每个检查点都保留该层的输入。"
 
-The code has only the name: `say("peak_formula.no_inputs")`.
+The code refers to a message by its name: `say("peak_formula.no_inputs")`.
 """
 
 import tomllib
@@ -21,7 +21,7 @@ from .verdicts import Verdict, WrongAnswer, right
 
 
 class Messages:
-    """Messages of one lesson, found by "table.name". Calling it returns a label.
+    """Messages of one lesson. Calling an instance with "table.name" returns the message as a label.
 
     Args:
         file: `__file__` of a module in the lesson's folder.
@@ -48,17 +48,18 @@ class Messages:
         return pair(*self._messages[name], **values)
 
     def fill(self, name: str, /, **values: object) -> Label:
-        """Return a message as a label; values without a placeholder are ignored."""
+        """Return a message as a label. Values without a placeholder in the message are ignored."""
         wanted = placeholders(self._messages[name][0]) if name in self else ()
         return self(name, **{each: values[each] for each in wanted})
 
     def reasons(self, table: str, mistakes: Mapping[str, Any]) -> dict[float, str]:
-        """Return a dict of wrong number -> message, for `expect_number`.
+        """Return a dict from wrong number to message, for `wrong_answers` of `expect_number`.
 
         Args:
             table: Table of the messages.
-            mistakes: Name of a message -> the wrong number that it explains, or a tuple of them. If
-                two mistakes have the same number, the first one is named.
+            mistakes: Dict from the name of a message to the wrong number that the message explains,
+                or to a tuple of wrong numbers. If two mistakes have the same number, the first one
+                is named.
         """
         found: dict[float, str] = {}
         for name, numbers in mistakes.items():
@@ -71,7 +72,7 @@ class Messages:
         return right(self(name, **values))
 
     def refuse(self, name: str, /, **values: object) -> NoReturn:
-        """Reject the answer with a message that names the precise mistake; no hint follows.
+        """Reject the answer with a message that names the precise mistake. No hint is shown.
 
         Raises:
             WrongAnswer: Always.
@@ -79,7 +80,7 @@ class Messages:
         raise WrongAnswer(self(name, **values), exact=True)
 
     def refuse_if(self, mistake: object, name: str, /, **values: object) -> None:
-        """Reject the answer if it has this mistake (`refuse`)."""
+        """Reject the answer, as `refuse` does, if `mistake` is true."""
         if mistake:
             self.refuse(name, **values)
 
@@ -97,7 +98,7 @@ class Messages:
 
 @cache
 def read(file: Path) -> dict[str, tuple[str, str]]:
-    """Read a file of messages as a dict of "table.name" -> (English, Chinese)."""
+    """Return a dict from "table.name" to the message (English, Chinese), read from a file."""
     found = {}
     for table, messages in tomllib.loads(file.read_text("utf-8")).items():
         for name, message in messages.items():

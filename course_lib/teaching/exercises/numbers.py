@@ -1,4 +1,15 @@
-"""Exercises whose answers are numbers: the right ones, and the wrong ones with their mistakes."""
+"""Exercises whose answers are numbers: right answers, and tables of mistakes with wrong numbers.
+
+These words are used below:
+
+- *Answer*: a number, a dictionary of numbers, or a function that returns one of these.
+- *Row*: a key of such a dictionary. A single number is in the row None.
+- *Case*: the arguments, as a tuple, with which an answer that is a function is called once. Any
+  other answer has a single case, the empty tuple.
+- *Mistake*: an error in reasoning, identified by the name of its message. In each case, it
+  gives a wrong number in all rows, in some rows, or in none.
+- *Variant*: one of several wrong numbers, or dictionaries of wrong numbers, of the same mistake.
+"""
 
 import inspect
 import math
@@ -86,8 +97,9 @@ def expect_number(
             that the cell is not answered yet.
         expected: The right answer.
         tolerance: Relative tolerance, for the right answer and for the wrong ones.
-        wrong_answers: Wrong number -> what went wrong. The verdict is then `exact`.
-        why: Why the right answer is right; shown only with it.
+        wrong_answers: Dict from a wrong number to the explanation of the mistake. If the answer is
+            one of these numbers, the verdict is `exact`.
+        why: Reason why the right answer is right. It is shown only if the answer is right.
         in_bytes: Whether bytes are expected. The right answer in another unit, such as MB or GiB,
             exact or rounded, then gets its own message.
     """
@@ -151,7 +163,7 @@ def _close(number: Fraction | float, expected: float, tolerance: float) -> bool:
     return abs(number - Fraction(expected)) <= Fraction(tolerance) * abs(Fraction(expected))
 
 
-#: Each case, with what an answer gives for it
+#: A list of pairs: a case, and what the answer returned for this case
 _Answers = list[tuple[tuple, Any]]
 
 
@@ -162,8 +174,9 @@ class each:
     Each row is compared alone, so the mistake is named even if the other rows are right.
 
     Attributes:
-        of: Function of a row's right number and, if there are cases, of the case's arguments. It
-            returns the wrong number, a tuple of them, or None if the row cannot have the mistake.
+        of: Function of a row's right number, followed by the arguments of the case if there are
+            cases. It returns the wrong number, a tuple of variants, or None if the row cannot have
+            the mistake.
     """
 
     of: Callable[..., Any]
@@ -171,14 +184,15 @@ class each:
 
 @dataclass(frozen=True)
 class throughout:
-    """A mistake that is named only if all numbers of the answer, in each row and case, are its own.
+    """A mistake that is named only if it explains the answer's numbers in all rows and all cases.
 
-    It is for mistakes that give the right number, or the number of another mistake, in some cases.
-    It is named before mistakes that explain a single number.
+    This form is for mistakes that give the right number, or the number of another mistake, in some
+    cases. It is named before mistakes that explain a single number.
 
     Attributes:
-        mistake: The mistake, in any of the other forms. Its rows are all rows of the exercise.
-        tolerance: Relative tolerance of its numbers; that of the exercise is not used.
+        mistake: The mistake, in any of the other forms. Its rows must be all rows of the exercise.
+        tolerance: Relative tolerance of the mistake's numbers. The exercise's tolerance is not
+            used.
     """
 
     mistake: Any
@@ -187,10 +201,13 @@ class throughout:
 
 @dataclass(frozen=True)
 class _Table:
-    """The right and the wrong numbers of an exercise, for each case; `numbers` explains them.
+    """The right and the wrong numbers of an exercise for each case.
+
+    The attributes are arguments of `numbers`.
 
     Attributes:
-        compute: Function of a case that returns the right number, or row -> number.
+        compute: Function of a case that returns the right number, or a dict from row to right
+            number.
         cases: Arguments of each case, or None if the answer is not a function.
     """
 
@@ -200,7 +217,7 @@ class _Table:
     tolerance: float | Callable[..., float]
 
     def list_cases(self) -> list[tuple]:
-        """Return the arguments of each case, and if there are no cases, one without arguments."""
+        """Return the arguments of each case. Without cases, return a list with an empty tuple."""
         if self.cases is None:
             return [()]
         found = self.cases() if callable(self.cases) else self.cases
@@ -210,11 +227,11 @@ class _Table:
         return isinstance(self.compute(*case), Mapping)
 
     def rows(self, *case: Any) -> dict[Any, Any]:
-        """Return row -> right number; a single number is in row None."""
+        """Return a dict from row to right number. A single number is in the row None."""
         return dict(_by_row(self.compute(*case)))
 
     def values(self, mistake: Any, *case: Any) -> list[dict[Any, Any]]:
-        """Return what a mistake gives in a case: row -> wrong number, for each way to make it."""
+        """Return one dict from row to wrong number per variant of a mistake in this case."""
         if isinstance(mistake, throughout):
             mistake = mistake.mistake
         if isinstance(mistake, each):
@@ -224,7 +241,10 @@ class _Table:
         return _ways(_by_row(found))
 
     def wrong_answers(self, name: str) -> Iterator[Any]:
-        """Yield an answer for each way to make a mistake."""
+        """Yield one wrong answer per variant of the mistake `name`.
+
+        It is a function if the exercise has cases, and otherwise a number or a dict.
+        """
         mistake = self.mistakes[name]
         for choice in range(max(len(self.values(mistake, *case)) for case in self.list_cases())):
 
@@ -240,7 +260,11 @@ class _Table:
         return self.tolerance(*case) if callable(self.tolerance) else self.tolerance
 
     def right_case(self, row: Any, answers: _Answers) -> tuple | None:
-        """Return the first case in which a row is right, or None."""
+        """Return the first case in which the answer's number for `row` is right, or None.
+
+        The number is right if it is within the tolerance. `answers` has each case with what the
+        answer returned for it.
+        """
         for case, given in answers:
             rows = _by_row(given)
             if row in rows and _is(rows[row], self.rows(*case)[row], self.tolerance_in(case)):
@@ -248,7 +272,7 @@ class _Table:
         return None
 
     def mistakes_of_row(self, row: Any, case: tuple) -> dict[float, str]:
-        """Return wrong number -> name of its mistake."""
+        """Return a dict from each wrong number of this row and case to the name of its mistake."""
         found: dict[float, str] = {}
         for name, mistake in self.mistakes.items():
             if isinstance(mistake, throughout):
@@ -259,7 +283,7 @@ class _Table:
         return found
 
     def mistake_throughout(self, answers: _Answers) -> str | None:
-        """Return the name of the mistake that gives all of the numbers, or None."""
+        """Return the name of the first `throughout` mistake that explains all numbers, or None."""
         for name, mistake in self.mistakes.items():
             if not isinstance(mistake, throughout):
                 continue
@@ -272,11 +296,12 @@ class _Table:
 
 
 class Numbers(Exercise):
-    """An exercise whose answer is a number, or a table of them, or a function that returns one of
-    these; `numbers` makes it.
+    """Exercise whose answer is a number, a dict of numbers, or a function that returns these.
+
+    The decorator `numbers` creates it.
 
     Attributes:
-        mistakes: Names of the messages that say what went wrong.
+        mistakes: Table of mistakes, in the form of the argument of `numbers`.
     """
 
     def __init__(
@@ -310,10 +335,10 @@ class Numbers(Exercise):
                 self._full_name(name)  # a wrong name is an error before anybody answers
 
     def _full_name(self, name: str) -> str:
-        """Return "table.name" of a message: of the exercise's table, or else of `common`.
+        """Return "table.name" of a message of the exercise's table, or else of the table `common`.
 
         Raises:
-            LabelError: Neither table has it.
+            LabelError: Neither table has a message with this name.
         """
         for table in (self._table, "common"):
             if f"{table}.{name}" in self._say:
@@ -321,15 +346,19 @@ class Numbers(Exercise):
         raise LabelError(f"{name!r} must be a message of {self._table!r} or `common`, got neither")
 
     def _message(self, names: str) -> str:
-        """Return the message of a mistake, or of several with spaces between their names."""
+        """Return the message of a mistake. Names with spaces between them give joined messages."""
         return join_labels((self._say(self._full_name(name)) for name in names.split()), " ")
 
     def right_answer(self) -> Any:
-        """Return an answer that is right."""
+        """Return a right answer.
+
+        It is the function that computes the numbers, or, without cases, the result of this
+        function.
+        """
         return self._numbers.compute() if self._numbers.cases is None else self._numbers.compute
 
     def wrong_answers(self) -> Iterator[tuple[Any, str]]:
-        """Yield an answer for each wrong number of the table, and its message."""
+        """Yield one wrong answer per mistake and variant, with the message of the mistake."""
         for name in self.mistakes:
             for answer in self._numbers.wrong_answers(name):
                 yield answer, self._message(name)
@@ -347,10 +376,10 @@ class Numbers(Exercise):
         return self._say.right(f"{self._table}.right", **values)
 
     def _answers_of(self, answer: Any) -> _Answers:
-        """Return each case with what the answer gives for it.
+        """Return a list of pairs: each case, and what the answer returned for this case.
 
         Raises:
-            WrongAnswer: It gives nothing for a case.
+            WrongAnswer: The answer returned nothing for a case, or is not written yet.
         """
         if self._numbers.cases is None:
             return [((), answer)]
@@ -386,7 +415,7 @@ class Numbers(Exercise):
         )
 
     def _problem(self, case: tuple, given: Any, answers: _Answers) -> Verdict | None:
-        """Return the verdict on what was given for a case, or None if it is right."""
+        """Return the verdict on what the answer returned for a case, or None if it is right."""
         wanted = self._numbers.rows(*case)
         if self._numbers.has_rows(*case):
             if not isinstance(given, Mapping) or set(given) != set(wanted):
@@ -441,12 +470,15 @@ class Numbers(Exercise):
 
 
 def _by_row(found: Any) -> Mapping[Any, Any]:
-    """Return row -> number; a single number is in row None."""
+    """Return a dict from row to number. If `found` is a single number, it is in the row None."""
     return found if isinstance(found, Mapping) else {None: found}
 
 
 def _ways(rows: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-    """Return row -> wrong number for each way to make a mistake, from row -> number or tuple."""
+    """Return one dict from row to wrong number per variant of a mistake.
+
+    In `rows`, a tuple lists the variants of a row. Rows with None are left out.
+    """
     ways = {row: _several(value) for row, value in rows.items() if value is not None}
     most = max(map(len, ways.values()), default=0)
     return [{row: way[i] for row, way in ways.items() if i < len(way)} for i in range(most)]
@@ -464,7 +496,7 @@ def _several(value: Any) -> tuple:
 
 
 def _as_float(given: Any) -> float:
-    """Return the number as a float, or infinity where it has too many digits for one."""
+    """Return a number as a float, or infinity if it is too large for a float."""
     try:
         return float(given)
     except OverflowError:
@@ -480,7 +512,7 @@ def _is(given: Any, expected: float, tolerance: float) -> bool:
 
 
 def _are(given: Any, rows: Mapping[Any, Any], tolerance: float) -> bool:
-    """Return whether an answer gives these numbers: row -> number."""
+    """Return whether an answer has exactly these rows, and the given number in each of them."""
     numbers = _by_row(given)
     return numbers.keys() == rows.keys() and all(
         _is(numbers[row], number, tolerance) for row, number in rows.items()
@@ -502,10 +534,11 @@ def numbers(
     right_values: Callable[[_Answers], Mapping[str, Any]] | None = None,
     otherwise: str | None = None,
 ) -> Callable[[Callable[..., Any]], Numbers]:
-    """Decorate a function `check_NAME` that computes the right answer as the check of an answer.
+    """Decorate a function `check_NAME`, which computes the right answer, as a check.
 
-    It returns a number, or a dictionary: row -> number. If `cases` are given, it has a case's
-    arguments, and the learner's answer is a function of the same arguments. For example:
+    The function returns a number, or a dictionary from row to number. If `cases` are given, it
+    takes the arguments of a case, and the learner's answer must be a function of the same
+    arguments. For example:
 
         @numbers(
             {
@@ -517,37 +550,42 @@ def numbers(
         def check_gradient_bytes(n: int) -> dict[str, int]:
             return {"fp32": 4 * n, "bf16": 6 * n}
 
-    Messages are in the table NAME of the lesson's `messages.toml`: `hint`, `right`, and one for
-    each mistake, which may be in the table `common` instead. The table may have `later_hint`, and
-    `keys`, for a dictionary with other keys.
+    The table NAME of the lesson's `messages.toml` has the messages `hint` and `right`. The message
+    of each mistake is in this table or in the table `common`. The table NAME may also have
+    `later_hint`, and `keys`, which is shown if the answer's dictionary has wrong keys.
 
     Args:
-        mistakes: Name of a message -> the wrong number that it explains; several in a tuple, or
-            row -> number. With cases, a function of a case that returns one of these, or None where
-            the mistake makes no difference. `each` stands for a mistake in any row, and
-            `throughout` for one that must give all numbers. If two mistakes have the same number,
-            the first one is named. A name "a b" stands for the two messages a and b.
-        cases: Arguments of each case (a tuple, or one argument), or a function that returns them,
-            such as one that also draws cases for grading (`graded_cases.cases`).
-        also: Numbers that are right as well, in the same form as a mistake's.
-        tolerance: Relative tolerance, for right and wrong numbers, or a function of a case.
-        in_bytes: Whether bytes are expected (`expect_number`), or the rows with bytes.
-        place: Name of a message that puts case and row before another {message}; its placeholders
-            are the case's arguments, {row} and {message}. By default "For k = 3: " and "`row`: ".
-            "" puts nothing before it, for cases whose names do not help, such as long texts.
+        mistakes: Dict from the name of a message to the wrong number that the message explains, or
+            to a dict from row to wrong number. A tuple of numbers lists variants. If there are
+            cases, the value may also be a function of a case that returns one of these, or None if
+            the mistake makes no difference in this case. `each` stands for a mistake in any row,
+            and `throughout` for one that must explain all numbers. If two mistakes have the same
+            number, the first one is named. A name "a b" stands for the two messages a and b.
+        cases: Arguments of each case, as a tuple or a single argument. Or a function that returns
+            the arguments of all cases, such as one that calls `graded_cases.cases`, which also
+            draws cases for grading.
+        also: Numbers that are right as well, in the same form as the wrong numbers of a mistake.
+        tolerance: Relative tolerance of right and wrong numbers, or a function of a case that
+            returns it.
+        in_bytes: Whether the answer is in bytes (see `expect_number`), or the names of the rows in
+            bytes.
+        place: Name of a message that adds the case and the row to another message. Its placeholders
+            are the case's arguments, {row} and {message}. By default, "For k = 3: " and "`row`: "
+            are written before the message. With "", nothing is added, which suits cases that are
+            long texts.
         hint_below: Name of the hint for all rows after the first.
-        blank: Values that mean that nothing was answered yet. Or a function of what the answer
-            gives for a case, and of the case's arguments, that returns whether the cell is
-            unchanged. It is only called with numbers.
-        elsewhere: Name of a message on a number that is wrong in one case and right in another; its
-            placeholders are {row}, {right} and {wrong}, the two cases. No other message then names
-            its case.
+        blank: Values that mean that the cell is not answered yet. Or a function of the numbers that
+            the answer returned for a case, followed by the arguments of this case, that returns
+            whether the cell is unchanged.
+        elsewhere: Name of a message on a row whose number is wrong in one case and right in another
+            case. Its placeholders are {row}, {right} (the case in which it is right) and {wrong}.
+            If this argument is set, no other message names the case.
         within: Function that returns a context manager in which the answer runs for a case, such as
-            a limit of its work.
-        right_values: Function of the cases and what the answer gives for each; returns the values
-            for the message `right`.
-        otherwise: Name of a message on a number that no mistake explains, instead of "too small"
-            or "too large"; its placeholders are the case's arguments, {row}, {given} and {wanted}.
+            one that limits the answer's work.
+        right_values: Function of a list of pairs (a case, and what the answer returned for it). It
+            returns the values of the placeholders in the message `right`.
+        otherwise: Name of a message on a number that no mistake explains. It replaces "too small"
+            and "too large". Its placeholders are the case's arguments, {row}, {given} and {wanted}.
     """
     return lambda compute: Numbers(
         compute,
@@ -567,7 +605,7 @@ def numbers(
 
 
 class Largest(Exercise):
-    """An exercise that asks for the largest size within a budget of bytes; `largest` makes it."""
+    """An exercise that asks for the largest size within a budget in bytes. `largest` creates it."""
 
     def __init__(
         self,
@@ -582,7 +620,7 @@ class Largest(Exercise):
         self._say = Messages(inspect.getfile(peak))
 
     def wrong_answers(self) -> Iterator[tuple[int, str]]:
-        """Yield each wrong size of the table, and its message."""
+        """Yield each wrong size of the table of mistakes, with the message of its mistake."""
         for name, sizes in self.mistakes.items():
             for size in _several(sizes):
                 yield size, self._say(f"{self._table}.{name}")
@@ -601,15 +639,17 @@ class Largest(Exercise):
 def largest(
     sizes: Sequence[int], budget_bytes: int, mistakes: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[[int], int]], Largest]:
-    """Decorate a function `check_NAME`, the peak in bytes of a size, as the check of an answer.
+    """Decorate a function `check_NAME`, which returns the peak of a size in bytes, as a check.
 
     The right answer is the largest size whose peak is within the budget. The table NAME of the
-    messages has `hint`, `right`, with placeholders among {size}, {here}, {next} and {above} (the
-    sizes and their peaks), and `not_a_size`.
+    lesson's messages has `hint`, `right` and `not_a_size`. The message `right` may have the
+    placeholders {size} and {here}, for the answer and its peak, and {next} and {above}, for the
+    next size and its peak.
 
     Args:
         sizes: Allowed sizes in ascending order.
         budget_bytes: The budget.
-        mistakes: Name of a message -> the wrong size that it explains, or a tuple of them.
+        mistakes: Dict from the name of a message to the wrong size that the message explains, or to
+            a tuple of wrong sizes.
     """
     return lambda peak: Largest(peak, sizes, budget_bytes, mistakes or {})

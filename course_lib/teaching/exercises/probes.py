@@ -16,7 +16,7 @@ def is_close(
 ) -> bool:
     """Return whether numbers or tensors, or sequences of them, are close.
 
-    None is not close to a tensor. With `equal_nan`, two nan are close.
+    None is not close to a number or a tensor. If `equal_nan` is true, nan is close to nan.
     """
     options: dict[str, Any] = {"rtol": rtol, "atol": atol, "equal_nan": equal_nan}
     if isinstance(wanted, Sequence):
@@ -43,7 +43,8 @@ def refuse_mistakes(
     Args:
         say: The lesson's messages.
         found: The answer's result: a number, a tensor, or a sequence of tensors.
-        mistakes: Name of a message -> the result of the mistake, or a tuple of results.
+        mistakes: Dict from the name of a message to the result of the mistake, or to a tuple of
+            results.
         within: Name of a message in which {reason} is replaced by the message of the mistake.
         tolerance: `rtol`, `atol` and `equal_nan` of `is_close`.
 
@@ -61,8 +62,11 @@ def refuse_mistakes(
 def run_forward(function: Callable, *inputs: Any) -> tuple[Any, int]:
     """Run an answer's forward under a meter; return its output, and the other bytes that it keeps.
 
+    The other bytes are the live bytes after the call, minus the bytes of the output if it is a
+    tensor.
+
     Raises:
-        NotImplementedError: The cell is unchanged, because it returns nothing.
+        NotImplementedError: The function returned None or `...`, so the cell is unchanged.
     """
     with MemoryMeter() as meter:
         output = function(*inputs)
@@ -73,5 +77,5 @@ def run_forward(function: Callable, *inputs: Any) -> tuple[Any, int]:
 
 
 def uneven_gradient(like: Tensor) -> Tensor:
-    """Return a gradient with the shape of `like`, with different elements of both signs."""
+    """Return a gradient with the shape of `like`, whose elements differ and have both signs."""
     return torch.linspace(-1, 2, like.numel()).view_as(like)

@@ -55,7 +55,7 @@ def right(message: str) -> Verdict:
 def wrong(message: str, *, hint: str | None = None, exact: bool = False) -> Verdict:
     """Return the verdict on a wrong answer.
 
-    A hint given here replaces the exercise's own. An exact message gets no hint.
+    If `hint` is given, it replaces the exercise's own hint. If `exact` is true, no hint is added.
     """
     return Verdict(False, message, hint, exact)
 
@@ -66,7 +66,7 @@ def not_answered() -> Verdict:
 
 
 def returns_none(case: str) -> Verdict:
-    """Return the verdict on a function that answers other cases, but not this one."""
+    """Return the verdict on a function that returns None for `case`, but answers other cases."""
     return wrong(
         text("Your function returns None for {case}. Every branch needs a `return`.", case=case),
         exact=True,
@@ -74,7 +74,7 @@ def returns_none(case: str) -> Verdict:
 
 
 class WrongAnswer(Exception):
-    """Error that ends a check with the verdict `wrong`; its arguments are those of `wrong`."""
+    """Error that ends a check with the verdict that `wrong` returns for the same arguments."""
 
     def __init__(self, message: str, *, hint: str | None = None, exact: bool = False) -> None:
         super().__init__(message)
