@@ -116,7 +116,7 @@ def _list_texts(items: Iterable[Any]) -> str:
 
 
 def _plain(words: str) -> str:
-    """Return text on one line without math signs. Chinese lines are joined without a space."""
+    """Return text on one line without `$`. Chinese lines are joined without a space."""
     lines = [line.strip() for line in words.replace("$", "").splitlines()]
     return "".join(
         line if not i or "\u3000" <= lines[i - 1][-1:] <= "\u9fff" else f" {line}"

@@ -217,7 +217,9 @@ def pictures_in(markup: str) -> dict[str, Picture]:
 
 @contextmanager
 def drawn_in(drawn: "Figure", language: str) -> Iterator[None]:
-    """Put all words of a figure, which are English outside the block, into one language inside it.
+    """Context manager that shows the words of a figure in `language` inside the `with` block.
+
+    After the block the words are English again.
 
     Raises:
         ValueError: The language is neither "en" nor "zh".

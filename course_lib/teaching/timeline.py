@@ -220,7 +220,7 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
     mb_per_pixel = panel.get_ylim()[1] / box.height
 
     def space_for(words: str, size: float) -> tuple[float, float]:
-        """Return the width in operators and the height in MB that the words need."""
+        """Return the size of words in data units of the axes: operators (x) and MB (y)."""
         width = _width_of(panel, words, size) + 6 * per_point
         return width * operators_per_pixel, (size * 1.15 + 1) * per_point * mb_per_pixel
 

@@ -56,7 +56,11 @@ _TENSORS = ("x", "", "", "y", "k.mT", "q", "P", "v", "P", "P @ v", "x", "", "", 
 
 
 def rows_of_the_formula(kept: SavedTensors) -> Table:
-    """Show a table of a decoder layer's saved tensors: name and row of the formula."""
+    """Show a table of the 16 tensors that a decoder layer saves.
+
+    A row of the table has the operator, the tensor's shape, bytes and name in the lesson's code,
+    and the row of the lesson's memory formula that counts the tensor.
+    """
     shown, after_attention = [], False
     for row, tensor in zip(kept, _TENSORS, strict=True):
         name = _ROWS.get(row.operator, {}).get(row.argument, "`attention`")

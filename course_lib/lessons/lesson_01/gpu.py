@@ -186,8 +186,8 @@ def monitor(device: torch.device, **sizes: int) -> Iterator[Part]:
     """Measure memory after each phase of the first training step.
 
     The results are bytes of live tensors, allocated bytes and reserved bytes. Allocated and
-    reserved bytes are the CUDA allocator's, minus the bytes that were allocated before. On a CPU
-    they are missing.
+    reserved bytes are those of the CUDA allocator, and are missing on a CPU. The bytes allocated at
+    the start of the experiment are subtracted from both.
     """
     allocator = Allocator(device)
     values: Part = {}

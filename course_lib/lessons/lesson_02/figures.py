@@ -99,10 +99,10 @@ def peak_with_checkpoint(layer: int | None, *, layers: int = 8, head: bool = Tru
 
 
 def one_backward_transposed(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
-    """Run the chunked loss and its backward; the logits are written as a transposed product.
+    """Run the chunked loss and one backward; a chunk's logits are `(weight @ rows.T).T`.
 
-    The gradient of the weight is then not a transposed view, so autograd adds this gradient in
-    place.
+    A chunk's gradient of the weight is then not a transposed view, so autograd can add the
+    gradients of the chunks in place.
     """
 
     def loss(rows: Tensor, answers: Tensor) -> Tensor:

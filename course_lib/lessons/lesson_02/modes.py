@@ -18,7 +18,11 @@ Run = Callable[..., Tensor]  # run(block, x): a checkpoint
 
 
 def gaps(runs: Mapping[str, Run]) -> Table:
-    """Show a table of each checkpoint's peak around a block of four layers, and of its tests."""
+    """Show a table with a column per checkpoint function and a row per test.
+
+    The first row has the peak of a checkpointed block of four layers. The others say whether the
+    function passes a test, such as to draw the same dropout mask again.
+    """
     experiments = {
         "draws the same dropout mask again": _same_mask,
         "runs again under the same autocast": _same_autocast,

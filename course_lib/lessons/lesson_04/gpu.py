@@ -87,8 +87,8 @@ def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
 def offloaded_optimizer(device: torch.device, **sizes: int) -> Iterator[Part]:
     """Measure steps of AdamW with the optimizer state in host memory.
 
-    On a GPU this experiment pins up to 16 bytes per parameter, 2 GB. It needs half a minute with a
-    slow CPU.
+    On a GPU this experiment pins up to 16 bytes per parameter (2 GB in total). It needs half a
+    minute with a slow CPU.
     """
     variants = {}
     for name, kind in (("plain", torch.optim.AdamW), ("offloaded", OffloadedOptimizer)):

@@ -327,9 +327,10 @@ def check_loop(function: Any) -> Verdict:
 
 @exercise()
 def check_fp32_sums(function: Any) -> Verdict:
-    """Check `accumulate_in_fp32(parameters)`: a dict from a parameter to its gradients' fp32 sum.
+    """Check `accumulate_in_fp32(parameters)`, which returns each parameter's sum of gradients.
 
-    The sums must take 4 bytes per element, and nothing else may be kept.
+    The result must be a dict from each parameter to its sum in fp32. After all backward passes, no
+    `.grad` and no memory beyond the sums may remain.
     """
     generator = torch.Generator().manual_seed(seed_of(0))
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16, bias=False)).bfloat16()

@@ -99,7 +99,7 @@ _ONCE = (
 
 
 def draw_order() -> "Figure":
-    """Draw which operations run per micro-batch and which per step, in groups of four."""
+    """Draw two steps, of four and three micro-batches: what runs per micro-batch, what per step."""
     alt = (
         "Four micro-batches run one after the other. These operations follow once: {once}. Then"
         " the three remaining micro-batches run, and the same operations follow once more."

@@ -38,9 +38,9 @@ def seventy_billion() -> Shapes:
 def compare_splits(shapes: Shapes, link: float) -> Table:
     """Show a table of held and sent bytes for three ways to split a model over 8 machines.
 
-    Held bytes are per GPU, and sent bytes are between machines, both in fp32. The last way divides
-    every parameter, including the parameters that `parallelize` leaves whole, less than 1% of this
-    model.
+    Held bytes are per GPU, and sent bytes are between machines, both in fp32. The row of
+    tensor parallelism counts every parameter as divided, although `parallelize` leaves some whole.
+    These are less than 1% of this model.
 
     Args:
         link: Bytes per second of a network card, in each direction.
