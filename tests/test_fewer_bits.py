@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from course_lib.lessons.fewer_bits import Adam8bit, FourBitLinear, nf4_levels
-from course_lib.lessons.smaller import in_four_bits
 from torch.nn.utils import parameters_to_vector
 
 from course_lib._torch.tensors import tensors_in
 from course_lib.budget import Recipe, estimate, run
 from course_lib.lessons.lesson_01.figures import with_adapters
+from course_lib.lessons.lesson_07.fewer_bits import Adam8bit, FourBitLinear, nf4_levels
+from course_lib.lessons.lesson_07.smaller import in_four_bits
 from course_lib.models import Decoder, random_tokens
 
 

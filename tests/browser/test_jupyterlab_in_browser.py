@@ -25,9 +25,9 @@ LESSON, SLIDERS = "00_start_here", "01_memory_bottleneck"
 
 def only_the_sliders(notebook):
     """A lesson's imports, its switch and its sliders, without the minutes between them."""
-    shown = re.compile(r"^(language|(lesson_\d\d\.)?\w+_playground)\(\)", re.M)
+    shown = re.compile(r"^(language|(figures\.)?\w+_playground)\(\)", re.M)
     kept = [cell for cell in notebook["cells"] if shown.search("".join(cell["source"]))]
-    wanted = re.compile(r"from .*(_playground|import lesson_)")
+    wanted = re.compile(r"from .*(_playground|lessons\.lesson_)")
     imports = [line for cell in notebook["cells"] for line in cell["source"] if wanted.match(line)]
     kept[0]["source"] = [*imports, *kept[0]["source"]]
     return {**notebook, "cells": kept}
