@@ -1,7 +1,8 @@
-"""PyTorch's allocator of GPU memory, simulated by its rules.
+"""Simulate PyTorch's caching allocator of GPU memory.
 
-`CachingAllocator` replays the events of a trace, or takes single allocations, and reserves memory
-as PyTorch does. Lesson 01 shows how fragments arise.
+`CachingAllocator` replays the allocations of a trace, or single ones, and reserves memory by
+PyTorch's rules. It shows how much GPU memory PyTorch reserves for a step in addition to its
+tensors. Lesson 01 uses it to show how memory becomes fragmented.
 """
 
 from .allocator import Block, CachingAllocator

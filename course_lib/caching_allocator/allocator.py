@@ -1,10 +1,10 @@
-"""Simulation of PyTorch's rules for device memory, without a GPU: which bytes are reserved, split,
-merged and released.
+"""The simulated caching allocator: its public methods `allocate`, `free`, `replay` and others.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.13, and names in comments are
-from that file. The simulation has one stream, no CUDA graphs and no private pools. Memory that
-libraries request from CUDA directly (the context, NCCL) is not included. The simulation has one
-setting of PYTORCH_CUDA_ALLOC_CONF, `expandable_segments`.
+The rules for reserving, splitting, merging and releasing memory are in `segments.py`. They are
+those of c10/cuda/CUDACachingAllocator.cpp in torch 2.13, and names in comments are from that file.
+The simulation has one stream, no CUDA graphs and no private pools. Memory that libraries request
+from CUDA directly (the context, NCCL) is not included. The only simulated setting of
+PYTORCH_CUDA_ALLOC_CONF is `expandable_segments`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,32 @@ from .segments import (
     round_up,
 )
 
-# Maps a storage's name to its block.
+# Maps the identifier of each storage that is allocated to its block.
 Live = dict[Hashable, "Block"]
 
 
 @runtime_checkable
 class Replayable(Protocol):
-    """Protocol of an object that yields its own events, such as a `Trace`."""
+    """Object that yields its own allocations, such as a `course_lib.memory.Trace`."""
 
-    def allocations(self) -> Iterable[tuple]: ...
+    def allocations(self) -> Iterable[tuple]:
+        """Yield the events that `CachingAllocator.replay` accepts."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Memory that `allocate` returned for one storage."""
+    """Memory that `allocate` returned for one storage.
+
+    Attributes:
+        address: Address of the first byte.
+        size_bytes: Bytes of the block: the requested bytes, rounded up, and possibly a rest that
+            was too small to be split off.
+        requested_bytes: Bytes that were requested.
+        allocated: Whether the block has not been freed yet.
+    """
 
     address: int
-    # The size is `requested_bytes`, rounded up, plus a rest that was not worth splitting off.
     size_bytes: int
     requested_bytes: int
     allocated: bool = True
@@ -54,10 +63,9 @@ class CachingAllocator:
     """Simulated CUDA caching allocator for one device and one stream.
 
     Args:
-        capacity_bytes: Memory of the device without the bytes that other processes hold; None for
-            no limit.
-        expandable_segments: Whether each pool has one segment that grows page by page, instead of
-            many segments.
+        capacity_bytes: Bytes of the device's memory that no other process holds; None for no limit.
+        expandable_segments: Whether each of the two pools, for small and for large blocks, has one
+            segment that grows page by page, instead of many segments.
         record_history: Whether to keep each event for `snapshot`, as
             `torch.cuda.memory._record_memory_history` does.
 
@@ -83,29 +91,29 @@ class CachingAllocator:
         kind("expandable_segments", expandable_segments, bool, "True or False")
         source = ExpandableSegments if expandable_segments else CudaMalloc
         self._segments = source(capacity_bytes, [] if record_history else None)
-        # Chunks of all blocks that are handed out.
+        # Maps each allocated block to its chunk of a segment.
         self._chunks: dict[Block, Chunk] = {}
 
     def allocate(self, size_bytes: int, frames: Sequence[Mapping] = ()) -> Block:
-        """Return a block of memory for a storage. PyTorch's name is `malloc`.
+        """Allocate a block of memory for a storage and return it (`malloc` in PyTorch).
 
         Args:
             size_bytes: Requested bytes; 0 takes no memory.
-            frames: Call stack of the request, innermost frame first, for the viewer: `{"filename":
-                ..., "line": ..., "name": ...}`.
+            frames: Call stack of the request, which a memory viewer shows, innermost frame first. A
+                frame is a dict `{"filename": ..., "line": ..., "name": ...}`.
 
         Raises:
-            torch.OutOfMemoryError: The memory does not suffice, although all cached memory that can
-                be released has been. The message is PyTorch's.
+            torch.OutOfMemoryError: The memory does not suffice, even after all cached memory that
+                can be released has been released. The message is PyTorch's.
         """
         requested = whole("size_bytes", size_bytes, 0, of="bytes")
         if requested == 0:
             return Block(0, 0, 0)
         segments = self._segments
         size = round_up(requested, MIN_BLOCK_BYTES)  # `round_size`
-        chunk = segments.take(size, frames)
+        chunk = segments.malloc(size, frames)
         if chunk is None:
-            segments.statistics.counts["num_ooms"] += 1
+            segments.statistics.counters["num_ooms"] += 1
             segments.record("oom", segments.free_bytes, size, frames)
             raise OutOfMemoryError(_out_of_memory(segments, size))
         chunk.requested, chunk.frames, chunk.allocated = requested, frames, True
@@ -116,8 +124,9 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Release a block. It is merged with its free neighbors and stays cached. PyTorch's names
-        are `free` and `free_block`.
+        """Free a block (`free` and `free_block` in PyTorch).
+
+        Its memory is merged with free neighbors and stays reserved for later allocations.
 
         Raises:
             ValueError: The block was released before, or belongs to another allocator.
@@ -139,23 +148,26 @@ class CachingAllocator:
             self._segments.record(action, chunk.address, chunk.requested, chunk.frames)
         self._segments.count_block(chunk, -1)
         chunk.requested, chunk.frames, chunk.allocated = 0, (), False
-        self._segments.give_back(chunk)
+        self._segments.free(chunk)
 
     def replay(self, events: Replayable | Iterable[tuple], live: Live | None = None) -> Live:
-        """Allocate and release storages as the events say. Return a dict of the blocks that are
-        still allocated, by storage.
+        """Allocate and free blocks for a sequence of events, such as those of a training step.
 
         Args:
             events: A `Trace`, or tuples ("birth" or "release", storage, bytes) in order. A storage
-                is identified by any hashable value. A birth may have a fourth item, the frames.
-            live: Dict that an earlier replay returned, from which this one continues. It is updated
-                in place.
+                is identified by any hashable value. A birth may have a fourth item: the frames for
+                `allocate`.
+            live: Dict that an earlier call returned, to continue from it. It is changed in place.
+                By default no storage is allocated before the first event.
+
+        Returns:
+            A dict from storage to block, with the blocks that are still allocated at the end.
 
         Raises:
-            torch.OutOfMemoryError: The memory does not suffice, as in `allocate`. The events before
-                that one have been replayed.
-            ValueError: An event has another kind, or a storage is born twice or released before it
-                was born.
+            torch.OutOfMemoryError: The memory does not suffice for an event. The events before it
+                have been replayed.
+            ValueError: The first item of an event is neither "birth" nor "release", or a storage is
+                allocated twice or released before it was allocated.
         """
         live = {} if live is None else live
         if isinstance(events, Replayable):
@@ -175,41 +187,54 @@ class CachingAllocator:
         return live
 
     def empty_cache(self) -> None:
-        """Release each cached segment, and each free page of an expandable segment. PyTorch's name
-        is `emptyCache`."""
+        """Release unused reserved memory to the device (`emptyCache` in PyTorch).
+
+        Segments that are free as a whole are released, and free pages of expandable segments.
+        """
         self._segments.release_cached()
 
     def memory_stats(self) -> dict[str, int]:
-        """Return the figures by their names in `torch.cuda.memory_stats`, such as
-        "reserved_bytes.all.peak"."""
+        """Return the statistics that `torch.cuda.memory_stats` returns, under the same names.
+
+        An example of a name is "reserved_bytes.all.peak".
+        """
         return self._segments.statistics.as_dict()
 
     def reset_peak_memory_stats(self) -> None:
-        """Reset the peaks. Each peak is then the largest value since this call."""
+        """Set each peak to the current value, so that it is the largest value since this call."""
         for statistic in self._segments.statistics.values():
             statistic.peak = statistic.current
 
     def snapshot(self) -> dict:
-        """Return a snapshot in the form of `torch.cuda.memory._snapshot`: segments, their blocks,
-        and recorded history."""
+        """Return the segments, their blocks and the recorded events.
+
+        The dict has the form that `torch.cuda.memory._snapshot` returns.
+        """
         return snapshot_of(self._segments, self._chunks.values())
 
     def save_snapshot(self, path) -> None:
-        """Write the snapshot for pytorch.org/memory_viz, as `torch.cuda.memory._dump_snapshot`
-        does."""
+        """Write `snapshot()` to a file that pytorch.org/memory_viz can open.
+
+        The format is that of `torch.cuda.memory._dump_snapshot`.
+        """
         save_snapshot(self.snapshot(), path)
 
 
-def _out_of_memory(of: Segments, size: int) -> str:
-    """Return PyTorch's out-of-memory message, in the form that it has without NVML. With NVML, the
-    message also reports the memory of each process."""
-    wanted, free, total = map(_size, (of.segment_bytes(size), of.free_bytes, of.total_bytes))
-    reserved = of.statistics["reserved_bytes.all"].current
-    allocated = of.statistics["allocated_bytes.all"].current
+def _out_of_memory(segments: Segments, size: int) -> str:
+    """Return PyTorch's out-of-memory message for a request of `size` bytes.
+
+    It has the form of the message without NVML. With NVML, PyTorch's message also reports the
+    memory of each process.
+    """
+    wanted, free, total = map(
+        _size_text, (segments.segment_bytes(size), segments.free_bytes, segments.total_bytes)
+    )
+    reserved = segments.statistics["reserved_bytes.all"].current
+    allocated = segments.statistics["allocated_bytes.all"].current
     return (
         f"CUDA out of memory. Tried to allocate {wanted}. GPU 0 has a total capacity of {total} "
-        f"of which {free} is free. Of the allocated memory {_size(allocated)} is "
-        f"allocated by PyTorch, and {_size(reserved - allocated)} is reserved by PyTorch but "
+        f"of which {free} is free. Of the allocated memory {_size_text(allocated)} is "
+        f"allocated by PyTorch, and {_size_text(reserved - allocated)} is reserved by PyTorch but "
         "unallocated. If reserved but unallocated memory is large try setting "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "
         "documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/"
@@ -217,8 +242,8 @@ def _out_of_memory(of: Segments, size: int) -> str:
     )
 
 
-def _size(count: int) -> str:
-    """Return a number of bytes as text. PyTorch's name is `format_size`."""
+def _size_text(count: int) -> str:
+    """Return a number of bytes as text, such as "2.00 MiB" (`format_size` in PyTorch)."""
     for unit, name in ((1 << 30, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
         if count > unit:
             return f"{count / unit:.2f} {name}"

@@ -1,5 +1,6 @@
-"""State of the simulated caching allocator in the form that PyTorch's memory viewer reads:
-pytorch.org/memory_viz.
+"""Convert the state of the simulated allocator to the format of PyTorch's memory viewer.
+
+The viewer is pytorch.org/memory_viz.
 
 Source: `torch.cuda.memory._snapshot` (its docstring), torch/csrc/cuda/Module.cpp (the fields), and
 torch/utils/viz/MemoryViz.js, which reads pickles of protocols 2 to 4 made of plain values.
@@ -18,30 +19,42 @@ PROTOCOL = 4  # the highest protocol that the viewer reads
 _DEFAULT_POOL = (0, 0)
 
 
-def snapshot_of(of: Segments, handed_out: Iterable[Chunk]) -> dict:
-    """Return the current segments, and the recorded events if there are any.
+def snapshot_of(segments: Segments, allocated_chunks: Iterable[Chunk]) -> dict:
+    """Return a snapshot of the allocator in the form that `torch.cuda.memory._snapshot` returns.
 
-    Times are counts of events, because nothing takes time in the simulation. A free block has no
-    requested bytes, whereas PyTorch may leave those of the block's last allocation.
+    It differs from PyTorch's snapshot in two ways. The time of an event is its number, because the
+    simulation has no clock. The requested bytes of a free block are 0, whereas PyTorch may show
+    those of the block's last allocation.
+
+    Args:
+        segments: The segments, with their history if it was recorded.
+        allocated_chunks: Chunks that hold a block.
     """
-    chunks = [*handed_out, *(chunk for pool in (of.small, of.large) for *_, chunk in pool.free)]
-    # Each contiguous mapped range of an expandable segment is listed as a segment.
-    heads = [chunk for chunk in chunks if chunk.before is None or not chunk.before.mapped]
+    chunks = [
+        *allocated_chunks,
+        *(chunk for pool in (segments.small, segments.large) for *_, chunk in pool.free),
+    ]
+    # As in PyTorch, each contiguous mapped range of an expandable segment is listed as a segment.
+    # These chunks are the first ones of the ranges.
+    heads = [chunk for chunk in chunks if chunk.previous is None or not chunk.previous.mapped]
     return {
         "segments": [_segment(head) for head in sorted(heads, key=lambda chunk: chunk.address)],
-        "device_traces": [[_entry(time, *event) for time, event in enumerate(of.history or ())]],
-        "allocator_settings": _settings(isinstance(of, ExpandableSegments)),
+        "device_traces": [
+            [_history_entry(time, *event) for time, event in enumerate(segments.history or ())]
+        ],
+        "allocator_settings": _settings(isinstance(segments, ExpandableSegments)),
         "external_annotations": [],
     }
 
 
 def save_snapshot(snapshot: dict, path) -> None:
-    """Write the snapshot as `torch.cuda.memory._dump_snapshot` does."""
+    """Write a snapshot to a file, in the format of `torch.cuda.memory._dump_snapshot`."""
     with Path(path).open("wb") as file:
         pickle.dump(snapshot, file, protocol=PROTOCOL)
 
 
 def _segment(head: Chunk) -> dict:
+    """Return the segment that begins with the chunk `head`, in the viewer's format."""
     blocks = []
     chunk = head
     while chunk is not None and chunk.mapped:
@@ -59,21 +72,25 @@ def _segment(head: Chunk) -> dict:
         "segment_type": "large" if head.pool.name == "large_pool" else "small",
         "segment_pool_id": _DEFAULT_POOL,
         "is_expandable": head.expandable,
-        "frames": _frames(head.segment_frames),
+        "frames": _copy_frames(head.segment_frames),
         "blocks": [
             {
                 "address": chunk.address,
                 "size": chunk.size,
                 "requested_size": chunk.requested,
                 "state": "active_allocated" if chunk.allocated else "inactive",
-                "frames": _frames(chunk.frames),
+                "frames": _copy_frames(chunk.frames),
             }
             for chunk in blocks
         ],
     }
 
 
-def _entry(time: int, action: str, address: int, size: int, frames: Sequence) -> dict:
+def _history_entry(time: int, action: str, address: int, size: int, frames: Sequence) -> dict:
+    """Return one event of the history in the viewer's format.
+
+    For an "oom" event, `address` is the number of free bytes on the device.
+    """
     return {
         "action": action,
         "device_free" if action == "oom" else "addr": address,
@@ -83,15 +100,17 @@ def _entry(time: int, action: str, address: int, size: int, frames: Sequence) ->
         "compile_context": "N/A",
         "user_metadata": "",
         "pool_id": _DEFAULT_POOL,
-        "frames": _frames(frames),
+        "frames": _copy_frames(frames),
     }
 
 
-def _frames(frames: Sequence) -> list[dict]:
+def _copy_frames(frames: Sequence) -> list[dict]:
+    """Return the frames of a call stack as a list of dicts, which can be pickled."""
     return [dict(frame) for frame in frames]
 
 
 def _settings(expandable_segments: bool) -> dict:
+    """Return the allocator's settings in the viewer's format."""
     return {
         # PyTorch stores "no limit" as the largest size_t, which becomes -1.
         "max_split_size": -1,

@@ -1,23 +1,25 @@
 """Segments of the caching allocator: how memory is reserved, split, merged and released.
 
-Source: c10/cuda/CUDACachingAllocator.cpp, torch 2.13. The docstrings below give the names that this
-file uses.
+A segment is memory that PyTorch requests from CUDA. A chunk is a part of a segment. The rules are
+these:
 
-- A size is rounded up to a multiple of 512 bytes. Up to 1 MiB it comes from the small pool, and
-  otherwise from the large pool.
-- The smallest free chunk that is large enough is taken. It is split if at least 512 bytes remain
+- A requested size is rounded up to a multiple of 512 bytes. A block of up to 1 MiB comes from the
+  small pool, and a larger one from the large pool.
+- The smallest free chunk that is large enough is used. It is split if at least 512 bytes remain
   in the small pool, or more than 1 MiB in the large pool.
 - If there is no such chunk, a segment is requested from CUDA: 2 MiB for the small pool, 20 MiB for
   sizes below 10 MiB, and otherwise the size rounded up to a multiple of 2 MiB. With expandable
   segments, pages of 2 MiB (small pool) or 20 MiB (large pool) are mapped instead, at the lowest
-  free addresses of the segment that suffice.
+  range of free addresses that is large enough.
 - Freed chunks are merged with their free neighbors and stay reserved.
 - If CUDA has no memory left, all segments that are free as a whole are released to CUDA, and the
   request is repeated.
 
 Other settings of PYTORCH_CUDA_ALLOC_CONF than `expandable_segments` are not simulated.
 
-tests/real_allocator.py runs the same steps with PyTorch's compiled code.
+Source: c10/cuda/CUDACachingAllocator.cpp, torch 2.13. Names in parentheses in the docstrings below
+are those of this file. `tests/tools/real_allocator.py` runs the same steps with PyTorch's compiled
+code.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ ROUND_LARGE_BYTES = 2 * MIB
 
 # Segments begin at this address, as on Linux. Any other address would do.
 FIRST_ADDRESS = 0x7F00_0000_0000
-# Size of a device without a given capacity: "there is 256TiB of address space".
+# Size of a device if no capacity is given: 256 TiB, the size of a 48-bit address space.
 ENDLESS_BYTES = 1 << 48
 
 
@@ -49,13 +51,21 @@ def round_up(size: int, step: int) -> int:
 
 
 class Segments:
-    """Base class of both kinds of segments. It holds a device's two pools and the memory that is
-    reserved for them.
+    """Memory that the allocator has reserved on a device, in a small and a large pool.
+
+    This is the base class for both kinds of segments. A subclass defines how a free chunk is chosen
+    (`_best_fit`), and how memory is reserved (`_reserve`) and released (`_release_free`).
+
+    Args:
+        capacity_bytes: Memory of the device in bytes; None for no limit.
+        history: List to which events are appended, or None if events are not recorded.
 
     Attributes:
-        total_bytes: Memory of the device.
-        history: List of (action, address or free bytes, size, frames) of all events, or None if
-            events are not recorded.
+        statistics: Statistics of `torch.cuda.memory_stats`.
+        small, large: The two pools.
+        total_bytes: Memory of the device in bytes.
+        history: List of events (action, address, size, frames), or None. An event "oom" has the
+            free bytes of the device instead of an address.
     """
 
     def __init__(self, capacity_bytes: int | None, history: list | None):
@@ -69,59 +79,74 @@ class Segments:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the device that are not reserved (`cudaMemGetInfo`)."""
+        """Bytes of the device that the allocator has not reserved (`cudaMemGetInfo`)."""
         return self.total_bytes - self.statistics["reserved_bytes.all"].current
 
     def segment_bytes(self, size: int) -> int:
-        """Return the size of the segment that is requested from CUDA for a block of this size
-        (`get_allocation_size`)."""
+        """Return the bytes of the segment that would be requested for a block of `size` bytes.
+
+        This is `get_allocation_size` in PyTorch.
+        """
         if size <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if size < MIN_LARGE_BYTES:
             return LARGE_SEGMENT_BYTES
         return round_up(size, ROUND_LARGE_BYTES)
 
-    def take(self, size: int, frames=()) -> Chunk | None:
-        """Return a chunk for a block of this size, or None if the device is full (`malloc`)."""
-        pool = self.small if size <= SMALL_BYTES else self.large
-        chunk = self._find(pool, size) or self._reserve_for(pool, size, frames)
-        return chunk and self._fit(chunk, size)
+    def malloc(self, size: int, frames=()) -> Chunk | None:
+        """Return a chunk for a block of `size` bytes, or None if the device is full (`malloc`).
 
-    def give_back(self, chunk: Chunk) -> None:
-        """Free a chunk: merge it with its free neighbors and put it into its pool
-        (`free_block`)."""
-        joined = [size for size in map(chunk.absorb, (chunk.before, chunk.next)) if size]
+        Args:
+            size: Bytes of the block, a multiple of 512.
+            frames: Call stack of the request.
+        """
+        pool = self.small if size <= SMALL_BYTES else self.large
+        chunk = self._take_free_chunk(pool, size) or self._reserve_with_retry(pool, size, frames)
+        return chunk and self._split_to_size(chunk, size)
+
+    def free(self, chunk: Chunk) -> None:
+        """Merge a chunk with its free neighbors and put it into its pool (`free_block`)."""
+        merged = [size for size in map(chunk.merge, (chunk.previous, chunk.next)) if size]
         chunk.pool.insert(chunk)
         if not chunk.expandable:
-            self.statistics.add("inactive_split", chunk.pool, chunk.split - len(joined))
-            kept = chunk.size if chunk.split else 0
-            self.statistics.add("inactive_split_bytes", chunk.pool, kept - sum(joined))
+            self.statistics.add("inactive_split", chunk.pool, chunk.is_split - len(merged))
+            split_bytes = chunk.size if chunk.is_split else 0
+            self.statistics.add("inactive_split_bytes", chunk.pool, split_bytes - sum(merged))
 
     def count_block(self, chunk: Chunk, sign: int) -> None:
-        """Count a block that was handed out (`sign` is 1) or released (`sign` is -1)."""
-        for name, amount in (
+        """Update the statistics for a block that was allocated or freed.
+
+        Args:
+            chunk: The chunk that holds the block.
+            sign: 1 for an allocated block, -1 for a freed one.
+        """
+        for name, change in (
             ("allocation", 1),
             ("allocated_bytes", chunk.size),
             ("active", 1),  # with one stream, active and allocated blocks are the same
             ("active_bytes", chunk.size),
             ("requested_bytes", chunk.requested),
         ):
-            self.statistics.add(name, chunk.pool, sign * amount)
+            self.statistics.add(name, chunk.pool, sign * change)
 
     def record(self, action: str, address: int, size: int, frames=()) -> None:
+        """Add an event to the history, if events are recorded."""
         if self.history is not None:
             self.history.append((action, address, size, frames))
 
     def release_cached(self) -> None:
         """Release all cached memory that can be released (`release_cached_blocks`)."""
-        self.statistics.counts["num_sync_all_streams"] += 1
+        self.statistics.counters["num_sync_all_streams"] += 1
         for pool in (self.large, self.small):
             self._release_free(pool)
 
-    # ---- steps of `take`
+    # ---- steps of `malloc`
 
-    def _find(self, pool: Pool, size: int) -> Chunk | None:
-        """Return the smallest free chunk that is large enough, or None (`get_free_block`)."""
+    def _take_free_chunk(self, pool: Pool, size: int) -> Chunk | None:
+        """Remove the best free chunk for a block from its pool and return it (`get_free_block`).
+
+        The result is None if no free chunk has at least `size` bytes.
+        """
         index = self._best_fit(pool, size)
         if index == len(pool.free):
             return None
@@ -129,26 +154,31 @@ class Segments:
         pool.remove(chunk)
         return chunk
 
-    def _reserve_for(self, pool: Pool, size: int, frames) -> Chunk | None:
-        """Return a chunk of new memory, or None. If the device is full, cached memory is released
-        first."""
-        chunk = self._more(pool, size, frames)
+    def _reserve_with_retry(self, pool: Pool, size: int, frames) -> Chunk | None:
+        """Reserve new memory for a block and return it as a chunk.
+
+        If the device is full, cached memory is released and the request is repeated. The result is
+        None if there is still too little memory.
+        """
+        chunk = self._reserve(pool, size, frames)
         if chunk is None:
             self.release_cached()
-            self.statistics.counts["num_alloc_retries"] += 1
-            chunk = self._more(pool, size, frames)
+            self.statistics.counters["num_alloc_retries"] += 1
+            chunk = self._reserve(pool, size, frames)
         return chunk
 
-    def _fit(self, chunk: Chunk, size: int) -> Chunk:
-        """Split off the rest of a chunk if it is worth keeping, and return the chunk for the block
-        (`alloc_found_block`)."""
-        was_split, pool = chunk.split, chunk.pool
+    def _split_to_size(self, chunk: Chunk, size: int) -> Chunk:
+        """Split a chunk if the rest is large enough, and return the chunk for the block.
+
+        The rest is put into the pool. This is `alloc_found_block` in PyTorch.
+        """
+        was_split, pool = chunk.is_split, chunk.pool
         if not self._worth_splitting(chunk, size):
             if was_split and not chunk.expandable:
                 self.statistics.add("inactive_split", pool, -1)
                 self.statistics.add("inactive_split_bytes", pool, -chunk.size)
             return chunk
-        front = chunk.cut(size)
+        front = chunk.split_off(size)
         pool.insert(chunk)
         if not chunk.expandable:
             self.statistics.add("inactive_split", pool, 0 if was_split else 1)
@@ -156,26 +186,41 @@ class Segments:
         return front
 
     def _worth_splitting(self, chunk: Chunk, size: int) -> bool:
-        """Return whether the rest of a chunk is worth splitting off (`should_split`)."""
+        """Return whether a chunk is split when it is used for a block of `size` bytes.
+
+        This is `should_split` in PyTorch.
+        """
         if chunk.pool is self.small or chunk.expandable:
             return chunk.size - size >= MIN_BLOCK_BYTES
         return chunk.size - size > SMALL_BYTES
 
     def _count_reserved(self, action: str, pool: Pool, address: int, size: int, frames) -> None:
-        """Count and record memory that came from CUDA (`size` above 0) or went back to it."""
+        """Update statistics and history for memory that was reserved or released.
+
+        Args:
+            action: Name of the event in the history.
+            pool: Pool of the memory.
+            address: First address of the memory.
+            size: Bytes; positive for reserved memory, negative for released memory.
+            frames: Call stack of the request.
+        """
         self.statistics.add("reserved_bytes", pool, size)
-        self.statistics.counts["num_device_alloc" if size > 0 else "num_device_free"] += 1
+        self.statistics.counters["num_device_alloc" if size > 0 else "num_device_free"] += 1
         self.record(action, address, abs(size), frames)
 
 
 class CudaMalloc(Segments):
-    """Many segments, each from one `cudaMalloc`. A segment can be released when all of it is
-    free."""
+    """Segments of fixed size, each reserved by one call of `cudaMalloc`.
+
+    A segment can be released when all of it is free.
+    """
 
     def _best_fit(self, pool: Pool, size: int) -> int:
-        return pool.first_of(size)
+        """Return the index in `pool.free` of the smallest chunk with at least `size` bytes."""
+        return pool.index_of_size(size)
 
-    def _more(self, pool: Pool, size: int, frames) -> Chunk | None:
+    def _reserve(self, pool: Pool, size: int, frames) -> Chunk | None:
+        """Reserve a new segment and return it as one chunk, or None if the device is full."""
         size = self.segment_bytes(size)
         if size > self.free_bytes:
             return None
@@ -188,7 +233,7 @@ class CudaMalloc(Segments):
         return chunk
 
     def _release(self, chunk: Chunk) -> None:
-        """Release a segment to CUDA (`release_block`)."""
+        """Release a segment, which is the single chunk `chunk`, to CUDA (`release_block`)."""
         chunk.pool.remove(chunk)
         self.statistics.add("segment", chunk.pool, -1)
         self._count_reserved(
@@ -196,28 +241,38 @@ class CudaMalloc(Segments):
         )
 
     def _release_free(self, pool: Pool) -> None:
-        for chunk in [chunk for *_, chunk in pool.free if not chunk.split]:
+        """Release the segments of a pool that are free as a whole."""
+        for chunk in [chunk for *_, chunk in pool.free if not chunk.is_split]:
             self._release(chunk)
 
 
 class ExpandableSegments(Segments):
-    """One segment per pool, with more addresses than the device has memory. Memory is mapped to the
-    addresses page by page."""
+    """One segment per pool that grows: memory is mapped to its addresses page by page.
+
+    The segment has more addresses than the device has memory.
+    """
 
     def _best_fit(self, pool: Pool, size: int) -> int:
-        """Return the index in `free` of the chunk to use. A chunk that can grow counts with the
-        size that it could reach, so that chunks that cannot grow are used first."""
-        index = pool.first_of(size)
+        """Return the index in `pool.free` of the chunk to use for a block of `size` bytes.
+
+        A chunk that can grow counts with the size that it could reach. Therefore chunks that cannot
+        grow are used first.
+        """
+        index = pool.index_of_size(size)
         last = len(pool.free) - 1
-        while index < last and _could_be(pool.free[index + 1]) < _could_be(pool.free[index]):
+        while index < last and _largest_possible_size(
+            pool.free[index + 1]
+        ) < _largest_possible_size(pool.free[index]):
             index += 1
         return index
 
-    def _more(self, pool: Pool, size: int, frames) -> Chunk | None:
-        """Map memory for a chunk of this size and return the chunk, or None
-        (`try_allocate_expandable_block`). If memory runs out, pages that are already mapped stay
-        mapped."""
-        chunk = self._room(pool, size)
+    def _reserve(self, pool: Pool, size: int, frames) -> Chunk | None:
+        """Map memory for a chunk of at least `size` bytes and return the chunk.
+
+        The result is None if the device has too little memory. Pages that were mapped before it ran
+        out stay mapped. This is `try_allocate_expandable_block` in PyTorch.
+        """
+        chunk = self._find_addresses(pool, size)
         if not chunk.mapped:
             chunk = self._map(chunk, min(chunk.size, size), frames)
         while chunk is not None and chunk.size < size:
@@ -226,16 +281,19 @@ class ExpandableSegments(Segments):
             pool.remove(chunk)
         return chunk
 
-    def _room(self, pool: Pool, size: int) -> Chunk:
-        """Return the chunk at the lowest free addresses that suffice, mapped or not
-        (`find_expandable_block`)."""
+    def _find_addresses(self, pool: Pool, size: int) -> Chunk:
+        """Return the first chunk of the lowest range of free addresses with at least `size` bytes.
+
+        The chunks of the range may be mapped or not. If there is no such range, a new segment is
+        made. This is `find_expandable_block` in PyTorch.
+        """
         for _, chunk in pool.unmapped:
-            before = chunk.before
-            first = chunk if before is None or before.allocated else before
-            room, last = 0, first
-            while room < size and last is not None and not last.allocated:
-                room, last = room + last.size, last.next
-            if room >= size:
+            previous = chunk.previous
+            first = chunk if previous is None or previous.allocated else previous
+            found_bytes, last = 0, first
+            while found_bytes < size and last is not None and not last.allocated:
+                found_bytes, last = found_bytes + last.size, last.next
+            if found_bytes >= size:
                 return first
         page = pool.page_bytes
         address = round_up(self._address, page)
@@ -248,10 +306,11 @@ class ExpandableSegments(Segments):
         return chunk
 
     def _map(self, chunk: Chunk, size: int, frames) -> Chunk | None:
-        """Map whole pages to the first `size` bytes of a chunk. Return the chunk, or None if the
-        memory does not suffice.
+        """Map whole pages to the first `size` bytes of an unmapped chunk (`map_block`).
 
-        Source: `map_block`.
+        Returns:
+            The mapped chunk, merged with mapped free neighbors; None if the device has too little
+            memory.
         """
         pool = chunk.pool
         size = round_up(size, pool.page_bytes)
@@ -260,24 +319,25 @@ class ExpandableSegments(Segments):
         pool.remove(chunk)
         address = chunk.address
         if size < chunk.size:
-            front = chunk.cut(size)
+            front = chunk.split_off(size)
             pool.insert(chunk)
             chunk = front
         chunk.mapped = True
-        if chunk.before is None:
+        if chunk.previous is None:
             chunk.segment_frames = frames
-        chunk.absorb(chunk.before)
-        chunk.absorb(chunk.next)
+        chunk.merge(chunk.previous)
+        chunk.merge(chunk.next)
         pool.insert(chunk)
         self._count_reserved("segment_map", pool, address, size, frames)
         return chunk
 
     def _release_free(self, pool: Pool) -> None:
+        """Unmap the free pages of a pool's segment."""
         for *_, chunk in list(pool.free):
             self._unmap(chunk)
 
     def _unmap(self, chunk: Chunk) -> None:
-        """Unmap the pages that lie within a free chunk (`unmap_block`)."""
+        """Unmap the pages that lie completely within a free chunk (`unmap_block`)."""
         pool, page = chunk.pool, chunk.pool.page_bytes
         first, last = round_up(chunk.address, page), (chunk.address + chunk.size) // page * page
         if first >= last:
@@ -285,19 +345,24 @@ class ExpandableSegments(Segments):
         pool.remove(chunk)
         frames = chunk.segment_frames
         if first > chunk.address:
-            pool.insert(chunk.cut(first - chunk.address))
+            pool.insert(chunk.split_off(first - chunk.address))
         if last < chunk.address + chunk.size:
-            rest, chunk = chunk, chunk.cut(last - first)
+            rest, chunk = chunk, chunk.split_off(last - first)
             pool.insert(rest)
         chunk.mapped = False
-        chunk.absorb(chunk.before)
-        chunk.absorb(chunk.next)
+        chunk.merge(chunk.previous)
+        chunk.merge(chunk.next)
         # If the chunk is the whole segment, the segment is released (`release_expandable_segment`).
-        if chunk.split:
+        if chunk.is_split:
             pool.insert(chunk)
         self._count_reserved("segment_unmap", pool, first, first - last, frames)
 
 
-def _could_be(of: tuple) -> int:
-    chunk = of[-1]
+def _largest_possible_size(entry: tuple) -> int:
+    """Return the bytes to which a free chunk can grow, if unmapped addresses follow it.
+
+    Args:
+        entry: Item of `Pool.free`.
+    """
+    chunk = entry[-1]
     return chunk.size + (chunk.next.size if chunk.next is not None and not chunk.next.mapped else 0)

@@ -1,9 +1,11 @@
-"""Memory of a training step: its bytes by category, measured exactly, and predicted.
+"""Measure exactly, and predict, how many bytes a training step needs in each category.
 
-`MemoryMeter` counts live tensors operator by operator, `measure` compares variants of a step by one
-method, and `saved_tensors` lists the tensors that autograd keeps for backward. The formulas predict
-these numbers. `CachingAllocator` follows PyTorch's rules for the memory that a GPU reserves in
-addition. Lesson 01 explains them.
+`MemoryMeter` counts live tensors after every operator. `measure` runs a step several times and
+returns its memory, FLOPs and time, so that variants of a step can be compared. `saved_tensors`
+lists the tensors that autograd keeps for backward. `training_state_bytes`,
+`transformer_activation_bytes` and `attention_saved_bytes` predict bytes by formulas.
+`CachingAllocator` simulates PyTorch's allocator of GPU memory, which reserves more bytes than the
+live tensors need. Lesson 01 explains all of these.
 
 To use the meter alone, copy it together with `symbolic/`, `_check.py`, `_origin.py` and
 `_torch/`.
@@ -50,7 +52,8 @@ __all__ = [
     "transformer_activation_bytes",
 ]
 
-# A copy of the meter needs none of these.
+# Public names that are imported when they are first used. A user who copies only the meter does
+# not need the modules of these names.
 _ON_FIRST_USE = {
     "Block": "course_lib.caching_allocator",
     "CachingAllocator": "course_lib.caching_allocator",

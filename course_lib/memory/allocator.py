@@ -1,5 +1,8 @@
-"""Allocations and releases of a step, as the allocator sees them. On a CPU they come from the
-profiler, and on CUDA from the allocator's statistics."""
+"""Measure the memory of a step at PyTorch's allocator.
+
+Unlike the meter, the allocator also counts memory that operators allocate and free internally. On a
+CPU the numbers come from PyTorch's profiler, and on CUDA from the allocator's statistics.
+"""
 
 from __future__ import annotations
 
@@ -15,97 +18,113 @@ from torch.autograd.profiler import record_function
 from .._torch.devices import EventType
 from .._torch.modes import ObserverMode
 
-_MARK = "course_lib.memory: "
+# Begins the names of the profile's records that `_NamingMode` makes.
+_RECORD_PREFIX = "course_lib.memory: "
 
 
 def allocator_peak(run: Callable, device: torch.device) -> int:
-    """Return the largest number of bytes allocated at once while the step runs, above the bytes
-    allocated before it. No dispatch mode is active.
+    """Return the allocator's peak during a step, in bytes above those allocated before the step.
+
+    No dispatch mode is active during the run.
 
     Args:
-        run: Function that takes context managers and runs the step inside them.
-        device: Device of the allocator.
+        run: Function that takes context managers as arguments and runs the step inside them.
+        device: Device whose allocator is measured.
     """
     if device.type == "cuda":
         found: list[tuple[int, int]] = []
-        run(_cuda_watch(device, found))
+        run(_record_cuda_bytes(device, found))
         return found[0][0]
-    changes, _ = _profile(run)
+    changes, _ = _profile_allocations(run)
     return max(accumulate(change for _, change in changes), default=0)
 
 
 def workspace_by_operator(run: Callable, device: torch.device) -> dict[str, int]:
-    """Return a dict from operator to its workspace in bytes, largest first.
+    """Run a step and return a dict from operator name to its workspace in bytes, largest first.
 
-    The workspace is the largest number of bytes that one call of the operator allocated at once,
-    above both the bytes before the call and the bytes after it.
+    The workspace is memory that an operator allocates and frees internally. For one call it is the
+    peak during the call minus the larger of the bytes allocated before and after it. The dict has
+    the largest workspace of all calls.
+
+    Args:
+        run: Function that takes context managers as arguments and runs the step inside them.
+        device: Device whose allocator is measured.
     """
     if device.type == "cuda":
         mode = _CudaWorkspace(device)
         run(mode)
-        taken = mode.taken
+        workspace = mode.workspace
     else:
-        taken = _cpu_workspace(run)
-    return dict(sorted(taken.items(), key=lambda item: -item[1]))
+        workspace = _cpu_workspace(run)
+    return dict(sorted(workspace.items(), key=lambda item: -item[1]))
 
 
 # ---- on a CPU
 
 
-def _profile(run: Callable, *modes) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
-    """Return two lists: (time, change in bytes) of each allocation and each release, and
-    (operator, start, stop) of each operator that ran under `_NamingMode`."""
-    # Otherwise the profiler reports its start and stop on stderr.
+def _profile_allocations(
+    run: Callable, *modes
+) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
+    """Run a step under PyTorch's profiler and return its allocations and its operators.
+
+    Returns:
+        A list of (time, change in bytes) for each allocation and release, in order; and a list of
+        (operator, start, stop) for each operator that ran under `_NamingMode`. Times are in
+        nanoseconds.
+    """
+    # This setting stops the profiler from reporting its start and stop on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     profile = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     )
     run(profile, *modes)
-    moves = []
+    events = []
     calls = []
     waiting = list(profile.profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
         waiting.extend(event.children)
         if event.typed[0] == EventType.Allocation and event.extra_fields.device.type == "cpu":
-            moves.append(
+            events.append(
                 (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
             )
-        elif event.name.startswith(_MARK):
-            calls.append((event.name.removeprefix(_MARK), event.start_time_ns, event.end_time_ns))
+        elif event.name.startswith(_RECORD_PREFIX):
+            name = event.name.removeprefix(_RECORD_PREFIX)
+            calls.append((name, event.start_time_ns, event.end_time_ns))
     changes = []
-    mine = set()
-    for moment, address, change in sorted(moves, key=lambda move: move[0]):
+    addresses_of_run = set()
+    for time, address, change in sorted(events, key=lambda event: event[0]):
         if change > 0:
-            mine.add(address)
-        elif address in mine:
-            mine.remove(address)
+            addresses_of_run.add(address)
+        elif address in addresses_of_run:
+            addresses_of_run.remove(address)
         else:
-            # The block was allocated before this run. Its release would hide an equal amount that
-            # the run allocates.
+            # The block was allocated before this run. If its release were subtracted, it would
+            # cancel an equal number of bytes that the run allocates.
             continue
-        changes.append((moment, change))
+        changes.append((time, change))
     return changes, calls
 
 
 def _cpu_workspace(run: Callable) -> dict[str, int]:
-    changes, calls = _profile(run, _NamingMode())
-    times = [moment for moment, _ in changes]
+    """Run a step on the CPU and return a dict from operator name to its workspace in bytes."""
+    changes, calls = _profile_allocations(run, _NamingMode())
+    times = [time for time, _ in changes]
     live = [0, *accumulate(change for _, change in changes)]
-    taken: dict[str, int] = {}
+    workspace: dict[str, int] = {}
     for name, start, stop in calls:
         first, last = bisect_left(times, start), bisect_left(times, stop)
         extra = max(live[first : last + 1]) - max(live[first], live[last])
         if extra > 0:
-            taken[name] = max(extra, taken.get(name, 0))
-    return taken
+            workspace[name] = max(extra, workspace.get(name, 0))
+    return workspace
 
 
 class _NamingMode(ObserverMode):
-    """Mode that records each operator's name in the profile, around all work of the operator."""
+    """Mode that adds a record with the operator's name to the profile for each operator call."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with record_function(f"{_MARK}{func}"):
+        with record_function(f"{_RECORD_PREFIX}{func}"):
             return func(*args, **(kwargs or {}))
 
 
@@ -113,36 +132,45 @@ class _NamingMode(ObserverMode):
 
 
 @contextmanager
-def _cuda_watch(device: torch.device, found: list[tuple[int, int]]) -> Iterator[None]:
-    """Append one pair to `found` when the block ends: its peak, and the bytes allocated at its end.
-    Both are relative to the bytes that were allocated when the block began."""
-    before = _allocated_bytes(device)["current"]
+def _record_cuda_bytes(device: torch.device, found: list[tuple[int, int]]) -> Iterator[None]:
+    """Append the pair (peak, bytes allocated at the end) to `found` when a `with` block ends.
+
+    Both numbers are relative to the bytes that were allocated when the block began.
+    """
+    before = _allocated_bytes_statistics(device)["current"]
     torch.cuda.reset_peak_memory_stats(device)
     yield
-    after = _allocated_bytes(device)
+    after = _allocated_bytes_statistics(device)
     found.append((after["peak"] - before, after["current"] - before))
 
 
-def _allocated_bytes(device: torch.device) -> dict[str, int]:
-    # `torch.cuda.memory_allocated` sorts all statistics by name to return one. That is too slow to
-    # call for each operator.
+def _allocated_bytes_statistics(device: torch.device) -> dict[str, int]:
+    """Return a dict with the bytes allocated now ("current") and their peak ("peak") on CUDA."""
+    # `torch.cuda.memory_allocated` sorts all statistics by name to return one of them, which is too
+    # slow for a call per operator.
     return torch.cuda.memory.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
 
 
 class _CudaWorkspace(ObserverMode):
-    """Mode that reads the CUDA allocator's counts before and after each operator, which needs no
-    synchronization."""
+    """Mode that finds the workspace of each operator from the CUDA allocator's statistics.
+
+    Reading the statistics does not synchronize with the GPU.
+
+    Attributes:
+        workspace: Dict from operator name to the largest workspace of one call in bytes.
+    """
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device = device
-        self.taken: dict[str, int] = {}
+        self.workspace: dict[str, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found: list[tuple[int, int]] = []
-        with _cuda_watch(self.device, found):
+        with _record_cuda_bytes(self.device, found):
             result = func(*args, **(kwargs or {}))
-        [(most, left)] = found
-        if most > max(0, left):
-            self.taken[str(func)] = max(most - max(0, left), self.taken.get(str(func), 0))
+        [(peak, at_end)] = found
+        if peak > max(0, at_end):
+            extra = peak - max(0, at_end)
+            self.workspace[str(func)] = max(extra, self.workspace.get(str(func), 0))
         return result

@@ -1,5 +1,8 @@
-"""Category of each storage, found from what operators, the autograd graph and optimizers do with
-it."""
+"""Find the category of each storage, such as "activation" or "gradient".
+
+The category follows from the operators that read and make the storage, from the autograd graph,
+and from the optimizers.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ from .._torch.tensors import holders_of, tensors_among
 from ..symbolic import Symbolic
 from .compiler import BuffersForBackward
 from .storages import held_by, hooks_active, saved_by, storages_of
-from .timeline import Ledger, Record
+from .timeline import Record, StorageTracker
 
 ADD = torch.ops.aten.add.Tensor
-# The gradient formulas of `max`, `gather`, `x[i]` and others write into a tensor of zeros, in
-# place. If a dispatch mode is active, they call one of these operators, which makes a new tensor.
+# Without a dispatch mode, the gradient formulas of `max`, `gather`, `x[i]` and others write into a
+# tensor of zeros in place. With one, they call one of these operators, which makes a new tensor.
 _INTO_ZEROS = {
     torch.ops.aten.scatter.src,
     torch.ops.aten.scatter_add.default,
@@ -37,9 +40,11 @@ _INTO_ZEROS = {
     torch.ops.aten.masked_scatter.default,
 }
 IN_PLACE_WITHOUT_MODES = {ADD, *_INTO_ZEROS}
-# `torch.tensor([...])` calls this operator. It returns its input, whose storage is new.
-# `torch.from_numpy` calls it too, but a storage that NumPy owns cannot be resized.
+# `torch.tensor([...])` calls this operator, which returns its input. The input's storage is new
+# although no operator has made it. `torch.from_numpy` calls this operator too, but there the
+# storage belongs to NumPy, and such a storage cannot be resized.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
+# Operators that make a tensor on an existing storage, which is their second argument.
 _FROM_STORAGE = (
     torch.ops.aten.set_.source_Storage,
     torch.ops.aten.set_.source_Storage_storage_offset,
@@ -47,36 +52,52 @@ _FROM_STORAGE = (
 
 
 class CategoryTracker:
-    """Tracker that records which storages operators read and make, and which the graph keeps."""
+    """Record which storages each operator reads and makes, and which the autograd graph keeps.
 
-    def __init__(self, ledger: Ledger, leaves_are_parameters: bool):
-        self.ledger = ledger
+    The meter calls `inputs` before each operator and `outputs` after it. The records in `tracker`
+    then determine the category of each storage at each point.
+
+    Args:
+        tracker: Holds the records of all storages.
+        leaves_are_parameters: Whether a leaf that requires a gradient counts as a parameter even if
+            it is not an `nn.Parameter`. The meter sets this if it was given no model.
+    """
+
+    def __init__(self, tracker: StorageTracker, leaves_are_parameters: bool):
+        self.tracker = tracker
         self.leaves_are_parameters = leaves_are_parameters
-        # The fake mode that was active when the meter was entered.
+        # Fake mode that was active when the meter was entered.
         self.fake_mode: FakeTensorMode | None = None
-        # The autograd node that ran the last operator, and the number of its first operator.
-        self.node = None
-        self.node_began = 0
-        # Records of saved storages that this node has read.
-        self._read: list[Record] = []
+        # Autograd node that ran the last operator (None in the forward pass), and the number of the
+        # first operator that this node ran.
+        self.node, self.node_began = None, 0
+        # Records of the saved storages that this node has read so far.
+        self._storages_read: list[Record] = []
         # First output of the last operator. Its autograd node exists only after the operator has
-        # returned.
+        # returned, so `settle` examines the node before the next operator.
         self._output: weakref.ref | None = None
-        # Autograd numbers the nodes that each thread makes. The last operator made the nodes from
-        # number `_oldest` on, and the next one will make those from `_next[thread]` on. An
-        # `autograd.Function` makes its node before it runs, with the number `_oldest_of_node` at
-        # the earliest. A node of another thread may have any number, so `_newest` excludes most of
-        # them: on a GPU, backward runs in a thread of its own.
+        # Autograd numbers the nodes that each thread makes (`_sequence_nr`). These numbers show
+        # whether the last operator made a node: its nodes have numbers from `_oldest` up to, but
+        # not including, `_newest`. The next operator in a thread makes nodes from `_next[thread]`
+        # on. An `autograd.Function` makes its node before it runs operators, so the lower limit for
+        # such a node is `_oldest_of_node`. On a GPU, backward runs in its own thread, whose nodes
+        # may have any number; the limit `_newest` excludes most of these.
         self._oldest = self._oldest_of_node = self._newest = 0
         self._next: dict[int, int] = {}
         self.buffers = BuffersForBackward()
 
     def inputs(self, func, args, kwargs, node) -> tuple[str, set[int]]:
-        """Note the input storages of an operator. Call this before the operator runs.
+        """Record which storages an operator is about to read.
+
+        Call this method before the operator runs.
+
+        Args:
+            func, args, kwargs: The operator's call, as a dispatch mode receives it.
+            node: Autograd node that runs the operator; None in the forward pass.
 
         Returns:
             The pass to which the operator belongs ("forward", "recomputation" or "elsewhere"), and
-            the addresses of its input storages.
+            the addresses of its input storages. Pass both to `outputs`.
         """
         self.settle()
         thread = threading.get_ident()
@@ -86,10 +107,10 @@ class CategoryTracker:
         )
         if node is not self.node:
             self._oldest_of_node = 0 if node is None else self._next[thread]
-            self._release()
-            self.node, self.node_began = node, len(self.ledger.operators)
-        # Gradients that are enabled during backward are taken as the sign of a recomputation. A
-        # backward pass with create_graph=True is treated in the same way.
+            self._finish_node()
+            self.node, self.node_began = node, len(self.tracker.operators)
+        # Gradients are enabled during backward only in a recomputation or with create_graph=True.
+        # The two cannot be distinguished, so both count as recomputations.
         made_in = (
             "forward"
             if node is None
@@ -98,18 +119,17 @@ class CategoryTracker:
             else "elsewhere"
         )
         if self.buffers and isinstance(node, torch.autograd.function.BackwardCFunction):
-            self.note_read(self.buffers.read_by(node, made_in), node)
+            self.note_read(self.buffers.pop_kept_for(node, made_in), node)
         sources = {args[1]._cdata} if func in _FROM_STORAGE else set()
         for tensor in tensors_among(args, kwargs):
             for storage in storages_of(tensor):
                 sources.add(storage._cdata)
-                record = self.ledger.find(storage)
+                record = self.tracker.find(storage)
                 if record is None:
                     continue
                 if record.role in (None, "input") and self._is_parameter(tensor, record):
                     record.role, record.since = "parameter", record.born
-                # If backward reads a storage from the forward pass, the storage was kept for
-                # backward.
+                # A storage of the forward pass that backward reads must have been kept for it.
                 kept = record.made_in == "forward" or (
                     record.made_in == "recomputation" and made_in == "elsewhere"
                 )
@@ -118,17 +138,17 @@ class CategoryTracker:
         return made_in, sources
 
     def note_read(self, records: Iterable[Record], node: Any) -> None:
-        """Record that a backward node reads storages that were kept for it."""
+        """Record that a node of the backward pass reads storages, which were kept for backward."""
         for record in records:
             if record.read_by is not node:
-                # The storage may be held by something other than the graph, for example by
-                # checkpointing.
+                # If the graph did not save the storage, other code kept it, such as a checkpoint.
                 if record.saved is None:
                     record.saved = record.born
                 record.released, record.read_by = None, node
-                self._read.append(record)
+                self._storages_read.append(record)
 
     def _is_parameter(self, tensor: Tensor, record: Record) -> bool:
+        """Return whether an operator's input tensor, with this record, counts as a parameter."""
         if type(tensor) is nn.Parameter or (
             type(tensor) is FakeTensor and hasattr(tensor, "_is_param")
         ):
@@ -141,91 +161,130 @@ class CategoryTracker:
         )
 
     def outputs(self, func, result, sources: set[int], made_in: str) -> None:
-        ledger = self.ledger
-        tensors = [t for t in tensors_among((result,)) if not self._is_a_shape_alone(t)]
+        """Count the new storages in an operator's result, and update those that were resized.
+
+        Call this method after the operator has returned.
+
+        Args:
+            func: The operator.
+            result: The value that it returned.
+            sources, made_in: Input storages and pass of the operator, as `inputs` returned them.
+        """
+        tracker = self.tracker
+        tensors = [t for t in tensors_among((result,)) if not self._is_only_a_shape(t)]
         for tensor in tensors:
             for storage in storages_of(tensor):
-                record = ledger.find(storage)
+                record = tracker.find(storage)
                 if record is not None:
                     if record.nbytes != storage.nbytes():
-                        ledger.resize_storage(storage)
+                        tracker.resize_storage(storage)
                 elif storage._cdata not in sources or (func is _LIFT_FRESH and storage.resizable()):
-                    # Data enters a step through an operator that has no input tensor.
-                    enters = not sources - {storage._cdata} and ledger.operators[-1][1] == "forward"
-                    ledger.add(
-                        storage, ledger.account(tensor.device), "input" if enters else None, made_in
+                    # The batch and other data are made by operators that have no input tensor.
+                    enters = (
+                        not sources - {storage._cdata} and tracker.operators[-1][1] == "forward"
                     )
-        # Under saved-tensor hooks the graph holds only what the hooks returned, so the
-        # node of the output is not examined. After an in-place change of a view, autograd rebuilds
-        # the view's node when `grad_fn` is first read. For symbolic tensors, rebuilding runs an
-        # operator, which would read `grad_fn` again without end.
+                    tracker.add(
+                        storage,
+                        tracker.account(tensor.device),
+                        "input" if enters else None,
+                        made_in,
+                    )
+        # Under saved-tensor hooks the graph holds the values that the hooks returned instead of the
+        # tensors, so the output's node is not examined. The node of a view that was changed in
+        # place is not examined either: autograd rebuilds it when `grad_fn` is first read. For
+        # symbolic tensors, rebuilding runs an operator, which would read `grad_fn` again, and the
+        # recursion would not end.
         watched = tensors and made_in != "elsewhere" and not hooks_active()
         # A higher-order operator has no `_schema`.
         if watched and tensors[0]._is_view() and hasattr(func, "_schema"):
             watched = not func._schema.is_mutable
         self._output = weakref.ref(tensors[0]) if watched else None
-        # Autograd makes a few nodes after the operator, such as that of an in-place change.
+        # Autograd makes a few more nodes after the operator has returned, for example when it was
+        # an in-place operator.
         self._newest = torch.autograd._get_sequence_nr() + 8
 
-    def _is_a_shape_alone(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is a fake tensor of a mode that was entered inside the block.
-        DTensor makes such tensors to find shapes, and they take no memory."""
+    def _is_only_a_shape(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a fake tensor that takes no memory in the metered step.
+
+        This is the case if its fake mode was entered inside the meter's block. DTensor makes such
+        tensors to find shapes.
+        """
         mode = tensor.fake_mode if type(tensor) is FakeTensor else self.fake_mode
         return mode is not self.fake_mode and not isinstance(mode, Symbolic)
 
     def settle(self) -> None:
-        """Record which tensors the last operator's autograd node saved, or which gradient it
-        accumulated. Both are visible only after the operator has returned."""
-        now = len(self.ledger.operators) - 1
+        """Record the tensors that the last operator's autograd node saved or accumulated.
+
+        Saved tensors and accumulated gradients become visible only after the operator has returned.
+        Therefore the next operator, or a method that reads the results, calls this method.
+        """
+        now = len(self.tracker.operators) - 1
         output = self._output and self._output()
         if output is not None and output.grad_fn is not None and self._is_new(output.grad_fn):
             for tensor in saved_by(output.grad_fn):
                 for storage in storages_of(tensor):
-                    record = self.ledger.find(storage)
+                    record = self.tracker.find(storage)
                     if record is not None and record.saved is None:
                         record.saved = now
         if isinstance(self.node, AccumulateGrad) and self.node.variable.grad is not None:
-            self.ledger.assign(self.node.variable.grad, "gradient", now)
+            self.tracker.assign(self.node.variable.grad, "gradient", now)
 
     def forget_output(self) -> None:
-        """Drop the weak reference to the last output, which `torch.utils.swap_tensors` refuses."""
+        """Drop the weak reference to the last output.
+
+        `torch.utils.swap_tensors` rejects tensors to which there are weak references.
+        """
         self.settle()
         self._output = None
 
     def _is_new(self, node) -> bool:
-        """Return whether the last operator made the node. An older node, such as that of a saved
-        result, may have been made under saved-tensor hooks."""
+        """Return whether the last operator made this autograd node.
+
+        An operator can also return a tensor with an older node, for example a tensor that was
+        saved before. Such a node may have been made under saved-tensor hooks, so its saved tensors
+        must not be read.
+        """
         function = isinstance(node, torch.autograd.function.BackwardCFunction)
         oldest = self._oldest_of_node if function else self._oldest
         return oldest <= node._sequence_nr() < self._newest
 
     def finish(self) -> None:
-        """Complete the records after the last operator."""
+        """Complete the records at the end of the meter's block."""
         self.settle()
-        self._release()
+        self._finish_node()
         self.node = None
 
-    def _release(self) -> None:
-        """Mark the storages that the current autograd node has read as no longer needed by it."""
-        for record in self._read:
-            record.released, record.read_by = len(self.ledger.operators), None
-        self._read.clear()
+    def _finish_node(self) -> None:
+        """Record that the current autograd node is finished and needs no saved storage any more."""
+        for record in self._storages_read:
+            record.released, record.read_by = len(self.tracker.operators), None
+        self._storages_read.clear()
 
-    def taken_over(self, func, args, kwargs) -> Record | None:
-        """Return the record of the input into which autograd would write the result if no dispatch
-        mode were active, or None if autograd would make a new tensor in that case too.
+    def overwritten_input(self, func, args, kwargs) -> Record | None:
+        """Return the record of the input that autograd would overwrite without a dispatch mode.
 
-        Autograd adds gradients that meet at a node in place, and some gradient formulas write into
-        a tensor of zeros in place. If a dispatch mode is active, both call operators that make a
-        new tensor instead (`IN_PLACE_WITHOUT_MODES`). The meter is such a mode. To report the bytes
-        that the program takes without it, the meter counts such a result in the storage of the
-        operator's first argument.
+        Without a dispatch mode, autograd writes in place when it adds two gradients for the same
+        node, and when some gradient formulas fill a tensor of zeros. With one, such as the meter,
+        autograd calls operators that make a new tensor instead (`IN_PLACE_WITHOUT_MODES`). The
+        meter is to report the bytes of the program without the meter. It therefore counts the first
+        argument of such an operator as released before the operator runs.
 
-        Three properties identify autograd's own calls. No Python function called the operator. The
-        first argument is the only tensor in its storage, and it fills the storage. And this storage
-        is released when the call returns, which `Ledger.expect_end` checks. In addition, the
-        tensor of zeros must have been made by the node that is running. The first argument of a sum
-        must be older, unless two gradients of that node are added.
+        An operator counts as such a call if all of these conditions hold:
+
+        - No Python function called the operator.
+        - The first argument is the only tensor in its storage, and it fills the storage.
+        - The storage is released when the call returns (`StorageTracker.count_as_released`).
+        - A tensor of zeros was made by the autograd node that is running.
+        - The first argument of a sum is older than that node's operators, unless two gradients of
+          that node are added.
+
+        Args:
+            func, args, kwargs: The operator's call, as a dispatch mode receives it. The operator is
+                one of `IN_PLACE_WITHOUT_MODES`.
+
+        Returns:
+            The record of the first argument's storage, or None if autograd would make a new tensor
+            without a dispatch mode too.
 
         Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`), and
         `areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp.
@@ -245,7 +304,7 @@ class CategoryTracker:
         if total.shape != new.shape:
             return None
         (storage,), others = storages_of(total), storages_of(new) if func is ADD else ()
-        record = self.ledger.find(storage)
+        record = self.tracker.find(storage)
         if (
             record is None
             or storage in others
@@ -255,52 +314,61 @@ class CategoryTracker:
             return None
         if func is not ADD:
             return record if record.born >= self.node_began else None
-        # Two gradients from one node can also meet, as the two gradients of z in z * z do.
+        # Both gradients can also come from the same node, as for z * z, which uses z twice.
         edges = self.node.next_functions
         return record if record.born < self.node_began or len(set(edges)) < len(edges) else None
 
 
 _alone = torch.empty(0)
+# Number of holders of a storage that belongs to a single tensor; it depends on the torch version.
 _ONE_HOLDER = holders_of(_alone.untyped_storage())
 
 
 def _called_by_autograd() -> bool:
-    """Return whether all Python frames between this module and autograd's engine belong to dispatch
-    modes."""
+    """Return whether autograd's engine called the current operator, not a Python function.
+
+    This is the case if all Python frames between this module and the engine belong to dispatch
+    modes.
+    """
     frame = sys._getframe()
-    while frame is not None and (frame.f_globals.get("__name__") in _WRAPPERS or _of_a_mode(frame)):
+    while frame is not None and (
+        frame.f_globals.get("__name__") in _WRAPPERS or _belongs_to_mode(frame)
+    ):
         frame = frame.f_back
     return frame is None or frame.f_code is torch.autograd.graph._engine_run_backward.__code__
 
 
-def _of_a_mode(frame) -> bool:
-    """Return whether a frame belongs to a dispatch mode, judged by names alone. Reading the frame's
-    `f_locals` would copy them, and so keep tensors alive that the function has released."""
+def _belongs_to_mode(frame) -> bool:
+    """Return whether a frame runs code of a dispatch mode, judged by the names of its function.
+
+    The frame's `f_locals` are not read, because reading them copies them. The copies would keep
+    tensors alive that the function has released.
+    """
     owner, _, name = frame.f_code.co_qualname.rpartition(".")
-    found = frame.f_globals.get(owner)
+    owner_class = frame.f_globals.get(owner)
     return name == "__torch_dispatch__" or (
-        isinstance(found, type) and issubclass(found, TorchDispatchMode)
+        isinstance(owner_class, type) and issubclass(owner_class, TorchDispatchMode)
     )
 
 
-# This module, and those of the functions in which PyTorch wraps dispatch modes.
+# This module, and the modules of the functions in which PyTorch wraps dispatch modes.
 _WRAPPERS = (__name__, *WRAPPERS)
 
 
 class OptimizerPhase:
-    """Tracker of whether an optimizer is stepping.
+    """Detect which operators belong to an optimizer's step, and find the optimizer's state.
 
-    If an optimizer steps within another optimizer's step, only the outermost one begins and ends
+    If the step of one optimizer calls the step of another, only the outer optimizer begins and ends
     the phase.
     """
 
-    def __init__(self, ledger: Ledger):
-        self.ledger = ledger
+    def __init__(self, tracker: StorageTracker):
+        self.tracker = tracker
         self._outermost: torch.optim.Optimizer | None = None
-        # The autograd node in which the step was called, and the number of records at that time.
+        # Autograd node that ran when the step was called, and the number of records at that time.
         self._node: Any = None
         self._began = 0
-        # The optimizers that have stepped in the current backward pass, and the number of the pass.
+        # Optimizers that have stepped in the current backward pass, and the number of that pass.
         self._stepped, self._backward = weakref.WeakSet(), -1
         self._hooks = (
             register_optimizer_step_pre_hook(self._begin_step),
@@ -308,37 +376,44 @@ class OptimizerPhase:
         )
 
     def is_running(self, node) -> bool:
-        """Return whether an operator that this autograd node runs belongs to an optimizer's
-        step."""
-        # If gradients are enabled, or the node is another one, the step's closure is running: the
-        # forward and backward passes of LBFGS, for example.
+        """Return whether an operator that this autograd node runs belongs to an optimizer's step.
+
+        `node` is None if no backward pass is running.
+        """
+        # A step may call a closure, as that of LBFGS does. The closure's forward pass runs with
+        # gradients enabled, and its backward pass runs other nodes.
         return self._outermost is not None and node is self._node and not torch.is_grad_enabled()
 
     def remove(self) -> None:
+        """Remove the hooks from all optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._outermost = self._node = None
 
     def _begin_step(self, optimizer, args, kwargs) -> None:
+        """Begin the phase "optimizer"; this is the hook before each optimizer step."""
         if self._outermost is None:
             self._outermost = optimizer
             self._node = current_node()
-            self._began = len(self.ledger.records)
+            self._began = len(self.tracker.records)
 
     def _end_step(self, optimizer, args, kwargs) -> None:
+        """End the phase and find new state; this is the hook after each optimizer step."""
         if self._outermost is optimizer:
             self._outermost = None
-        with self.ledger.lock:
-            for tensor in held_by(optimizer, of_groups=True) if self._is_due(optimizer) else ():
-                self.ledger.assign(tensor, "optimizer")
+        with self.tracker.lock:
+            if self._must_search_state(optimizer):
+                for tensor in held_by(optimizer, of_groups=True):
+                    self.tracker.assign(tensor, "optimizer")
 
-    def _is_due(self, optimizer) -> bool:
-        """Return whether an optimizer's state is to be looked at after its step.
+    def _must_search_state(self, optimizer) -> bool:
+        """Return whether an optimizer's state must be searched for new tensors after its step.
 
-        Steps in backward update one parameter each. If each of them were followed by a look at the
-        state of all parameters, the time would grow with the square of their number. Therefore, if
-        an optimizer has stepped before in the same backward pass, its state is looked at only if
-        the step made a tensor that is still live and has no role.
+        If an optimizer steps inside the backward pass, each step updates a single parameter.
+        Searching the state of all parameters after each of these steps would take time that grows
+        with the square of their number. Therefore only an optimizer's first step in a backward pass
+        leads to a search, and any later step that made a tensor which is still live and may be part
+        of the state.
         """
         backward = current_graph_task_id()  # -1 outside of a backward pass
         if backward != self._backward:
@@ -346,5 +421,5 @@ class OptimizerPhase:
         if backward == -1 or optimizer not in self._stepped:
             self._stepped.add(optimizer)
             return True
-        made = self.ledger.records[self._began :]
-        return any(r.nbytes and r.role in (None, "input") and r() is not None for r in made)
+        new_records = self.tracker.records[self._began :]
+        return any(r.nbytes and r.role in (None, "input") and r() is not None for r in new_records)

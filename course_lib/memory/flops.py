@@ -1,11 +1,11 @@
-"""FLOPs of an operator, by the formulas of `FlopCounterMode`.
+"""Count the FLOPs of single operators with the formulas of PyTorch's `FlopCounterMode`.
 
-`FlopCounterMode` itself is not used, because its hooks on modules keep tensors alive.
+The meter uses this module instead of `FlopCounterMode`, whose hooks on modules keep tensors alive.
 
-There is one difference. With a causal mask, fused attention is counted by the scores that its
-queries see, whereas PyTorch's formulas count all scores. Fused kernels skip the scores above the
-diagonal, except those in the tiles on the diagonal. FlashAttention's own benchmark halves its
-count for the same reason.
+The counts differ from PyTorch's in one case: causal fused attention. Here only the scores that the
+causal mask allows are counted, whereas PyTorch's formulas count all scores. Fused kernels skip the
+scores above the diagonal, except in the tiles that the diagonal crosses. FlashAttention's own
+benchmark halves its count for the same reason.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from torch.utils.flop_counter import flop_registry
 from course_lib._torch.operators import HigherOrderOperator, OpOverload, run_and_save_rng_state
 
 _aten = torch.ops.aten
-# The fused attention of a CPU has no formula, so it is counted by the formula of a GPU's.
-_COUNTED_AS = {
+# Maps the CPU's operators for fused attention, which have no formula, to the GPU's operators, whose
+# formulas are used for them.
+_SAME_FORMULA_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         _aten._scaled_dot_product_flash_attention_backward
     ),
 }
-# Fused attention: position of the query among the arguments. Key and value follow it.
-_QUERY_AT = {
+# Maps operators of fused attention to the position of the query among the arguments. The key and
+# the value follow the query.
+_QUERY_POSITION = {
     _aten._scaled_dot_product_flash_attention: 0,
     _aten._scaled_dot_product_efficient_attention: 0,
     _aten._scaled_dot_product_cudnn_attention: 0,
@@ -39,54 +41,66 @@ _QUERY_AT = {
 }
 
 
-def _times_weight(x: Tensor, _, shape: Sequence[int], *others: Any, **named: Any) -> int:
-    """Return the FLOPs of a product with a weight of this shape, which is packed."""
+def _packed_weight_flops(x: Tensor, _, shape: Sequence[int], *others: Any, **named: Any) -> int:
+    """Return the FLOPs of the matrix product of `x` with a quantized weight.
+
+    The weight is packed, several elements to a byte, so its shape is a separate argument.
+    """
     return 2 * x.numel() * shape[0]
 
 
-# Products of bitsandbytes, which registers no formulas.
-_OF_BITSANDBYTES: dict[str, Callable[..., int]] = {
-    "gemm_4bit": _times_weight,
-    "gemv_4bit": _times_weight,
+# Formulas for the matrix products of bitsandbytes, which registers none with PyTorch.
+_BITSANDBYTES_FORMULAS: dict[str, Callable[..., int]] = {
+    "gemm_4bit": _packed_weight_flops,
+    "gemv_4bit": _packed_weight_flops,
     "int8_scaled_mm": lambda x, w, *_, **__: 2 * x.numel() * w.shape[0],
 }
 
 
 def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
-    """Return the FLOPs of one call of an operator; 0 if it has no formula."""
+    """Return the FLOPs of one call of an operator; 0 if it has no formula.
+
+    Args:
+        func, args, kwargs: The operator's call, as a dispatch mode receives it.
+        result: The value that the operator returned.
+    """
     if isinstance(func, HigherOrderOperator):
-        inside = next((i for i, each in enumerate(args) if isinstance(each, OpOverload)), None)
-        if inside is None:
+        # Compiled code calls an operator that draws random numbers through a higher-order operator,
+        # which lets it run again with the same numbers. The inner operator is one of the arguments.
+        position = next((i for i, each in enumerate(args) if isinstance(each, OpOverload)), None)
+        if position is None:
             return 0
-        # Through these, compiled code runs an operator again with the same random numbers.
         result = result[1] if func is run_and_save_rng_state else result
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "rng_state"}
-        func, args = args[inside], args[inside + 1 :]
+        func, args = args[position], args[position + 1 :]
     packet = getattr(func, "overloadpacket", None)
-    kind = _COUNTED_AS.get(packet, packet)
+    kind = _SAME_FORMULA_AS.get(packet, packet)
     formula = flop_registry.get(kind)
     if formula is None and getattr(func, "namespace", None) == "bitsandbytes":
-        formula = _OF_BITSANDBYTES.get(packet.__name__)
+        formula = _BITSANDBYTES_FORMULAS.get(packet.__name__)
     if formula is None:
         return 0
-    if kind not in _QUERY_AT:
-        return _count_with(formula, args, kwargs or {}, result)
-    query = _QUERY_AT[kind]
-    flops = _count_with(formula, _with_all_heads(query, args), kwargs or {}, result)
+    if kind not in _QUERY_POSITION:
+        return _evaluate_formula(formula, args, kwargs or {}, result)
+    query = _QUERY_POSITION[kind]
+    flops = _evaluate_formula(formula, _expand_kv_heads(query, args), kwargs or {}, result)
     if not flops or not _is_causal(func, args, kwargs or {}):
         return flops
     n_q, n_k = args[query].shape[2], args[query + 1].shape[2]
-    # With PyTorch's `is_causal`, query i sees the keys up to i: 1, 2, ... keys, and at most all.
-    growing = min(n_q, n_k)
-    seen = growing * (growing + 1) // 2 + (n_q - growing) * n_k
-    return flops // (n_q * n_k) * seen
+    # With PyTorch's `is_causal`, query i attends to the keys 0 to i, as far as there are keys.
+    growing = min(n_q, n_k)  # number of queries that attend to 1, 2, 3, ... keys
+    scores = growing * (growing + 1) // 2 + (n_q - growing) * n_k
+    return flops // (n_q * n_k) * scores
 
 
 def own_formulas() -> dict[Any, Callable[..., int]]:
-    """Return the formulas that PyTorch lacks, for fused attention and the products of bitsandbytes,
-    in the form of `FlopCounterMode`'s `custom_mapping`.
+    """Return the formulas by which `flops_of` differs from a plain `FlopCounterMode`.
 
-    A counter with these formulas counts what `flops_of` counts.
+    They are formulas for fused attention and for the matrix products of bitsandbytes. Pass the
+    result to `FlopCounterMode` as its argument `custom_mapping`.
+
+    Returns:
+        A dict from operator packet to a function that returns FLOPs.
     """
 
     def formula(packet: Any) -> Callable[..., int]:
@@ -96,24 +110,30 @@ def own_formulas() -> dict[Any, Callable[..., int]]:
         count._get_raw = True  # otherwise `FlopCounterMode` passes shapes instead of tensors
         return count
 
-    packets = [*_COUNTED_AS, *_QUERY_AT]
+    packets = [*_SAME_FORMULA_AS, *_QUERY_POSITION]
     if "bitsandbytes" in sys.modules:
         known = torch.ops.bitsandbytes
-        packets += [getattr(known, name) for name in _OF_BITSANDBYTES if hasattr(known, name)]
+        packets += [getattr(known, name) for name in _BITSANDBYTES_FORMULAS if hasattr(known, name)]
     return {packet: formula(packet) for packet in packets}
 
 
 def _is_causal(func, args: tuple, kwargs: dict) -> bool:
-    """Return the value of the operator's argument `is_causal`."""
+    """Return the value of `is_causal` in a call of a fused attention operator."""
     names = [argument.name for argument in func._schema.arguments]
     position = names.index("is_causal")
     return args[position] if position < len(args) else kwargs.get("is_causal", False)
 
 
-def _with_all_heads(query: int, args: tuple) -> tuple:
-    """Return the arguments with as many heads for keys and values as for queries.
+def _expand_kv_heads(query: int, args: tuple) -> tuple:
+    """Return the arguments of fused attention as if key and value had as many heads as the query.
 
-    The formulas of torch 2.9 refuse fewer heads, and those of newer versions count in this way.
+    Grouped-query attention has fewer heads for key and value. The formulas of torch 2.9 reject
+    that, and the formulas of newer versions count it in this way.
+
+    Args:
+        query: Position of the query in `args`.
+        args: Arguments of the operator. If key and value have fewer heads, the result contains
+            their expanded shapes instead of the tensors.
     """
     batch, heads, *_ = args[query].shape
     shared = args[query + 1 : query + 3]
@@ -123,17 +143,18 @@ def _with_all_heads(query: int, args: tuple) -> tuple:
     return (*args[: query + 1], *shapes, *args[query + 3 :])
 
 
-def _count_with(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
-    """Return the FLOPs by the formula, which is evaluated once for all tensors of these shapes.
+def _evaluate_formula(formula: Callable[..., int], args: tuple, kwargs: dict, result: Any) -> int:
+    """Return the FLOPs that a formula gives for a call, from a cache if the shapes occurred before.
 
-    Evaluating a formula takes longer than running a symbolic operator.
+    Without the cache, evaluating a formula would take longer than a symbolic operator.
     """
     if kwargs or not all(isinstance(value, Tensor) for value in args):
         return formula(*args, **kwargs, out_val=result)
     key = formula, *[tensor.shape for tensor in args]
-    if key not in _known:
-        _known[key] = formula(*args, out_val=result)
-    return _known[key]
+    if key not in _flops_by_shapes:
+        _flops_by_shapes[key] = formula(*args, out_val=result)
+    return _flops_by_shapes[key]
 
 
-_known: dict[tuple, int] = {}
+# Cache of `_evaluate_formula`: maps (formula, shapes of the arguments) to FLOPs.
+_flops_by_shapes: dict[tuple, int] = {}

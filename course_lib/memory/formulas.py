@@ -1,20 +1,20 @@
-"""Formulas that predict the memory of training, with which the measurements are compared."""
+"""Predict the memory of training by formulas, for comparison with measurements."""
 
 from __future__ import annotations
 
 from .. import _check
 
-# Bytes per parameter: (parameter, gradient, optimizer).
-_RECIPES = {
+# Maps each recipe to its bytes per parameter for (weights, gradients, optimizer state).
+_BYTES_PER_PARAMETER = {
     "fp32-sgd": (4, 4, 0),
     "fp32-momentum": (4, 4, 4),
-    "fp32-adam": (4, 4, 8),  # two moments
-    "mixed-adam": (2, 2, 12),  # half-precision copies; fp32 master weights, two fp32 moments
+    "fp32-adam": (4, 4, 8),  # the state is Adam's two moments
+    "mixed-adam": (2, 2, 12),  # the state is fp32 master weights and two fp32 moments
 }
 
 
 def training_state_bytes(parameters: int, recipe: str) -> dict[str, int]:
-    """Return the bytes that training holds all the time, whatever the batch size is.
+    """Return the bytes of weights, gradients and optimizer state, whatever the batch size is.
 
     Args:
         parameters: Number of parameters.
@@ -34,10 +34,16 @@ def training_state_bytes(parameters: int, recipe: str) -> dict[str, int]:
         >>> training_state_bytes(7_000_000_000, "mixed-adam")
         {'parameter': 14000000000, 'gradient': 14000000000, 'optimizer': 84000000000}
     """
-    (parameters,) = _counts(parameters=parameters)
-    each = _RECIPES[_check.one_of("recipe", recipe, _RECIPES)]
+    (parameters,) = _checked_counts(parameters=parameters)
+    bytes_per_parameter = _BYTES_PER_PARAMETER[
+        _check.one_of("recipe", recipe, _BYTES_PER_PARAMETER)
+    ]
     return dict(
-        zip(("parameter", "gradient", "optimizer"), (parameters * n for n in each), strict=True)
+        zip(
+            ("parameter", "gradient", "optimizer"),
+            (parameters * n for n in bytes_per_parameter),
+            strict=True,
+        )
     )
 
 
@@ -53,16 +59,21 @@ def transformer_activation_bytes(
     mask_bytes: int = 1,
     statistic_bytes: int = 0,
 ) -> int:
-    """Return the bytes that the layers of a transformer save for backward. The layers have dropout,
-    and a feed-forward network that is four times as wide as `hidden`.
+    """Return the bytes that the layers of a transformer save for backward, by a published formula.
 
-    With the defaults this is s*b*h*(34 + 5*a*s/h) per layer. "selective" recomputes the core of the
-    attention (scores, softmax and dropout), which leaves 34*s*b*h. "full" keeps only the layer's
-    input, 2*s*b*h.
+    The layers have dropout, and a feed-forward network that is four times as wide as `hidden`. With
+    the defaults the formula is s*b*h*(34 + 5*a*s/h) bytes per layer.
 
     Args:
-        sequence, batch, hidden, heads, layers: s, b, h, a and the number of layers.
-        recompute: "none", "selective" or "full".
+        sequence: Tokens per sample (s).
+        batch: Samples in the batch (b).
+        hidden: Features per token (h).
+        heads: Attention heads (a).
+        layers: Number of layers.
+        recompute: Activations that are recomputed in backward. "none" saves all of them.
+            "selective" recomputes the core of the attention (scores, softmax and dropout), which
+            leaves 34*s*b*h bytes per layer. "full" saves only the input of each layer, which is
+            2*s*b*h bytes.
         dtype_bytes: Bytes of one element of an activation; 2 in half precision.
         mask_bytes: Bytes of one element of a dropout mask: 1 for `native_dropout`, `dtype_bytes`
             for `F.dropout` on a CPU, 0 without dropout.
@@ -78,16 +89,17 @@ def transformer_activation_bytes(
 
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
     """
-    s, b, h, a = _counts(sequence=sequence, batch=batch, hidden=hidden, heads=heads)
-    layers, e = _counts(layers=layers, dtype_bytes=dtype_bytes)
-    m, statistic = _counts(0, mask_bytes=mask_bytes, statistic_bytes=statistic_bytes)
+    s, b, h, a = _checked_counts(sequence=sequence, batch=batch, hidden=hidden, heads=heads)
+    layers, e = _checked_counts(layers=layers, dtype_bytes=dtype_bytes)
+    m, statistic = _checked_counts(0, mask_bytes=mask_bytes, statistic_bytes=statistic_bytes)
     if h % a:
         raise ValueError(f"heads must be a divisor of hidden = {h}, got {a}")
-    # Two inputs of the projections, Q, K and V, and the mask of the output's dropout.
+    # Bytes per element of a tensor (s, b, h): the inputs of both projections, Q, K and V, and the
+    # mask of the output's dropout.
     attention = 5 * e + m
-    # The softmax output, its dropout mask, and the probabilities after dropout.
+    # Bytes per token: the output of softmax, its dropout mask, and the probabilities after dropout.
     core = a * s * ((2 * e + m) if m else e)
-    # The inputs of both products and of GELU, and the mask.
+    # The inputs of both matrix products and of GELU, and the dropout mask.
     feed_forward = (1 + 4 + 4) * e + m
     norms = 2 * e
     kept = {
@@ -108,14 +120,17 @@ def attention_saved_bytes(
     kv_heads: int | None = None,
     kind: str = "standard",
 ) -> dict[str, int]:
-    """Return the bytes that attention itself saves for backward, by tensor.
+    """Return the bytes of each tensor that attention, without its projections, saves for backward.
 
     Standard attention keeps Q, K, V and the probabilities P. It does not keep the scores S, because
     the gradient of softmax needs only its output. FlashAttention keeps Q, K, V, the output O and
-    one fp32 log-sum-exp per row.
+    one fp32 log-sum-exp per query and head.
 
     Args:
-        sequence, batch, heads, head_dim: N, B, H and d.
+        sequence: Tokens per sample.
+        batch: Samples in the batch.
+        heads: Query heads.
+        head_dim: Features per head.
         dtype_bytes: Bytes of one element of Q, K, V, P and O.
         kv_heads: Number of heads of K and V, for grouped-query attention. The default is `heads`.
         kind: "standard" or "flash".
@@ -130,8 +145,10 @@ def attention_saved_bytes(
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691, section 3.1 for the
     log-sum-exp.
     """
-    n, b, heads, d = _counts(sequence=sequence, batch=batch, heads=heads, head_dim=head_dim)
-    e, kv_heads = _counts(dtype_bytes=dtype_bytes, kv_heads=heads if kv_heads is None else kv_heads)
+    n, b, heads, d = _checked_counts(sequence=sequence, batch=batch, heads=heads, head_dim=head_dim)
+    e, kv_heads = _checked_counts(
+        dtype_bytes=dtype_bytes, kv_heads=heads if kv_heads is None else kv_heads
+    )
     if heads % kv_heads:
         raise ValueError(f"kv_heads must be a divisor of heads = {heads}, got {kv_heads}")
     q, kv = b * heads * n * d * e, b * kv_heads * n * d * e
@@ -142,7 +159,10 @@ def attention_saved_bytes(
     return kept[_check.one_of("kind", kind, kept)]
 
 
-def _counts(least: int = 1, **counts: float) -> tuple[int, ...]:
-    """Return the counts as ints. A float such as 7e9 is accepted if it is a whole number."""
+def _checked_counts(least: int = 1, **counts: float) -> tuple[int, ...]:
+    """Return the values of the keyword arguments as ints, or raise if one is not a whole number.
+
+    A float such as 7e9 is accepted if it is a whole number. Each value must be at least `least`.
+    """
     whole = (int(n) if isinstance(n, float) and n.is_integer() else n for n in counts.values())
     return tuple(_check.whole(name, n, least) for name, n in zip(counts, whole, strict=True))

@@ -1,5 +1,7 @@
-"""Measurement of a training step by one method, which is the same for every variant in a
-comparison."""
+"""Measure memory, FLOPs and time of a training step.
+
+`measure` uses the same method for every step, so that variants of a step can be compared.
+"""
 
 from __future__ import annotations
 
@@ -32,30 +34,32 @@ from .show import Table
 from .snapshot import Snapshot
 from .storages import check_model_and_optimizer
 
-_MOST_METERED = 4  # largest number of runs after the warm-up until two agree
+# Largest number of runs under the meter after the warm-up. They end earlier if two runs agree.
+_MAX_METERED_RUNS = 4
 
 
 @dataclass(frozen=True, repr=False)
 class Measurement(Table):
-    """Result of `measure`. Bytes are whole numbers, and times are in seconds.
+    """Memory, FLOPs and time of a training step, as `measure` returns them.
 
     Attributes:
         peak_bytes: The largest number of bytes of tensors live at once, including model and
             optimizer if they are given.
-        allocator_peak_bytes: The same peak as the allocator reports it; None for a symbolic step or
-            without repeats.
-        workspace_bytes: The difference of the two peaks, which is memory that operators allocate
-            and free internally; None if `allocator_peak_bytes` is None. It is below zero only if
+        allocator_peak_bytes: The same peak, in bytes, as the allocator reports it; None for a
+            symbolic step, and if no timed runs were requested (`repeats=0`).
+        workspace_bytes: `allocator_peak_bytes` minus `peak_bytes`: memory that operators allocate
+            and free internally. None if `allocator_peak_bytes` is None. If the value is negative,
             `notes` give the reason.
         flops: Floating-point operations of the step's matrix products and convolutions.
-        seconds: Median time over the repeats; None if `allocator_peak_bytes` is None.
+        seconds: Median time of the timed runs; None if `allocator_peak_bytes` is None.
         device: Device whose bytes are counted: "cpu", "cuda:0", ...
         at_peak: Dict from category to bytes at the peak.
         workspace_by_operator: Dict from operator to the largest workspace of one call in bytes,
             largest first.
         changed_parameters: Number of parameters that the step changed and that `measure` could not
-            restore, because they were not given.
-        notes: Facts to consider when these figures are compared. They are shown below the table.
+            restore, because their model was not given.
+        notes: Sentences on facts that matter when these numbers are compared. They are shown below
+            the table.
     """
 
     peak_bytes: int
@@ -99,33 +103,40 @@ def measure(
 ) -> Measurement:
     """Run a training step several times and return its memory, FLOPs and time.
 
-    Every run starts with empty gradients and the same random numbers. The warm-up creates the
-    optimizer's state, so that no variant in a comparison includes this cost. After the warm-up the
-    step runs up to four times, until two consecutive runs have the same operators and the same peak
-    (DDP arranges its buckets in the second run). One more run measures the allocator's peak,
-    without any dispatch mode, another run measures the workspace of each operator, and `repeats`
-    runs are timed. Garbage collection is off, so that the figures are reproducible.
+    The step runs in this order:
 
-    Functions that `torch.compile` has compiled run compiled in each of these runs, and afterwards
-    too. `Measurement.notes` then states that compiled code was called. The allocator's peak is that
-    of the compiled step. The peak of live tensors may not include all buffers of compiled code
-    (see `MemoryMeter`); the others are part of `workspace_bytes`. A matrix product inside a kernel
-    that the compiler generated counts as 0 FLOPs.
+    1. `warmup` runs. They create the optimizer's state, so that no variant in a comparison includes
+       this cost.
+    2. Up to four runs under a `MemoryMeter`, until two consecutive runs have the same operators and
+       the same peak. The first runs may differ; DDP, for example, arranges its buckets in the
+       second run.
+    3. One run without any dispatch mode, for the allocator's peak.
+    4. One run for the workspace of each operator.
+    5. `repeats` timed runs.
 
-    Afterwards parameters, buffers, gradients, optimizer state and random number generators are in
-    their original state, even if the step fails. For this, `measure` holds copies of parameters,
-    buffers and optimizer state, which the figures do not include. If `model` and `optimizer` are
-    not given, `measure` restores the gradients of the parameters that the step uses.
-    `Measurement.changed_parameters` is then the number of parameters that the step has changed
-    (except through `.data`).
+    Every run starts with empty gradients and the same states of the random number generators.
+    Garbage collection is off, so that the numbers are reproducible.
+
+    **Restored state.** Afterwards parameters, buffers, gradients, optimizer state and random number
+    generators are in their original state, even if the step fails. For this, `measure` holds copies
+    of parameters, buffers and optimizer state, which the results do not include. If `model` and
+    `optimizer` are not given, `measure` restores only the gradients of the parameters that the step
+    uses, and the generators. `Measurement.changed_parameters` is then the number of parameters that
+    the step has changed (except through `.data`).
+
+    **Compiled code.** Functions that `torch.compile` has compiled run compiled in each of these
+    runs, and afterwards too. `Measurement.notes` then states that compiled code was called. The
+    allocator's peak is that of the compiled step. The peak of live tensors may lack some buffers of
+    compiled code (see `MemoryMeter`); these are part of `workspace_bytes`. A matrix product inside
+    a kernel that the compiler generated counts as 0 FLOPs.
 
     Args:
         step: Function without arguments that runs one training step: forward, backward and, if
             wanted, the optimizer's step.
         model: The model that is trained. Its bytes are part of the peak.
         optimizer: One optimizer or several that train the model. Their state is part of the peak.
-        warmup: The least number of runs before the one that counts. With 0, every run is the very
-            first step, for which `optimizer` is needed if the step uses one.
+        warmup: Number of warm-up runs. With 0, each run is the first step of a training, before the
+            optimizer has created its state. `optimizer` is then needed if the step uses one.
         repeats: Number of timed runs. With 0, only bytes and FLOPs are measured.
         needs_gradient: Whether the step must run a backward pass. False allows steps without one,
             such as inference.
@@ -139,9 +150,9 @@ def measure(
     _check.function("step", step, "a function without arguments that runs one training step")
     optimizers = check_model_and_optimizer(model, optimizer)
     warmup, repeats = _check.whole("warmup", warmup, 0), _check.whole("repeats", repeats, 0)
-    runs = _Runs(step, model, optimizers, first_step=warmup == 0)
+    runs = _RepeatedRuns(step, model, optimizers, first_step=warmup == 0)
     with runs, _without_garbage_collection():
-        meter, flops, steady = _meter_run(runs, warmup, needs_gradient, device)
+        meter, flops, runs_agree = _meter_run(runs, warmup, needs_gradient, device)
         device = meter.device
         allocator = None
         workspace = {}
@@ -165,7 +176,7 @@ def measure(
         changed_parameters=runs.changed,
         notes=_notes(
             runs.changed,
-            steady,
+            runs_agree,
             0 if allocator is None else meter.peak_bytes - allocator,
             meter.ran_compiled,
         ),
@@ -173,16 +184,25 @@ def measure(
 
 
 def _meter_run(
-    runs: _Runs, warmup: int, needs_gradient: bool, device
+    runs: _RepeatedRuns, warmup: int, needs_gradient: bool, device
 ) -> tuple[MemoryMeter, int, bool]:
-    """Return the meter of the run that counts, its FLOPs, and whether it gave the same result as
-    the run before it."""
+    """Run the step under a meter until two consecutive runs have the same operators and peak.
+
+    Args:
+        runs: Context manager, already entered, that runs the step.
+        warmup: Number of first runs whose results are not compared.
+        needs_gradient: Whether a step without a backward pass is an error.
+        device: Device whose bytes are counted; None for the meter's default.
+
+    Returns:
+        The meter of the last run, the FLOPs of that run, and whether the last two runs agree.
+    """
     before = None
-    for number in range(warmup + _MOST_METERED):
+    for number in range(warmup + _MAX_METERED_RUNS):
         meter = MemoryMeter(runs.model, runs.optimizers, device=device)
         counter = flop_counter()
         # The meter is the inner mode, so it sees each operator before the counter decomposes it.
-        runs.run(counter, meter, *runs.leaves)
+        runs.run(counter, meter, *runs.leaf_observers)
         if needs_gradient and number >= warmup and "backward" not in meter.phases():
             raise ValueError(
                 "step must call backward() on a loss that depends on parameters, got a"
@@ -196,7 +216,17 @@ def _meter_run(
     return meter, flops, False
 
 
-def _notes(changed: int, steady: bool, above: int, compiled: bool) -> tuple[str, ...]:
+def _notes(
+    changed: int, runs_agree: bool, excess_bytes: int, ran_compiled: bool
+) -> tuple[str, ...]:
+    """Return the sentences of `Measurement.notes`.
+
+    Args:
+        changed: Number of parameters that could not be restored.
+        runs_agree: Whether two consecutive runs had the same operators and peak.
+        excess_bytes: The meter's peak minus the allocator's; 0 if the latter was not measured.
+        ran_compiled: Whether compiled code was called.
+    """
     notes = []
     if changed:
         notes.append(
@@ -206,7 +236,7 @@ def _notes(changed: int, steady: bool, above: int, compiled: bool) -> tuple[str,
                 changed=changed,
             )
         )
-    if compiled:
+    if ran_compiled:
         notes.append(
             text(
                 "the step called code compiled by `torch.compile`: the allocator's peak is that of"
@@ -214,28 +244,43 @@ def _notes(changed: int, steady: bool, above: int, compiled: bool) -> tuple[str,
                 " operators that the compiled code calls and of the buffers that it allocates"
             )
         )
-    if not steady:
+    if not runs_agree:
         notes.append(
             text(
-                "no two consecutive runs had the same operators and peak, so the figures come from"
+                "no two consecutive runs had the same operators and peak, so the numbers come from"
                 " runs that differ"
             )
         )
-    elif above > 0:
+    elif excess_bytes > 0:
         notes.append(
             text(
                 "the meter counts {above:,} bytes more than the allocator: while a dispatch mode,"
                 " such as the meter, is active, PyTorch computes some gradients out of place"
                 " (prod's or cumprod's, for instance)",
-                above=above,
+                above=excess_bytes,
             )
         )
     return tuple(notes)
 
 
-class _Runs:
-    """Context manager that runs a step repeatedly from the same start, and restores everything at
-    the end."""
+class _RepeatedRuns:
+    """Context manager that runs a step several times and restores the original state at the end.
+
+    Every run starts with empty gradients and the same states of the random number generators.
+
+    Args:
+        step: Function without arguments.
+        model: The model, or None.
+        optimizers: The optimizers.
+        first_step: Whether each run starts with the optimizers' state from before the block, as the
+            first step of a training does. Otherwise a run continues with the state of the run
+            before it.
+
+    Attributes:
+        changed: Number of parameters that changed and could not be restored; set at the end.
+        leaf_observers: Modes that find the parameters of an unknown model. `run` must enter them in
+            the runs under the meter. The list is empty if the model was given.
+    """
 
     def __init__(self, step, model, optimizers, first_step: bool):
         self.step = step
@@ -246,12 +291,15 @@ class _Runs:
 
     def __enter__(self) -> None:
         self.snapshot = Snapshot(self.model, self.optimizers)
-        self.leaves = [] if self.model is not None else [_Leaves(self.snapshot.set_aside)]
+        self.leaf_observers = (
+            [] if self.model is not None else [_LeafObserver(self.snapshot.stash_gradient)]
+        )
 
     def __exit__(self, *exception) -> None:
         self.changed = self.snapshot.restore()
 
     def run(self, *contexts) -> None:
+        """Run the step once inside the given context managers."""
         self.snapshot.start_over(first_step=self.first_step)
         gc.collect()
         with ExitStack() as stack:
@@ -260,57 +308,68 @@ class _Runs:
             self.step()
 
 
-class _Leaves(ObserverMode):
-    """Mode that reports the leaves that require gradients, when an operator reads them or before
-    they receive their gradient."""
+class _LeafObserver(ObserverMode):
+    """Mode that reports each leaf tensor that requires a gradient, such as a parameter.
 
-    def __init__(self, meet: Callable[[torch.Tensor], None]):
+    A leaf is reported when an operator of the forward pass reads it, or before it receives its
+    gradient.
+
+    Args:
+        on_leaf: Function that is called with each leaf, possibly several times.
+    """
+
+    def __init__(self, on_leaf: Callable[[torch.Tensor], None]):
         super().__init__()
-        self.meet = meet
+        self.on_leaf = on_leaf
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         node = current_node()
         if node is None and _returns_tensors(func):
-            met = [
+            leaves = [
                 tensor
                 for tensor in tensors_among(args, kwargs)
                 if tensor.requires_grad and tensor.is_leaf
             ]
         elif node is None:
-            met = []
-        # An input of an `autograd.Function` may not have been read by any operator. Its gradient is
-        # accumulated next.
+            leaves = []
+        # An input of an `autograd.Function` can be a leaf that no operator has read. It is found
+        # here, before its gradient is accumulated.
         else:
-            met = [
-                above.variable
-                for above, _ in node.next_functions
-                if isinstance(above, AccumulateGrad)
+            leaves = [
+                next_node.variable
+                for next_node, _ in node.next_functions
+                if isinstance(next_node, AccumulateGrad)
             ]
-        for leaf in met:
-            self.meet(leaf)
+        for leaf in leaves:
+            self.on_leaf(leaf)
         return func(*args, **(kwargs or {}))
 
 
 @cache
 def _returns_tensors(func: Any) -> bool:
-    """Return False only if the operator merely returns information, such as a shape.
+    """Return whether an operator returns tensors, and not only information such as a shape.
 
-    `is_leaf` must not be read for such an operator. Autograd reads the shape of a jagged tensor
-    while it holds the lock that `is_leaf` needs.
+    `_LeafObserver` must not read `is_leaf` inside an operator that returns no tensors: autograd
+    reads the shape of a jagged tensor while it holds the lock that `is_leaf` needs.
     """
     returned = func._schema.returns if hasattr(func, "_schema") else None
     return not returned or any("Tensor" in str(value.type) for value in returned)
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return a counter of FLOPs that holds no tensors, so that a meter can run inside it, and that
-    lets compiled functions run compiled."""
+    """Return a FLOP counter that can be combined with a meter.
+
+    Unlike a plain `FlopCounterMode`, it keeps no tensor alive, and compiled functions run compiled
+    under it. It counts by the same formulas as the meter.
+    """
     counter = _FlopCounter(display=False, custom_mapping=own_formulas())
-    counter.mod_tracker = _NoModules()  # pyrefly: ignore[bad-assignment]
+    counter.mod_tracker = _NoModuleTracker()  # pyrefly: ignore[bad-assignment]
     return counter
 
 
 class _FlopCounter(FlopCounterMode):
+    """FLOP counter under which compiled functions run compiled."""
+
     def __enter__(self):
         counter = super().__enter__()
         self.mode.__exit__(None, None, None)  # compiled functions run uncompiled under this mode
@@ -320,11 +379,12 @@ class _FlopCounter(FlopCounterMode):
 
 
 class _FlopMode(ObserverMode, _FlopCounterMode):
-    """Mode of the counter, under which compiled functions run compiled."""
+    """Dispatch mode that `_FlopCounter` enters."""
 
     def _handle_higher_order_ops(self, func, types, args, kwargs):
         result = super()._handle_higher_order_ops(func, types, args, kwargs)
-        # PyTorch's counter refuses the operators by which compiled code repeats random numbers.
+        # PyTorch's counter rejects the higher-order operators with which compiled code repeats
+        # random numbers. Their kernels call the inner operator, which is then counted.
         kernel = func.py_kernels.get(DispatchKey.BackendSelect)
         if result is not NotImplemented or kernel is None:
             return result
@@ -332,15 +392,21 @@ class _FlopMode(ObserverMode, _FlopCounterMode):
             return kernel(*args, **kwargs)
 
 
-class _NoModules(nullcontext):
-    """Replacement for the counter's module tracker, whose hooks hold tensors and make
-    `torch.autograd.grad` fail."""
+class _NoModuleTracker(nullcontext):
+    """Module tracker for `FlopCounterMode` that tracks no modules.
+
+    The hooks of PyTorch's own tracker keep tensors alive and make `torch.autograd.grad` fail.
+    """
 
     parents = ("Global",)
 
 
 @contextmanager
 def _time_block(device: torch.device, seconds: list[float]) -> Iterator[None]:
+    """Measure the time of a `with` block in seconds, and append it to `seconds`.
+
+    The time includes the work that the block starts on the device.
+    """
     wait_for(device)
     start = time.perf_counter()
     yield
@@ -350,9 +416,11 @@ def _time_block(device: torch.device, seconds: list[float]) -> Iterator[None]:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
+    """Disable automatic garbage collection inside a `with` block."""
     enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.disable()
-    # Objects that already exist need not be searched before every run.
+    # `_RepeatedRuns.run` collects garbage before every run. Freezing the objects that already exist
+    # spares it from searching them each time.
     if not frozen:
         gc.collect()
         gc.freeze()

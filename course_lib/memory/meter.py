@@ -1,15 +1,19 @@
-"""Meter for live tensor bytes, which is exact and gives the same result on every machine.
+"""Count the bytes of live tensors exactly, with the same result on every machine.
 
 The meter is a dispatch mode, so it sees what every operator returns. It keeps no tensor alive and
 installs no autograd hook. A saved-tensor hook would switch off PyTorch's check for in-place changes
 and forbid `torch.func`.
 
-Yet the measurement changes the step. While a dispatch mode is active, autograd creates a new tensor
-when it adds two gradients that reach the same node. Some gradient formulas (those of `max`,
-`gather` and indexing) also create new tensors, instead of writing in place. The meter counts them
-as autograd alone would have run them (`CategoryTracker.taken_over`). A few formulas (those of
-`prod` and `cumprod`) compute the gradient in another way altogether. The meter counts these as they
-run. If that raises the peak above the allocator's, `measure` adds a note to its result.
+Nevertheless the meter changes how a step runs, because autograd works differently while a dispatch
+mode is active:
+
+- It creates a new tensor when it adds two gradients that reach the same node. Some gradient
+  formulas (those of `max`, `gather` and indexing) also create new tensors instead of writing in
+  place. The meter counts the bytes that autograd needs without a dispatch mode
+  (`CategoryTracker.overwritten_input`).
+- A few gradient formulas (those of `prod` and `cumprod`) use another method. The meter counts the
+  tensors that this method makes. If that raises the peak above the allocator's, `measure` adds a
+  note to its result.
 """
 
 from __future__ import annotations
@@ -37,8 +41,20 @@ from .compiler import buffers_of_generated_code, compiled_calls
 from .flops import flops_of
 from .modules import ModulePaths
 from .show import bytes_in_english, draw_timeline
-from .storages import belongings, check_model_and_optimizer, holds_bytes, storages_without_operators
-from .timeline import CATEGORIES, COMPILED_CODE, NO_OPERATOR, Ledger, Timeline, lives
+from .storages import (
+    belongings,
+    check_model_and_optimizer,
+    owns_storage,
+    storages_without_operators,
+)
+from .timeline import (
+    CATEGORIES,
+    COMPILED_CODE,
+    NO_OPERATOR,
+    StorageTracker,
+    Timeline,
+    category_spans,
+)
 from .trace import ENTRY, Span, Trace
 
 _DEVICE = torch.ops.prim.device.default
@@ -48,10 +64,11 @@ class MemoryBudgetExceeded(RuntimeError):
     """Error raised when an operator takes the live bytes over the meter's budget.
 
     Attributes:
-        operator: The operator's name, for example "aten.mm.default".
+        operator: The operator's name, for example "aten.mm.default". If model and optimizer alone
+            exceed the budget, it is "(model and optimizer on entry)".
         live_bytes: Bytes live before the operator.
-        wanted_bytes: Bytes that the operator made in addition.
-        budget_bytes: The budget.
+        wanted_bytes: Bytes that the operator allocated in addition.
+        budget_bytes: The meter's argument `budget_bytes`.
     """
 
     def __init__(self, operator: str, live_bytes: int, wanted_bytes: int, budget_bytes: int):
@@ -67,120 +84,135 @@ class MemoryBudgetExceeded(RuntimeError):
         return f"{needs}, but the budget is {budget}"
 
 
-class Figures:
-    """Figures that a meter reports of its block. All except `peak_bytes_by_device` concern one
-    device."""
+class MeterResults:
+    """Results of a `MemoryMeter`.
+
+    They can be read inside the meter's block and after it. All except `peak_bytes_by_device`
+    concern one device.
+    """
 
     @property
     def peak_bytes(self) -> int:
         """The largest number of bytes live at once."""
-        return self._ledger.main.peak_bytes
+        return self._tracker.main.peak_bytes
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes that model and optimizer held when the block was entered."""
-        return self._ledger.main.entry_bytes
+        """Bytes of the model's and the optimizer's tensors when the block was entered."""
+        return self._tracker.main.entry_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Bytes live now. After the block the number still falls when a tensor from the block is
-        released."""
-        with self._ledger.lock:
-            self._ledger.bury()
-            return self._ledger.main.live_bytes
+        """Bytes live now.
+
+        After the end of the block the number still falls when a tensor from the block is released.
+        """
+        with self._tracker.lock:
+            self._tracker.confirm_released()
+            return self._tracker.main.live_bytes
 
     @property
     def device(self) -> torch.device:
-        """The device of all figures except `peak_bytes_by_device`."""
-        return self._ledger.main.device
+        """The device of all results except `peak_bytes_by_device`."""
+        return self._tracker.main.device
 
     @property
     def peak_bytes_by_device(self) -> dict[torch.device, int]:
-        """The largest number of bytes live at once on each device, if it is not 0. The devices may
-        reach their peaks at different moments."""
+        """Dict from device to the largest number of bytes live at once on it.
+
+        Devices without live bytes are left out. The devices may reach their peaks at different
+        points.
+        """
         return {
             account.device: account.peak_bytes
-            for account in self._ledger.accounts.values()
+            for account in self._tracker.accounts.values()
             if account.peak_bytes
         }
 
     def series(self) -> dict[str, np.ndarray]:
-        """Return a dict from category to the live bytes at each sample of the timeline. The values
-        are int64 arrays of equal length."""
+        """Return a dict from category to its live bytes at each sample of the timeline.
+
+        The values are int64 arrays with one element per sample.
+        """
         return {name: values[1:] for name, values in self._history().items()}
 
     @property
     def flops(self) -> int:
-        """FLOPs of matrix products and convolutions so far, by the formulas of
-        `FlopCounterMode`."""
-        return sum(self._ledger.flops.values())
+        """FLOPs of matrix products and convolutions so far, by `FlopCounterMode`'s formulas."""
+        return sum(self._tracker.flops.values())
 
     def trace(self, *, events: bool = True) -> Trace:
-        """Return the step's operators in order. The first moment is the state on entry.
+        """Return the trace of the block so far. Its first point is the state on entry.
 
         Args:
-            events: Whether to include the births and releases of all storages. A trace with sums
-                alone takes less time.
+            events: Whether to include the creation and the release of each storage. Without them
+                the trace has only the bytes per category, and making it takes less time.
         """
         history = self._history()
-        with self._ledger.lock:
-            operators = [(ENTRY, "forward"), *self._ledger.operators[1:]]
+        with self._tracker.lock:
+            operators = [(ENTRY, "forward"), *self._tracker.operators[1:]]
             return Trace(
                 operators,
                 np.stack([history[name] for name in CATEGORIES], axis=1),
-                flops_at=dict(self._ledger.flops),
-                modules=dict(self._ledger.modules),
-                lines=dict(self._ledger.lines),
-                spans=[Span(*life) for life in lives(self._ledger)] if events else None,
+                flops_at=dict(self._tracker.flops),
+                modules=dict(self._tracker.modules),
+                lines=dict(self._tracker.lines),
+                spans=[Span(*life) for life in category_spans(self._tracker)] if events else None,
             )
 
     def save_snapshot(self, path: str | os.PathLike) -> None:
-        """Write the step for PyTorch's memory viewer. See `Trace.save_snapshot`."""
+        """Write the step to a file for PyTorch's memory viewer (see `Trace.save_snapshot`)."""
         self.trace().save_snapshot(path)
 
     @property
-    def moments(self) -> int:
-        """The number of moments that a trace of the block has so far."""
-        return len(self._ledger.operators)
+    def points(self) -> int:
+        """The number of points that `trace` would have now, including the state on entry."""
+        return len(self._tracker.operators)
 
     @property
     def operator_count(self) -> int:
-        """The number of operators that ran."""
+        """The number of operators that have run inside the block."""
         others = (NO_OPERATOR, COMPILED_CODE)
-        return sum(operator not in others for operator, _ in self._ledger.operators[1:])
+        return sum(operator not in others for operator, _ in self._tracker.operators[1:])
 
     def phases(self) -> list[str]:
-        """Return the phase of each sample of the timeline, one of `PHASES`."""
-        return [phase for _, phase in self._ledger.operators[1:]]
+        """Return the phase of each sample of the timeline; each is one of `PHASES`."""
+        return [phase for _, phase in self._tracker.operators[1:]]
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline: one `Sample` per operator, with its name, its phase, and the live bytes of
-        each category right after it.
+        """Sequence of one `Sample` per operator.
 
-        A storage that no operator makes, such as the state of a generator, has its own sample,
-        which is named "(no operator)".
+        A sample has the operator's name, its phase, and the live bytes of each category right after
+        it. A storage that no operator makes, such as the state of a random number generator, has
+        its own sample, which is named "(no operator)".
         """
-        return Timeline(self._ledger.operators[1:], self.series())
+        return Timeline(self._tracker.operators[1:], self.series())
 
     def at_peak(self) -> dict[str, int]:
-        """Return a dict from category to the bytes at the moment when `peak_bytes` was first
-        reached."""
+        """Return a dict from category to its bytes when `peak_bytes` was first reached."""
         return {
-            name: int(values[self._ledger.main.peak_index])
+            name: int(values[self._tracker.main.peak_index])
             for name, values in self._history().items()
         }
 
     def plot(self, ax=None):
-        """Draw the timeline on matplotlib axes and mark the peak. Return the axes, which are new
-        ones if `ax` is None."""
-        return draw_timeline(self._history(), self._ledger.main.peak_index, ax)
+        """Draw the timeline and mark the peak.
+
+        Args:
+            ax: Matplotlib axes; None for new ones.
+
+        Returns:
+            The axes.
+        """
+        return draw_timeline(self._history(), self._tracker.main.peak_index, ax)
 
     def _history(self) -> dict[str, np.ndarray]:
-        with self._ledger.lock:
+        """Return a dict from category to its live bytes on entry and after each operator."""
+        with self._tracker.lock:
             self._usage.settle()
-            self._ledger.bury()
-            return self._ledger.history()
+            self._tracker.confirm_released()
+            return self._tracker.history()
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {count:,}" for name, count in self.at_peak().items() if count)
@@ -190,7 +222,7 @@ class Figures:
         )
 
 
-class MemoryMeter(Figures, ObserverMode):
+class MemoryMeter(MeterResults, ObserverMode):
     """Context manager that counts the bytes of live tensors, operator by operator.
 
     A storage counts once, however many views it has, from its creation inside the block until its
@@ -206,7 +238,7 @@ class MemoryMeter(Figures, ObserverMode):
     - "optimizer": the optimizer's state and master weights.
     - "activation": tensors kept for backward. Either the graph saved them, or the forward pass made
       them and backward reads them, as with tensors that checkpointing keeps. A gradient that is
-      passed to `backward` counts as well.
+      passed to `backward` as an argument is also an activation.
     - "input": tensors that an operator without input tensors made in the block, such as a batch.
     - "temporary": all other tensors.
 
@@ -225,10 +257,10 @@ class MemoryMeter(Figures, ObserverMode):
     context a compiled function runs uncompiled, and its uncompiled operators are counted.
 
     While a meter, or any other dispatch mode, is active, the backward passes of `prod` and
-    `cumprod` use another formula. It takes up to a few tensors more than the formula without a
-    mode, and the meter counts these.
+    `cumprod` use another formula, which makes a few tensors more than the formula without a mode.
+    The meter counts these tensors.
 
-    All figures except `peak_bytes_by_device` concern one device. On a GPU, for example, they do not
+    All results except `peak_bytes_by_device` concern one device. On a GPU, for example, they do not
     include tensors that the step keeps in host memory. Fake tensors of a mode that is entered
     inside the block hold no memory and count as 0 bytes. DTensor uses such tensors to find shapes.
 
@@ -237,10 +269,10 @@ class MemoryMeter(Figures, ObserverMode):
             described above. The meter releases them at the end of the block.
         budget_bytes: The largest number of bytes that may be live.
         device: The device whose bytes are counted. The default is the first accelerator with a
-            tensor that counts, and the CPU as long as there is none. "meta" tensors count only if
-            that device is named.
+            tensor that counts, and the CPU as long as there is none. "meta" tensors count only with
+            `device="meta"`.
         block_bytes: Granularity in bytes. The bytes of each storage are rounded up to a multiple of
-            it. That of the CUDA allocator is 512.
+            it. The CUDA allocator rounds to multiples of 512.
         module_paths: Whether `trace` shows in which module of `model` each operator ran. An
             operator of the backward pass has the module of its forward operator.
         source_lines: Whether `trace` shows the line of your own code that ran each operator. An
@@ -282,7 +314,7 @@ class MemoryMeter(Figures, ObserverMode):
         super().__init__()
         optimizers = check_model_and_optimizer(model, optimizer)
         kind("device", device, (torch.device, str, type(None)), "a torch.device, its name or None")
-        self.model, self.optimizers = model, optimizers
+        self.model, self.optimizers = model, optimizers  # released at the end of the block
         self.budget_bytes = (
             budget_bytes
             if budget_bytes is None
@@ -290,8 +322,8 @@ class MemoryMeter(Figures, ObserverMode):
         )
         self._state = "new"  # "new", "active" or "closed"
         self.ran_compiled = False
-        self._ledger = Ledger(whole("block_bytes", block_bytes, 1, of="bytes"), device)
-        self._usage = CategoryTracker(self._ledger, leaves_are_parameters=model is None)
+        self._tracker = StorageTracker(whole("block_bytes", block_bytes, 1, of="bytes"), device)
+        self._usage = CategoryTracker(self._tracker, leaves_are_parameters=model is None)
         self._module_paths = (
             kind("module_paths", module_paths, bool, "True or False") and model is not None
         )
@@ -301,98 +333,114 @@ class MemoryMeter(Figures, ObserverMode):
     def __enter__(self) -> MemoryMeter:
         if self._state != "new":
             raise RuntimeError(
-                f"this MemoryMeter has been entered already ({self._state}); make a new one per"
-                " block"
+                f"this MemoryMeter has been entered already ({self._state}); make a new one"
+                " for each with block"
             )
-        self._ledger.add_all(self._belongings())
+        self._tracker.add_all(self._belongings())
         if self.budget_bytes is not None and self.entry_bytes > self.budget_bytes:
             raise MemoryBudgetExceeded(ENTRY, 0, self.entry_bytes, self.budget_bytes)
         self._usage.fake_mode = active_fake_mode()
         super().__enter__()
-        self._optimizer_phase = OptimizerPhase(self._ledger)
+        self._optimizer_phase = OptimizerPhase(self._tracker)
         self._undo.callback(self._optimizer_phase.remove)
         self._undo.enter_context(
-            storages_without_operators(self, self._ledger.add_storage, self._ledger.resize_storage)
+            storages_without_operators(
+                self, self._tracker.add_storage, self._tracker.resize_storage
+            )
         )
         swap = partial(self._swap_tensors, torch.utils.swap_tensors)
         self._undo.enter_context(patch.object(torch.utils, "swap_tensors", swap))
-        # Compiled code is watched only if it can run. A symbolic step calls none. In other steps
-        # the compiler must be loaded, either before or by this meter's own operators.
+        # Compiled code is observed only if it can run. A symbolic step calls none. A real step can
+        # call it only if Dynamo is loaded, either now or by this meter's first operator.
         if not is_symbolic() and (DYNAMO in sys.modules or self._should_skip_dynamo()):
             self._undo.enter_context(buffers_of_generated_code(self, self._count_buffer))
-            self._undo.enter_context(compiled_calls(self._called_compiled))
+            self._undo.enter_context(compiled_calls(self._note_compiled_call))
         if self._module_paths:
-            self._ledger.paths = self._undo.enter_context(ModulePaths(self.model))
+            self._tracker.paths = self._undo.enter_context(ModulePaths(self.model))
         self._state = "active"
         return self
 
     def _swap_tensors(self, swap: Callable, *tensors: Tensor) -> None:
-        # It may exchange the output of the last operator with a parameter or buffer.
-        with self._ledger.lock:
+        """Call PyTorch's function `swap_tensors`, passed as `swap`, on tensors of the step.
+
+        PyTorch's function rejects tensors with weak references. The meter has one to the last
+        operator's output, so it is dropped first.
+        """
+        with self._tracker.lock:
             self._usage.forget_output()
         swap(*tensors)
 
     def _belongings(self) -> Iterator[tuple[Tensor, str]]:
+        """Yield pairs (tensor, category) of the tensors of the model and the optimizers."""
         return belongings(self.model, self.optimizers)
 
     def __exit__(self, kind, error, traceback) -> None:
         super().__exit__(kind, error, traceback)
         try:
             self._undo.close()
-            with self._ledger.lock:
+            with self._tracker.lock:
                 self._usage.finish()
                 # This includes tensors that `.to()` put into the model inside the block.
-                self._ledger.close(self._belongings())
+                self._tracker.close(self._belongings())
         except Exception as own:
             if error is None:
                 raise
             error.add_note(f"MemoryMeter could not close its records: {own}")
         finally:
             # A new tracker holds no node, no tensor and no record.
-            self._usage = CategoryTracker(self._ledger, self._usage.leaves_are_parameters)
-            self._ledger.closed = True
+            self._usage = CategoryTracker(self._tracker, self._usage.leaves_are_parameters)
+            self._tracker.closed = True
             self.model = None
             self.optimizers = ()
             self._state = "closed"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # Autograd calls `prim.device` more often than all other operators run, so it comes first.
+        # This check comes first because autograd calls this operator, `prim.device`, more often
+        # than all other operators together.
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         # Operators in these namespaces make no tensors.
         if func.namespace in ("profiler", "prim"):
             return func(*args, **(kwargs or {}))
-        if not all(map(holds_bytes, types)):
-            # A wrapper subclass unwraps itself, and its inner tensors then come through here.
+        if not all(map(owns_storage, types)):
+            # PyTorch then calls the wrapper subclass, which runs the operator on its inner tensors,
+            # and these calls reach this method again.
             return NotImplemented
-        ledger = self._ledger
+        tracker = self._tracker
         usage = self._usage
         node = current_node()
-        with ledger.lock:
+        with tracker.lock:
             made_in, sources = usage.inputs(func, args, kwargs, node)
-            taken_over = (
-                usage.taken_over(func, args, kwargs) if func in IN_PLACE_WITHOUT_MODES else None
+            overwritten_input = (
+                usage.overwritten_input(func, args, kwargs)
+                if func in IN_PLACE_WITHOUT_MODES
+                else None
             )
         result = func(*args, **kwargs) if kwargs else func(*args)
-        with ledger.lock:
-            self._begin_moment(func, node)
+        with tracker.lock:
+            self._begin_point(func, node)
             if flops := flops_of(func, args, kwargs, result):
-                ledger.flops[len(ledger.operators) - 1] = flops
-            if taken_over is not None:
-                ledger.expect_end(taken_over)
+                tracker.flops[len(tracker.operators) - 1] = flops
+            if overwritten_input is not None:
+                tracker.count_as_released(overwritten_input)
             usage.outputs(func, result, sources, made_in)
-            ledger.note_peak()
+            tracker.note_peak()
             exceeded = self._budget_error(func)
         if exceeded is not None:
-            del result  # the traceback would keep the result alive
+            del result  # otherwise the error's traceback would keep the result alive
             raise exceeded
         return result
 
-    def _begin_moment(self, func: Any, node: Any) -> None:
-        """Begin the moment of an operator or of compiled code, to which the next records belong."""
-        ledger = self._ledger
-        ledger.bury()
-        ledger.main.before_bytes = ledger.main.live_bytes
+    def _begin_point(self, func: Any, node: Any) -> None:
+        """Add a point to the timeline; the storages that are recorded next belong to it.
+
+        Args:
+            func: The operator, or `COMPILED_CODE`.
+            node: Autograd node that runs it; None in the forward pass.
+        """
+        tracker = self._tracker
+        tracker.confirm_released()
+        tracker.main.before_bytes = tracker.main.live_bytes
         phase = (
             "optimizer"
             if self._optimizer_phase.is_running(node)
@@ -400,16 +448,15 @@ class MemoryMeter(Figures, ObserverMode):
             if node is None
             else "backward"
         )
-        ledger.operators.append((func, phase))
-        if ledger.paths is not None and (path := ledger.paths(node)):
-            ledger.modules[len(ledger.operators) - 1] = path
+        tracker.operators.append((func, phase))
+        if tracker.paths is not None and (path := tracker.paths(node)):
+            tracker.modules[len(tracker.operators) - 1] = path
         if self._source_lines and (line := own_line(sys._getframe(2))):
-            ledger.lines[len(ledger.operators) - 1] = line
+            tracker.lines[len(tracker.operators) - 1] = line
 
     def _budget_error(self, func: Any) -> MemoryBudgetExceeded | None:
-        """Return the error to raise if the last operator took the live bytes over the budget, else
-        None."""
-        before, live = self._ledger.main.before_bytes, self._ledger.main.live_bytes
+        """Return the error to raise if the last operator exceeded the budget, else None."""
+        before, live = self._tracker.main.before_bytes, self._tracker.main.live_bytes
         if self.budget_bytes is None or live <= max(before, self.budget_bytes):
             return None
         return MemoryBudgetExceeded(str(func), before, live - before, self.budget_bytes)
@@ -417,25 +464,29 @@ class MemoryMeter(Figures, ObserverMode):
     def _count_buffer(self, storage: torch.UntypedStorage) -> None:
         """Count a buffer that compiler-generated code has allocated."""
         node = current_node()
-        # Reading the parts of a sparse tensor runs operators, which do not belong to the step.
-        with disable_current_modes(), self._ledger.lock:
+        # The meter may run operators itself when it reads the parts of a sparse tensor. These do
+        # not belong to the step.
+        with disable_current_modes(), self._tracker.lock:
             made_in, _ = self._usage.inputs(None, (), {}, node)
-            self._begin_moment(COMPILED_CODE, node)
-            # Compiled code reads its buffers without operators.
-            self._ledger.add(storage, self._ledger.account(storage.device), None, made_in)
-            self._usage.buffers.add(self._ledger.records[-1], made_in)
-            self._ledger.note_peak()
+            self._begin_point(COMPILED_CODE, node)
+            # No operator returns the buffer, and compiled code reads it without operators.
+            # Therefore `buffers` determines later whether it was kept for backward.
+            self._tracker.add(storage, self._tracker.account(storage.device), None, made_in)
+            self._usage.buffers.add(self._tracker.records[-1], made_in)
+            self._tracker.note_peak()
             exceeded = self._budget_error(COMPILED_CODE)
         if exceeded is not None:
             raise exceeded
 
-    def _called_compiled(self) -> None:
+    def _note_compiled_call(self) -> None:
         self.ran_compiled = True
 
 
 class UnguardedMeter(MemoryMeter):
-    """Meter without the guards against compilation, which slow down every operator of a symbolic
-    step."""
+    """Meter for symbolic steps that slows down each operator less than `MemoryMeter`.
+
+    It lacks the guards against compilation that PyTorch puts around a dispatch mode.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -1,6 +1,6 @@
-"""Find the module in which an operator runs.
+"""Find the path of the module to which an operator belongs, such as "layers.0.attention".
 
-For an operator of the backward pass, this is the module that ran the forward operator.
+An operator of the backward pass belongs to the module whose forward pass made its autograd node.
 """
 
 from __future__ import annotations
@@ -18,30 +18,37 @@ from .._torch.autograd import AccumulateGrad
 
 
 class ModulePaths(AbstractContextManager):
-    """Context manager that finds the path of the running module of a model, such as
-    "layers.0.attention", or "" outside the model.
+    """Context manager that records which module runs, and finds the module of an operator.
 
-    Autograd numbers the nodes of the graph as they are made. Whenever a module begins or ends, the
-    next number is recorded, so that the number of a node determines the module that made it. The
-    numbers are those of one thread. Operators that a checkpoint recomputes in a device's own thread
-    may therefore be attributed to another module.
+    Calling the object with the autograd node of the current operator (None in the forward pass)
+    returns the path of the operator's module, or "" outside the model.
+
+    Autograd numbers the nodes of the graph as they are made. Whenever a module's forward pass
+    begins or ends, the next number is recorded, so that the number of a node determines the module
+    that made it. Each thread has its own numbers, and these are of the thread of the forward pass.
+    On a GPU, backward runs in another thread, so operators that a checkpoint recomputes there may
+    be attributed to another module.
+
+    Args:
+        model: The model whose modules are named.
     """
 
     def __init__(self, model: nn.Module):
         self.names = {module: name for name, module in model.named_modules()}
-        # The references are weak, because FSDP replaces parameters by their shards and the whole
-        # parameters must be released.
+        # Maps each parameter to its module's path. The references are weak because FSDP replaces
+        # the full parameters by shards, after which the full parameters must be released.
         self.owners = WeakIdKeyDictionary()
         for name, p in model.named_parameters():
             self.owners[p] = name.rpartition(".")[0]
+        # Paths of the modules that are running, from the outermost to the innermost.
         self.inside: list[str] = []
-        # Nodes from number `numbers[i]` on are made in the module `since[i]`.
+        # Nodes from number `numbers[i]` up to `numbers[i + 1]` were made in the module `since[i]`.
         self.numbers, self.since = [0], [""]
 
     def __enter__(self) -> ModulePaths:
         self._hooks = [
-            register_module_forward_pre_hook(self._enters),
-            register_module_forward_hook(self._leaves, always_call=True),
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
         ]
         return self
 
@@ -50,25 +57,29 @@ class ModulePaths(AbstractContextManager):
             hook.remove()
 
     def __call__(self, node: Any) -> str:
-        """Return the path for an operator that autograd's `node` runs. `node` is None in the
-        forward pass."""
-        # This is the forward pass, or the recomputation of a checkpoint.
+        """Return the path of the module to which the current operator belongs.
+
+        Args:
+            node: Autograd node that runs the operator; None in the forward pass.
+        """
+        # In a forward pass or a recomputation, the innermost running module ran the operator.
         if node is None or (torch.is_grad_enabled() and self.inside):
             return self.inside[-1] if self.inside else ""
         if isinstance(node, AccumulateGrad):
             return self.owners.get(node.variable, "")
         return self.since[bisect_right(self.numbers, node._sequence_nr()) - 1]
 
-    def _enters(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
         if module in self.names:
             self.inside.append(self.names[module])
-            self._note()
+            self._record_module()
 
-    def _leaves(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _leave_module(self, module: nn.Module, args: Any, result: Any) -> None:
         if module in self.names:
             self.inside.pop()
-            self._note()
+            self._record_module()
 
-    def _note(self) -> None:
+    def _record_module(self) -> None:
+        """Record that the next autograd nodes are made in the module that is now the innermost."""
         self.numbers.append(torch.autograd._get_sequence_nr())
         self.since.append(self.inside[-1] if self.inside else "")

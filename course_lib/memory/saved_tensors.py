@@ -1,4 +1,4 @@
-"""List of the tensors that autograd keeps for backward, one by one."""
+"""List the tensors that autograd keeps for the backward pass of a function."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import _check
-from .._torch.autograd import AccumulateGrad, torch_func_refused
+from .._torch.autograd import AccumulateGrad, checked_torch_func
 from .._torch.tensors import tensors_in
 from .show import Table, bytes_text
-from .storages import saved_names, storages_of
+from .storages import saved_tensor_names, storages_of
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor that the graph holds.
+    """One tensor that the autograd graph keeps for backward.
 
     Attributes:
         operator: Autograd node that holds the tensor, for example "AddmmBackward0".
-        argument: Name of the tensor in the operator: "mat1", "result", ...
+        argument: Name of the tensor in this node, such as "mat1" or "result".
         shape: Shape of the saved tensor, which may be a view.
         dtype: Dtype of its elements.
-        bytes: Bytes of the storage that the tensor keeps alive. For a view they are those of the
-            whole storage.
-        shared_with: Number of the first row with the same storage; None if this row is the first.
+        bytes: Bytes of the storage that the tensor keeps alive. For a view this is the whole
+            storage.
+        shared_with: Index of the first row with the same storage; None if this row is the first.
     """
 
     operator: str
@@ -42,12 +42,13 @@ class SavedTensor:
 
 
 class SavedTensors(Table, tuple):
-    """Tuple of the `SavedTensor` rows, in the order in which the tensors were saved.
+    """Tuple of `SavedTensor` rows, in the order in which the tensors were saved.
 
     Attributes:
-        total_bytes: Sum in which each storage counts once.
-        packed_bytes: Sum in which each tensor counts separately, as in a pack hook that adds up the
-            bytes of its tensors.
+        total_bytes: Bytes that the tensors keep alive; a storage that several tensors share counts
+            once.
+        packed_bytes: Sum of the bytes of all tensors, even if they share storages. A pack hook that
+            adds up the bytes of its tensors gets this number.
     """
 
     columns = ("#", "operator", "argument", "shape", "dtype", "bytes", "shared with")
@@ -61,7 +62,7 @@ class SavedTensors(Table, tuple):
                 i,
                 row.operator,
                 row.argument,
-                _shape(row.shape),
+                _shape_text(row.shape),
                 str(row.dtype).removeprefix("torch."),
                 row.bytes,
                 None if row.shared_with is None else f"# {row.shared_with}",
@@ -87,39 +88,40 @@ def saved_tensors(
     Args:
         function: A module or a function that returns tensors with a graph. The tensors may be in
             lists, tuples, mappings and dataclasses, such as the outputs of Hugging Face models.
-        args, kwargs: Arguments of `function`. Those that are saved are listed.
+        args, kwargs: Arguments of `function`, which are listed if they are saved for backward.
         parameters: Whether to list parameters too, and the buffers of modules. They are identified
             by their storage, because a Linear layer saves a view of its weight, not the weight
             itself.
 
     Returns:
-        A `SavedTensors`. It does not include tensors that code inside the function packs with its
-        own saved-tensor hooks, as non-reentrant checkpointing and offloading do, because the graph
-        does not hold these tensors. It does not include attributes of `ctx` either.
+        The rows and their sums. They do not include tensors that code inside the function packs
+        with its own saved-tensor hooks, as non-reentrant checkpointing and offloading do, because
+        the graph does not hold these tensors. They do not include attributes of an
+        `autograd.Function`'s `ctx` either.
 
     Raises:
         TypeError: `function` is not callable.
         ValueError: Nothing in the result requires a gradient.
     """
     _check.function("function", function, "a module or a function that returns tensors")
-    # The references are weak, so that a tensor that the graph has released is gone.
-    packed: list[weakref.ref[_SavedTensor]] = []
+    # The references are weak, so that tensors which the graph has released are not listed.
+    packed: list[weakref.ref[_PackedTensor]] = []
 
-    def pack(tensor: Tensor) -> _SavedTensor:
-        item = _SavedTensor(tensor, torch.autograd._get_sequence_nr() - 1)
+    def pack(tensor: Tensor) -> _PackedTensor:
+        item = _PackedTensor(tensor, torch.autograd._get_sequence_nr() - 1)
         packed.append(weakref.ref(item))
         return item
 
     # Addresses of the storages of the parameters and buffers of all called modules.
     belongings: set[int] = set()
 
-    def meet(module: nn.Module, inputs) -> None:
-        belongings.update(_addresses([*module.parameters(), *module.buffers()]))
+    def add_belongings(module: nn.Module, inputs) -> None:
+        belongings.update(_storage_addresses([*module.parameters(), *module.buffers()]))
 
     with (
-        torch_func_refused("saved_tensors"),
-        register_module_forward_pre_hook(meet),
-        saved_tensors_hooks(pack, _SavedTensor.unpack),
+        checked_torch_func("saved_tensors"),
+        register_module_forward_pre_hook(add_belongings),
+        saved_tensors_hooks(pack, _PackedTensor.unpack),
     ):
         result = function(*args, **kwargs)
     roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
@@ -129,15 +131,19 @@ def saved_tensors(
             " autograd keeps no tensors"
         )
     held = [item for item in (ref() for ref in packed) if item is not None]
-    leaves = _name_items(roots, held)
-    given = _addresses(tensors_in((args, kwargs)))
-    return _table(held, set() if parameters else (belongings | leaves) - given)
+    leaves = _name_packed_tensors(roots, held)
+    in_arguments = _storage_addresses(tensors_in((args, kwargs)))
+    return _table(held, set() if parameters else (belongings | leaves) - in_arguments)
 
 
-def _table(held: list[_SavedTensor], hidden: set[int]) -> SavedTensors:
-    """Return one row for each saved tensor, without tensors whose storages all have hidden
-    addresses."""
-    first: dict[int, int] = {}
+def _table(held: list[_PackedTensor], hidden: set[int]) -> SavedTensors:
+    """Return the table of saved tensors.
+
+    Args:
+        held: Saved tensors that the graph still holds, with their names.
+        hidden: Addresses of storages. A tensor is left out if all its storages are among them.
+    """
+    first: dict[int, int] = {}  # storage address -> index of the first row with this storage
     rows, total, total_packed = [], 0, 0
     for item in held:
         tensor = item.tensor
@@ -161,32 +167,45 @@ def _table(held: list[_SavedTensor], hidden: set[int]) -> SavedTensors:
     return table
 
 
-class _SavedTensor:
-    """Object that the graph holds instead of a saved tensor, with the number of the autograd node
-    that saved it."""
+class _PackedTensor:
+    """Result of the pack hook, which the graph holds instead of a saved tensor.
 
-    # Items that autograd unpacked while `_name` read a node's saved tensors.
-    asked: ClassVar[list[_SavedTensor]] = []
+    Args:
+        tensor: The saved tensor.
+        number: Sequence number of the autograd node that saves it.
+
+    Attributes:
+        operator, argument: Name of that node, and of the tensor in it.
+    """
+
+    # Packed tensors that autograd unpacked while `_name_tensors_of_node` read a saved tensor. They
+    # show which packed tensor belongs to the name that is being read.
+    unpacked: ClassVar[list[_PackedTensor]] = []
 
     def __init__(self, tensor: Tensor, number: int):
-        # The tensor is detached. Otherwise an operator that saves its own result would keep itself
-        # alive forever through it.
+        # The tensor is detached. Otherwise the graph node of an operator that saves its own result
+        # would keep itself alive forever, because the result refers to the node.
         self.tensor = tensor.detach()
         self.number = number
-        # This name is kept, for example, for tensors inside CopySlices, which is an in-place change
-        # of a view.
+        # Some nodes are not found from the result, for example those inside `CopySlices`, the node
+        # of a view that was changed in place. Their tensors keep this name.
         self.operator = "(not reached from the result)"
         self.argument = ""
 
     def unpack(self) -> Tensor:
-        _SavedTensor.asked.append(self)
+        """Return the tensor; this is the unpack hook."""
+        _PackedTensor.unpacked.append(self)
         return self.tensor
 
 
-def _name_items(roots: list, held: list[_SavedTensor]) -> set[int]:
-    """Give saved tensors the names of their nodes and arguments. Return the addresses of the
-    leaves' storages."""
-    by_number: dict[int, list[_SavedTensor]] = {}
+def _name_packed_tensors(roots: list, held: list[_PackedTensor]) -> set[int]:
+    """Set the names of the packed tensors, and return the storage addresses of the graph's leaves.
+
+    Args:
+        roots: Autograd nodes of the function's results, from which the graph is searched.
+        held: Packed tensors that the graph holds.
+    """
+    by_number: dict[int, list[_PackedTensor]] = {}
     for item in held:
         by_number.setdefault(item.number, []).append(item)
     leaves: set[int] = set()
@@ -194,33 +213,33 @@ def _name_items(roots: list, held: list[_SavedTensor]) -> set[int]:
     while waiting:
         node = waiting.pop()
         if isinstance(node, AccumulateGrad):
-            leaves |= _addresses([node.variable])
+            leaves |= _storage_addresses([node.variable])
         elif node._sequence_nr() in by_number:
-            _name(node, by_number[node._sequence_nr()])
-        above = {function for function, _ in node.next_functions if function is not None} - seen
-        seen |= above
-        waiting.extend(above)
+            _name_tensors_of_node(node, by_number[node._sequence_nr()])
+        next_nodes = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= next_nodes
+        waiting.extend(next_nodes)
     return leaves
 
 
-def _name(node, items: list[_SavedTensor]) -> None:
-    """Give the saved tensors of a node the node's name and the names of the operator's
-    arguments."""
+def _name_tensors_of_node(node, items: list[_PackedTensor]) -> None:
+    """Set `operator` and `argument` of the packed tensors that a node has saved."""
     function = isinstance(node, torch.autograd.function.BackwardCFunction)
-    for name in ("saved_tensors",) if function else saved_names(type(node)):
-        _SavedTensor.asked.clear()
+    for name in ("saved_tensors",) if function else saved_tensor_names(type(node)):
+        _PackedTensor.unpacked.clear()
         getattr(node, name if function else f"_saved_{name}")
-        for item in _SavedTensor.asked:
+        for item in _PackedTensor.unpacked:
             item.argument = name
     for item in items:
         item.operator = node.name().removeprefix("torch::autograd::")
-    _SavedTensor.asked.clear()
+    _PackedTensor.unpacked.clear()
 
 
-def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+def _storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Return the addresses of the tensors' storages."""
     return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def _shape_text(shape: tuple[int, ...]) -> str:
+    """Return a shape as text, such as "2 × 3", or "scalar"."""
     return " × ".join(map(str, shape)) or "scalar"

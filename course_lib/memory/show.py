@@ -1,4 +1,4 @@
-"""Display of results: bytes and tables as text, tables also as HTML, and timelines as figures."""
+"""Display bytes as text, tables as text or HTML, and timelines as plots."""
 
 from __future__ import annotations
 
@@ -24,20 +24,25 @@ CATEGORY_COLORS = {  # Paul Tol's "bright" scheme, which color-blind readers can
     "temporary": "#CCBB44",
     "input": "#BBBBBB",
 }
-# Hatches for the categories whose colors look alike in a gray print.
+# Hatches distinguish the categories whose colors look alike in grayscale.
 CATEGORY_HATCHES = {"parameter": "////", "optimizer": "xxxx", "buffer": r"\\\\", "input": "||||"}
 
 
 def _labels() -> ModuleType:
-    """Return the module of labels, which only what is shown needs, and not who copies the meter."""
+    """Return the module `course_lib.labels`.
+
+    It is imported only when a result is displayed, so that a copy of the meter works without it.
+    """
     from course_lib import labels
 
     return labels
 
 
 def bytes_text(count: int) -> Label:
-    """Return bytes as text: 1234567 gives "1,234,567 bytes (1.23 MB)", where 1 MB is 10**6
-    bytes."""
+    """Return a number of bytes as text, such as "1,234,567 bytes (1.23 MB)".
+
+    1 MB is 10**6 bytes. Numbers below 10,000 are shown without MB.
+    """
     text = _labels().text
     if abs(count) < 10_000:
         return text("{count:,} bytes", count=count)
@@ -45,13 +50,16 @@ def bytes_text(count: int) -> Label:
 
 
 def bytes_in_english(count: int) -> str:
-    """Return the English of `bytes_text`, without loading the labels."""
+    """Return the English text of `bytes_text` as a plain string.
+
+    This function does not import `course_lib.labels`, so error messages can use it.
+    """
     megabytes = "" if abs(count) < 10_000 else f" ({count / 1e6:,.2f} MB)"
     return f"{count:,} bytes{megabytes}"
 
 
 def decimal(value: float) -> str:
-    """Return a number with three decimals, or with three significant digits if it is small.
+    """Return a number with three decimals, or with three significant digits if it is below 0.01.
 
     Example:
         >>> decimal(158.94), decimal(0.0000123), decimal(0)
@@ -63,28 +71,33 @@ def decimal(value: float) -> str:
 
 
 class Table:
-    """Base class of results that are displayed as a table. A subclass defines `columns`, `rows()`
-    and `caption()`.
+    """Base class of results that are displayed as a table, as text or in a notebook.
 
-    Columns and caption are labels. Cells are labels if `text` has made them, and otherwise code or
-    numbers.
+    A subclass defines `columns`, `rows` and, if wanted, `caption`. The names of the columns and the
+    caption are labels, which are shown in the page's language. A cell is shown in that language if
+    it is a label that `course_lib.labels.text` has made. Other cells are shown unchanged.
+
+    Attributes:
+        columns: Names of the columns.
     """
 
     columns: Sequence[str] = ()
 
     def rows(self) -> list[Sequence]:
+        """Return the rows; each is a sequence with one cell per column."""
         raise NotImplementedError
 
     def caption(self) -> str:
+        """Return the line below the table; an empty string for none."""
         return ""
 
     def __str__(self) -> str:
         say = _labels().say
         cells = [[*map(say, self.columns)]] + [
-            [_cell(value) for value in row] for row in self.rows()
+            [_cell_text(value) for value in row] for row in self.rows()
         ]
-        widths = [max(map(_width, column)) for column in zip(*cells, strict=True)]
-        numbers = [_numeric(row[i] for row in cells[1:]) for i in range(len(widths))]
+        widths = [max(map(_display_width, column)) for column in zip(*cells, strict=True)]
+        numbers = [_all_numeric(row[i] for row in cells[1:]) for i in range(len(widths))]
         lines = ["  ".join(map(_pad, row, widths, numbers)) for row in cells]
         return "\n".join([*map(str.rstrip, lines), say(self.caption())]).rstrip()
 
@@ -98,18 +111,19 @@ class Table:
 
     def _repr_html_(self) -> str:
         markup = _labels().markup
-        lines = [[*map(_html, row)] for row in self.rows()]
+        lines = [[*map(_html_cell, row)] for row in self.rows()]
         sides = [
-            "right" if _numeric(line[i] for line in lines) else "left"
+            "right" if _all_numeric(line[i] for line in lines) else "left"
             for i in range(len(self.columns))
         ]
-        head = _line("th", map(markup, self.columns), sides)
-        body = "\n".join(_line("td", line, sides) for line in lines)
+        head = _html_row("th", map(markup, self.columns), sides)
+        body = "\n".join(_html_row("td", line, sides) for line in lines)
         table = f"<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>"
         return f'<table class="dataframe">\n{table}\n</table><p>{markup(self.caption())}</p>'
 
 
-def _cell(value) -> str:
+def _cell_text(value) -> str:
+    """Return a cell as plain text."""
     if value is None:
         return "–"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -120,14 +134,24 @@ def _cell(value) -> str:
     return labels.say(value) if isinstance(value, labels.Label) else str(value)
 
 
-def _html(value) -> str:
+def _html_cell(value) -> str:
+    """Return a cell as HTML, without its tag."""
     labels = _labels()
-    return labels.markup(value) if isinstance(value, labels.Label) else html.escape(_cell(value))
+    return (
+        labels.markup(value) if isinstance(value, labels.Label) else html.escape(_cell_text(value))
+    )
 
 
-def _line(tag: str, cells: Iterable[str], sides: Sequence[str]) -> str:
-    """Return a row as HTML. Each cell sets its alignment, because notebooks have their own
-    alignment for tables."""
+def _html_row(tag: str, cells: Iterable[str], sides: Sequence[str]) -> str:
+    """Return a row of an HTML table.
+
+    Each cell sets its own alignment, because the style sheets of notebooks align tables otherwise.
+
+    Args:
+        tag: "th" or "td".
+        cells: Cells as HTML.
+        sides: "left" or "right" for each cell.
+    """
     written = (
         f'<{tag} style="text-align: {side}">{cell}</{tag}>'
         for cell, side in zip(cells, sides, strict=True)
@@ -135,27 +159,30 @@ def _line(tag: str, cells: Iterable[str], sides: Sequence[str]) -> str:
     return f"<tr>{''.join(written)}</tr>"
 
 
-def _numeric(cells: Iterable[str]) -> bool:
+def _all_numeric(cells: Iterable[str]) -> bool:
+    """Return whether all cells of a column are numbers or empty, so that it is aligned right."""
     return all(re.fullmatch(r"[\d.,–-]*", cell) for cell in cells)
 
 
 def _pad(cell: str, width: int, right: bool) -> str:
-    space = " " * (width - _width(cell))
+    """Return a cell padded to a width in terminal columns, aligned right or left."""
+    space = " " * (width - _display_width(cell))
     return space + cell if right else cell + space
 
 
-def _width(words: str) -> int:
-    """Return how many terminal columns the words take. A Chinese character takes two."""
+def _display_width(words: str) -> int:
+    """Return the width of a text in terminal columns; a Chinese character takes two columns."""
     return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in words)
 
 
 def draw_timeline(history: Mapping[str, np.ndarray], peak_index: int, ax=None):
-    """Draw the live MB (10**6 bytes) of each category, stacked, over the operators, and mark the
-    peak.
+    """Draw the live megabytes of all categories as a stacked area plot, and mark the peak.
+
+    The horizontal axis is the number of the operator. 1 MB is 10**6 bytes.
 
     Args:
-        history: Dict from category to the live bytes on entry and after each operator.
-        peak_index: Index of the peak.
+        history: Dict from category to an array of its live bytes, on entry and after each operator.
+        peak_index: Index of the peak in these arrays.
         ax: Matplotlib axes; None for new ones.
 
     Returns:

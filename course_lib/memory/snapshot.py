@@ -1,4 +1,4 @@
-"""Copy of everything that a training step may change, from which it can be restored."""
+"""Save and restore everything that a training step may change, so that it can run again."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from .._torch.modules import Namespace
 
 
 class Snapshot:
-    """Current state of the model, the gradients, the optimizers and the random number generators.
+    """Saved state of a model, its gradients, its optimizers and the random number generators.
 
-    Parameters and buffers are copied. Their version counters do not suffice to notice changes,
-    because neither batch norm's kernel nor a change through `.data` increases them. Gradients are
-    removed from the parameters, so that a step starts without any.
+    Making a snapshot saves the current state and removes the gradients from the parameters, so that
+    a step starts without any. All parameters and buffers are copied, even if a step does not change
+    them: version counters do not show every change, because neither batch norm's kernel nor a
+    change through `.data` increases them.
 
     Args:
-        model: The model, or None.
+        model: The model. With None, no parameters and buffers are saved.
         optimizers: The optimizers.
     """
 
     def __init__(self, model: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]):
         parameters = [] if model is None else list(model.parameters())
-        self._modules = []  # pairs (a module's dict of tensors, its content)
-        self._values = []  # pairs (tensor, a copy of its values)
+        # Pairs (namespace of a module's parameters or buffers, dict of its tensors).
+        self._modules = []
+        self._values = []  # pairs (parameter or buffer, copy of its values)
         if model is not None:
             namespaces = [
                 Namespace("", tensors, partial(list, tensors))
@@ -40,32 +42,41 @@ class Snapshot:
             self._values = [
                 (tensor, tensor.detach().clone()) for tensor in (*parameters, *model.buffers())
             ]
-        self._kept = {id(tensor) for tensor, _ in self._values}
+        self._restorable = {id(tensor) for tensor, _ in self._values}
         self._random = AllRandomState()
         self._optimizers = []
         for optimizer in optimizers:
             parameters += (
                 parameter for group in optimizer.param_groups for parameter in group["params"]
             )
-            # An optimizer with a method `held_tensors` keeps state outside its attribute `state`,
-            # possibly in a file.
+            # An optimizer with a method `held_tensors`, such as `OffloadedOptimizer`, keeps state
+            # outside its attribute `state`, possibly in a file.
             self._optimizers.append(
-                (_StateElsewhere if hasattr(optimizer, "held_tensors") else _OwnState)(optimizer)
+                (_StateInStateDict if hasattr(optimizer, "held_tensors") else _StateInAttribute)(
+                    optimizer
+                )
             )
-        # Maps each parameter to (its gradient, its version).
+        # Maps each parameter to its gradient and its version counter at the time of the snapshot.
         self._gradients = WeakTensorKeyDictionary()
         for parameter in parameters:
-            self.set_aside(parameter)
+            self.stash_gradient(parameter)
 
-    def set_aside(self, parameter: torch.Tensor) -> None:
-        """Keep a parameter's gradient and remove it from the parameter."""
+    def stash_gradient(self, parameter: torch.Tensor) -> None:
+        """Save a parameter's gradient for `restore`, and remove it from the parameter.
+
+        If the gradient was saved before, do nothing.
+        """
         if parameter not in self._gradients:
             self._gradients[parameter] = (parameter.grad, parameter._version)
             parameter.grad = None
 
     def start_over(self, *, first_step: bool) -> None:
-        """Remove gradients and restore the random number generators, so that each run starts from
-        the same state. If `first_step` is True, restore the optimizers' state too."""
+        """Prepare another run: remove all gradients and restore the random number generators.
+
+        Args:
+            first_step: Whether to restore the optimizers' state too, so that the run is the first
+                step of a training again.
+        """
         for parameter in self._gradients:
             parameter.grad = None
         for optimizer in self._optimizers if first_step else ():
@@ -73,11 +84,11 @@ class Snapshot:
         self._random.restore()
 
     def restore(self) -> int:
-        """Restore everything.
+        """Restore the state that the snapshot has saved.
 
         Returns:
-            The number of parameters that were changed and cannot be restored, because they were not
-            part of the model when the snapshot was made.
+            The number of parameters that have changed and cannot be restored, because they did not
+            belong to the model when the snapshot was made.
         """
         for namespace, content in self._modules:
             namespace.write(content)
@@ -86,17 +97,18 @@ class Snapshot:
         changed = 0
         for parameter, (gradient, version) in self._gradients.items():
             parameter.grad = gradient
-            changed += id(parameter) not in self._kept and parameter._version != version
+            changed += id(parameter) not in self._restorable and parameter._version != version
         for optimizer in self._optimizers:
             optimizer.restore()
         self._random.restore()
         return changed
 
 
-class _OwnState:
-    """Snapshot of an optimizer whose whole state is in its attribute `state`.
+class _StateInAttribute:
+    """Saved state of an optimizer that has all of it in its attribute `state`.
 
-    Steps run on a copy, so that tensors that other objects may hold are not changed.
+    The steps change a copy of the state. The original tensors, which other objects may hold, keep
+    their values and are put back at the end.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -109,28 +121,34 @@ class _OwnState:
         self.start_over()
 
     def start_over(self) -> None:
+        """Give the optimizer a new copy of the saved state."""
         keep = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         self._set({key: copy.deepcopy(value, dict(keep)) for key, value in self.state.items()})
 
     def restore(self) -> None:
+        """Give the optimizer its original state tensors and settings."""
         self._set(self.state)
         for group, values in zip(self.optimizer.param_groups, self.groups, strict=False):
             group.update(values)
 
     def _set(self, state: dict) -> None:
+        """Replace the contents of the optimizer's attribute `state`."""
         self.optimizer.state.clear()
         self.optimizer.state.update(state)
 
 
-class _StateElsewhere:
-    """State of an optimizer that does not keep all of it in `state`, saved and restored by its own
-    `state_dict` and `load_state_dict`."""
+class _StateInStateDict:
+    """Saved state of an optimizer that has part of it outside its attribute `state`.
+
+    The optimizer's own `state_dict` and `load_state_dict` save and restore it.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self.content = copy.deepcopy(optimizer.state_dict())
 
     def start_over(self) -> None:
+        """Load a copy of the saved state into the optimizer."""
         self.optimizer.load_state_dict(copy.deepcopy(self.content))
 
     restore = start_over

@@ -1,5 +1,4 @@
-"""Storages that hold a tensor's bytes, and the tensors that belong to a model, an optimizer, an
-operator's call or the graph."""
+"""Find the storages of a tensor, and the tensors of a model, an optimizer or an autograd node."""
 
 from __future__ import annotations
 
@@ -15,27 +14,30 @@ from torch import Tensor, UntypedStorage, nn
 from .._check import kind
 from .._torch.autograd import top_saved_tensors_hooks
 from .._torch.modes import TorchDispatchMode, disabled_torch_dispatch, dispatch_modes
-from .._torch.symbolic import FakeTensor, counted_kind
+from .._torch.symbolic import FakeTensor, tracked_device_kind
 from .._torch.tensors import tensors_among, tensors_in
 from ..symbolic.quantization import quantization_state
 
 
 def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
-    """Return the storages that hold a tensor's bytes: one, or several for a sparse, nested,
-    quantized or wrapper tensor.
+    """Return the storages that hold a tensor's bytes.
+
+    Most tensors have one. Sparse, nested and quantized tensors and wrapper subclasses may have
+    several.
 
     Raises:
-        NotImplementedError: The bytes cannot be seen (oneDNN's opaque layout, or a wrapper that
-            does not hold its tensors in its attributes).
+        NotImplementedError: The storages cannot be found: the tensor has oneDNN's opaque layout, or
+            it is a wrapper that does not hold its tensors in its attributes.
     """
-    if not (type(tensor) is Tensor or type(tensor) is nn.Parameter or holds_bytes(type(tensor))):
-        # The parts of a DTensor include its mesh. A jagged tensor is a wrapper too, with its own
-        # layout `torch.jagged`.
-        parts = _parts_of_wrapper(tensor)
+    if not (type(tensor) is Tensor or type(tensor) is nn.Parameter or owns_storage(type(tensor))):
+        # This case includes jagged tensors, which are wrappers with the layout `torch.jagged`, and
+        # DTensors. The parts of a DTensor include its mesh, which is not a tensor.
+        parts = _inner_tensors(tensor)
     elif tensor.layout is torch.strided:
         if not (tensor.is_nested or tensor.is_quantized):
             return (tensor.untyped_storage(),)
-        return (tensor.untyped_storage(), *(t.untyped_storage() for t in _held_beside(tensor)))
+        others = (part.untyped_storage() for part in _auxiliary_tensors(tensor))
+        return (tensor.untyped_storage(), *others)
     elif tensor.layout is torch.sparse_coo:
         parts = [tensor._indices(), tensor._values()]
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -52,7 +54,7 @@ def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
     )
 
 
-def _held_beside(tensor: Tensor) -> list[Tensor]:
+def _auxiliary_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that a nested or quantized tensor holds in addition to its values."""
     if tensor.is_nested:
         shapes = [tensor._nested_tensor_size(), tensor._nested_tensor_strides()]
@@ -62,11 +64,11 @@ def _held_beside(tensor: Tensor) -> list[Tensor]:
     return []
 
 
-def _parts_of_wrapper(tensor: Tensor) -> list[Any]:
-    """Return the values in which a wrapper holds its tensors.
+def _inner_tensors(tensor: Tensor) -> list[Any]:
+    """Return the inner tensors of a wrapper subclass; the list may also contain other objects.
 
     Raises:
-        NotImplementedError: No tensors are found.
+        NotImplementedError: No inner tensor is found.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -79,9 +81,11 @@ def _parts_of_wrapper(tensor: Tensor) -> list[Any]:
     return parts
 
 
-def holds_bytes(tensor_type: type) -> bool:
-    """Return whether tensors of this type hold their bytes in their own storage, as all except
-    wrapper subclasses do."""
+def owns_storage(tensor_type: type) -> bool:
+    """Return whether tensors of this type have a storage of their own.
+
+    All do, except wrapper subclasses, whose bytes are in the storages of their inner tensors.
+    """
     if tensor_type is FakeTensor or tensor_type is Tensor:
         return True
     plain = tensor_type.__torch_dispatch__ is disabled_torch_dispatch
@@ -91,7 +95,7 @@ def holds_bytes(tensor_type: type) -> bool:
 def belongings(
     model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]
 ) -> Iterator[tuple[Tensor, str]]:
-    """Yield the tensors that the model and the optimizers hold, with the category of each."""
+    """Yield pairs (tensor, category) of the tensors that a model and its optimizers hold."""
     if model is not None:
         for parameter in model.parameters():
             yield parameter, "parameter"
@@ -107,16 +111,16 @@ def belongings(
 
 
 def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterator[Tensor]:
-    """Yield an optimizer's state, and the master weights that it steps instead of the model's
-    parameters.
+    """Yield the tensors of an optimizer: its state and its master weights.
 
-    If the optimizer has a method `held_tensors`, because it keeps its state elsewhere, that
-    method's tensors are yielded instead.
+    Master weights are parameters in its groups that it updates instead of the model's parameters.
+    If the optimizer has a method `held_tensors`, as `OffloadedOptimizer` does, the result of that
+    method is yielded instead.
 
     Args:
         optimizer: The optimizer.
-        of_groups: Whether to yield only the state of the parameters in its groups. This is useful
-            for an optimizer that is stepped for a few parameters at a time.
+        of_groups: Whether to yield only the state of the parameters that are in its groups now.
+            That takes less time for an optimizer whose groups hold a few parameters at a time.
     """
     if hasattr(optimizer, "held_tensors"):
         yield from optimizer.held_tensors()
@@ -135,21 +139,26 @@ def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterat
 
 
 def hooks_active() -> bool:
-    """Return whether saved-tensor hooks are active, such as those of non-reentrant checkpointing or
-    of offloading."""
+    """Return whether saved-tensor hooks are active.
+
+    Non-reentrant checkpointing and offloading, for example, set such hooks.
+    """
     return top_saved_tensors_hooks(False) is not None
 
 
 @cache
-def saved_names(kind: type) -> tuple[str, ...]:
-    """Return the names of the tensors that a kind of node saves, such as ("mat1", "mat2")."""
+def saved_tensor_names(kind: type) -> tuple[str, ...]:
+    """Return the names of the tensors that an autograd node of this class saves.
+
+    For the node of `torch.mm`, for example, they are "mat2" and "self".
+    """
     return tuple(name[len("_raw_saved_") :] for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def saved_by(node) -> list[Tensor]:
-    """Return the tensors that a node of the graph has saved for backward.
+    """Return the tensors that a node of the autograd graph has saved for backward.
 
-    The list is empty if the node has released them, or if one of them was changed in place.
+    The list is empty if the node has released its tensors, or if one of them was changed in place.
 
     Args:
         node: A `grad_fn` that was made outside saved-tensor hooks. Otherwise reading the tensors
@@ -158,13 +167,19 @@ def saved_by(node) -> list[Tensor]:
     try:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             return tensors_among(node.saved_tensors)
-        return tensors_among([getattr(node, f"_saved_{name}") for name in saved_names(type(node))])
+        return tensors_among(
+            [getattr(node, f"_saved_{name}") for name in saved_tensor_names(type(node))]
+        )
     except RuntimeError:
         return []
 
 
 def check_model_and_optimizer(model, optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Return a tuple of the optimizers: none, one or several.
+    """Check the arguments `model` and `optimizer`, and return the optimizers as a tuple.
+
+    Args:
+        model: A module or None.
+        optimizer: One optimizer, an iterable of several, or None.
 
     Raises:
         TypeError: `model` is neither a module nor None, or one of the optimizers is not an
@@ -182,36 +197,41 @@ def check_model_and_optimizer(model, optimizer) -> tuple[torch.optim.Optimizer, 
 
 @contextmanager
 def storages_without_operators(
-    mode: TorchDispatchMode, made: Callable, resized: Callable
+    mode: TorchDispatchMode, on_new: Callable, on_resize: Callable
 ) -> Iterator[None]:
-    """Report storages that Python makes or resizes without an operator, while the block runs.
+    """Report storages that Python code makes or resizes without an operator in a `with` block.
 
-    For each one, `made(storage)` or `resized(storage, was_empty)` is called. Such storages are the
-    states of random number generators (5,056 bytes, which a checkpoint keeps until backward),
-    copies by `copy.deepcopy`, and the storages that FSDP empties and fills. Threads in which the
-    mode is not active are ignored.
+    Such storages are the states of random number generators (5,056 bytes, which a checkpoint keeps
+    until backward), copies by `copy.deepcopy`, and the storages that FSDP empties and fills.
+
+    Args:
+        mode: Storages are reported only in threads in which this mode is active.
+        on_new: Called as `on_new(storage)` for a new storage.
+        on_resize: Called as `on_resize(storage, was_empty)` after a storage was resized.
     """
 
-    def wrap(function: Callable, tell: Callable) -> Callable:
+    def wrap(function: Callable, report: Callable) -> Callable:
         def call(*args):
-            empty = [not args[0].nbytes()] if tell is resized else []
+            was_empty = [not args[0].nbytes()] if report is on_resize else []
             result = function(*args)
             if mode in dispatch_modes():
-                tell(result.untyped_storage() if isinstance(result, Tensor) else result, *empty)
+                storage = result.untyped_storage() if isinstance(result, Tensor) else result
+                report(storage, *was_empty)
             return result
 
         return call
 
-    def made_on_host(storage: UntypedStorage) -> None:
-        if counted_kind() == "cpu":  # a step on CUDA keeps this state on the host
-            made(storage)
+    def on_generator_state(storage: UntypedStorage) -> None:
+        # A step on CUDA keeps the state of the CPU's generator in host memory.
+        if tracked_device_kind() == "cpu":
+            on_new(storage)
 
     with ExitStack() as stack:
         patches = (
-            (torch, "get_rng_state", made_on_host),
-            (UntypedStorage, "clone", made),
-            (UntypedStorage, "resize_", resized),
+            (torch, "get_rng_state", on_generator_state),
+            (UntypedStorage, "clone", on_new),
+            (UntypedStorage, "resize_", on_resize),
         )
-        for owner, name, tell in patches:
-            stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name), tell)))
+        for owner, name, report in patches:
+            stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name), report)))
         yield

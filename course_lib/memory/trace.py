@@ -1,9 +1,9 @@
-"""Trace of a training step: its operators, the storages that are created and released, FLOPs, and
-bytes moved.
+"""Trace of a training step: its operators, storages, FLOPs, and bytes copied or communicated.
 
-Each way to run a step returns a trace: under a meter, on symbolic tensors, as one of several ranks,
-or with only a few of a model's blocks. This module computes the live bytes by category, the peak
-and the phases from it.
+A meter makes a trace of a step that runs, on real or on symbolic tensors. An estimate makes one of
+a step that runs only in part: as one of several ranks, or with a few of a model's blocks. From a
+trace, this module computes the live bytes by category, the peak and its phase, and the allocations
+on a device. A point of a trace is the time right after an operator.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ ENTRY = "(model and optimizer on entry)"
 
 
 class Span(NamedTuple):
-    """Time that a storage spends in one category: the moments from `start` until `stop`, which is
-    exclusive."""
+    """Period in which a storage is in one category.
+
+    Attributes:
+        storage: Number that identifies the storage.
+        bytes: Bytes of the storage.
+        category: One of `CATEGORIES`.
+        start: First point of the period.
+        stop: First point after the period.
+    """
 
     storage: int
     bytes: int
@@ -38,21 +45,23 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """Creation or release of a storage, or one half of a change of its category, which is a release
-    from the old category and a birth in the new one.
+    """Creation or release of a storage.
+
+    A storage that changes its category has two events at the same point: a release from the old
+    category and a birth in the new one.
 
     Attributes:
-        moment: Number of the operator in the trace.
-        kind: "birth" if the operator made the storage; "release" if the storage was live up to the
-            operator before.
+        point: Number of the point in the trace.
+        kind: "birth" if the storage is live from this point on; "release" if it was live up to the
+            point before.
         storage: Number that identifies the storage.
         bytes: Bytes of the storage.
         category: One of `CATEGORIES`.
-        operator, phase, module: The operator of the moment, its phase and its module, as in the
+        operator, phase, module: The operator of the point, its phase and its module, as in the
             trace.
     """
 
-    moment: int
+    point: int
     kind: str
     storage: int
     bytes: int
@@ -63,20 +72,20 @@ class Event:
 
 
 class Trace:
-    """Events of a step, operator by operator.
+    """Record of a training step: the live bytes on entry and after each operator (the points).
 
     Attributes:
-        operators: (operator, phase) of each moment.
-        live: Bytes at each moment and of each of `CATEGORIES`, an int64 array (moments,
-            categories).
-        flops_at: Dict from moment to FLOPs, where there are any.
+        operators: Pair (operator, phase) of each point.
+        live: Live bytes of each category at each point: an int64 array (points, categories), with
+            the categories in the order of `CATEGORIES`.
+        flops_at: Dict from point to FLOPs, without points that have none.
         flops: FLOPs of the whole step, by the formulas of `FlopCounterMode`. They include
-            micro-batches that are not in the trace because an equal one represents them.
-        modules: Dict from moment to the path of the module that ran, where it is known.
-        lines: Dict from moment to (file, line, function) of the user's own code, where it is known.
-        spans: Spans of all storages; None if events are not kept.
-        bytes_down: Bytes copied to the lower tier.
-        bytes_up: Bytes copied back from the lower tier.
+            micro-batches that did not run because an equal micro-batch represents them.
+        modules: Dict from point to the path of the module that ran, if it was recorded.
+        lines: Dict from point to (file, line, function) of the user's own code, if it was recorded.
+        spans: Periods of all storages in each category; None if they were not recorded.
+        bytes_down: Bytes offloaded to host memory or disk.
+        bytes_up: Bytes copied from host memory or disk back to the device.
         sent_bytes: Bytes that one rank communicates.
     """
 
@@ -107,13 +116,14 @@ class Trace:
         return len(self.operators)
 
     def __getitem__(self, part: slice) -> Trace:
-        """Return the trace of the moments from the slice's start to its stop; its step is ignored.
+        """Return the part of the trace between two points. The step of the slice is ignored.
 
-        FLOPs and bytes moved are the totals of the whole trace.
+        The attributes `flops`, `bytes_down`, `bytes_up` and `sent_bytes` of the part are the totals
+        of the whole trace.
         """
         start, stop, _ = part.indices(len(self))
 
-        def within(found: dict[int, Any]) -> dict[int, Any]:
+        def part_of(found: dict[int, Any]) -> dict[int, Any]:
             return {i - start: value for i, value in found.items() if start <= i < stop}
 
         spans = None
@@ -128,53 +138,56 @@ class Trace:
         return Trace(
             self.operators[start:stop],
             self.live[start:stop],
-            flops_at=within(self.flops_at),
+            flops_at=part_of(self.flops_at),
             flops=self.flops,
-            modules=within(self.modules),
-            lines=within(self.lines),
+            modules=part_of(self.modules),
+            lines=part_of(self.lines),
             spans=spans,
             bytes_down=self.bytes_down,
             bytes_up=self.bytes_up,
             sent_bytes=self.sent_bytes,
         )
 
-    # ---- figures
+    # ---- peaks and sums
 
     @cached_property
     def live_bytes(self) -> np.ndarray:
-        """Bytes live at each moment, in all categories."""
+        """Live bytes of all categories together, as an int64 array with one element per point."""
         return self.live.sum(1)
 
     @property
     def peak_bytes(self) -> int:
+        """The largest number of bytes live at one point."""
         return int(self.live_bytes.max(initial=0))
 
     @property
-    def peak_moment(self) -> int:
-        """The first operator at which the peak is reached, or 0, the entry, if only the state on
-        entry reaches it."""
-        live, begins = self.live_bytes, self._begins
+    def peak_index(self) -> int:
+        """Number of the first operator at which the peak is reached.
+
+        It is 0, the point of the state on entry, if no operator reaches that many bytes.
+        """
+        live, begins = self.live_bytes, self._first_operator_index
         found = begins + int(live[begins:].argmax()) if len(live) > begins else 0
         return found if live[found] == live.max() else 0
 
     @property
-    def _begins(self) -> int:
-        """The number of the first moment that belongs to an operator."""
+    def _first_operator_index(self) -> int:
+        """Number of the first operator: 1 if point 0 is the state on entry, else 0."""
         return int(bool(self.operators) and self.operators[0][0] == ENTRY)
 
     @property
     def peak_operator(self) -> str:
-        return str(self.operators[self.peak_moment][0])
+        """Name of the operator at `peak_index`."""
+        return str(self.operators[self.peak_index][0])
 
     def at_peak(self) -> dict[str, int]:
-        """Return a dict from category to the bytes at the peak."""
-        return dict(zip(CATEGORIES, self.live[self.peak_moment].tolist(), strict=True))
+        """Return a dict from category to its live bytes at the peak."""
+        return dict(zip(CATEGORIES, self.live[self.peak_index].tolist(), strict=True))
 
     def phase_peaks(self) -> dict[str, int]:
-        """Return a dict from phase to the largest number of bytes live after one of its
-        operators."""
+        """Return a dict from phase to its peak, the most bytes live after one of its operators."""
         peaks = dict.fromkeys(PHASES, 0)
-        begins = self._begins
+        begins = self._first_operator_index
         for (_, phase), count in zip(
             self.operators[begins:], self.live_bytes[begins:].tolist(), strict=True
         ):
@@ -182,95 +195,102 @@ class Trace:
         return peaks
 
     def series(self) -> dict[str, np.ndarray]:
-        """Return a dict from category to the bytes at each moment."""
+        """Return a dict from category to its live bytes, as an array with one element per point."""
         return dict(zip(CATEGORIES, self.live.T, strict=True))
 
     def flops_by_operator(self) -> dict[str, int]:
         """Return a dict from operator to the FLOPs of all its calls, largest first."""
         found: dict[str, int] = {}
-        for moment, flops in self.flops_at.items():
-            name = str(self.operators[moment][0])
+        for point, flops in self.flops_at.items():
+            name = str(self.operators[point][0])
             found[name] = found.get(name, 0) + flops
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def events(self) -> Iterator[Event]:
-        """Yield births and releases in order. At each moment, releases come before births.
+        """Yield the births and releases of storages in order.
+
+        At each point, releases come before births.
 
         Raises:
-            ValueError: The spans were not kept.
+            ValueError: The trace was made without events.
         """
         self._check_spans()
         found = [(span.start, "birth", span) for span in self.spans]
         found += [(span.stop, "release", span) for span in self.spans if span.stop < len(self)]
-        for moment, kind, span in sorted(found, key=lambda each: (each[0], each[1] == "birth")):
-            operator, phase = self.operators[moment]
-            module = self.modules.get(moment, "")
-            yield Event(moment, kind, *span[:3], str(operator), phase, module)
+        for point, kind, span in sorted(found, key=lambda each: (each[0], each[1] == "birth")):
+            operator, phase = self.operators[point]
+            module = self.modules.get(point, "")
+            yield Event(point, kind, *span[:3], str(operator), phase, module)
 
     def replay(self) -> np.ndarray:
-        """Return an array that equals `live`, computed from the events alone."""
+        """Compute `live` from the events alone, to check that both agree."""
         change = np.zeros((len(self) + 1, len(CATEGORIES)), dtype=np.int64)
         for event in self.events():
             sign = 1 if event.kind == "birth" else -1
-            change[event.moment, CATEGORIES.index(event.category)] += sign * event.bytes
+            change[event.point, CATEGORIES.index(event.category)] += sign * event.bytes
         return change.cumsum(0)[:-1]
 
     # ---- allocations on a device
 
     def allocations(self) -> Iterator[tuple]:
-        """Yield the events in order, in the form that `CachingAllocator.replay` takes: ("birth",
-        storage, bytes, frames) and ("release", storage, bytes).
+        """Yield the allocations and releases in the form that `CachingAllocator.replay` accepts.
 
-        A storage that only changes its category is neither released nor allocated again. The frames
-        are those of `frames_at` for the operator that made the storage.
+        A change of a storage's category is not an event here.
+
+        Yields:
+            ("birth", storage, bytes, frames) and ("release", storage, bytes), in order. The frames
+            are those of `frames_at` for the point at which the storage was made.
 
         Raises:
-            ValueError: The spans were not kept.
+            ValueError: The trace was made without events.
         """
         self._check_spans()
-        # Each entry maps a storage to its bytes, start and stop.
-        lives: dict[int, tuple[int, int, int]] = {}
+        # Maps each storage to its bytes, and to the first and the last point of all its spans.
+        lifetimes: dict[int, tuple[int, int, int]] = {}
         for storage, nbytes, _, start, stop in self.spans:
-            _, first, last = lives.get(storage, (nbytes, start, stop))
-            lives[storage] = nbytes, min(first, start), max(last, stop)
-        events = [(start, 1, name, nbytes) for name, (nbytes, start, _) in lives.items()]
-        events += [(stop, 0, name, nbytes) for name, (nbytes, _, stop) in lives.items()]
+            _, first, last = lifetimes.get(storage, (nbytes, start, stop))
+            lifetimes[storage] = nbytes, min(first, start), max(last, stop)
+        events = [(start, 1, name, nbytes) for name, (nbytes, start, _) in lifetimes.items()]
+        events += [(stop, 0, name, nbytes) for name, (nbytes, _, stop) in lifetimes.items()]
         frames: dict[int, list[dict]] = {}
-        for moment, born, storage, nbytes in sorted(events):
+        for point, born, storage, nbytes in sorted(events):
             if born:
-                if moment not in frames:
-                    frames[moment] = self.frames_at(moment)
-                yield "birth", storage, nbytes, frames[moment]
-            elif moment < len(self):  # a later release is not in the trace
+                if point not in frames:
+                    frames[point] = self.frames_at(point)
+                yield "birth", storage, nbytes, frames[point]
+            elif point < len(self):  # a later release is not in the trace
                 yield "release", storage, nbytes
 
-    def frames_at(self, moment: int) -> list[dict]:
-        """Return the call stack of the storages that a moment makes, innermost frame first, in the
-        form of PyTorch's snapshots.
+    def frames_at(self, point: int) -> list[dict]:
+        """Return the call stack that a memory viewer shows for the storages made at a point.
 
-        The frames are the operator with its phase, then the module and the line of the user's own
-        code, if they are known.
+        Returns:
+            Frames in the form of PyTorch's snapshots, innermost first: the operator with its phase,
+            then the module and the line of the user's own code, if they were recorded.
         """
-        operator, phase = self.operators[moment]
+        operator, phase = self.operators[point]
         frames = [{"filename": phase, "line": 0, "name": str(operator)}]
-        if path := self.modules.get(moment):
+        if path := self.modules.get(point):
             frames.append({"filename": "module", "line": 0, "name": path})
-        if moment in self.lines:
-            file, line, function = self.lines[moment]
+        if point in self.lines:
+            file, line, function = self.lines[point]
             frames.append({"filename": file_shown(file), "line": line, "name": function})
         return frames
 
     def allocator(
         self, expandable_segments: bool = False, *, record_history: bool = False
     ) -> CachingAllocator:
-        """Return a simulated device that has replayed this trace. Its `memory_stats()` contain the
-        peaks.
+        """Return a simulated GPU allocator that has replayed this trace.
 
-        The storages that exist on entry are allocated first, one after another.
+        Its `memory_stats()` contain the peaks of allocated and of reserved bytes. The storages that
+        exist on entry are allocated first, one after another.
 
         Args:
             expandable_segments: As in `CachingAllocator`.
             record_history: Whether to keep each event for a snapshot.
+
+        Raises:
+            ValueError: The trace was made without events.
         """
         from course_lib.caching_allocator import CachingAllocator
 
@@ -281,26 +301,28 @@ class Trace:
         return allocator
 
     def save_snapshot(self, path: str | os.PathLike, expandable_segments: bool = False) -> None:
-        """Write the step in the format in which `torch.cuda.memory._dump_snapshot` writes a step
-        that ran on a GPU. The file can be opened at pytorch.org/memory_viz.
+        """Write the step to a file for PyTorch's memory viewer, pytorch.org/memory_viz.
 
-        Bytes are those of the tensors. Segments and addresses are those of `CachingAllocator`. Each
-        allocation names its operator and, if the meter kept them, its module and line. Tests
-        read the snapshot with `torch.cuda._memory_viz` and compare its figures with the meter's.
-        The fields are those that the source of the web page reads; the page itself was not tested.
+        The file has the format of `torch.cuda.memory._dump_snapshot`. Bytes are those of the
+        tensors. Segments and addresses are those of `CachingAllocator`. Each allocation names its
+        operator and, if the meter recorded them, its module and line.
+
+        Tests read the snapshot with `torch.cuda._memory_viz` and compare its numbers with the
+        meter's. The fields are those that the source of the web page reads; the page itself was not
+        tested.
 
         Args:
             path: File to write.
             expandable_segments: As in `CachingAllocator`.
 
         Raises:
-            ValueError: The spans were not kept.
+            ValueError: The trace was made without events.
         """
         allocator = self.allocator(expandable_segments, record_history=True)
         allocator.save_snapshot(path)
 
     def _check_spans(self) -> None:
-        """Raise `ValueError` if the trace has no spans."""
+        """Raise `ValueError` if the trace was made without events."""
         if self.spans is None:
             raise ValueError(
                 "the trace must have been made with events, got one that holds only sums per"
