@@ -1,8 +1,9 @@
-"""Functions for PyTorch that several modules use, and the paths of PyTorch's private modules.
+"""Names from PyTorch's private modules, in one place, and helpers that several packages use.
 
-No other file of the library names a private module of torch in its code, except
-`checkpoint/readable.py`, which is copied alone. If a new torch has moved or removed a name, change
-the name here and in `tests/test_torch_doors.py`, which lists the names that the library uses.
+No other file of the library names a private module of PyTorch in its code, except
+`checkpoint/readable.py`, which can be copied without the rest of the library. If a new version of
+PyTorch moves or removes a private name, change it here and in `test_private_torch_names.py`, which
+lists the names that the library uses.
 
-A copy of a technique needs only the modules of this folder that it imports.
+A user who copies one technique needs only the modules of this folder that it imports.
 """

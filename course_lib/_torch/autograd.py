@@ -1,4 +1,4 @@
-"""Functions on autograd's graph, and on the tensors that the graph saves."""
+"""Helpers for autograd's graph and for the tensors that it saves for backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ current_node = torch._C._current_autograd_node
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-# In training, rrelu saves the noise tensor for backward before it fills it with random numbers, and
-# does not increase the tensor's version counter.
-# `tests/sweep_gradients.py` looks for other such operators.
+# Operators that write into a tensor after it was saved for backward, without increasing its version
+# counter. In training mode, rrelu saves its noise tensor before it fills the tensor with random
+# numbers. `tests/tools/sweep_gradients.py` looks for other such operators.
 WRITES_AFTER_SAVING = (
     torch.ops.aten.rrelu_with_noise.default,
     torch.ops.aten.rrelu_with_noise_.default,
@@ -23,22 +23,26 @@ WRITES_AFTER_SAVING = (
 
 
 def writes_after_saving(node: Any) -> bool:
-    """Return whether a node of autograd's graph belongs to one of `WRITES_AFTER_SAVING`."""
+    """Return whether a node of autograd's graph belongs to `rrelu` (see `WRITES_AFTER_SAVING`)."""
     return node is not None and node.name().startswith("RreluWithNoiseBackward")
 
 
 def saved_value_may_differ(node: Any, saved: torch.Tensor) -> bool:
-    """Return whether a tensor that a node of autograd's graph has saved may differ in an equal run.
+    """Return whether a saved tensor may have other values if the forward pass is run again.
 
-    The saved tensors of these nodes may differ:
+    A comparison of a recomputation with the first run must ignore such tensors. They are:
 
-    - `rrelu` saves an uninitialized tensor before it draws its noise.
-    - `ctc_loss` saves a table, whose padding it never fills or reads.
-    - CUDA's kernels of `scaled_dot_product_attention` save the random generator's seed and offset
-      as integers, which are left uninitialized without dropout. If the seed of a dropout differs,
-      so does the output, which is saved and compared as well.
-    - A batch norm in training mode saves its running statistics before it updates them. Its
-      backward pass does not read them.
+    - The noise of `rrelu`, which is saved while it is uninitialized.
+    - The table of `ctc_loss`, whose padding is never filled or read.
+    - The seed and offset of the random generator, as integers, of the CUDA kernels of
+      `scaled_dot_product_attention`. Without dropout they are uninitialized. With dropout, another
+      seed leads to another output, which is saved and compared as well.
+    - The running statistics of a batch norm in training mode, which are updated after they are
+      saved. The backward pass does not read them.
+
+    Args:
+        node: Node of autograd's graph that saved the tensor, or None.
+        saved: The tensor.
     """
     if node is None:
         return False
@@ -49,14 +53,14 @@ def saved_value_may_differ(node: Any, saved: torch.Tensor) -> bool:
 
 
 def check_torch_func(error: BaseException | None, name: str) -> None:
-    """Raise an error with advice if `error` says that `torch.func` does not support hooks.
+    """Raise an error with advice if saved-tensor hooks were set inside a `torch.func` transform.
 
-    PyTorch raises `error` if saved-tensor hooks are set inside a transform such as
-    `torch.func.grad`. For any other error, this function does nothing.
+    PyTorch does not support such hooks inside transforms such as `torch.func.grad`, and raises an
+    error. If `error` is another error or None, this function does nothing.
 
     Args:
-        error: Error raised under saved-tensor hooks, or when they were set; None if there was none.
-        name: Name of the context or function that sets the hooks, for the message.
+        error: Error that was raised under saved-tensor hooks or when they were set, or None.
+        name: Name, in the message, of the context or function that sets the saved-tensor hooks.
     """
     if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
         raise RuntimeError(
@@ -67,8 +71,14 @@ def check_torch_func(error: BaseException | None, name: str) -> None:
 
 
 @contextmanager
-def torch_func_refused(name: str) -> Iterator[None]:
-    """Apply `check_torch_func` to errors that are raised inside the block."""
+def checked_torch_func(name: str) -> Iterator[None]:
+    """Explain the error if saved-tensor hooks meet `torch.func` in the `with` block.
+
+    See `check_torch_func`.
+
+    Args:
+        name: Name, in the message, of the context or function that sets the saved-tensor hooks.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Parts of the compiler. Those that take seconds to load are loaded inside functions."""
+"""Private parts of `torch.compile`. Parts that take seconds to load are loaded inside functions."""
 
 import sys
 from contextlib import AbstractContextManager
@@ -10,21 +10,22 @@ guards = torch._C._dynamo.guards
 
 
 def load_eval_frame() -> ModuleType:
-    """Load Dynamo, and return the module that calls compiled functions."""
+    """Load Dynamo, and return its module `eval_frame`, which calls compiled functions."""
     import torch._dynamo.eval_frame
 
     return torch._dynamo.eval_frame
 
 
 def generated_modules() -> list[ModuleType]:
-    """Return the modules that TorchInductor has generated."""
+    """Return the Python modules that TorchInductor has generated in this process so far."""
     codecache = sys.modules.get("torch._inductor.codecache")
     return list(codecache.PyCodeCache.modules) if codecache is not None else []
 
 
 def activation_memory_budget(budget: float) -> AbstractContextManager[None]:
-    """Return a context in which compiled functions keep the share `budget` of their activations.
+    """Return a context in which compiled functions keep only a share of their activations.
 
-    The share is between 0 and 1.
+    Args:
+        budget: The share, between 0 (recompute as much as possible) and 1 (the default of PyTorch).
     """
     return torch._functorch.config.patch(activation_memory_budget=budget)

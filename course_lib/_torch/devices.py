@@ -1,12 +1,13 @@
-"""Devices, and the memory that PyTorch allocates on them."""
+"""Helpers for devices: wait for their work, and free cached memory."""
 
 import torch
 
-EventType = torch._C._profiler._EventType  # of the allocator's events in a profile
+# Types of the events in a profile, one of which marks the allocator's events.
+EventType = torch._C._profiler._EventType
 
 
 def wait_for(device: torch.device | str) -> None:
-    """Block until the device has finished all its work; return at once for a CPU."""
+    """Wait until a device has finished all its work; do nothing for a CPU."""
     device = torch.device(device)
     if device.type not in ("cpu", "meta"):
         getattr(torch, device.type).synchronize(device)

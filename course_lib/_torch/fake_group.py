@@ -1,3 +1,6 @@
-"""The process group "fake", whose collectives return at once; imported only where it is used."""
+"""The process group "fake", whose collectives return at once without communicating.
+
+Importing this module registers the group. It is imported only where it is used.
+"""
 
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore

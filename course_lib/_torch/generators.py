@@ -1,4 +1,4 @@
-"""Generators of random numbers."""
+"""Save and restore the states of random number generators."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -9,13 +9,15 @@ import torch
 
 
 class RandomState:
-    """The states of the CPU's random generator and of the generators of some devices.
+    """Saved states of PyTorch's random number generators on the CPU and on some devices.
+
+    Two objects are equal if they have equal states for the same devices.
 
     Args:
-        devices: Devices whose generators are included in addition to the CPU's. By default all CUDA
-            devices in use. The CPU and devices without generators are ignored.
-        counted: Whether meters count the tensor that holds the state of the CPU's generator. They
-            count it if `torch.get_rng_state` creates the tensor.
+        devices: Devices whose generators are saved in addition to the CPU's. The default is all
+            CUDA devices if CUDA is in use. The CPU and devices without generators are ignored.
+        counted: Whether a `MemoryMeter` counts the tensor with the state of the CPU's generator.
+            A meter counts this tensor only if `torch.get_rng_state` makes it.
     """
 
     def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):
@@ -31,6 +33,7 @@ class RandomState:
                 self.devices[device] = getattr(torch, device.type).get_rng_state(device)
 
     def restore(self) -> None:
+        """Set the generators to the saved states."""
         torch.set_rng_state(self.cpu)
         for device, state in self.devices.items():
             getattr(torch, device.type).set_rng_state(state, device)
@@ -47,7 +50,7 @@ class RandomState:
 
 
 class AllRandomState:
-    """The states of all global generators: PyTorch's, Python's and NumPy's.
+    """Saved states of the global random number generators of PyTorch, Python and NumPy.
 
     The arguments are those of `RandomState`.
     """
@@ -57,15 +60,16 @@ class AllRandomState:
         self.python_state, self.numpy_state = random.getstate(), np.random.get_state()
 
     def restore(self) -> None:
+        """Set the generators to the saved states."""
         self.torch_state.restore()
         random.setstate(self.python_state)
         np.random.set_state(self.numpy_state)
 
 
 @contextmanager
-def random_numbers_undone() -> Iterator[None]:
-    """Restore all random generators if an error is raised inside the block."""
-    # not counted, because the state is not memory that the block uses
+def restore_random_state_on_error() -> Iterator[None]:
+    """Restore all global random number generators if a `with` block raises an error."""
+    # A meter must not count the saved state, because the block does not use it.
     state = AllRandomState(counted=False)
     try:
         yield

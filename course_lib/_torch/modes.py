@@ -1,4 +1,4 @@
-"""Functions on autocast, dispatch modes and function modes, and parts of the compiler."""
+"""Helpers for autocast, dispatch modes and function modes."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,13 +15,18 @@ disable_current_modes = _python_dispatch._disable_current_modes
 disabled_torch_dispatch = torch._C._disabled_torch_dispatch_impl
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
-# Modules of the functions in which PyTorch wraps dispatch modes.
+# Modules of the functions in which PyTorch wraps the methods of dispatch modes.
 WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch._ops")
-DYNAMO = "torch._dynamo"  # a module that is loaded before a function is compiled
+# Name of a module that is in `sys.modules` if any function has been compiled.
+DYNAMO = "torch._dynamo"
 
 
 class AutocastState:
-    """Settings of `torch.autocast` for the CPU and the types of some devices."""
+    """Saved settings of `torch.autocast` for the CPU and some other types of devices.
+
+    Args:
+        device_types: Types of devices in addition to "cpu", such as "cuda".
+    """
 
     def __init__(self, device_types: Iterable[str] = ()):
         kinds = {"cpu", *device_types}
@@ -31,11 +36,11 @@ class AutocastState:
 
     @contextmanager
     def restore(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
-        """Restore these settings inside the block.
+        """Restore these settings inside a `with` block.
 
         Args:
-            cache_enabled: Whether autocast caches casts of weights. By default, the stored setting
-                is used.
+            cache_enabled: Whether autocast caches casts of weights. The default is the saved
+                setting.
         """
         with ExitStack() as stack:
             for kind, (enabled, dtype, cached) in self.states.items():
@@ -48,6 +53,7 @@ class AutocastState:
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
+    """Return (enabled, dtype, cache enabled) of autocast for a type of device."""
     return (
         torch.is_autocast_enabled(kind),
         torch.get_autocast_dtype(kind),
@@ -56,20 +62,20 @@ def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
 
 
 def autocast_of(tensor: Tensor) -> torch.dtype | None:
-    """Return the dtype of autocast on the tensor's device, or None if autocast is off."""
+    """Return autocast's dtype for the device of a tensor, or None if autocast is off there."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 class ObserverMode(TorchDispatchMode):
-    """A dispatch mode that does not disable code compiled by `torch.compile`.
+    """Base class of dispatch modes under which functions made by `torch.compile` run compiled.
 
-    Under any other mode, Dynamo runs a frame without compiling it, and never compiles this frame
-    again in the process. Dynamo sets an `ObserverMode` aside while it compiles. The compiled code
+    Under any other dispatch mode, Dynamo runs a frame uncompiled, and never compiles this frame
+    later in the process. Dynamo deactivates an `ObserverMode` while it compiles. The compiled code
     then runs under the mode, which sees the operators that the code calls.
     """
 
-    # a compiled graph calls higher-order operators, such as those that repeat random numbers
+    # Compiled code calls higher-order operators, for example to draw the same random numbers again.
     supports_higher_order_operators = True
 
     @classmethod
@@ -78,9 +84,10 @@ class ObserverMode(TorchDispatchMode):
 
 
 def modes_when_recomputed() -> list[TorchFunctionMode]:
-    """Return the active function modes whose attribute `when_recomputed` is true.
+    """Return the active function modes that checkpoints must enter again for the recomputation.
 
-    Checkpoints enter these modes again for the recomputation.
+    These are the modes with an attribute `when_recomputed` that is true. No function mode of the
+    forward pass is active inside the backward pass.
     """
     return [
         mode
@@ -90,5 +97,5 @@ def modes_when_recomputed() -> list[TorchFunctionMode]:
 
 
 def graph_break(reason: str) -> None:
-    """End the compiler's graph. If an error follows, its message has the reason."""
+    """End the graph that Dynamo is compiling. If Dynamo raises an error, it shows the reason."""
     torch._dynamo.graph_break(reason)

@@ -1,4 +1,4 @@
-"""Read and restore attributes of modules, and compare modules by the operators that they run."""
+"""Read and restore attributes of modules, and find out whether modules run the same operators."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -8,43 +8,43 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-NUMBERED = re.compile(
-    "idx|index|layer|number"
-)  # names of attributes that hold the number of a block
-
-
-_SIMPLE = (str, int, NoneType, torch.dtype, torch.device, FunctionType, BuiltinFunctionType)
+# Matches names of attributes that contain the number of a block, such as `layer_idx`.
+NUMBER_ATTRIBUTES = re.compile("idx|index|layer|number")
+# Types of settings that `_comparable` compares by their values.
+_COMPARED_TYPES = (str, int, NoneType, torch.dtype, torch.device, FunctionType, BuiltinFunctionType)
 
 
 def kind_of(tensor: Tensor) -> tuple:
-    """Return a tensor's shape, dtype, device and `requires_grad`."""
+    """Return the tuple (shape, dtype, device, requires_grad) of a tensor."""
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
-# nn.Module's own attributes, except the training mode, which is a setting like others
-_INTERNAL = vars(nn.Module()).keys() - {"training"} | {"forward"}
+# The attributes of every nn.Module, except `training`, which is a setting like others.
+_MODULE_ATTRIBUTES = vars(nn.Module()).keys() - {"training"} | {"forward"}
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return a module's own attributes, as a dict from name to value.
+    """Return a module's settings and other plain attributes, as a dict from name to value.
 
-    The dict does not include parameters, buffers, submodules and hooks. It does not include weights
-    that a hook computes before each run either, as for weight norm and pruning.
+    The dict does not include parameters, buffers, submodules and hooks, nor weights that a hook
+    computes before each run, as for weight norm and pruning.
     """
     hooks = module._forward_pre_hooks.values()
     computed = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in _INTERNAL and name not in computed
+        if name not in _MODULE_ATTRIBUTES and name not in computed
     }
 
 
-def look_of(module: nn.Module) -> tuple:
-    """Return the structure and the settings of a module, without the values of its tensors.
+def module_signature(module: nn.Module) -> tuple:
+    """Return a tuple that determines which operators a module runs.
 
-    Modules with equal results run the same operators on inputs of the same kind, if no setting is
-    an object of a class of its own: only the classes of such objects are compared.
+    Modules with equal tuples run the same operators on inputs of the same shapes and dtypes. The
+    tuple describes the structure and the settings of the module, and the shapes and dtypes of its
+    tensors, but not their values. A setting that is an object of a user's class is described only
+    by its class, so modules that differ in such an object may have equal tuples.
     """
     tensors = (*module.named_parameters(), *module.named_buffers())
     return (
@@ -54,17 +54,25 @@ def look_of(module: nn.Module) -> tuple:
 
 
 def _settings(part: nn.Module) -> list[tuple[str, Any]]:
-    """Return the attributes of a module that determine how it runs, such as a stride.
+    """Return pairs (name, value) of the attributes that determine which operators a module runs.
 
-    The result does not depend on layer numbers and on the values of nonzero floats, such as dropout
-    rates, so modules that differ only in these count as equal.
+    An example is the stride of a convolution. Layer numbers and the values of nonzero floats, such
+    as dropout rates, do not affect the result, so modules that differ only in these count as equal.
     """
     return [(name, _comparable(name, value)) for name, value in attributes_of(part).items()]
 
 
 def _comparable(name: str, value: Any) -> Any:
-    """Return what is compared of a value: the value, or the class of an object of another kind."""
-    if type(value) is int and NUMBERED.search(name):
+    """Return a value that is equal for settings which count as equal.
+
+    A float is replaced by whether it is 0, and a layer number by `int`. An object whose class is
+    not in `_COMPARED_TYPES` is replaced by its class. Containers are replaced item by item.
+
+    Args:
+        name: Name of the attribute.
+        value: Its value.
+    """
+    if type(value) is int and NUMBER_ATTRIBUTES.search(name):
         return int
     if type(value) is float:
         return value == 0
@@ -72,17 +80,17 @@ def _comparable(name: str, value: Any) -> Any:
         return tuple(_comparable(name, each) for each in value)
     if isinstance(value, dict):
         return tuple((key, _comparable(name, each)) for key, each in value.items())
-    return value if isinstance(value, _SIMPLE) else type(value)
+    return value if isinstance(value, _COMPARED_TYPES) else type(value)
 
 
 class Namespace(NamedTuple):
-    """A dictionary of a module, such as its `__dict__` or its buffers.
+    """Dictionary of a module, such as its `__dict__` or its buffers, to be saved and restored.
 
     Attributes:
-        name: Name of the module in the block.
+        name: Name of the module in the model or block.
         values: The dictionary.
-        names: Function that returns the keys whose values are restored.
-        written_by: The module if its buffers are written to, or else None.
+        names: Function that returns the keys whose values are saved and restored.
+        written_by: The module, if the dictionary contains buffers that it may write to; else None.
     """
 
     name: str
@@ -91,11 +99,14 @@ class Namespace(NamedTuple):
     written_by: nn.Module | None = None
 
     def read(self) -> dict[str, Any]:
+        """Return a copy of the dictionary with the keys that `names` returns."""
         return {name: self.values[name] for name in self.names()}
 
     def write(self, values: dict[str, Any]) -> None:
-        """Replace the values directly in the dictionary, without `nn.Module.__setattr__`."""
-        if [*self.names()] != [*values]:  # keeps the order of parameters and buffers
+        """Replace the saved keys by those of `values`, without calling `nn.Module.__setattr__`."""
+        # If keys were added or removed, all are deleted first, so that the order of parameters and
+        # buffers is restored, too.
+        if [*self.names()] != [*values]:
             for name in [*self.names()]:
                 del self.values[name]
         self.values.update(values)

@@ -1,4 +1,4 @@
-"""Types of operators, and functions on operators and on their arguments."""
+"""Private names for PyTorch's operators, and a helper that finds arguments they write into."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,9 +15,10 @@ from torch._prims_common import suggest_memory_format as suggest_memory_format
 def written_arguments(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[Any, Any]]:
-    """Return the arguments that an operator writes into.
+    """Return the arguments of a call that the operator writes into.
 
-    Each item is a pair: the argument in the operator's schema, and its value.
+    Returns:
+        Pairs (argument in the operator's schema, value in the call).
     """
     arguments = func._schema.arguments
     bound = [

@@ -1,4 +1,7 @@
-"""Parts of `torch.distributed` that are loaded together with that package."""
+"""Private parts of `torch.distributed`.
+
+This module is imported only where it is used, because it loads `torch.distributed`.
+"""
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper as checkpoint_wrapper,

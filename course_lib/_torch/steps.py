@@ -1,4 +1,4 @@
-"""Requirements of a training step: its optimizer, gradients and garbage collector."""
+"""Check what a training step requires of its optimizer and of autograd."""
 
 import gc
 import inspect
@@ -17,7 +17,7 @@ def needs_closure(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]
 
 
 def check_no_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer's step runs forward and backward passes itself."""
+    """Raise TypeError if an optimizer's `step` needs a closure that computes the loss."""
     if needs_closure(optimizer):
         raise TypeError(
             f"optimizer must step without a closure, got {describe(optimizer)}, whose step()"
@@ -26,9 +26,9 @@ def check_no_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_in_training(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer is in evaluation mode.
+    """Raise ValueError if an optimizer is in evaluation mode.
 
-    Schedule-free optimizers are in evaluation mode before a call of `train()`.
+    Schedule-free optimizers are in evaluation mode until their method `train` is called.
     """
     if any(group.get("train_mode") is False for group in optimizer.param_groups):
         raise ValueError(
@@ -38,7 +38,7 @@ def check_in_training(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_gradients_enabled() -> None:
-    """Raise if gradients are switched off, because a training step needs them."""
+    """Raise RuntimeError if gradients are disabled, because a training step needs them."""
     if not torch.is_grad_enabled():
         raise RuntimeError(
             "gradients must be enabled for a training step, got a call inside torch.no_grad(),"
@@ -48,9 +48,9 @@ def check_gradients_enabled() -> None:
 
 @contextmanager
 def not_collecting() -> Iterator[None]:
-    """Disable garbage collection inside the block.
+    """Disable automatic garbage collection inside a `with` block, to save time.
 
-    Otherwise each run of the collector would examine all symbolic tensors again.
+    A step on symbolic tensors makes many objects, and each collection would examine all of them.
     """
     collecting = gc.isenabled()
     gc.disable()

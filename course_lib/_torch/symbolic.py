@@ -1,4 +1,4 @@
-"""Symbolic tensors, which are PyTorch's fake tensors."""
+"""Private names for PyTorch's fake tensors, which this library calls symbolic tensors."""
 
 from functools import partial
 from typing import Any
@@ -14,26 +14,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
 UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
-LOG = fake_tensor.__name__  # name of the log
+LOG = fake_tensor.__name__  # name of the logger for errors of operators on fake tensors
 active_fake_mode = partial(_get_dispatch_mode, _TorchDispatchModeKey.FAKE)
+# Functions that set whether reading a tensor's data pointer is allowed or raises an error.
 allow_data_pointers = torch._C._set_warn_deprecated_on_mutable_data_ptr
 refuse_data_pointers = torch._C._set_throw_on_mutable_data_ptr
 
 
 def is_symbolic(*tensors: Any) -> bool:
-    """Return whether one of the tensors is symbolic (`course_lib.symbolic`).
+    """Return whether any of the arguments is a symbolic tensor.
 
-    Without arguments, return whether new tensors are symbolic.
+    Without arguments, return whether a symbolic mode is active, so that new tensors are symbolic.
     """
     if not tensors:
         return detect_fake_mode() is not None
     return any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
-def counted_kind() -> str:
-    """Return the kind of device whose tensors are counted, "cpu" or "cuda".
+def tracked_device_kind() -> str:
+    """Return the kind of device whose memory is counted, "cpu" or "cuda".
 
-    The kind is "cuda" in a symbolic mode of this kind, although all of the mode's tensors are on
-    the CPU. In this mode, tensors that a step on CUDA would keep on the host must not be counted.
+    The kind is "cuda" inside `Symbolic(kind="cuda")`, although all tensors of this mode report the
+    CPU as their device. There, tensors that a step on CUDA keeps in host memory must not be
+    counted.
     """
     return getattr(detect_fake_mode(), "kind", "cpu")

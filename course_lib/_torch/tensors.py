@@ -1,4 +1,4 @@
-"""Functions on tensors in containers, and on the storages of tensors."""
+"""Helpers that find and replace the tensors in containers, and describe storages."""
 
 import copy
 import dataclasses
@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map as tree_map
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and dataclasses, in order.
+    """Yield the tensors in a value, in order: the value itself, or tensors in nested containers.
 
-    Other objects are not searched.
+    Lists, tuples, mappings and dataclasses are searched, and no other objects.
     """
     if isinstance(value, Tensor):
         yield value
@@ -25,9 +25,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def tensors_among(args, kwargs: Mapping | None = None) -> list[Tensor]:
-    """Return the tensors among an operator's arguments, and in the arguments' lists and tuples.
+    """Return the tensors among an operator's arguments and in arguments that are lists or tuples.
 
-    This function is faster than `tensors_in`, which also searches nested containers.
+    This function is faster than `tensors_in`, because it does not search nested containers.
     """
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -50,10 +50,10 @@ def map_tensors(
     A container without tensors is returned as the same object, unless its type is one of `copied`.
 
     Args:
-        function: Function of a tensor.
-        value: A tensor, or a container of tensors.
-        kinds: Types of the values that are replaced.
-        copied: Types of containers that are always copied.
+        function: Function that takes a tensor and returns its replacement.
+        value: A tensor, or a nested container of tensors (see `tensors_in`).
+        kinds: Types of the values that are replaced, if they are not only tensors.
+        copied: Types of containers that are copied even if nothing in them is replaced.
     """
     if isinstance(value, kinds):
         return function(value)
@@ -78,14 +78,14 @@ def items_in(value: Any) -> Collection[Any]:
 
 
 def _rebuild(value: Any, items: list) -> Any:
-    """Return a new container of the same type as `value` with these items."""
+    """Return a copy of the container `value` with other items."""
     if isinstance(value, tuple):
-        # torch.return_types take a list of items, unlike named tuples
+        # A named tuple takes its items as separate arguments, and torch.return_types take a list.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     result = copy.copy(value)  # keeps the type and other attributes of the object
     if isinstance(value, list):
         result[:] = items
-    # before dataclasses, because a Hugging Face output is a mapping and a dataclass
+    # A Hugging Face output is a mapping and a dataclass, so mappings are handled first.
     elif isinstance(value, Mapping):
         for key, item in zip(value, items, strict=True):
             result[key] = item
@@ -96,23 +96,26 @@ def _rebuild(value: Any, items: list) -> Any:
 
 
 def version(tensor: Tensor) -> int | None:
-    """Return the number of in-place changes of a tensor, or None for an inference tensor."""
+    """Return a tensor's version counter, which counts its in-place changes.
+
+    The result is None for an inference tensor, which has none.
+    """
     return None if tensor.is_inference() else tensor._version
 
 
 def elements_spanned(tensor: Tensor) -> int:
-    """Count the elements from a tensor's first to its last in memory, including skipped ones.
+    """Count the elements of memory from a tensor's first element to its last.
 
-    The tensor must have at least one element.
+    Elements that its strides skip are included. The tensor must have at least one element.
     """
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 def holders_of(storage: torch.UntypedStorage) -> int:
-    """Return the number of a storage's holders.
+    """Return the reference count of a storage.
 
-    The holders are the tensors that share the storage, and the storage's Python object. Depending
-    on the version of torch, the Python object counts as one holder or as none.
+    References are held by the tensors that share the storage, and, in some versions of torch, by
+    the storage's Python object.
     """
     return torch._C._storage_Use_Count(storage._cdata)
