@@ -1,8 +1,8 @@
-"""Arguments of a block that are objects, such as a key-value cache, and what has changed in them.
+"""Detect changes in arguments of a block that are objects, such as a key-value cache.
 
 A checkpoint keeps the tensors among the arguments of a block, and copies lists and dicts. It cannot
-copy other objects. If the block changes one of them, the recomputation starts from the changed
-object.
+copy other objects. If the block changes such an object, the recomputation starts from the changed
+object, and its result may be wrong. The error message then names the argument that has changed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from .._torch.tensors import version
 
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _WITHOUT_PARTS = (*_PLAIN, Tensor, type, ModuleType, FunctionType)
-# Limit for the parts of one argument. A key-value cache of 100 layers has about 1,000.
-_MOST_PARTS = 10_000
+# Number of parts of one argument that are recorded at most. A key-value cache of 100 layers has
+# about 1,000 parts.
+_MAX_PARTS = 10_000
 
 
 class ObjectArguments:
-    """Arguments of a call that are objects, with a record of their parts at the time of the call.
+    """Record of the objects among the arguments of a call, which shows whether they change later.
 
-    The record holds no tensors, only their identities and their numbers of in-place changes.
+    The record keeps no tensors alive. It has only their identities and version counters.
 
     Args:
         function: The function that is called. Its signature gives the names of the arguments.
@@ -38,20 +39,20 @@ class ObjectArguments:
     def __init__(self, function: Callable, args: tuple, kwargs: dict[str, Any]):
         self.function = function
         self.records = [
-            (key, path, value, _parts(value))
+            (key, path, value, _part_identities(value))
             for key, argument in (*enumerate(args), *kwargs.items())
-            for path, value in _objects(argument)
+            for path, value in _objects_in(argument)
         ]
 
     def changes(self) -> str:
-        """Describe what has changed in an argument since the call, and what to do.
+        """Describe what has changed in an argument since the call, and how to avoid it.
 
         Returns:
-            Two sentences about the first argument that has changed, without a period at the end,
-            or "" if none has.
+            Two sentences about the first argument that has changed, without a period at the end, or
+            "" if no argument has changed. The caller appends its own advice after a comma.
         """
         for key, path, value, before in self.records:
-            now = _parts(value)
+            now = _part_identities(value)
             changed = [part for part in before | now if before.get(part) != now.get(part)]
             if changed:
                 argument = f"{self._argument_name(key)}{path} ({type(value).__name__})"
@@ -65,6 +66,7 @@ class ObjectArguments:
         return ""
 
     def _argument_name(self, key: int | str) -> str:
+        """Return the name of an argument; `key` is its position or its keyword."""
         if isinstance(key, str):
             return key
         try:
@@ -75,34 +77,35 @@ class ObjectArguments:
         return positional[key] if key < len(positional) else str(key + 1)
 
 
-def _objects(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the objects in nested lists, tuples and dicts, each with its path."""
+def _objects_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the objects inside nested lists, tuples and dicts, each with its path such as "[0]"."""
     if isinstance(value, (list, tuple, dict)):
         for step, item in _items(value):
-            yield from _objects(item, path + step)
+            yield from _objects_in(item, path + step)
     elif not isinstance(value, _WITHOUT_PARTS):
         yield path, value
 
 
-def _parts(value: Any) -> dict[str, Any]:
-    """Return what identifies the object and all its parts, by their paths; the nearest come first.
+def _part_identities(value: Any) -> dict[str, Any]:
+    """Return the identities of an object and all its parts, by path, nearest parts first.
 
     Two results are equal if no part was replaced or changed in place in between.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
     waiting = deque([("", value)])
-    while waiting and len(found) < _MOST_PARTS:
+    while waiting and len(found) < _MAX_PARTS:
         path, part = waiting.popleft()
         found[path] = _identity(part)
         if id(part) not in seen and not isinstance(part, _WITHOUT_PARTS):
             seen.add(id(part))
-            steps = islice(chain(_items(part), _attributes(part)), _MOST_PARTS)
+            steps = islice(chain(_items(part), _attributes(part)), _MAX_PARTS)
             waiting.extend((path + step, inner) for step, inner in steps)
     return found
 
 
 def _items(container: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the items of a container, each with its path such as "['key']"."""
     if isinstance(container, dict):
         for i, (key, item) in enumerate(container.items()):
             yield f"[{repr(key) if isinstance(key, _PLAIN) else i}]", item
@@ -111,6 +114,7 @@ def _items(container: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object, also those in `__slots__`, each with its path."""
     names = [*getattr(value, "__dict__", ())]
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
@@ -119,9 +123,10 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _identity(part: Any) -> Any:
-    """Return what is equal for the same unchanged part: for a tensor, also its version."""
+    """Return a key that stays equal until the part is replaced or, for a tensor, changed."""
     if isinstance(part, Tensor):
         storage = part.untyped_storage()._cdata if part.layout is torch.strided else None
         return id(part), version(part), storage
-    # A tuple, because NaN is not equal to itself, but a tuple of the same NaN is.
+    # Plain values are in a tuple, because NaN is not equal to itself, but two tuples with the same
+    # NaN object are equal.
     return (type(part), part) if isinstance(part, _PLAIN) else id(part)

@@ -1,7 +1,8 @@
 """Checkpoint the blocks of any model in place: `checkpoint_blocks`.
 
-`BlocksInPlace` replaces the `forward` of blocks and restores it; `schedule_blocks` uses it, too.
-The functions that select the blocks are at the end of this file.
+`BlocksInPlace` replaces the `forward` of blocks until it is removed. `schedule_blocks` in
+`course_lib.schedule` uses it as well. The functions that select the blocks are at the end of this
+file.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from .._check import describe, kind, whole
 from .._torch.autograd import are_functorch_transforms_active
-from .comparison import STATE_PRESERVED, ComparedFunction, Comparison, FirstComparison
+from .comparison import STATE_PRESERVED, Comparison, FirstComparison, FunctionWithSavedTensorCheck
 from .policies import ListedOperators, Policy
 from .repeatable import BlockState, Repeatable
 
 _STATE_NOT_PRESERVED = (
-    "A block that is recomputed must compute the same again. With preserve_module_state=True it may"
-    " also change its attributes and draw random numbers of random and numpy. Change the block"
+    "A block that is recomputed must compute the same values again. With preserve_module_state=True"
+    " it may also change its attributes and draw random numbers of random and numpy. Change the"
+    " block"
 )
 _ADVICE = "exclude it from checkpoint_blocks"
 
@@ -43,66 +45,74 @@ def checkpoint_blocks(
 ) -> CheckpointedBlocks:
     """Checkpoint the blocks of a model, in place, until the handle is removed.
 
+    A checkpointed block does not keep its activations for the backward pass. Backward runs the
+    block again to compute them, which saves memory and costs a second forward pass of the block.
+
     A block is any module that is called, with any arguments and outputs. Hooks on a block run once
     per forward pass; hooks on modules inside it run once more in the recomputation. Names in the
     state dict stay the same. With gradients disabled, the blocks run as before. A copy of the model
-    (deepcopy, pickle) has no checkpoints. The model or its blocks may be compiled before or after
-    this call, by `torch.compile(block)` or `block.compile()`, also with `fullgraph=True`. Inside a
-    compiled graph, PyTorch warns about in-place operators if there is a `policy`, but nothing warns
-    if none of the listed operators runs. Inside a transform of `torch.func` the blocks run without
-    a checkpoint, with a warning.
+    (deepcopy, pickle) has no checkpoints. Inside a transform of `torch.func` the blocks run without
+    a checkpoint, and a warning is given.
+
+    The model or its blocks may be compiled before or after this call, by `torch.compile(block)` or
+    `block.compile()`, also with `fullgraph=True`. Inside a compiled graph, PyTorch warns about
+    in-place operators if there is a `policy`. The warning described under `policy` is not given.
 
     Args:
-        model: Model to change in place: its blocks get a new `forward`.
+        model: Model to change in place. Its blocks get a new `forward`.
         blocks: Names of the blocks as in `model.named_modules()`, with wildcards that match one
             part between dots: "layers.*", "model.layers.*", ["encoder.block.*", "decoder.block.*"].
-            None selects the blocks in every list of two or more modules of one type
-            (`nn.ModuleList` or `nn.Sequential`) that is not inside another such list, such as those
-            of an encoder and a decoder, of any lengths. A module that is never called, such as an
-            `nn.ModuleList`, is not a block. Lists of one module are used only if the model has no
-            longer list, and lists of single layers, such as `nn.Linear`, only if it has no list of
-            larger modules. If there is no list of one type, the modules of each `nn.ModuleList` are
-            the blocks, whatever their types, beginning with the longest list.
-        every: Checkpoint only every n-th block: with 2, the second, the fourth, and so on.
-        first: Number of blocks to consider, from the beginning of the model and across all lists;
-            None considers all. The last block may be left out without raising the peak, because
-            all of its activations are live at the peak anyway, when backward starts.
-        policy: None recomputes everything. A list of operators, or a policy as for PyTorch's
-            `create_selective_checkpoint_contexts`, determines which outputs are kept. `nn.Linear`
-            calls `torch.ops.aten.addmm.default` with a bias and `torch.ops.aten.mm.default` without
-            one. If none of the listed operators has run when the first block is recomputed, a
-            warning names the matrix products that the blocks did run. After an operator that draws
-            random numbers and whose output is kept, the recomputation draws other numbers. The
-            comparison raises an error if backward needs these numbers.
-        preserve_rng_state: Whether a block that draws random numbers draws the same ones in its
-            recomputation, on the CPU and on the devices of the tensors among its arguments.
-        preserve_module_state: Whether to preserve the attributes of a block's modules (tensors,
-            numbers, containers of these, and generators) and the states of the global random number
-            generators of Python and NumPy. The recomputation starts from their values before the
-            first run. Afterwards they have their values after the first run. Has no effect inside
-            a compiled model.
+            A module that is never called, such as an `nn.ModuleList`, is not a block.
+
+            None looks for lists (`nn.ModuleList` or `nn.Sequential`) of two or more modules of one
+            type. The modules of all these lists are the blocks, for example those of an encoder and
+            of a decoder. A list inside another such list is ignored. A list of one module is used
+            only if the model has no longer list, and a list of single layers, such as `nn.Linear`,
+            only if it has no list of larger modules. If no list has modules of one type, the
+            modules of each `nn.ModuleList` are the blocks, and the longest list comes first.
+        every: Checkpoint only every n-th block. With 2, these are the second, the fourth, and so
+            on.
+        first: Checkpoint only blocks among the first n blocks, counted from the beginning of the
+            model and across all lists. None considers all blocks. The last block can usually be
+            left out without raising the peak, because all of its activations are live when
+            backward starts, with or without a checkpoint.
+        policy: Outputs that are kept instead of recomputed: a list of operators, or a policy
+            function as for PyTorch's `create_selective_checkpoint_contexts`. None recomputes
+            everything. `nn.Linear` calls `torch.ops.aten.addmm.default` if it has a bias and
+            `torch.ops.aten.mm.default` if it has none. If none of the listed operators has run when
+            the first block is recomputed, a warning lists the matrix products that the blocks ran.
+            If the output of an operator that draws random numbers is kept, operators after it draw
+            other numbers in the recomputation. The comparison raises an error if backward needs
+            these numbers.
+        preserve_rng_state: Whether a block that draws random numbers with PyTorch draws the same
+            numbers in its recomputation, on the CPU and on the devices of its tensor arguments.
+        preserve_module_state: Whether the recomputation starts from the same state as the first
+            run. The state is the attributes of the block's modules (tensors, numbers, containers of
+            these, and generators) and the global random number generators of Python and NumPy.
+            After the recomputation, the values that the state had before the recomputation are
+            restored. Has no effect inside a compiled model.
         compare: Whether to compare the first recomputation of each block with its first run, by
-            checksums of the tensors saved for backward. These tensors are read twice, which added
-            15% and 21% to the CPU time of the first step of two small language models. Later steps
-            compare nothing. Until the recomputation, one checksum per saved tensor is kept, which
-            meters do not count. On a CPU, checksums are exact. On a GPU they allow for rounding,
-            and take up to 8 MB of GPU memory while they are computed. Has no effect inside a
-            compiled model or with `preserve_rng_state=False`.
+            checksums of the tensors saved for backward. This reads each of these tensors twice,
+            which added 15% and 21% to the CPU time of the first step of two small language models.
+            Later steps compare nothing. Until the recomputation, one checksum per saved tensor is
+            kept, which memory meters do not count. On a CPU, checksums are exact. On a GPU they
+            allow for rounding, and computing them uses up to 8 MB of GPU memory. Has no effect
+            inside a compiled model or with `preserve_rng_state=False`.
 
     Returns:
-        A handle with the `names` of the blocks. `handle.remove()` undoes the change, and so does
-        leaving a `with` block. After a forward pass, `handle.check()` raises an error if none of
-        the blocks was called with gradients.
+        A handle with the `names` of the blocks. `handle.remove()` undoes the change, as does the
+        end of a `with checkpoint_blocks(...)` block. After a forward pass, `handle.check()` raises
+        an error if none of the blocks was called with gradients enabled.
 
     Raises:
-        ValueError: No module that is called has such a name, a block is checkpointed already, or
-            `every` is larger than the number of blocks.
+        ValueError: `blocks` matches no module that has a forward method, a block is checkpointed
+            already, or `every` is larger than the number of blocks.
         TypeError: An argument has the wrong type.
         RuntimeError: (In the backward pass) a block's first recomputation is not equal to its
             first run, so gradients would be wrong. The message names the block and an argument
-            that has changed. Also if a recomputation fails and such an argument has changed, if a
-            tensor among the arguments was changed in place, or if the last operator of a block is
-            `rrelu` in training mode.
+            that has changed, if there is one. The error is also raised if a recomputation fails
+            after an argument has changed, if a tensor among the arguments was changed in place, or
+            if the last operator of a block is `rrelu` in training mode.
 
     Example:
         >>> from course_lib.models import Decoder, random_tokens
@@ -110,12 +120,12 @@ def checkpoint_blocks(
         >>> with checkpoint_blocks(decoder, "layers.*"):
         ...     decoder.loss(random_tokens(4, 16, 100)).backward()
 
-    All other side effects of a block happen twice, and the recomputation starts from the changed
-    values. Examples are updates of running statistics and spectral norms, and a key-value cache
-    among the arguments (train Hugging Face models with `use_cache=False`, and pass no cache). Lists
-    and dicts among the arguments are an exception: the recomputation gets their original content.
-    Without `preserve_module_state`, changes of attributes also happen twice. A comparison raises an
-    error if backward would compute with the changed values.
+    Side effects of a block that no argument above preserves happen twice, and the recomputation
+    starts from the changed values. Examples are updates of running statistics, of spectral norms
+    and of a key-value cache (train Hugging Face models with `use_cache=False`, and pass no cache).
+    Without `preserve_module_state`, changes of attributes also happen twice. If backward would
+    compute with wrong values because of this, the comparison raises an error. Changes of lists and
+    dicts among the arguments do no harm: the recomputation gets copies with the original content.
     """
     kind("model", model, nn.Module, "an nn.Module")
     every = whole("every", every, 1)
@@ -134,7 +144,7 @@ def checkpoint_blocks(
 
 
 def blocks_in_place(model: nn.Module) -> list[str]:
-    """Return the names of the modules whose forward is replaced by `BlocksInPlace`."""
+    """Return the names of the modules whose `forward` was replaced by `BlocksInPlace`."""
     return [
         name
         for name, module in model.named_modules()
@@ -143,7 +153,9 @@ def blocks_in_place(model: nn.Module) -> list[str]:
 
 
 class BlocksInPlace:
-    """Blocks whose forward is replaced until `remove()` or the end of a `with` block.
+    """Blocks whose `forward` is replaced until `remove()` is called or a `with` block ends.
+
+    Subclasses define what a block does instead, in `_call`.
 
     Attributes:
         names: Names of the blocks, as in `model.named_modules()`.
@@ -161,11 +173,17 @@ class BlocksInPlace:
         ]
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Compute what block i returns, given its original forward; subclasses implement this."""
+        """Return the output of block number `i`; subclasses implement this.
+
+        Args:
+            i: Position of the block in `names`.
+            forward: The block's original forward method.
+            args, kwargs: Arguments with which the block is called.
+        """
         raise NotImplementedError
 
     def remove(self) -> None:
-        """Restore the original blocks. A second call does nothing."""
+        """Restore the original `forward` of all blocks. A second call does nothing."""
         for forward in self._forwards:
             forward.undo()
 
@@ -177,11 +195,11 @@ class BlocksInPlace:
 
 
 class CheckpointedBlocks(BlocksInPlace):
-    """Checkpointed blocks; the result of `checkpoint_blocks`.
+    """The handle that `checkpoint_blocks` returns, with which the checkpoints can be removed.
 
     Attributes:
         compare: Whether the first recomputation of each block is compared with its first run.
-        advice: Advice in the error message that is raised if a recomputation differs from the first
+        advice: Advice at the end of the error message if a recomputation differs from the first
             run, such as "exclude it from checkpointing". If it is set, all recomputations are
             compared, and the blocks' buffers as well.
     """
@@ -202,17 +220,21 @@ class CheckpointedBlocks(BlocksInPlace):
         # The compiler does not accept PyTorch's default `context_fn` if it is passed explicitly.
         contexts = partial(create_selective_checkpoint_contexts, policy)
         self._contexts = {} if policy is None else {"context_fn": contexts}
-        self._given_policy = None if policy is None else policy.given
+        self._user_policy = None if policy is None else policy.user_policy
         self._preserve_rng_state = preserve_rng_state
         self._preserve_module_state = preserve_module_state
         self._called = False
-        self._equal: set[str] = set()  # names of the blocks that need no further comparison
+        self._found_equal: set[str] = set()  # names of the blocks that need no further comparison
 
     def check(self) -> None:
-        """After a forward pass, raise an error if no block was called with gradients enabled.
+        """Raise an error if no block has been called with gradients enabled so far.
 
-        In this case nothing was checkpointed. It happens if an autograd function of the model, or
-        a reentrant checkpoint, runs the blocks.
+        Call this after a forward pass. The error means that nothing was checkpointed. This happens
+        if the blocks run inside an autograd function of the model, or inside a reentrant
+        checkpoint.
+
+        Raises:
+            ValueError: No block has been called with gradients enabled.
         """
         if not self._called:
             blocks = " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
@@ -228,11 +250,12 @@ class CheckpointedBlocks(BlocksInPlace):
         self._called = True
         if torch.compiler.is_compiling():
             # PyTorch's checkpoint becomes a part of the compiled graph, which repeats random
-            # numbers in its own way. The compiler cannot trace variables that change in between.
+            # numbers by itself. The compiler cannot trace code that changes variables between the
+            # two runs, such as `run` below.
             function = lambda args, kwargs: forward(*args, **kwargs)  # noqa: E731
-            # Nor can it trace the checks of a `Policy`, on torch 2.9.
-            contexts = partial(create_selective_checkpoint_contexts, self._given_policy)
-            options = {} if self._given_policy is None else {"context_fn": contexts}
+            # On torch 2.9 it cannot trace the checks of a `Policy` either.
+            contexts = partial(create_selective_checkpoint_contexts, self._user_policy)
+            options = {} if self._user_policy is None else {"context_fn": contexts}
             return checkpoint(function, args, kwargs, use_reentrant=False, **options)
         if are_functorch_transforms_active():
             warnings.warn(
@@ -242,7 +265,9 @@ class CheckpointedBlocks(BlocksInPlace):
             )
             return forward(*args, **kwargs)
         comparison = self._comparison(self.names[i])
-        function = forward if comparison is None else ComparedFunction(forward, comparison)
+        function = (
+            forward if comparison is None else FunctionWithSavedTensorCheck(forward, comparison)
+        )
         has_run = False
 
         @wraps(forward)  # for error messages, which show the name of `forward`
@@ -261,35 +286,38 @@ class CheckpointedBlocks(BlocksInPlace):
         return Repeatable(run, state).checkpoint(args, kwargs, **options)
 
     def _comparison(self, name: str) -> Comparison | None:
+        """Return the comparison for the block's next run, or None if it is not compared."""
         if self.advice:
             return Comparison(name, self.advice)
-        if not self.compare or name in self._equal:
+        if not self.compare or name in self._found_equal:
             return None
         rule = STATE_PRESERVED if self._preserve_module_state else _STATE_NOT_PRESERVED
-        return FirstComparison(name, _ADVICE, rule, self._equal)
+        return FirstComparison(name, _ADVICE, rule, self._found_equal)
 
 
 class _ReplacementForward:
     """Replacement for a block's `forward`, set as an attribute of the block.
 
     `block(...)` still runs the block's hooks, because `nn.Module.__call__` calls this attribute.
-    The replacement holds only a weak reference to the block, because a reference cycle would keep
+    The replacement has only a weak reference to the block, because a reference cycle would keep
     the block alive until garbage collection.
 
     Args:
-        block: The block, whose `forward` is replaced.
-        call: Function of (the original forward, args, kwargs) that returns the block's output.
+        block: The block whose `forward` is replaced.
+        call: Function that returns the block's output, called with the original forward, the tuple
+            of arguments and the dict of keyword arguments.
     """
 
     def __init__(self, block: nn.Module, call: Callable[[Callable, tuple, dict], Any]):
         self.block = weakref.ref(block)
         self.call = call
-        # set if another library, such as accelerate, has already replaced the forward
+        # Not None if another library, such as accelerate, has replaced the forward before.
         self.replaced = vars(block).get("forward")
         self.active = True
         block.forward = self
 
     def original_forward(self) -> Callable:
+        """Return the forward that this object replaced, as a function of the block's arguments."""
         block = self.block()
         return self.replaced or partial(type(block).forward, block)
 
@@ -301,6 +329,7 @@ class _ReplacementForward:
         )
 
     def undo(self) -> None:
+        """Let the block use its original forward again."""
         block = self.block()
         self.active = False
         # If another library has since replaced this object, that library may still call it. With
@@ -311,8 +340,8 @@ class _ReplacementForward:
                 block.forward = self.replaced
 
     def __reduce__(self):
-        """Let a copied block use the `forward` of its class, because a policy cannot be pickled."""
-        # the copy has no attribute `forward` yet, so `getattr` finds the method of the class
+        """Give a copied block the `forward` of its class, because a policy cannot be pickled."""
+        # The copy has no attribute `forward` yet, so `getattr` finds the method of the class.
         return getattr, (self.block(), "forward")
 
 
@@ -323,7 +352,8 @@ def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
     """Return the names of the blocks that `blocks` selects, as described in `checkpoint_blocks`.
 
     Raises:
-        ValueError: No module that is called has such a name.
+        ValueError: `blocks` matches no module that has a forward method, or it is None and the
+            model has no list of blocks.
         TypeError: `blocks` has the wrong type.
     """
     return (
@@ -334,17 +364,19 @@ def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
 
 
 def lists_of(model: nn.Module) -> list[list[str]]:
-    """Return the names of the blocks in each list of modules of one type, in the model's order.
+    """Return the names of the blocks in each of the model's lists of blocks.
 
-    If the model has no such list, return those of each `nn.ModuleList`, the longest first.
+    The docstring of `checkpoint_blocks` says which lists are used for `blocks=None`. Lists whose
+    modules have one type are in the model's order. If there is no such list, the longest
+    `nn.ModuleList` is first.
 
     Raises:
-        ValueError: The model has no list of modules that are called.
+        ValueError: The model has no list of blocks.
     """
     lists_of_several, lists_of_any_length = (
-        list(_lists(model, kind)) for kind in (_is_list_of_several, _is_list_of_one_type)
+        list(_find_lists(model, kind)) for kind in (_is_list_of_several, _is_list_of_one_type)
     )
-    lists_of_any_type = sorted(_lists(model, _is_list), key=len, reverse=True)
+    lists_of_any_type = sorted(_find_lists(model, _is_list), key=len, reverse=True)
     # Lists of single layers, such as the heads of a model for several tasks, come last, because a
     # single layer saves only its input anyway.
     larger = [
@@ -361,7 +393,7 @@ def lists_of(model: nn.Module) -> list[list[str]]:
     if block_lists is None:
         raise ValueError(
             "blocks must be one or several names, with wildcards, for a model without a list of"
-            f" blocks (nn.ModuleList), got None; {_names_shown(model, names_to_choose(model))}"
+            f" blocks (nn.ModuleList), got None; {_available_names(model, names_to_choose(model))}"
         )
     return block_lists
 
@@ -369,10 +401,10 @@ def lists_of(model: nn.Module) -> list[list[str]]:
 def names_to_choose(model: nn.Module) -> list[str]:
     """Return the names of the outermost modules that a user may choose as blocks.
 
-    These are the larger ones, which have modules inside. If there is one alone, those inside it are
-    returned.
+    These are modules that contain other modules, or all modules if none does. If there is only one
+    such module, the names of the modules inside it are returned.
     """
-    outer = dict(_called_modules(model))
+    outer = dict(_modules_with_forward(model))
     larger = {name: module for name, module in outer.items() if any(module.children())}
     if len(larger) == 1:
         [(name, module)] = larger.items()
@@ -381,22 +413,23 @@ def names_to_choose(model: nn.Module) -> list[str]:
     return list(larger or outer)
 
 
-def _called_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules inside a module that are called, with their names."""
+def _modules_with_forward(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules inside a module that have a forward, with their names."""
     for name, child in module.named_children():
-        if _is_called(child):
+        if _has_forward(child):
             yield name, child
         else:
-            yield from ((f"{name}.{inner}", each) for inner, each in _called_modules(child))
+            yield from ((f"{name}.{inner}", each) for inner, each in _modules_with_forward(child))
 
 
 def _matching_names(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
+    """Return the names of the modules that match a pattern; raise a ValueError if none does."""
     patterns = (
         [blocks]
         if isinstance(blocks, str)
         else kind("blocks", blocks, (list, tuple), "names, or None")
     )
-    callable_names = [name for name, module in model.named_modules() if _is_called(module)]
+    callable_names = [name for name, module in model.named_modules() if _has_forward(module)]
     matching = [
         name
         for name in callable_names
@@ -404,43 +437,44 @@ def _matching_names(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
     ]
     if not matching:
         raise ValueError(
-            f"blocks must match the name of a module that is called, got {blocks!r};"
-            f" {_names_shown(model, callable_names[:6])}"
+            f"blocks must match the name of a module with a forward method, got {blocks!r};"
+            f" {_available_names(model, callable_names[:6])}"
         )
     return matching
 
 
-def _names_shown(model: nn.Module, names: Sequence[str]) -> str:
-    """Return a clause with names of modules in the model."""
+def _available_names(model: nn.Module, names: Sequence[str]) -> str:
+    """Return a clause for an error message that lists these names of modules in the model."""
     some = ", ".join(map(repr, filter(None, names[:12])))
     return f"the model has {some}" if some else f"{describe(model)} contains no other modules"
 
 
-def _is_called(module: nn.Module) -> bool:
-    """Return whether a module has a forward, unlike `nn.ModuleList`, for example."""
+def _has_forward(module: nn.Module) -> bool:
+    """Return whether a module has a forward method, which an `nn.ModuleList` does not have."""
     return (
         "forward" in vars(module) or type(module).forward is not nn.Module.forward
     )  # a compiled module, for example, has its forward as an attribute
 
 
 def _matches(name: str, pattern: str) -> bool:
+    """Return whether a module's name matches a pattern with as many dots as the name."""
     return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 
-def _lists(
+def _find_lists(
     module: nn.Module,
     accept: Callable[[nn.Module], bool],
     prefix: str = "",
     seen: set | None = None,
 ) -> Iterator[list[str]]:
-    """Yield the names of the modules in each list that `accept` accepts.
+    """Yield the names of the modules in each list of blocks that `accept` accepts.
 
-    These modules are not searched for further lists.
+    Modules inside such a list are not searched for further lists.
 
     Args:
         module: Module to search.
-        accept: Function of a module that returns whether its children are blocks.
-        prefix: Name of the module in the model, with a dot, or "".
+        accept: Function that returns whether a module is a list of blocks.
+        prefix: Name of the module in the model, followed by a dot, or "" for the model itself.
         seen: Modules that were searched already.
     """
     seen = set() if seen is None else seen
@@ -452,26 +486,26 @@ def _lists(
         yield list(children)
     else:
         for name, child in children.items():
-            yield from _lists(child, accept, f"{name}.", seen)
+            yield from _find_lists(child, accept, f"{name}.", seen)
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Return whether a module is an `nn.ModuleList` of modules that are called."""
+    """Return whether a module is an `nn.ModuleList` of modules that have a forward."""
     children = list(module.children())
-    return isinstance(module, nn.ModuleList) and bool(children) and all(map(_is_called, children))
+    return isinstance(module, nn.ModuleList) and bool(children) and all(map(_has_forward, children))
 
 
 def _is_list_of_one_type(module: nn.Module) -> bool:
-    """Return whether a module is an `nn.ModuleList` of modules of one type that are called."""
+    """Return whether a module is an `nn.ModuleList` of modules of one type that have a forward."""
     return _is_list(module) and len({*map(type, module.children())}) == 1
 
 
 def _is_list_of_several(module: nn.Module) -> bool:
-    """Return whether a module is a list or sequence of several modules of one type."""
+    """Return whether a module is a list or sequence of two or more modules of one type."""
     children = list(module.children())
     return (
         isinstance(module, (nn.ModuleList, nn.Sequential))
         and len(children) > 1
         and len({*map(type, children)}) == 1
-        and all(map(_is_called, children))
+        and all(map(_has_forward, children))
     )

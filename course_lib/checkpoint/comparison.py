@@ -1,9 +1,9 @@
-"""Comparison of a block's recomputation with its first run, by the tensors saved for backward.
+"""Compare a block's recomputation with its first run, by the tensors saved for backward.
 
-`ComparedFunction` puts saved-tensor hooks between the block and the checkpoint around it. These
-pass each tensor on to the checkpoint's own hooks. They keep a checksum of it, and compare that with
-the tensor that the checkpoint returns in the backward pass. They need nothing else of the
-checkpoint, which may be PyTorch's or another one that uses saved-tensor hooks.
+`FunctionWithSavedTensorCheck` installs saved-tensor hooks inside those of a checkpoint. They pass
+each tensor on to the checkpoint's hooks, and keep a checksum of it. In the backward pass they
+compare the checksum with that of the tensor which the checkpoint returns. They work with PyTorch's
+checkpoint and with any other one that uses saved-tensor hooks.
 """
 
 from __future__ import annotations
@@ -39,34 +39,36 @@ STATE_PRESERVED = (
 
 
 class Comparison:
-    """Comparison of a block's runs, by checksums of tensors.
+    """Comparison of later runs of a block with its first run, by checksums of tensors.
 
     A checkpoint compares the tensors saved for backward. It cannot compare outputs, because a
     recomputation stops early and does not run the last operator. A schedule runs stages to their
-    end and compares their outputs. Meters do not count the memory for checksums. On a CPU,
-    checksums are exact. On other devices they allow for rounding, because operators may add in any
-    order there. Symbolic tensors, which have no values, are not compared, and neither are sparse,
-    nested and quantized tensors and subclasses of `Tensor`.
+    end and compares their outputs.
+
+    On a CPU, checksums are exact. On other devices they allow for rounding, because operators may
+    add in any order there. Memory meters do not count the checksums. Symbolic, sparse, nested and
+    quantized tensors and subclasses of `Tensor` are not compared.
 
     Args:
         name: Name of the block, for error messages.
         advice: Advice at the end of the error message, such as "exclude it from checkpointing".
-        rule: Rule for what a block may change, for an error message that names no argument.
+        rule: Rule for the changes that a block may make. It is part of the error message if no
+            argument has changed.
     """
 
-    hint = ""  # sentence at the end of the error message about a difference
+    hint = ""  # additional sentence at the end of the error message about a difference
 
     def __init__(self, name: str, advice: str, rule: str = STATE_PRESERVED):
         self.name, self.advice, self.rule = name, advice, rule
         self.checksums_before: dict[str, Any] = {}
         self.statistics: set[int] = set()
 
-    def difference(self, first: Any, tensor: Tensor, name: str) -> str:
-        """Describe how a tensor of a later run differs from that of the first run.
+    def describe_difference(self, first: Any, tensor: Tensor, name: str) -> str:
+        """Describe how a tensor of a later run differs from the same tensor of the first run.
 
         Args:
-            first: Checksum of the tensor of the first run.
-            tensor: Tensor of the later run.
+            first: Checksum of the tensor in the first run, or None if it is not compared.
+            tensor: The tensor of the later run.
             name: Name of the tensor in the description.
 
         Returns:
@@ -77,20 +79,20 @@ class Comparison:
         kind = f"{str(tensor.dtype).removeprefix('torch.')}, shape {tuple(tensor.shape)}"
         return f"{name} ({kind}) has other values"
 
-    def start(self, statistics: list[Tensor], tensors: dict[str, Tensor]) -> None:
-        """Record the block's own tensors before a later run.
+    def record_tensors(self, statistics: list[Tensor], tensors: dict[str, Tensor]) -> None:
+        """Record checksums of the block's parameters, buffers and attributes before a later run.
 
         Args:
-            statistics: Those of the tensors that may change in each run.
-            tensors: The tensors by name.
+            statistics: Running statistics, which may change in each run.
+            tensors: All tensors that `check_unchanged` compares, by name.
         """
         self.checksums_before = {name: checksum(tensor) for name, tensor in tensors.items()}
         # Symbolic tensors have no address.
         compared = [x for x in statistics if checksum(x) is not None]
         self.statistics = {x.untyped_storage().data_ptr() for x in compared}
 
-    def finish(self, tensors: dict[str, Tensor]) -> None:
-        """After the run, raise an error if it changed a tensor other than running statistics."""
+    def check_unchanged(self, tensors: dict[str, Tensor]) -> None:
+        """Raise an error if a run changed a recorded tensor that is not a running statistic."""
         for name, tensor in tensors.items():
             if checksums_differ(self.checksums_before[name], checksum(tensor)):
                 if tensor.untyped_storage().data_ptr() not in self.statistics:
@@ -98,11 +100,11 @@ class Comparison:
         self.checksums_before = {}
 
     def fail(self, difference: str, arguments: str = "") -> None:
-        """Raise the error of a difference.
+        """Raise a RuntimeError that describes a difference between two runs.
 
         Args:
             difference: Description of the difference.
-            arguments: Description of the arguments that have changed, or "".
+            arguments: Description of the arguments that have changed, or "" if none has.
         """
         raise RuntimeError(
             f"the recomputation of {self.name} is not equal to its first run, so gradients or"
@@ -112,12 +114,12 @@ class Comparison:
 
 
 class FirstComparison(Comparison):
-    """Comparison that ends with the first recomputation of a block that is equal to its first run.
+    """Comparison of each recomputation of a block with its first run, until one is equal to it.
 
-    Only the tensors saved for backward are compared. A block may change its buffers again.
+    It compares only the tensors saved for backward. A recomputation may change buffers again.
 
     Args:
-        equal: Set of the names of the blocks that were found equal.
+        equal: Names of all blocks found equal. The comparison adds or removes its block's name.
     """
 
     hint = ". If the difference does not matter, pass compare=False to checkpoint_blocks"
@@ -126,16 +128,17 @@ class FirstComparison(Comparison):
         super().__init__(name, advice, rule)
         self.equal = equal
 
-    def difference(self, first: Any, tensor: Tensor, name: str) -> str:
-        found = super().difference(first, tensor, name)
+    def describe_difference(self, first: Any, tensor: Tensor, name: str) -> str:
+        found = super().describe_difference(first, tensor, name)
         (self.equal.discard if found else self.equal.add)(self.name)
         return found
 
 
-class ComparedFunction:
-    """A block's function; the tensors that its first call saves are compared with recomputed ones.
+class FunctionWithSavedTensorCheck:
+    """A block's function, which compares the tensors saved in its first call with recomputed ones.
 
-    Error messages name the function, and the arguments that have changed.
+    A checkpoint calls this object instead of the function. Error messages name the function and the
+    arguments that have changed.
     """
 
     def __init__(self, function: Callable, comparison: Comparison):
@@ -149,21 +152,22 @@ class ComparedFunction:
             return self.function(*args, **kwargs)
         self.has_run = True
         arguments = ObjectArguments(self.function, args, kwargs)
-        mine = ComparingHooks(self.comparison, arguments, hooks)
-        with saved_tensors_hooks(mine.pack, mine.unpack):
+        comparing = ComparingHooks(self.comparison, arguments, hooks)
+        with saved_tensors_hooks(comparing.pack, comparing.unpack):
             return self.function(*args, **kwargs)
 
 
 class ComparingHooks:
-    """Saved-tensor hooks that compare what the hooks of a checkpoint return.
+    """Saved-tensor hooks that call a checkpoint's hooks and compare the tensors they return.
 
-    Only the graph holds this object. The checkpoint's hooks lead to the function and so to its
-    `Comparison`, which must not lead back, because that would form a reference cycle.
+    Only autograd's graph refers to this object. The checkpoint's hooks refer to the function and
+    its `Comparison`. The comparison must not refer back to this object, because that would form a
+    reference cycle.
 
     Args:
-        comparison: The comparison.
+        comparison: The comparison of the block.
         arguments: The function's arguments, for error messages.
-        inner: The checkpoint's hooks.
+        inner: The checkpoint's (pack, unpack) hooks.
     """
 
     def __init__(self, comparison: Comparison, arguments: ObjectArguments, inner: Hooks):
@@ -186,7 +190,11 @@ class ComparingHooks:
         return tensor
 
     def _check_complete(self, position: int) -> None:
-        """Raise an error if early stop ended the recomputation before this tensor was written."""
+        """Raise an error if early stop kept the recomputation from filling a saved tensor.
+
+        Args:
+            position: Number of the tensor among the tensors that the function saved.
+        """
         last = position == self.count - 1
         if last and writes_after_saving(current_node()):
             self.comparison.fail(
@@ -195,21 +203,27 @@ class ComparingHooks:
                 "Let another operator with a gradient follow, use another activation",
             )
 
-    # The compiler may examine the frames of a backward pass. It must not trace a comparison.
+    # `torch.compile` may trace functions that a backward pass calls. It must not trace this one.
     @torch._disable_dynamo
     def _compare(self, packed: list[Any], tensor: Tensor) -> None:
+        """Raise an error if a tensor differs from the one that was saved in the first run.
+
+        Args:
+            packed: Result of `pack` for the tensor.
+            tensor: The tensor that the checkpoint returns for backward.
+        """
         position, first, _ = packed
         if first is None or saved_value_may_differ(current_node(), tensor):
             return
         name = f"tensor {position} saved for backward"
-        if difference := self.comparison.difference(first, tensor, name):
+        if difference := self.comparison.describe_difference(first, tensor, name):
             self.comparison.fail(difference, self.arguments.changes())
         packed[1] = None  # a second recomputation, with `retain_graph=True`, is not compared
 
     def _explain(self, error: Exception) -> None:
-        """Raise a clearer error if a recomputation failed and an argument has changed.
+        """Raise a clearer error if a recomputation failed after an argument had changed.
 
-        Errors that have a type of their own, such as that of a full GPU, are left as they are.
+        Nothing is raised for errors with a type of their own, such as those for a full GPU.
         """
         raw = type(error).__module__ == "builtins" or isinstance(error, CheckpointError)
         changes = self.arguments.changes() if raw and not isinstance(error, MemoryError) else ""
@@ -225,7 +239,11 @@ class ComparingHooks:
 
 
 def checksum(tensor: Tensor) -> Any:
-    """Return a checksum of a tensor's values, or None for a tensor that is not compared."""
+    """Return a checksum of a tensor's values, or None if `Comparison` does not compare it.
+
+    Returns:
+        An int for a tensor on the CPU, and a `Sketch` for one on another device.
+    """
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
     if not plain or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
         return None
@@ -239,50 +257,60 @@ def checksum(tensor: Tensor) -> Any:
                 tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
         # Dimensions are sorted by stride, so that a transposed tensor is not copied.
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-        return _bits(tensor) if tensor.device.type == "cpu" else Sketch(tensor)
+        return _bit_checksum(tensor) if tensor.device.type == "cpu" else Sketch(tensor)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits(tensor: Tensor) -> int:
-    """Return a checksum of the bits; copies are made by NumPy, so that meters do not count them.
+def _bit_checksum(tensor: Tensor) -> int:
+    """Return a checksum of the bits of a tensor on the CPU.
 
-    `tensor.numpy()` would make the storage unresizable, and FSDP resizes those of its parameters.
+    NumPy makes the copies, so that memory meters do not count them. `tensor.numpy()` is not used,
+    because it would make the storage unresizable, and FSDP resizes the storages of its parameters.
     """
     return zlib.crc32(np.ascontiguousarray(np.from_dlpack(tensor.view(_INTEGERS[tensor.itemsize]))))
 
 
 @cache
 def _signs(count: int) -> Tensor:
-    """Return `count` random signs, 1 or -1, the same in each process."""
+    """Return a tensor of `count` random signs, 1 or -1, which are the same in each process."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(2, (count,), generator=generator, dtype=torch.int8) * 2 - 1
 
 
 class Sketch:
-    """A checksum that allows for rounding: the sum of values with random signs, and their norm.
+    """A checksum that allows for rounding: the sum of the values with random signs.
 
-    The sketches of equal values are equal up to rounding.
+    The sums of equal values differ only by rounding errors, which are small compared with the norm
+    of the values.
+
+    Attributes:
+        sum: Sum of the values, each multiplied by 1 or -1.
+        square: Sum of the squares of the values.
+        tolerance: Largest difference of two sums of equal values, relative to the norm.
     """
 
-    chunk = 1 << 18  # number of values per chunk; a chunk in float64 has 2 MiB
+    chunk = 1 << 18  # number of values that are summed at once; in float64 they take 2 MiB
 
     def __init__(self, tensor: Tensor):
         signs = _signs(self.chunk).to(tensor.device)
         self.sum = torch.zeros((), dtype=torch.float64, device=tensor.device)
         self.square = self.sum.clone()
         for number, part in enumerate(tensor.reshape(-1).split(self.chunk)):
-            # `copy=True` also copies float64 values, because the product below is in place.
+            # `copy=True`, so that the in-place product below does not change a float64 tensor.
             values = part.to(torch.float64, copy=True)
             self.square += values.square().sum()
-            # The signs are rotated, so that the sum changes if two chunks are exchanged.
+            # The signs are rolled by one for each chunk. Otherwise the sum would not change if two
+            # chunks were exchanged.
             self.sum += values.mul_(signs.roll(number)[: len(values)]).sum()
         exact = not tensor.is_floating_point()
         self.tolerance = 0.0 if exact else 2e-2 if tensor.itemsize < 4 else 1e-3
 
     def differs(self, other: Sketch) -> bool:
-        # Modes that follow the block's operators, such as selective checkpointing, must not see it.
+        """Return whether the values of two sketches differ by more than rounding."""
+        # Modes that observe the block's operators, such as selective checkpointing, must not see
+        # the operators of the comparison.
         with disable_current_modes():
             values = torch.stack([self.sum, other.sum, self.square]).tolist()
         value, other_value, square = values

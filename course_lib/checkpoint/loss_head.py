@@ -1,6 +1,7 @@
-"""Compute the output head and its loss one chunk of tokens at a time: `checkpointed_loss`.
+"""A loss that is computed one chunk of tokens at a time: `checkpointed_loss`.
 
-With a checkpoint per chunk, the logits of all tokens are never in memory at the same time.
+Each chunk of the output head and its loss has a checkpoint, so the logits of all tokens are never
+in memory at the same time.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ def checkpointed_loss(
     reduction: str = "mean",
     preserve_rng_state: bool = False,
 ) -> Tensor:
-    """Compute `F.cross_entropy(hidden @ weight.T, targets)` without ever holding all the logits.
+    """Compute `F.cross_entropy(hidden @ weight.T, targets)` without keeping all logits in memory.
 
     Each chunk of tokens has its own checkpoint. At any time, only the logits of one chunk
-    (chunk * v values) and the temporaries of one operator on them are live. The price is that
-    hidden @ weight.T is computed once more, in the backward pass.
+    (chunk * vocabulary values) and the temporaries of one operator on them are live. In return,
+    `hidden @ weight.T` is computed a second time, in the backward pass.
 
     Args:
         hidden: Hidden states, of shape (tokens, h).
-        weight: Weight of the head, of shape (v, h), or the head itself: a function that maps each
-            token separately, from shape (chunk, h) to shape (chunk, v).
+        weight: Weight of the head, of shape (vocabulary, h), or the head itself: a function that
+            maps each token separately, from shape (chunk, h) to shape (chunk, vocabulary).
         targets: Target tokens, of shape (tokens,) and dtype int64.
         chunk: Number of tokens per chunk, at least 1; the last chunk may be smaller.
-        ignore_index: Targets with this value do not count.
-        reduction: "mean" over the targets that count, or "sum".
-        preserve_rng_state: Whether the recomputation of a head that draws random numbers draws the
-            same ones. Must be True for such a head.
+        ignore_index: Target value of tokens whose loss does not count.
+        reduction: "mean" for the mean loss of the tokens that count, or "sum" for their sum.
+        preserve_rng_state: Whether the recomputation draws the same random numbers as the first
+            run. Must be True for a head that draws random numbers.
 
     Returns:
         The loss, a scalar with the dtype that `F.cross_entropy` returns. The losses of the tokens
@@ -64,8 +65,8 @@ def checkpointed_loss(
         losses = checkpoint(
             _token_losses, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
-        # bfloat16 has 8 significant bits, so a sum of thousands of losses in it would stop growing
-        # once each further loss is rounded away.
+        # The sum is not in bfloat16, which has 8 significant bits: after some hundred tokens, each
+        # further loss would be rounded away.
         total = total + losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     if reduction == "mean":
         total = total / (targets != ignore_index).sum()
@@ -73,5 +74,6 @@ def checkpointed_loss(
 
 
 def _token_losses(hidden: Tensor, weight, targets: Tensor, ignore_index: int) -> Tensor:
+    """Return the loss of each token of a chunk, of shape (chunk,)."""
     logits = weight(hidden) if callable(weight) else hidden @ weight.T  # (chunk, v)
     return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")  # (chunk,)

@@ -1,7 +1,7 @@
-"""Policies of selective checkpointing: which operators' outputs a checkpoint keeps.
+"""Policies of selective checkpointing, which determine the outputs that a checkpoint keeps.
 
-PyTorch's `create_selective_checkpoint_contexts` keeps the outputs. The classes here check what a
-policy returns, and warn if the operators in a list never run.
+PyTorch's `create_selective_checkpoint_contexts` does the rest. The classes here check what a policy
+returns, and warn if none of the operators in a list ever runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .._torch.autograd import WRITES_AFTER_SAVING
 
 
 class Policy:
-    """A policy for `create_selective_checkpoint_contexts`, whose return values are checked.
+    """A policy for `create_selective_checkpoint_contexts` whose return values are checked.
 
     Args:
         policy: A list of operators whose outputs are kept, or a function `policy(context, operator,
@@ -31,11 +31,12 @@ class Policy:
     """
 
     def __init__(self, policy: Callable | list):
-        create_selective_checkpoint_contexts(policy)  # raises if the policy is wrong
-        self.given = policy
+        create_selective_checkpoint_contexts(policy)  # raises an error for a wrong type
+        self.user_policy = policy
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = self._choose(context, operator, *args, **kwargs)
+        """Return the user's decision for an operator, after checking it."""
+        chosen = self._decide(context, operator, *args, **kwargs)
         if not isinstance(chosen, (bool, CheckpointPolicy)):
             raise TypeError(
                 f"the policy's return value for {operator} must be a CheckpointPolicy or a bool,"
@@ -44,28 +45,33 @@ class Policy:
         name = {True: "MUST_SAVE", False: "PREFER_RECOMPUTE"}.get(chosen) or chosen.name
         if name.endswith("CPU_OFFLOAD"):
             raise ValueError(
-                f"the policy's return value for {operator} must be to save or to recompute, got"
-                f" {name}, which PyTorch carries out only in compiled code. Use offload_activations"
-                " for offloading"
+                f"the policy's return value for {operator} must be a bool or a CheckpointPolicy"
+                f" that saves or recomputes, got {name}, which PyTorch carries out only in compiled"
+                " code. Use offload_activations for offloading"
             )
         if name.endswith("SAVE") and operator in WRITES_AFTER_SAVING:
             raise ValueError(
-                f"the policy's return value for {operator} must be to recompute, got {name}:"
-                " without running the operator, the noise that it saves would be missing"
+                f"the policy's return value for {operator} must be MUST_RECOMPUTE,"
+                f" PREFER_RECOMPUTE or False, got {name}: its backward needs the random noise that"
+                " the operator fills in while it runs, and a saved output does not include it"
             )
         return chosen
 
-    def _choose(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.given(context, operator, *args, **kwargs)
+    def _decide(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the user's decision for an operator: a `CheckpointPolicy` or a bool."""
+        return self.user_policy(context, operator, *args, **kwargs)
 
     def warn_if_none_has_run(self, names: Sequence[str]) -> None:
-        """Do nothing, because a policy function may keep no outputs on purpose."""
+        """Do nothing, because a policy function may keep no outputs on purpose.
+
+        `ListedOperators` overrides this.
+        """
 
 
 class ListedOperators(Policy):
     """A policy that keeps the outputs of listed operators, and warns if none of them ever runs.
 
-    The model may not call any of the listed operators. For example, the list names `addmm`, but the
+    A model may not call any of the listed operators. For example, the list has `addmm`, but the
     linear layers have no bias and call `mm`. Everything would then be recomputed, and without the
     warning the user might not notice.
     """
@@ -74,19 +80,23 @@ class ListedOperators(Policy):
         super().__init__(operators)
         self._operators = frozenset(operators)
         self._has_run = not operators  # an empty list keeps nothing on purpose
-        self._products: dict[str, None] = {}  # names of matrix products, in the order they ran
+        # Names of the operators with FLOPs that ran, such as matrix products, in their order.
+        self._matrix_products: dict[str, None] = {}
 
-    def _choose(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+    def _decide(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
         listed = operator in self._operators
         self._has_run |= listed
         if getattr(operator, "overloadpacket", None) in flop_registry:
-            self._products[f"torch.ops.{operator}"] = None
+            self._matrix_products[f"torch.ops.{operator}"] = None
         return listed
 
     def warn_if_none_has_run(self, names: Sequence[str]) -> None:
         """Give a warning, once, if no block has run a listed operator.
 
-        It is called when a block is recomputed, so the blocks have run before.
+        This is called when a block is recomputed, at a time when the blocks have already run.
+
+        Args:
+            names: Names of all checkpointed blocks, for the warning.
         """
         if self._has_run:
             return
@@ -97,6 +107,6 @@ class ListedOperators(Policy):
             f"policy keeps the outputs of {listed}, but {blocks} ran no such operator, so"
             " everything is recomputed."
         )
-        if self._products:
-            message += f" Matrix products that were run: {', '.join(self._products)}."
+        if self._matrix_products:
+            message += f" Matrix products that were run: {', '.join(self._matrix_products)}."
         warnings.warn(message, stacklevel=2)

@@ -67,16 +67,16 @@ def checkpoint(
     Args:
         function: Function to run. It must do the same in both runs.
         *args: Its arguments. In the reentrant mode, only tensors that are arguments themselves get
-            gradients; in the other mode, tensors may be in lists, tuples and dicts, copied for
-            the second run.
+            gradients; in the other mode, tensors may be in lists, tuples and dicts, which are
+            copied for the second run.
         use_reentrant: Whether to use the reentrant mode. At least one input must then require
-            gradients, and all gradients are computed at once, by `backward()`.
+            gradients, and only `backward()` without `inputs` can compute the gradients.
         preserve_rng_state: Whether the second run draws the random numbers of the first.
         early_stop: Whether the second run ends when it has saved everything that is needed.
         keep: Operators whose outputs are kept instead of computed again, such as
             `[torch.ops.aten.mm.default]`, or a function `keep(operator, *args, **kwargs)` that
-            returns whether to keep the output. Operators that draw random numbers and casts to
-            other dtypes always run again.
+            returns whether to keep the output. Operators that draw random numbers, and casts to
+            other dtypes, always run again.
         **kwargs: Keyword arguments of the function.
 
     Returns:
@@ -86,8 +86,8 @@ def checkpoint(
         ValueError: `keep` or keyword arguments are passed in the reentrant mode.
         CheckpointError: (In the backward pass) the second run saved fewer tensors, or tensors of
             other shapes, dtypes or devices. Other values are not detected.
-        RuntimeError: An input or a kept output was changed in place. The backward pass notices
-            this, except that the reentrant mode notices a change by the function itself earlier.
+        RuntimeError: (In the backward pass) an input or a kept output was changed in place. In the
+            reentrant mode, a change by `function` itself raises the error in the forward pass.
     """
     if use_reentrant:
         if kwargs or keep is not None:
@@ -272,7 +272,7 @@ class _Surroundings:
 
     @contextmanager
     def restore(self) -> Iterator[None]:
-        """Restore the surroundings of the first run in the block, and the current ones after it."""
+        """In a `with` block, restore the first run's surroundings; after it, the current ones."""
         with torch.random.fork_rng(self.gpus, enabled=self.preserved), ExitStack() as stack:
             if self.preserved:
                 torch.set_rng_state(self.cpu_state)

@@ -1,7 +1,8 @@
-"""State of a block, in addition to its arguments, that its recomputation needs.
+"""Run a block a second time from the same state: arguments, attributes and random numbers.
 
-`checkpoint` gives the recomputation the arguments of the first run and the random numbers of
-PyTorch's global generators. A block may compute with more than these. `BlockState` keeps:
+PyTorch's `checkpoint` gives the recomputation the arguments of the first run and the states of
+PyTorch's global random number generators. A block may compute with more than these. `BlockState`
+additionally keeps:
 
 - **Generators**: the global random number generators of Python and NumPy, and all generators of
   PyTorch, Python and NumPy that are attributes of the block's modules.
@@ -10,8 +11,8 @@ PyTorch's global generators. A block may compute with more than these. `BlockSta
   and deques. Examples are the load of a mixture-of-experts gate, a running average of an
   activation, and a counter of calls.
 
-A recomputation works on copies. The module `state` makes and restores them; this module adds the
-comparison of a recomputation with the first run.
+A recomputation works on copies of these. The module `state` makes and restores the copies. This
+module adds the comparison of a recomputation with the first run.
 
 A checkpoint does not keep parameters, buffers (except those of instance norms), other objects that
 are changed in place, or anything outside the block's modules, such as global variables and files.
@@ -29,20 +30,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from .._torch.autograd import torch_func_refused
+from .._torch.autograd import checked_torch_func
 from .._torch.modes import modes_when_recomputed
 from .._torch.tensors import map_tensors, tensors_in
 from .comparison import Comparison, checksum
-from .state import StateBefore
+from .state import StateBeforeFirstRun
 
 
-class BlockState(StateBefore):
+class BlockState(StateBeforeFirstRun):
     """State of a block before its first run, and the comparison of later runs with that run.
 
     Args:
         block: The module whose state is kept.
-        comparison: Comparison of the later runs with the first one, or None to not compare them.
-        options: The options of `StateBefore`.
+        comparison: Comparison of the later runs with the first one. With None, runs are not
+            compared.
+        options: The keyword arguments of `StateBeforeFirstRun`.
     """
 
     def __init__(self, block: nn.Module, comparison: Comparison | None = None, **options: bool):
@@ -51,29 +53,36 @@ class BlockState(StateBefore):
         self.output: Any = None  # checksum of the first run's output, if runs are compared
 
     def check_output(self, output: Tensor, runs_again: bool) -> None:
-        """If runs are compared, raise an error if an output differs from that of the first run.
+        """Raise an error if an output differs from that of the first run.
+
+        Without a comparison, nothing is checked.
 
         Args:
             output: Output of the run that has just ended.
-            runs_again: Whether another run follows.
+            runs_again: Whether another run follows, so that a checksum of the first output is kept.
         """
         if self.comparison is None:
             return
-        if difference := self.comparison.difference(self.output, output, "its output"):
+        if difference := self.comparison.describe_difference(self.output, output, "its output"):
             self.comparison.fail(difference)
         if runs_again and self.output is None:
             self.output = checksum(output)
 
     @contextmanager
-    def repeat(self, last: bool = False) -> Iterator[Any]:
-        with self._check_unchanged(), super().repeat(last) as drawing:
-            yield drawing
+    def later_run(self, last: bool = False) -> Iterator[Any]:
+        """Run the `with` block in the state from before the first run (see `StateBeforeFirstRun`).
+
+        If runs are compared, an error is raised if this run has changed the block's own tensors.
+        """
+        with self._check_unchanged(), super().later_run(last) as detector:
+            yield detector
 
     @contextmanager
     def _check_unchanged(self) -> Iterator[None]:
-        """Raise an error if the run inside the `with` block changes a tensor of the block.
+        """Raise an error if the run inside the `with` block changes the block's own tensors.
 
-        Running statistics may change. Without a comparison, nothing is checked.
+        These are its parameters, its buffers and the tensors in its attributes. Running statistics
+        may change. Without a comparison, nothing is checked.
         """
         comparison = self.comparison
         if comparison is None:
@@ -81,15 +90,15 @@ class BlockState(StateBefore):
             return
         tensors = {**dict(self.block.named_parameters()), **dict(self.block.named_buffers())}
         tensors |= {record.name: record.tensor for record in self.modules.tensors}
-        comparison.start(self.running, tensors)
+        comparison.record_tensors(self.running_statistics, tensors)
         try:
             yield
         except Exception:
-            raise  # the message of this error is more specific
-        except BaseException:  # early stop ends a recomputation with a BaseException
-            comparison.finish(tensors)
+            raise  # its message is more specific than that of a comparison
+        except BaseException:  # such as the exception with which early stop ends a recomputation
+            comparison.check_unchanged(tensors)
             raise
-        comparison.finish(tensors)
+        comparison.check_unchanged(tensors)
 
 
 # A function may change the lists and dicts that it receives, so they are copied.
@@ -98,20 +107,20 @@ _PLACEHOLDER = torch.empty(0, device="cpu")
 
 
 class Repeatable:
-    """A block's function, whose recomputation starts from what its first run started from.
+    """A block's function whose recomputation has the same arguments and state as its first run.
 
     PyTorch's checkpoint saves only tensors that are arguments themselves. It passes the same lists
-    and dicts to both runs, so a block that appends to a list would append twice. Therefore the
-    checkpoint receives the tensors alone, wherever they are in nested lists, tuples, mappings and
+    and dicts to both runs, so a block that appends to a list would append twice. Therefore only
+    tensors are passed to the checkpoint, which are taken out of nested lists, tuples, mappings and
     dataclasses. The first run receives the caller's own arguments. The recomputation receives new
-    lists and dicts with their content before the first run, and starts from the block's state
-    before the first run.
+    lists and dicts with the content that they had before the first run, and starts from the block's
+    state before the first run.
 
-    An object is used for one call of the function. Error messages name the function.
+    Each object is used for one call of the function. Error messages have the function's name.
 
     Args:
         function: The block's function.
-        state: State of the block before its first run, or None to leave the state as it is.
+        state: State of the block before its first run. With None, only the arguments are restored.
     """
 
     def __init__(self, function: Callable, state: BlockState | None = None):
@@ -119,23 +128,24 @@ class Repeatable:
         self.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
 
     def checkpoint(self, args: tuple, kwargs: dict[str, Any], **options: Any) -> Any:
-        """Return `function(*args, **kwargs)`, computed in PyTorch's checkpoint.
+        """Return `function(*args, **kwargs)`, computed inside PyTorch's checkpoint.
 
         Args:
             args, kwargs: The function's arguments.
-            options: Options of `torch.utils.checkpoint.checkpoint` without reentrant autograd.
+            options: Options of the non-reentrant `torch.utils.checkpoint.checkpoint`.
         """
-        self.own_arguments = args, kwargs
+        self.first_run_arguments = args, kwargs
         self.modes = modes_when_recomputed()
-        tensors = list(tensors_in(self.own_arguments))
-        self.inputs = _map_copying(lambda tensor: _PLACEHOLDER, self.own_arguments)
+        tensors = list(tensors_in(self.first_run_arguments))
+        self.inputs = _map_copying(lambda tensor: _PLACEHOLDER, self.first_run_arguments)
         return checkpoint(self, *tensors, use_reentrant=False, **options)
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Run the function; the checkpoint calls this with the tensors among the arguments."""
-        if self.own_arguments is not None:
-            # They are released before the run, because only the checkpoint may hold the tensors.
-            (args, kwargs), self.own_arguments, modes = self.own_arguments, None, []
+        """Run the function; PyTorch's checkpoint calls this with all tensors of the arguments."""
+        if self.first_run_arguments is not None:
+            # Release the arguments before the run, because only the checkpoint may keep the tensors
+            # alive.
+            (args, kwargs), self.first_run_arguments, modes = self.first_run_arguments, None, []
         else:
             remaining, modes = iter(tensors), self.modes
             args, kwargs = _map_copying(lambda placeholder: next(remaining), self.inputs)
@@ -145,11 +155,11 @@ class Repeatable:
                 stack.enter_context(mode)
             if self.state is not None:
                 stack.enter_context(self.state.next_run())
-            stack.enter_context(torch_func_refused("a checkpoint"))
+            stack.enter_context(checked_torch_func("a checkpoint"))
             try:
                 return self.function(*args, **kwargs)
             except _StopRecomputationError as early_stop:
-                stop = early_stop  # this is not an error of the block, whose state is checked
+                stop = early_stop  # raised below, after the block's state has been checked
         try:
             raise stop
         finally:

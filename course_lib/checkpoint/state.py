@@ -1,14 +1,16 @@
 """State before the first run of a block or a step, from which later runs start.
 
-A checkpoint, a schedule and a measurement run the same function several times. They need the state
-that the first run started from: random numbers, attributes, buffers, running statistics. This
-module keeps this state, with a switch for each part that a caller handles itself:
+A checkpoint, a schedule and a measurement run the same function several times. Each run must start
+from the same state as the first one: random numbers, attributes, buffers, running statistics. This
+module keeps this state. An option excludes each part that a caller restores by itself.
 
-- `ModuleState` holds the attributes and buffers of a block's modules, at one moment.
-- `StateBefore` records the state before the first run of a block and restores it for later runs.
+- `ModuleState` contains the attributes and buffers of a block's modules when it was created.
+- `StateBeforeFirstRun` records the state before the first run of a block and restores it for later
+  runs.
 
 A later run works on copies. It does not write to tensors of the first run, so a graph that has
-saved one of them stays valid. Each later run ends by restoring the state that it found.
+saved one of them stays valid. At the end of a later run, the state from before that run is
+restored.
 """
 
 from __future__ import annotations
@@ -35,20 +37,21 @@ from .._torch.tensors import version
 
 
 class _Generator(NamedTuple):
-    """A source of random numbers, with functions that read and set its state."""
+    """Functions that read and set the state of a random number generator."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
 
 
-# the global generators of Python and NumPy
-_GLOBAL = (
+# The global generators of Python and NumPy.
+_GLOBAL_GENERATORS = (
     _Generator(random.getstate, random.setstate),
     _Generator(lambda: np.random.get_state(legacy=False), np.random.set_state),
 )
 
 
 def _as_generator(value: Any) -> _Generator | None:
+    """Return the functions for a generator object, or None if the object is not a generator."""
     if isinstance(value, torch.Generator):
         return _Generator(value.get_state, value.set_state)
     if isinstance(value, random.Random):
@@ -63,37 +66,38 @@ def _as_generator(value: Any) -> _Generator | None:
 
 
 class _GeneratorStates:
-    """The current states of some generators."""
+    """States of several random number generators, read when this object is created."""
 
     def __init__(self, generators: Iterable[_Generator]):
         self.states = [(generator, generator.get()) for generator in generators]
 
     def restore(self) -> None:
+        """Set all generators to the states that were read."""
         for generator, state in self.states:
             generator.set(state)
 
     def current(self) -> _GeneratorStates:
-        """Return the current states of the same generators."""
+        """Return a new object with the current states of the same generators."""
         return _GeneratorStates([generator for generator, _ in self.states])
 
     def drop_unchanged(self) -> None:
-        """Drop the generators whose state is still the same."""
-        self.states = [pair for pair in self.states if not _equal(pair[0].get(), pair[1])]
+        """Remove the generators whose current state equals the recorded state."""
+        self.states = [pair for pair in self.states if not _states_equal(pair[0].get(), pair[1])]
 
 
-def _equal(a: Any, b: Any) -> bool:
-    """Return whether two states of a generator are equal."""
+def _states_equal(a: Any, b: Any) -> bool:
+    """Return whether two states of a random number generator are equal."""
     if isinstance(a, Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_states_equal(a[key], b[key]) for key in a)
     return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else a == b
 
 
 class _RandomOperatorDetector(ObserverMode):
-    """Dispatch mode that detects operators which draw random numbers.
+    """Dispatch mode that sets `seen` if an operator that draws random numbers runs.
 
-    It is used with symbolic tensors, where such operators do not advance a generator.
+    It is used with symbolic tensors, where such operators do not change a generator's state.
     """
 
     seen = False
@@ -101,12 +105,12 @@ class _RandomOperatorDetector(ObserverMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen |= torch.Tag.nondeterministic_seeded in getattr(
             func, "tags", ()
-        ) and not _without_dropout(func, args, kwargs or {})
+        ) and not _is_attention_without_dropout(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def _without_dropout(func, args: tuple, kwargs: dict) -> bool:
-    """Return whether this is an attention operator with dropout disabled."""
+def _is_attention_without_dropout(func, args: tuple, kwargs: dict) -> bool:
+    """Return whether an operator is attention without dropout, which draws no random numbers."""
     arguments = (
         dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         | kwargs
@@ -117,28 +121,29 @@ def _without_dropout(func, args: tuple, kwargs: dict) -> bool:
 # ---- tensors and containers
 
 
-class _Tensor:
-    """A tensor to which an attribute or buffer referred before the first run.
+class _TensorRecord:
+    """A tensor in an attribute or buffer, and a copy of its values before the first run.
 
-    If the first run changes its values, this object keeps a copy of the old ones.
+    The copy is kept only if the first run changes the values.
 
     Args:
         name: Name of the attribute, for error messages.
         tensor: The tensor.
-        written_by: Module whose buffer the tensor is, or None for an attribute. The values of
-            buffers are compared, because normalization layers change their statistics without
-            increasing the version counter. Symbolic and sparse tensors cannot be compared.
+        written_by: The module whose buffer the tensor is, or None for an attribute. A buffer's
+            values are compared to find a change, because normalization layers change their
+            statistics without increasing the version counter. Symbolic and sparse tensors cannot be
+            compared.
     """
 
     def __init__(self, name: str, tensor: Tensor, written_by: nn.Module | None):
         self.name, self.tensor, self.written_by = name, tensor, written_by
         self.version = version(tensor)
-        # No copy is needed of a tensor that requires gradients: if it is changed in place, autograd
-        # raises an error anyway.
+        # A tensor that requires gradients needs no copy, because autograd raises an error anyway if
+        # it is changed in place.
         self.copy = None if tensor.requires_grad else tensor.detach().clone()
 
     def drop_unchanged(self) -> None:
-        """Drop the copy if the first run did not change the tensor."""
+        """Delete the copy if the first run did not change the tensor."""
         changed = self.version is None or version(self.tensor) != self.version
         if self.written_by is not None and self.copy is not None:
             if is_symbolic(self.copy) or self.copy.layout is not torch.strided:
@@ -149,7 +154,16 @@ class _Tensor:
             self.copy = None
 
     def restore(self, last: bool) -> Tensor:
-        """Return the tensor, or a copy with its old values; the copy itself for the last run."""
+        """Return a tensor with the values before the first run.
+
+        Args:
+            last: Whether this is the last run, which may use the copy itself instead of another
+                copy.
+
+        Raises:
+            RuntimeError: The attribute was changed in place after the first run, which made no
+                copy.
+        """
         if self.copy is not None:
             return self.copy if last else self.copy.clone()
         if self.written_by is None and version(self.tensor) != self.version:
@@ -162,25 +176,26 @@ class _Tensor:
 
 
 def _shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors use the same storage."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return False
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
-# A routing layer may keep its last loads in a deque, and count calls in a defaultdict or an array.
-# Even to refuse changes of these, they would have to be copied and compared.
+# Types of containers whose content is restored. A routing layer, for example, may keep its last
+# loads in a deque and count calls in a defaultdict.
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, set, deque)
 
 
 def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) of all objects in nested containers that are not containers themselves.
+    """Yield (name, object) for each object in nested containers that is not itself a container.
 
     The keys of dicts are among them, because `copy.deepcopy` would copy keys as well.
 
     Args:
         name: Name of the value.
-        value: A container, or an object that is yielded itself.
-        seen: id of each container that was searched already. It is filled here.
+        value: A container, or another object, which is yielded itself.
+        seen: id of each container that was searched already. This function adds to it.
     """
     if type(value) not in _CONTAINERS:
         yield name, value
@@ -196,6 +211,7 @@ def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _namespaces(block: nn.Module, attributes: bool, buffers: bool) -> Iterator[Namespace]:
+    """Yield the dicts of attributes and buffers of a block's modules."""
     # Buffers come first: a tensor that is an attribute as well is recorded as a buffer.
     for name, module in block.named_modules():
         if buffers or is_instance_norm(module):
@@ -206,22 +222,24 @@ def _namespaces(block: nn.Module, attributes: bool, buffers: bool) -> Iterator[N
 
 
 class ModuleState:
-    """The attributes and buffers of a block's modules, at the moment when this object is made.
+    """The attributes and buffers of a block's modules when this object is created.
 
-    Attributes are tensors, NumPy arrays, generators, and lists, tuples, dicts, sets and deques of
-    these. For other objects only the reference is kept. Parameters and submodules are not kept.
+    The content is kept of attributes that are tensors, NumPy arrays or generators, or lists,
+    tuples, dicts, sets and deques of these. For other attributes only the reference is kept.
+    Parameters and submodules are not kept.
 
     Args:
         block: The block.
         attributes: Whether attributes are kept.
-        buffers: Whether buffers are kept. Those of instance norms in training are always kept.
+        buffers: Whether buffers are kept. Those of instance norms in training mode are always kept.
     """
 
     def __init__(self, block: nn.Module, *, attributes: bool = True, buffers: bool = False):
         self.block = block
         self.namespaces = list(_namespaces(block, attributes, buffers))
-        self.leaves: dict[int, Any] = {}  # id -> object that copies of the containers share
-        self.tensors: list[_Tensor] = []
+        # Objects that are not copied when the containers are copied, by their id.
+        self.leaves: dict[int, Any] = {}
+        self.tensors: list[_TensorRecord] = []
         self.generators: list[_Generator] = []
         initial = [namespace.read() for namespace in self.namespaces]
         seen: set[int] = set()
@@ -229,11 +247,11 @@ class ModuleState:
             for key, value in values.items():
                 name = f"{namespace.name}.{key}".removeprefix(".")
                 for part_name, part in _leaves(name, value, seen):
-                    self._add(part_name, part, namespace.written_by)
+                    self._record(part_name, part, namespace.written_by)
         self.initial = copy.deepcopy(initial, dict(self.leaves))
 
-    def _add(self, name: str, value: Any, written_by: nn.Module | None) -> None:
-        """Record an object that is not a container. Arrays are left to `copy.deepcopy`."""
+    def _record(self, name: str, value: Any, written_by: nn.Module | None) -> None:
+        """Record an object that is not a container. NumPy arrays are copied by `copy.deepcopy`."""
         is_array = isinstance(value, np.ndarray) and value.dtype != object
         if is_array or id(value) in self.leaves:
             return
@@ -241,16 +259,16 @@ class ModuleState:
         if isinstance(value, Tensor):
             # Parameters are not recorded, because only the optimizer changes them.
             if not (isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad)):
-                self.tensors.append(_Tensor(name, value, written_by))
+                self.tensors.append(_TensorRecord(name, value, written_by))
         elif generator := _as_generator(value):
             self.generators.append(generator)
 
     def drop_unchanged(self) -> None:
-        """After the first run, drop the copies of tensors that it did not change.
+        """Delete the copies of tensors that the first run did not change.
 
         Raises:
-            RuntimeError: The first run changed an attribute that shares its memory with another
-                tensor, and copies of the two would not share memory.
+            RuntimeError: The first run changed an attribute in place that shares its memory with
+                another tensor. Copies of the two would not share memory.
         """
         with disable_current_modes():
             for tensor in self.tensors:
@@ -275,13 +293,13 @@ class ModuleState:
 
     @contextmanager
     def restore(self, last: bool = False) -> Iterator[None]:
-        """Inside the `with` block, the modules have the attributes and buffers of this state.
+        """Give the modules the recorded attributes and buffers inside a `with` block.
 
-        Changed tensors and containers are copies. Afterwards the modules have their current values
-        again.
+        Tensors and containers that have changed are replaced by copies. At the end, the modules get
+        back their values from before the `with` block.
 
         Args:
-            last: Whether no later block needs this state, so that no further copies are made.
+            last: Whether no later run needs this state, so that no further copies are made.
         """
         current = [namespace.read() for namespace in self.namespaces]
         restored = {id(record.tensor): record.restore(last) for record in self.tensors}
@@ -293,6 +311,7 @@ class ModuleState:
             self._write(current)
 
     def _write(self, values_per_namespace: list[dict[str, Any]]) -> None:
+        """Write values to the modules; each dict has the values of one namespace."""
         for namespace, values in zip(self.namespaces, values_per_namespace, strict=True):
             namespace.write(values)
 
@@ -303,7 +322,7 @@ class ModuleState:
 def statistics_of(block: nn.Module) -> list[Tensor]:
     """Return the running statistics of a block's batch norms that are in training mode.
 
-    These batch norms update the statistics but do not normalize with them.
+    These batch norms update the statistics, but their outputs do not depend on them.
     """
     norms = (m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return [buffer for norm in norms if norm.training for buffer in norm.buffers()]
@@ -312,25 +331,26 @@ def statistics_of(block: nn.Module) -> list[Tensor]:
 def is_instance_norm(module: nn.Module) -> bool:
     """Return whether a module is an instance norm in training mode.
 
-    If an instance norm has running statistics, it updates them and also saves copies of them for
-    backward. Its buffers are therefore treated like attributes: the recomputation starts from their
-    values before the first run.
+    An instance norm with running statistics updates them and also saves copies of them for
+    backward. Its buffers are therefore restored like attributes: the recomputation starts from
+    their values before the first run.
     """
     return isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.training
 
 
 def _is_norm_in_training(module: nn.Module) -> bool:
+    """Return whether a module is a batch norm or instance norm in training mode."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.training
 
 
 # ---- a block that runs several times
 
 
-class StateBefore:
-    """State of a block before its first run, which every later run starts from.
+class StateBeforeFirstRun:
+    """State of a block before its first run, from which every later run starts.
 
-    It always includes the attributes of the block's modules, the generators among them, and the
-    global generators of Python and NumPy.
+    It always includes the attributes of the block's modules, generators among these attributes, and
+    the global generators of Python and NumPy.
 
     Args:
         block: The module whose state is kept.
@@ -343,54 +363,62 @@ class StateBefore:
     def __init__(self, block: nn.Module, *, statistics: bool = False, buffers: bool = False):
         self.block, self.statistics, self.buffers = block, statistics, buffers
         self.modules: ModuleState | None = None  # None before the first run
-        self.running: list[Tensor] = []  # statistics that the first run updated
+        self.running_statistics: list[Tensor] = []  # those that the first run updated
         self.generators = _GeneratorStates(())
         self.random: RandomState | None = None  # None if PyTorch's generators are not restored
 
     def next_run(
         self, runs_again: bool = True, device: torch.device | None = None
     ) -> AbstractContextManager:
-        """Return the context manager for the block's next run.
+        """Return the context manager for the block's next run, which restores the state.
 
-        It yields a context manager in which to run the block's operators if they run without
-        gradients. With symbolic tensors, it detects operators that draw random numbers.
+        Entering it returns a second context manager, which a run without gradients must enter too.
+        On symbolic tensors, the second one detects operators that draw random numbers.
 
         Args:
             runs_again: Whether another run follows. A block that runs only once needs no copies.
-            device: Device whose generator is restored, with that of the CPU. None leaves PyTorch's
-                generators to the caller, such as a checkpoint.
+            device: Device whose generator is restored, together with that of the CPU. With None,
+                the caller restores PyTorch's generators, as a checkpoint does.
         """
         if self.modules is not None:
-            return self.repeat(last=not runs_again)
+            return self.later_run(last=not runs_again)
         return self.first_run(device) if runs_again else nullcontext(nullcontext())
 
     @contextmanager
     def first_run(self, device: torch.device | None = None) -> Iterator[Any]:
-        """Record the state that the first run, inside the `with` block, uses and changes."""
+        """Record the state before the first run, which the caller runs in the `with` block.
+
+        At the end, copies of tensors and generator states that have not changed are deleted.
+        """
         self.random = None if device is None else RandomState([device])
         symbolic = self.random is not None and is_symbolic()
-        drawing = _RandomOperatorDetector() if symbolic else nullcontext()
+        detector = _RandomOperatorDetector() if symbolic else nullcontext()
         modules = self.modules = ModuleState(self.block, buffers=self.buffers)
-        self.running = statistics_of(self.block)
-        with disable_current_modes():  # hides generator states from meters and symbolic modes
-            generators = _GeneratorStates((*_GLOBAL, *modules.generators))
-        yield drawing
+        self.running_statistics = statistics_of(self.block)
+        with disable_current_modes():  # meters and symbolic modes must not see generator states
+            generators = _GeneratorStates((*_GLOBAL_GENERATORS, *modules.generators))
+        yield detector
         modules.drop_unchanged()
         with disable_current_modes():
             generators.drop_unchanged()
             if self.random is not None:
-                drew = drawing.seen if symbolic else self.random != RandomState([device])
+                drew = detector.seen if symbolic else self.random != RandomState([device])
                 self.random = self.random if drew else None
         self.generators = generators
 
     @contextmanager
-    def repeat(self, last: bool = False) -> Iterator[Any]:
-        """Restore the state before the first run, and after the `with` block the current state."""
+    def later_run(self, last: bool = False) -> Iterator[Any]:
+        """In a `with` block, restore the state from before the first run.
+
+        At the end, the state from before the `with` block is restored.
+        """
         current_random = None if self.random is None else RandomState(self.random.devices)
         with disable_current_modes():
             current = self.generators.current()
             self.generators.restore()
-        statistics = [(buffer, buffer.clone()) for buffer in self.running if self.statistics]
+        statistics = [
+            (buffer, buffer.clone()) for buffer in self.running_statistics if self.statistics
+        ]
         try:
             if self.random is not None:
                 self.random.restore()
