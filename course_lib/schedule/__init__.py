@@ -1,6 +1,6 @@
-"""Checkpointing schedules for a chain of stages: their exact cost, and their execution.
+"""Schedules of activation checkpointing for a chain of stages: planning, exact cost, execution.
 
-A `Chain` describes a network by the costs of its stages. A `Schedule` says which stage runs when
+A `Chain` describes a network by the costs of its stages. A `Schedule` lists which stage runs when
 and what its forward keeps, and `simulate` computes its peak bytes and its time. `optimal` finds the
 fastest schedule within a byte budget. `ScheduledSequential` runs a schedule under autograd, and
 `schedule_blocks` runs the blocks of any model by a schedule, in place. Lesson 03 explains
@@ -21,8 +21,8 @@ for heterogeneous chains: how to train deep neural networks with limited memory"
 arXiv:1911.13214.
 
 To use this package alone, copy it together with `checkpoint/`, `_check.py` and `_torch/`.
-That is enough for chains given by hand. Measuring a chain and plotting a schedule also use other
-parts of the library.
+That is enough for chains whose costs you give as numbers. Measuring a chain and plotting a schedule
+also use other parts of the library.
 """
 
 from course_lib._check import InfeasibleBudget

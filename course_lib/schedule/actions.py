@@ -1,7 +1,7 @@
 """Schedules as sequences of actions, their simulated cost, and a plot.
 
-A schedule says which stage runs when, and what each forward keeps. This module does not run any
-stage: `executor` and `blocks` do.
+A schedule lists which stage runs when, and what each forward keeps. This module does not run any
+stage. The modules `executor` and `blocks` do that.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from course_lib._check import kind, one_of, whole
 
 from .chain import Chain
 
-# The colors also differ in lightness, for color-blind readers and for grayscale prints.
+# The colors also differ in lightness, for color-blind people and for grayscale prints.
 COLORS = {"all": "#228833", "input": "#224488", "nothing": "#BBBBBB", "backward": "#EE6677"}
 KEEPS = ("all", "input", "nothing")
 
 
 class Forward(NamedTuple):
-    """Action that runs stage i on its input x_i.
+    """Action that runs the forward of stage i on its input x_i.
 
-    It keeps "all" that the stage's backward needs, only its "input", or "nothing".
+    Attributes:
+        stage: The stage's number, i.
+        keep: "all" to keep everything that the stage's backward needs, "input" to keep only the
+            stage's input, or "nothing".
     """
 
     stage: int
@@ -33,7 +36,10 @@ class Forward(NamedTuple):
 class Backward(NamedTuple):
     """Action that runs the backward of stage i.
 
-    It computes the gradient of x_i from the gradient of x_{i+1}.
+    It computes the gradient of x_i, the stage's input, from the gradient of x_{i+1}, its output.
+
+    Attributes:
+        stage: The stage's number, i.
     """
 
     stage: int
@@ -45,7 +51,7 @@ Action = Forward | Backward
 class Schedule(Sequence):
     """An immutable sequence of `Forward` and `Backward` actions.
 
-    A schedule may be illegal for some or all chains; `simulate` checks this.
+    A schedule may be illegal for some chains or for all of them, which `simulate` checks.
 
     Args:
         actions: The actions, in the order in which they run.
@@ -58,7 +64,7 @@ class Schedule(Sequence):
         self._actions = tuple(actions)
         for number, action in enumerate(self._actions):
             if type(action) is Forward and type(action.stage) is int and action.keep in KEEPS:
-                continue  # skips the slow checks below, because schedules may be long
+                continue  # skip the slow checks below, because schedules may be long
             kind(
                 f"action {number}",
                 action,
@@ -89,11 +95,13 @@ class Schedule(Sequence):
         return f"Schedule of {len(self)} actions: {shown}{', ...' if len(self) > 4 else ''}"
 
     def plot(self, ax=None, *, chain=None):
-        """Plot time on the x axis and stages on the y axis, with bars for actions and kept values.
+        """Plot the schedule, with time on the x axis and stages on the y axis.
+
+        Bars show when each action runs, and how long values are kept.
 
         Args:
-            ax: Matplotlib axes; by default new ones.
-            chain: Chain whose times are used; by default a uniform chain of the same length.
+            ax: Matplotlib axes. By default new axes are made.
+            chain: Chain whose times are used. By default each forward takes 1 and each backward 2.
 
         Returns:
             The axes.
@@ -105,7 +113,7 @@ class Schedule(Sequence):
 
 
 class IllegalSchedule(ValueError):
-    """Error for a schedule that breaks a rule of `simulate`; the message names action and rule."""
+    """A schedule breaks a rule of `simulate`. The message gives the action and the rule."""
 
 
 @dataclass(frozen=True)
@@ -124,32 +132,33 @@ class Cost:
 
 
 def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
-    """Check that a schedule is legal for a chain, and count its peak bytes, time and forwards.
+    """Compute the cost of a schedule for a chain: its peak bytes, time and number of forwards.
 
-    Three kinds of data can be live:
+    The function also checks that the schedule is legal. The chain has L stages, 0 to L-1. Stage i
+    computes x_{i+1} from x_i. Three kinds of data can be live:
 
-    - a value x_i, with the `input_bytes` of the chain for i = 0, else the `output_bytes` of stage
-      i-1;
-    - S_i, which is everything that stage i saved for its backward, with its `saved_bytes`; S_i
-      contains x_{i+1};
-    - one gradient d_i, as large as x_i.
+    - a value x_i. Its size is the `input_bytes` of the chain for i = 0, and the `output_bytes` of
+      stage i-1 otherwise.
+    - S_i, everything that stage i saved for its backward. Its size is the `saved_bytes` of stage i.
+      S_i contains x_{i+1}.
+    - one gradient d_i of x_i, as large as x_i.
 
-    At the start x_0 is live. An action that needs x_i also runs if x_i is live only as a part of
-    S_{i-1}. "x_i by itself" is the value without S_{i-1}.
+    At the start x_0 is live. A value x_i can be live as a part of S_{i-1}, or by itself, without
+    S_{i-1}. Both are enough for an action that needs x_i.
 
     - `Forward(i, "all")` needs x_i. It creates S_i. If x_{i+1} is live by itself, it is released,
       because S_i contains it.
     - `Forward(i, "input")` needs x_i. It creates x_{i+1}.
-    - `Forward(i, "nothing")` needs x_i. It creates x_{i+1} and then releases x_i by itself; S_{i-1}
-      stays.
+    - `Forward(i, "nothing")` needs x_i. It creates x_{i+1}. Then it releases x_i if it is live by
+      itself, but not S_{i-1}.
     - `Backward(i)` needs S_i, x_i and d_{i+1}, so each backward runs once, from L-1 down to 0. It
-      releases S_i, d_{i+1}, and x_i and x_{i+1} by themselves, and creates d_i. The gradient d_L of
-      the chain's output becomes live at the beginning of `Backward(L-1)`.
+      creates d_i, and releases S_i, d_{i+1}, and x_i and x_{i+1} if they are live by themselves.
+      The gradient d_L of the chain's output becomes live at the beginning of `Backward(L-1)`.
 
     The bytes live during an action are those live before it, plus these:
 
-    - For a forward, `saved_bytes` and `forward_overhead_bytes`, whatever it keeps, even if the same
-      values are live already.
+    - For a forward, `saved_bytes` and `forward_overhead_bytes`. They count whatever `keep` is, even
+      if the same values are live already.
     - For a backward, `backward_overhead_bytes`. It is assumed that a backward creates d_i in the
       memory that it releases. If a real backward needs more memory for d_i, the overhead
       includes the difference. The overhead also includes the gradients of the stage's parameters,
@@ -180,25 +189,34 @@ def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
 
 
 class Simulation:
-    """The data that are live while a schedule runs, and the cost so far.
+    """Simulation of a schedule: the data that are live at present, and the cost so far.
+
+    The symbols are those of `simulate`.
 
     Attributes:
+        inputs: Every i for which the value x_i is live by itself, not only as a part of S_{i-1}.
+        saved: Every i for which S_i, everything that stage i saved for its backward, is live.
+        next_backward: Number of the stage whose backward must run next; -1 after the last one.
+        live_bytes: Bytes live after the last action.
         during_bytes: Bytes live during the last action.
+        peak_bytes: Largest number of bytes live during an action so far.
         times: Time of each action so far.
         number: Number of actions so far.
+        forward_steps: Number of forward actions so far.
     """
 
     def __init__(self, chain: Chain):
         self.stages = kind("chain", chain, Chain, "a Chain").stages
         self.value_bytes = [chain.input_bytes, *(stage.output_bytes for stage in chain.stages)]
-        self.inputs = {0}  # every i for which x_i is live by itself
-        self.saved: set[int] = set()  # every i for which S_i is live
+        self.inputs = {0}
+        self.saved: set[int] = set()
         self.next_backward = len(chain) - 1
         self.live_bytes = self.peak_bytes = self.during_bytes = chain.input_bytes
         self.times: list[float] = []
         self.forward_steps = self.number = 0
 
     def run_action(self, action: Action) -> None:
+        """Simulate one action, or raise `IllegalSchedule`."""
         i = action.stage
         if not 0 <= i < len(self.stages):
             self.raise_illegal(action, f"this chain has the stages 0 to {len(self.stages) - 1}")
@@ -209,13 +227,14 @@ class Simulation:
         self.number += 1
 
     def forward(self, action: Forward, i: int) -> None:
+        """Simulate the forward of stage i."""
         if i > self.next_backward:
             self.raise_illegal(action, "a stage does not run again after its backward")
         if i not in self.inputs and i - 1 not in self.saved:
             self.raise_illegal(action, f"a stage runs only if its input is live, and x_{i} is not")
         stage = self.stages[i]
-        self.count(stage.saved_bytes + stage.forward_overhead_bytes)
-        self.drop(i + 1)
+        self.record_peak(stage.saved_bytes + stage.forward_overhead_bytes)
+        self.release_value(i + 1)
         if action.keep == "all":
             self.live_bytes += 0 if i in self.saved else stage.saved_bytes
             self.saved.add(i)
@@ -223,11 +242,12 @@ class Simulation:
             self.live_bytes += stage.output_bytes
             self.inputs.add(i + 1)
             if action.keep == "nothing":
-                self.drop(i)
+                self.release_value(i)
         self.times.append(stage.forward_time)
         self.forward_steps += 1
 
     def backward(self, action: Backward, i: int) -> None:
+        """Simulate the backward of stage i."""
         if i != self.next_backward:
             state = (
                 f"Backward({self.next_backward}) is next"
@@ -250,24 +270,27 @@ class Simulation:
         stage = self.stages[i]
         if i == len(self.stages) - 1:
             self.live_bytes += stage.output_bytes  # d_L, the gradient of the chain's output
-        self.count(stage.backward_overhead_bytes)
+        self.record_peak(stage.backward_overhead_bytes)
         self.saved.remove(i)
-        self.drop(i)
-        self.drop(i + 1)
+        self.release_value(i)
+        self.release_value(i + 1)
         self.live_bytes += self.value_bytes[i] - stage.saved_bytes - stage.output_bytes
         self.next_backward -= 1
         self.times.append(stage.backward_time)
 
-    def count(self, more_bytes: int) -> None:
+    def record_peak(self, more_bytes: int) -> None:
+        """Record the bytes that are live during an action, with its additional bytes."""
         self.during_bytes = self.live_bytes + more_bytes
         self.peak_bytes = max(self.peak_bytes, self.during_bytes)
 
-    def drop(self, i: int) -> None:
+    def release_value(self, i: int) -> None:
+        """Release x_i if it is live by itself."""
         if i in self.inputs:
             self.inputs.remove(i)
             self.live_bytes -= self.value_bytes[i]
 
     def raise_illegal(self, action: Action, reason: str) -> None:
+        """Raise `IllegalSchedule` for an action and the reason why it is illegal."""
         raise IllegalSchedule(f"action {self.number}, {action!r}, is illegal: {reason}")
 
 
@@ -275,25 +298,25 @@ class Simulation:
 
 
 def _draw(schedule: Schedule, ax, chain: Chain | None):
-    """Implement `Schedule.plot`."""
-    if ax is None:  # first, so that a missing matplotlib raises a clear error
+    """Draw a schedule on axes; `Schedule.plot` describes the arguments."""
+    if ax is None:  # before the imports below, so that a missing matplotlib raises a clear error
         from course_lib.labels.drawing import pyplot
 
         ax = pyplot().subplots()[1]
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Patch, Rectangle
 
-    def draw_bars(spans: list[tuple], kind: str, **look) -> None:
+    def draw_bars(spans: list[tuple], kind: str, **style) -> None:
         rectangles = [
             Rectangle((start, i - 0.5), end - start, 1.0)
             for i, start, end, kind_of_bar in spans
             if kind_of_bar == kind
         ]
-        ax.add_collection(PatchCollection(rectangles, facecolor=COLORS[kind], **look))
+        ax.add_collection(PatchCollection(rectangles, facecolor=COLORS[kind], **style))
 
     if chain is None:
         chain = Chain.uniform(1 + max(action.stage for action in schedule))
-    runs, kept = _spans(schedule, chain)
+    runs, kept = _bars(schedule, chain)
     draw_bars(kept, "all", alpha=0.25, linewidth=0)
     draw_bars(kept, "input", alpha=0.35, linewidth=0)
     for kind_of_bar in COLORS:
@@ -320,10 +343,11 @@ def _draw(schedule: Schedule, ax, chain: Chain | None):
     return ax
 
 
-def _spans(schedule: Schedule, chain: Chain) -> tuple[list[tuple], list[tuple]]:
-    """Return two lists of bars for a plot: the actions that run, and the values that are kept.
+def _bars(schedule: Schedule, chain: Chain) -> tuple[list[tuple], list[tuple]]:
+    """Return the bars of a plot, as two lists: actions that run, and values that are kept.
 
-    A bar is (stage, start, end, kind). The kind of a kept value is "all" or "input".
+    A bar is (stage, start, end, kind), with times of the chain. The kind is a key of `COLORS`; for
+    a kept value it is "all" or "input".
     """
     simulation = Simulation(chain)
     now = 0.0
@@ -336,7 +360,7 @@ def _spans(schedule: Schedule, chain: Chain) -> tuple[list[tuple], list[tuple]]:
         runs.append(
             (action.stage, start, now, "backward" if isinstance(action, Backward) else action.keep)
         )
-        # x_L is not the input of any stage; it is drawn as part of the last stage's "all".
+        # x_L has no bar of its own, because it is not the input of any stage.
         alive = {(i, "input") for i in simulation.inputs if i < len(chain)} | {
             (i, "all") for i in simulation.saved
         }

@@ -1,6 +1,7 @@
-"""Run the blocks of any model by a schedule, in place, if they form a chain: `schedule_blocks`.
+"""Run the blocks of any model by a schedule, in place: `schedule_blocks`.
 
-`executor` runs the stages; this module connects the calls of the blocks inside a model with it.
+The module `executor` runs the stages of a chain. This module calls it when the model calls its
+blocks, which must form a chain.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 
 from course_lib._check import describe, function, kind
 from course_lib._torch.modes import autocast_of, graph_break
-from course_lib._torch.modules import kind_of, look_of
+from course_lib._torch.modules import kind_of, module_signature
 from course_lib._torch.tensors import tensors_in
 from course_lib.checkpoint.blocks import BlocksInPlace, names_of
 
 from .actions import Backward, Schedule, simulate
 from .chain import Chain, symbolic_chain
-from .executor import Run, states_of
+from .executor import ChainRun, states_of
 from .stages import check_constants, differentiable, main_tensor, with_main_tensor
 
 CHAIN_RULE = (
@@ -37,16 +38,18 @@ def schedule_blocks(
 
     The blocks must form a chain. In a forward pass each block is called once, in the order of
     `model.named_modules()`. Its first argument is the result of the previous block: a tensor, or a
-    container with exactly one floating-point tensor. Except for the last block, nothing else may
-    use the output of a block. Other arguments are constants. Everything else is as in
-    `ScheduledSequential`, and hooks run as in `checkpoint_blocks`. Blocks that were compiled with
-    `torch.compile` run compiled. A compiled model has a graph break at each block, and its blocks
-    run uncompiled.
+    container with exactly one floating-point tensor. The output of a block may be used only by the
+    next block, except for the output of the last block. Other arguments of a block are constants.
+
+    Random numbers, buffers, attributes and autocast are handled as in `ScheduledSequential`. Module
+    hooks run as in `checkpoint_blocks`. Blocks that were compiled with `torch.compile` run
+    compiled. A compiled model has a graph break at each block, and its blocks run uncompiled.
 
     Args:
-        model: Model to change in place: its blocks get a new `forward`.
-        blocks: The blocks, as in `checkpoint_blocks`. If a model has several lists of blocks that
-            do not form one chain, such as an encoder and a decoder, name one list.
+        model: Model to change in place. Its blocks get a new `forward`.
+        blocks: Names of the blocks, as in `checkpoint_blocks`. If a model has several lists of
+            blocks that do not form one chain, such as an encoder and a decoder, pass the names of
+            one list.
         schedule: A schedule with one stage per block, or a function that takes the `Chain` of the
             blocks and returns a schedule, such as `lambda chain: optimal(chain, budget_bytes)`. The
             chain is measured on symbolic copies in the first forward pass, and again when the
@@ -57,9 +60,9 @@ def schedule_blocks(
         leaving a `with` block.
 
     Raises:
-        ValueError: No module that is called has such a name; a block is checkpointed already; a
-            block runs twice before the first backward; in a forward or backward pass, the blocks do
-            not form a chain.
+        ValueError: `blocks` matches no module that has a forward method, a block is checkpointed
+            already, the schedule runs a block twice before the first backward, or (in a forward or
+            backward pass) the blocks do not form a chain.
         TypeError: An argument has the wrong type.
         IllegalSchedule: The schedule is not legal for this number of stages.
         RuntimeError: As in `ScheduledSequential`.
@@ -71,19 +74,20 @@ def schedule_blocks(
 
 
 class ScheduledBlocks(BlocksInPlace):
-    """Blocks that run in the order of a schedule until the handle is removed.
-
-    `schedule_blocks` returns it.
+    """The handle that `schedule_blocks` returns, with which the original blocks can be restored.
 
     Args:
         model, names: The model, and the names of its blocks.
-        schedule: As in `schedule_blocks`.
+        schedule: Schedule, or a function of the chain, as in `schedule_blocks`.
         chain_cache: Dictionary that caches measured chains, for a schedule that is a function. By
             default a new one.
 
     Attributes:
-        advice: Advice in the error message that is raised if a later run of a block differs from
-            its first run. If None, the runs are not compared.
+        run: State of the present forward pass; None before its first block is called and after its
+            last one.
+        complete: Whether all blocks have been called in the last forward pass.
+        advice: Advice at the end of the error message if a later run of a block differs from its
+            first run. If None, the runs are not compared.
     """
 
     advice: str | None = None
@@ -93,14 +97,14 @@ class ScheduledBlocks(BlocksInPlace):
     ):
         self.schedule = schedule
         self.chain_cache = {} if chain_cache is None else chain_cache
-        self.run: Run | None = None
-        self.complete = False  # whether all blocks have been called in this forward pass
+        self.run: ChainRun | None = None
+        self.complete = False
         if isinstance(schedule, Schedule):
             _check_schedule(schedule, len(names))
         super().__init__(model, names)
 
     def check(self) -> None:
-        """After a forward pass, raise an error if not all blocks have been called.
+        """Raise an error if not all blocks have been called; call this after a forward pass.
 
         Raises:
             ValueError: A block was not called.
@@ -124,7 +128,12 @@ class ScheduledBlocks(BlocksInPlace):
 
     @torch._disable_dynamo
     def _run_scheduled(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        # This check comes first, so that a block of another list raises a clear error.
+        """Run actions of the schedule until block i has run, and return the result of its call.
+
+        The result is a placeholder for the block's output; only the last block returns its output.
+        """
+        # The order of calls is checked first, so that a block of another list of blocks raises a
+        # clear error.
         input_placeholder = self._checked_input(i, args) if i else None
         check_constants(
             {f"argument {i + 1}": value for i, value in enumerate(args[1:], 1)} | kwargs
@@ -133,17 +142,18 @@ class ScheduledBlocks(BlocksInPlace):
         run = self.run
         self.complete = False
         run.stages[i].arguments = with_main_tensor(args[0], x.new_empty(0)), args[1:], kwargs
-        self.link = run.step(self.link if i else x)
+        self.link = run.run_next_stage(self.link if i else x)
         result = run.stages[i].result
         if run.next_stage < len(self.names):
             self.placeholder = _PlaceholderOutput.apply(run.output(i), self.link, self.names[i])
             return with_main_tensor(result, self.placeholder)
-        output = run.end(self.link)
+        output = run.finish_forward(self.link)
         self.run = self.link = self.placeholder = None
         self.complete = True
         return with_main_tensor(result, output)
 
     def _start(self, args: tuple, kwargs: dict) -> Tensor:
+        """Start a forward pass with the first block's arguments, and return the chain's input."""
         stages = [_Stage(forward.block(), forward.original_forward()) for forward in self._forwards]
         x = _only_tensor(f"the first argument of {self.names[0]}", args[0] if args else None)
         schedule = self.schedule
@@ -151,10 +161,11 @@ class ScheduledBlocks(BlocksInPlace):
             schedule = schedule(self._chain(stages, args, kwargs))
             _check_schedule(schedule, len(stages))
         states = states_of([stage.block for stage in stages], self.names, self.advice)
-        self.run = Run(stages, schedule, x, {}, states)
+        self.run = ChainRun(stages, schedule, x, {}, states)
         return x
 
     def _checked_input(self, i: int, args: tuple) -> Tensor:
+        """Check that block i is called with the result of the previous block, and return it."""
         name, previous = self.names[i], self.names[i - 1]
         if self.run is None or self.run.next_stage != i:
             raise ValueError(
@@ -170,7 +181,7 @@ class ScheduledBlocks(BlocksInPlace):
         return x
 
     def _chain(self, stages: list[_Stage], args: tuple, kwargs: dict) -> Chain:
-        """Measure the blocks on symbolic copies, or return the chain from the cache."""
+        """Measure the costs of the blocks on symbolic copies, or return them from the cache."""
         from course_lib.memory.storages import hooks_active
 
         if hooks_active():  # the hooks would also receive tensors of the copies
@@ -180,7 +191,7 @@ class ScheduledBlocks(BlocksInPlace):
             )
         x = main_tensor(args[0])
         input_kinds = tuple(map(kind_of, tensors_in([args, kwargs])))
-        key = self.names, tuple(map(look_of, stages)), input_kinds, autocast_of(x)
+        key = self.names, tuple(map(module_signature, stages)), input_kinds, autocast_of(x)
         if key not in self.chain_cache:
             for stage in stages:
                 stage.arguments = with_main_tensor(args[0], x.new_empty(0)), args[1:], kwargs
@@ -190,12 +201,12 @@ class ScheduledBlocks(BlocksInPlace):
 
 
 class _Stage(nn.Module):
-    """A block as a stage of the chain; it holds all arguments except the chain's tensor.
+    """A block as a stage of the chain, with all arguments of its call except the chain's tensor.
 
     Attributes:
-        arguments: (first argument, other arguments, keyword arguments) of the block's call. An
-            empty tensor stands for the tensor that goes through the chain.
-        result: Result of the block, also with an empty tensor for the chain's tensor.
+        arguments: (first argument, other arguments, keyword arguments) of the block's call. In the
+            first argument, an empty tensor replaces the tensor that goes through the chain.
+        result: Result of the block, also with an empty tensor instead of the chain's tensor.
     """
 
     def __init__(self, block: nn.Module, original_forward: Callable):
@@ -213,10 +224,11 @@ class _Stage(nn.Module):
 
 
 class _PlaceholderOutput(torch.autograd.Function):
-    """Placeholder for a block's output, which the model passes to the next block.
+    """Autograd function that makes a placeholder for a block's output.
 
-    The next block gets the real output from the `Run`, and sends its gradient there. So a gradient
-    arrives at the placeholder only if the model also uses it elsewhere, which is an error.
+    The model passes the placeholder to the next block. That block gets the real output from the
+    `ChainRun`, and passes the gradient of its input there. If a gradient arrives at the
+    placeholder, the model has also used it elsewhere, which is an error.
     """
 
     @staticmethod
@@ -233,7 +245,7 @@ class _PlaceholderOutput(torch.autograd.Function):
 
 
 def _only_tensor(name: str, value: Any) -> Tensor:
-    """Return the tensor of a value through which gradients flow.
+    """Return the one floating-point tensor in a value, through which gradients flow.
 
     Args:
         name: Name of the value, for error messages.
@@ -252,6 +264,13 @@ def _only_tensor(name: str, value: Any) -> Tensor:
 
 
 def _check_schedule(schedule: Any, count: int) -> None:
+    """Check that a schedule is legal and runs each block once before the first backward.
+
+    Raises:
+        TypeError: `schedule` is not a `Schedule`.
+        IllegalSchedule: It is not legal for `count` blocks.
+        ValueError: It runs a block twice before the first backward.
+    """
     kind("schedule", schedule, Schedule, "a Schedule")
     simulate(schedule, Chain.uniform(count))
     first = [action.stage for action in schedule[: count + 1]]

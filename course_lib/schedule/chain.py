@@ -1,8 +1,8 @@
-"""Costs of a network as a chain of stages, given by hand or measured.
+"""Costs of a network as a chain of stages, given as numbers or measured.
 
-A `Chain` holds numbers only: the times and bytes from which `simulate` and the planner compute.
-The meter and the symbolic mode are imported when a chain is measured, so that the package can be
-copied without them for chains given by hand.
+A `Chain` has only numbers: the times and bytes from which `simulate` and the planner compute. The
+memory meter and the symbolic mode are imported only when a chain is measured, so that the package
+can be copied without them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from course_lib._check import kind, number, whole
 from course_lib._torch.devices import wait_for
 from course_lib._torch.generators import AllRandomState
 from course_lib._torch.modes import AutocastState, disable_current_modes
-from course_lib._torch.modules import attributes_of, kind_of, look_of
+from course_lib._torch.modules import attributes_of, kind_of, module_signature
 from course_lib._torch.symbolic import FakeCopyMode, detect_fake_mode
 from course_lib._torch.tensors import tensors_in, tree_leaves
 from course_lib.checkpoint.state import ModuleState
@@ -41,23 +41,23 @@ from .stages import (
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a chain.
+    """Costs of one stage of a chain.
 
     Attributes:
-        forward_time: Time of its forward pass, in any unit.
+        forward_time: Time of the stage's forward pass, in any unit.
         backward_time: Time of its backward pass, in the same unit.
         output_bytes: Bytes of its output, and also of the output's gradient.
         saved_bytes: Bytes of everything that its forward keeps for its backward, including its
             output but not its input.
-        forward_overhead_bytes: Additional bytes that a forward needs while it runs, whatever it
-            keeps.
+        forward_overhead_bytes: Additional bytes that its forward needs while it runs, regardless of
+            what it keeps.
         backward_overhead_bytes: Bytes that its backward needs while it runs, in addition to its
-            input, `saved_bytes` and the gradient of its output. They are temporaries, gradients of
-            its parameters, and the part of the input's gradient for which the memory that the
-            backward has released by then is too small.
+            input, `saved_bytes` and the gradient of its output. They consist of temporaries, of the
+            gradients of its parameters, and of a part of its input's gradient: the part that does
+            not fit into the memory that the backward has released by then.
 
     Raises:
-        TypeError, ValueError: A field has the wrong type or is out of range; the message names it.
+        TypeError, ValueError: A field has the wrong type or is out of range. The message names it.
     """
 
     forward_time: float
@@ -79,11 +79,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages 0 to L-1, one after the other; stage i turns x_i into x_{i+1}.
+    """Costs of a chain of stages, 0 to L-1. Stage i computes x_{i+1} from x_i.
 
     Attributes:
-        stages: The L stages.
-        input_bytes: Bytes of x_0.
+        stages: The costs of the L stages.
+        input_bytes: Bytes of x_0, the input of the chain.
 
     Raises:
         TypeError, ValueError: There is no stage, an element is not a `Stage`, or `input_bytes` is
@@ -140,11 +140,11 @@ class Chain:
         repeats: int = 5,
         alike: bool = False,
     ) -> Chain:
-        """Measure each stage by itself, in the way in which `ScheduledSequential` runs it.
+        """Measure the costs of each stage, run separately as `ScheduledSequential` would run it.
 
         The bytes are exact, as counted by a `MemoryMeter`. A parameter's gradient counts only if it
-        does not exist yet. To measure the second and later steps, create the gradients before this
-        call. Buffers and random number generators keep their state.
+        does not exist yet, as in the first training step. To measure a later step, create the
+        gradients before this call. Buffers and random number generators keep their state.
 
         Args:
             stages: Modules and functions, as in `ScheduledSequential`.
@@ -155,11 +155,11 @@ class Chain:
                 or the number of elements of the output for a stage without these. If True, times
                 are in seconds, each the median of `repeats` runs.
             repeats: Number of timed runs per stage if `clock` is True.
-            alike: Whether only one of several equal stages is measured. Stages are equal if they
+            alike: Whether to measure only one of several equal stages. Stages are equal if they
                 have the same structure and settings, and inputs of the same shape and dtype.
 
         Raises:
-            TypeError, ValueError: An argument has the wrong type or value; a stage returns no
+            TypeError, ValueError: An argument has the wrong type or value, or a stage returns no
                 tensor, or several through which gradients flow.
         """
         modules = as_modules(stages)
@@ -176,15 +176,17 @@ class Chain:
         try:
             for i, stage in enumerate(modules.values()):
                 key = (
-                    (look_of(stage), *map(kind_of, tensors_in(value)), needs_gradient)
+                    (module_signature(stage), *map(kind_of, tensors_in(value)), needs_gradient)
                     if alike
                     else i
                 )
                 if key not in results:
-                    # the stage's own buffers stay unchanged
+                    # The stage runs on copies, so that its own buffers stay unchanged.
                     before = ModuleState(stage, attributes=False, buffers=True)
                     with before.restore(last=True):
-                        results[key] = _profile(i, stage, value, kwargs, needs_gradient, timed_runs)
+                        results[key] = _measure_stage(
+                            i, stage, value, kwargs, needs_gradient, timed_runs
+                        )
                 costs, value = results[key]
                 needs_gradient = needs_gradient or bool(trainable_parameters(stage))
                 measured.append(costs)
@@ -198,17 +200,18 @@ def symbolic_chain(
 ) -> Chain:
     """Measure a chain on symbolic copies, which have shapes but no values.
 
-    Meters do not count this measurement.
+    Memory meters do not count this measurement.
 
     Args:
         name: Name of the first stage, for error messages.
         probe: Modules and tensors to measure. They are copied, unless they are symbolic.
-        stages_of: Function that takes the probe or its copy, and returns (stages, input).
+        stages_of: Function that takes the probe or its copy, and returns (stages, input) for
+            `Chain.profile`.
 
     Raises:
         ValueError: A stage reads values of its data, or cannot be copied.
     """
-    from course_lib._origin import NEEDS_DATA, needs_values, place_of, silence_operator_log
+    from course_lib._origin import NEEDS_DATA, error_location, needs_values, silence_operator_log
     from course_lib.symbolic import Symbolic
     from course_lib.symbolic.quantization import copy_parameter_subclasses, parameter_subclasses
 
@@ -233,9 +236,9 @@ def symbolic_chain(
                 raise
             raise ValueError(
                 f"{name} or a block after it reads values of its data"
-                f" ({str(error).splitlines()[0][:80]}){place_of(error)}, but a schedule within a"
-                " budget is planned on symbolic copies, which have shapes but no values. Pass a"
-                " Schedule, or use a recipe with another checkpoint"
+                f" ({str(error).splitlines()[0][:80]}){error_location(error)}, but a schedule"
+                " within a budget is planned on symbolic copies, which have shapes but no values."
+                " Pass a Schedule, or use a recipe with another checkpoint"
             ) from error
         except AssertionError as error:
             if "FakeTensor" not in str(error):
@@ -248,21 +251,27 @@ def symbolic_chain(
 
 
 def copies_of_generators(probe: Any) -> dict[int, Any]:
-    """Copy the random number generators in attributes of modules, as a memo for `copy.deepcopy`.
+    """Copy the PyTorch random number generators that are attributes of modules.
 
     `copy.deepcopy` itself cannot copy a generator while tensors are symbolic.
+
+    Returns:
+        A dict from the `id` of each generator to its copy, for the argument `memo` of
+        `copy.deepcopy`.
     """
     modules = (m for item in probe if isinstance(item, nn.Module) for m in item.modules())
     leaves = (leaf for m in modules for leaf in tree_leaves(attributes_of(m)))
     return {id(leaf): copy.deepcopy(leaf) for leaf in leaves if isinstance(leaf, torch.Generator)}
 
 
-def _profile(
+def _measure_stage(
     i: int, stage: nn.Module, value: Any, kwargs: dict, needs_gradient: bool, timed_runs: int
 ) -> tuple[Stage, Any]:
-    """Return the costs of stage i, and its output for the next stage.
+    """Measure stage i; return its costs, and its output for the next stage.
 
     Args:
+        i: Number of the stage, for error messages.
+        stage: The stage.
         value: Input of the stage.
         kwargs: Constants that the stage receives as keyword arguments.
         needs_gradient: Whether the gradient of the input is computed.
@@ -293,16 +302,17 @@ def _profile(
         for flops in (forward_flops, backward_flops)
     ]
 
-    with MemoryMeter() as meter:  # one meter for both, since backward releases tensors of forward
+    # One meter counts both passes, because backward releases tensors of the forward pass.
+    with MemoryMeter() as meter:
         kept_stage = forward()
         saved = max(meter.live_bytes, output.nbytes)
-        operators = meter.moments
+        operators = meter.points
         backward(kept_stage)
     live = meter.trace(events=False).live_bytes
     del kept_stage
 
     if timed_runs:
-        runs = [_seconds(device, forward, backward) for _ in range(timed_runs)]
+        runs = [_measure_seconds(device, forward, backward) for _ in range(timed_runs)]
         times = [statistics.median(seconds) for seconds in zip(*runs, strict=True)]
     measured = Stage(
         *times,
@@ -314,7 +324,8 @@ def _profile(
     return measured, result
 
 
-def _seconds(device: torch.device, forward, backward) -> tuple[float, float]:
+def _measure_seconds(device: torch.device, forward, backward) -> tuple[float, float]:
+    """Run a stage once; return the seconds of its forward and of its backward."""
     wait_for(device)
     start = time.perf_counter()
     kept_stage = forward()

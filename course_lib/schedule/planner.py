@@ -1,7 +1,7 @@
-"""Find the fastest schedule within a budget, and the frontier over all budgets.
+"""Find the fastest schedule within a budget, and the Pareto frontier over all budgets.
 
-Unlike the schedules in `rules`, these are computed from the costs of all stages, by dynamic
-programming.
+The schedules in the module `rules` follow fixed rules. Those of this module are computed from the
+costs of all stages, by dynamic programming.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from .actions import Action, Backward, Cost, Forward, Schedule, simulate
 from .chain import Chain
 from .rules import INFINITE_BYTES, Sizes, advance, store_all
 
-# Number of entries of the table of times, in float64 (64 MB), and the least number of levels. With
-# 200 stages, 500 levels make the table larger: 160 MB.
+# The planner's table of times has one float64 for each pair of stages and each memory level (number
+# of free bytes). The number of levels is limited so that there are at most about CELLS entries
+# (64 MB). This limit is at least LEAST_LEVELS, so 200 stages, for example, may need 160 MB.
 CELLS, LEAST_LEVELS = 8_000_000, 500
 
 
 def optimal(chain: Chain, budget_bytes: int) -> Schedule:
     """Find the fastest persistent schedule with a simulated peak within the budget.
 
-    A schedule is persistent if a kept value stays until its backward. Let Time[s, t](m) be the
-    least time for stages s to t with m bytes in addition to x_s. It is the smaller of two options:
+    A schedule is persistent if a value that it keeps stays until the backward of the stage that
+    needs it. The method is dynamic programming. Let Time[s, t](m) be the least time in which the
+    forwards and backwards of stages s to t can run with m bytes in addition to their input x_s. It
+    is the smaller of two options:
 
     - Keep all of stage s, and run stages s+1 to t with m minus the stage's `saved_bytes`.
     - Run from x_s to some x_e and keep x_e. Run stages e to t with m minus the bytes of x_e, and
@@ -36,12 +39,12 @@ def optimal(chain: Chain, budget_bytes: int) -> Schedule:
     the best schedule, because it does not use the bytes lost by rounding.
 
     Args:
-        chain: L stages.
+        chain: A chain of L stages.
         budget_bytes: Largest `peak_bytes` that the schedule may have in `simulate`.
 
     Raises:
-        InfeasibleBudget: No schedule fits; the message gives the smallest budget for which one
-            does, which is exact.
+        InfeasibleBudget: No schedule fits. The message gives the smallest budget for which one
+            fits, which is exact.
         TypeError, ValueError: An argument has the wrong type or value.
 
     Source: Beaumont et al., arXiv:1911.13214, theorem 1.
@@ -61,15 +64,17 @@ def optimal(chain: Chain, budget_bytes: int) -> Schedule:
 def frontier(chain: Chain) -> list[Cost]:
     """Find the Pareto frontier of persistent schedules, from the least peak to the least time.
 
-    It consists of the costs for which no other cost is at least as good in both peak and time. The
-    result is exact under the same condition as in `optimal`. Otherwise some costs may be missing,
-    but every returned cost is that of a schedule, and the first cost has the least possible peak.
+    The frontier consists of the costs for which no other schedule has at most the same peak and at
+    most the same time. The result is exact under the same condition as in `optimal`. Otherwise some
+    costs may be missing, but every returned cost is that of a schedule, and the first cost has the
+    least possible peak.
 
     Args:
-        chain: L stages.
+        chain: A chain of L stages.
 
     Returns:
-        Costs with rising `peak_bytes` and falling `time`; the last one has the time of `store_all`.
+        Costs with increasing `peak_bytes` and decreasing `time`. The last one has the time of
+        `store_all`.
     """
     fastest = simulate(store_all(chain), chain)
     table = _Table(chain, fastest.peak_bytes - chain.input_bytes)
@@ -85,16 +90,16 @@ def frontier(chain: Chain) -> list[Cost]:
 
 
 class _Table:
-    """Tables of the dynamic program.
+    """Tables of the dynamic program that `optimal` describes.
 
     Args:
-        chain: L stages.
+        chain: A chain of L stages.
         most_bytes: Largest budget, in addition to x_0, for which the table has a schedule.
 
     Attributes:
-        levels: Increasing numbers of bytes.
-        need: need[s, t] is the least number of bytes, in addition to x_s, for stages s to t. It is
-            exact.
+        levels: Numbers of bytes, in increasing order, for which times are stored.
+        need: need[s, t] is the least number of bytes, in addition to x_s, with which stages s to t
+            can run. It is exact.
         time: time[s, t, k] is the least time of stages s to t with levels[k] bytes in addition to
             x_s. time[s, t, -1] is infinite: index -1 stands for fewer bytes than the first level.
         after_saved: after_saved[s][k] is the index of the largest level that is at most levels[k]
@@ -108,26 +113,27 @@ class _Table:
         self.need = np.full((length, length), INFINITE_BYTES)
         self.time = np.empty((length, length, len(self.levels) + 1))
         self.workspace = np.empty((length, len(self.levels) + 1))
-        # after_value[s][k] is the same as after_saved[s][k], but minus the bytes of x_s
+        # after_value[s][k] is like after_saved[s][k], with the bytes of x_s instead of those that
+        # stage s saves.
         after_value, self.after_saved = (
             np.array([self.level_index(np.append(self.levels, -1) - size) for size in kind])
             for kind in (self.sizes.values, self.sizes.saved)
         )
         for t in range(length):
-            # right[e] is the time of the forwards from x_0 to x_e plus the least time of stages e
-            # to t with x_e kept. It starts at x_0, so that all s share it; `fill_entry` subtracts
-            # the time from x_0 to x_s.
+            # right[e] is the time of the forwards from x_0 to x_e, plus the least time of stages e
+            # to t with x_e kept. The forwards start at x_0 instead of x_s, so that all s share
+            # these sums. `fill_entry` subtracts the time from x_0 to x_s.
             right = np.empty_like(self.workspace)
             for s in reversed(range(t + 1)):
                 self.fill_entry(s, t, right)
                 np.add(self.time[s, t, after_value[s]], self.sizes.elapsed[s], out=right[s])
 
     def level_index(self, count: np.ndarray) -> np.ndarray:
-        """Return the index of the largest level that is at most `count` bytes; -1 if none is."""
+        """Return the index of the largest level of at most `count` bytes; -1 if there is none."""
         return np.searchsorted(self.levels, count, side="right") - 1
 
     def least_bytes_per_option(self, s: int, t: int) -> np.ndarray:
-        """Return the least bytes, in addition to x_s, of each way to begin stages s to t.
+        """Return how many bytes stages s to t need with each option, in addition to x_s.
 
         Option 0 is to keep all of stage s. Option k is to run ahead to x_{s+k} and keep it.
         """
@@ -142,11 +148,12 @@ class _Table:
         return option_bytes
 
     def fill_entry(self, s: int, t: int, right: np.ndarray) -> None:
-        """Fill need[s, t] and time[s, t], given the entries of all shorter parts.
+        """Fill need[s, t] and time[s, t] from the entries of all shorter parts of the chain.
 
         Args:
+            s, t: First and last stage of the part.
             right: right[e] is the time of the forwards from x_0 to x_e, plus the least time of
-                stages e to t.
+                stages e to t with x_e kept, at each level.
         """
         option_bytes = self.least_bytes_per_option(s, t)
         best = self.time[s, t]
@@ -156,7 +163,7 @@ class _Table:
             parts_bytes = np.maximum(
                 self.need[s, s:t], self.need[s + 1 : t + 1, t] + self.sizes.values[s + 1 : t + 1]
             )
-            # Exclude levels at which both parts fit, but running ahead to x_e does not.
+            # Exclude levels with enough bytes for both parts, but not for running ahead to x_e.
             for e in np.flatnonzero(option_bytes[1:] > parts_bytes):
                 total[e, : np.searchsorted(self.levels, option_bytes[e + 1])] = np.inf
             np.minimum.reduce(total, axis=0, out=best)
@@ -170,7 +177,7 @@ class _Table:
         np.minimum(best[first_level:-1], keep_all_time[first_level:-1], out=best[first_level:-1])
 
     def schedule(self, budget: int) -> Schedule:
-        """Build the fastest schedule that the table gives for `budget` bytes in addition to x_0."""
+        """Return the fastest schedule in the table for `budget` bytes in addition to x_0."""
         actions: list[Action] = []
         stack: list[Backward | tuple[int, int, int]] = [(0, self.sizes.length - 1, budget)]
         while stack:  # a stack replaces recursion, whose depth is limited
@@ -191,9 +198,9 @@ class _Table:
         return Schedule(actions)
 
     def best_option(self, s: int, t: int, m: int) -> int:
-        """Return the fastest option for stages s to t with m bytes, as in `least_bytes_per_option`.
+        """Return the number of the fastest option for stages s to t with m bytes.
 
-        Option 0 is to keep all of stage s. Option k is to run ahead to x_{s+k} and keep it.
+        Options are numbered as in `least_bytes_per_option`.
         """
         sizes = self.sizes
         option_bytes = self.least_bytes_per_option(s, t)
@@ -214,9 +221,9 @@ class _Table:
 
 
 def _levels(sizes: Sizes, most: int) -> np.ndarray:
-    """Return all numbers of bytes up to `most` at which a least time may change.
+    """Return the levels of the table: all numbers of bytes at which a least time may change.
 
-    If there are too many, return multiples of one step up to `most` instead.
+    They are at most `most`. If there are too many, multiples of one step are returned instead.
     """
     limit = max(LEAST_LEVELS, CELLS // sizes.length**2)
     gradients, through = np.unique(sizes.gradient), np.unique(sizes.through[sizes.through > 0])
@@ -231,6 +238,6 @@ def _levels(sizes: Sizes, most: int) -> np.ndarray:
             # Choose the step size that loses the fewest bytes by rounding.
             step = min(steps, key=lambda step: np.sum(-kept % step))
             return np.arange(most % step, most + 1, step)
-        if i > 0:  # x_i may be kept alone, or together with all that stage i-1 saved
+        if i > 0:  # x_i may be kept by itself, or as a part of what stage i-1 saved
             levels = np.concatenate([levels, levels + sizes.values[i], levels + sizes.saved[i - 1]])
     return np.unique(levels[levels <= most])

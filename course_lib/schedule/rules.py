@@ -1,6 +1,6 @@
-"""Schedules that follow a simple rule, such as keeping everything or only segment boundaries.
+"""Schedules that follow a fixed rule, such as keeping everything or only segment boundaries.
 
-Unlike those in `planner`, they do not use a budget in bytes.
+Unlike those in the module `planner`, they do not depend on a budget in bytes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ INFINITE_BYTES = 1 << 60  # stands for infinity in arrays of whole numbers
 
 
 def store_all(chain: Chain) -> Schedule:
-    """Keep everything: run each forward once, then each backward.
+    """Return the schedule that keeps everything: it runs each forward once, then each backward.
 
     No schedule is faster.
 
     Args:
-        chain: L stages.
+        chain: A chain of L stages.
     """
     return Schedule(_keep_all(0, _length(chain)))
 
@@ -33,16 +33,16 @@ def store_all(chain: Chain) -> Schedule:
 def segments(chain: Chain, count: int) -> Schedule:
     """Cut the chain into segments, keep their inputs, and recompute one segment at a time.
 
-    If all stages are equal, the sizes of the segments differ by at most one. The larger segments
+    If all stages are equal, the lengths of the segments differ by at most one. The longer segments
     come first, because fewer other inputs are still kept when they are recomputed. If the stages
     are not equal, the cuts with the least simulated peak are used.
 
     Args:
-        chain: L stages.
+        chain: A chain of L stages.
         count: Number of segments, from 1 (the same as `store_all`) to L.
 
     Returns:
-        A schedule with one extra forward per stage that is not in the last segment.
+        A schedule with one extra forward for each stage that is not in the last segment.
 
     Raises:
         TypeError, ValueError: `count` is not a whole number from 1 to L.
@@ -61,17 +61,19 @@ def segments(chain: Chain, count: int) -> Schedule:
 
 
 def sqrt_segments(chain: Chain) -> Schedule:
-    """Cut the chain into about sqrt(L*s/b) segments and keep only the input of each.
+    """Cut the chain into about sqrt(L*s/b) segments, and keep only the input of each.
 
-    With s bytes saved per stage and b bytes at a boundary, keeping k boundaries and one segment of
-    L/k stages costs k*b + (L/k)*s bytes, which is least at k* = sqrt(L*s/b). The number of
-    segments is the whole number next to k* with the lower cost.
+    Let each stage save s bytes, and let each segment boundary have b bytes. Keeping k boundaries
+    and everything of one segment of L/k stages needs k*b + (L/k)*s bytes, which is least at
+    k* = sqrt(L*s/b). If k* is not a whole number, the number of segments is the one of its two
+    neighbors that needs fewer bytes.
 
     Args:
-        chain: L stages; s and b are the means of their `saved_bytes` and `output_bytes`.
+        chain: A chain of L stages. The means of their `saved_bytes` and `output_bytes` are used as
+            s and b.
 
     Returns:
-        A schedule with one extra forward per stage that is not in the last segment.
+        A schedule with one extra forward for each stage that is not in the last segment.
 
     Source: Chen et al. 2016, arXiv:1604.06174, section 4, for s = b.
 
@@ -90,16 +92,16 @@ def sqrt_segments(chain: Chain) -> Schedule:
 def recursive(chain: Chain) -> Schedule:
     """Halve the chain recursively: keep the input of the second half and run that half first.
 
-    At most ceil(log2 L) + 1 inputs and the saved bytes of one stage are live at the same time. The
-    price is about (L/2) * log2 L extra forwards.
+    At most ceil(log2 L) + 1 inputs and the saved bytes of one stage are live at the same time. In
+    return, the schedule has about (L/2) * log2 L extra forwards.
 
     Args:
-        chain: L stages.
+        chain: A chain of L stages.
 
     Source: Chen et al. 2016, arXiv:1604.06174, section 4.4.
     """
     actions: list[Action] = []
-    stack = [(0, _length(chain))]  # `pop` takes the last element, so right halves run first
+    stack = [(0, _length(chain))]  # `pop` removes the last element, so right halves run first
     while stack:
         start, end = stack.pop()
         if end - start == 1:
@@ -112,16 +114,17 @@ def recursive(chain: Chain) -> Schedule:
 
 
 def binomial(length: int, slots: int) -> Schedule:
-    """Use the fewest forwards for equal stages if at most `slots` inputs, including x_0, are kept.
+    """Return the schedule with the fewest forwards that keeps at most `slots` inputs at a time.
 
-    Each stage has one forward that keeps everything, directly before its backward. In addition to
-    these L forwards there are r*L - C(s+r, s+1) others, where s is the number of slots and r the
-    least number for which C(s+r, s) >= L.
+    It is for a chain of L equal stages. x_0 is one of the inputs that are kept. Each stage has one
+    forward that keeps everything, directly before its backward. In addition to these L forwards
+    there are r*L - C(s+r, s+1) others, where s is the number of slots, r is the least number for
+    which C(s+r, s) >= L, and C(n, k) is a binomial coefficient.
 
     Args:
         length: L, the number of stages.
-        slots: s, the largest number of inputs kept at the same time, at least 1. More than L - 1
-            slots give the same schedule as L - 1.
+        slots: s, the largest number of inputs that are kept at the same time, at least 1. More than
+            L - 1 slots give the same schedule as L - 1.
 
     Raises:
         TypeError, ValueError: An argument is not a positive whole number.
@@ -151,10 +154,10 @@ def binomial(length: int, slots: int) -> Schedule:
 
 @lru_cache(maxsize=1 << 16)
 def _binomial_split(length: int, slots: int) -> int:
-    """Return the number of stages to run before the next input is kept.
+    """Return the number of stages that `binomial` runs before it keeps the next input.
 
-    It is the largest number for which no stage of either part has more than r forward actions
-    that do not keep everything.
+    It is the largest number for which no stage of either part has more than r forward actions that
+    do not keep everything, with r as in `binomial`.
     """
     if slots == 1:
         return length - 1
@@ -170,6 +173,7 @@ def _length(chain: Chain) -> int:
 
 
 def _keep_all(start: int, end: int) -> list[Action]:
+    """Return the actions that run the forwards of stages start to end-1, then their backwards."""
     return [Forward(i, "all") for i in range(start, end)] + [
         Backward(i) for i in reversed(range(start, end))
     ]
@@ -192,22 +196,24 @@ def segment_schedule(cuts: list[int]) -> Schedule:
 
 
 class Sizes:
-    """The bytes and times of a chain, as arrays.
+    """The bytes and times of a chain, as arrays for dynamic programming.
 
     A part of the chain is stages s to t, both included. The bytes of its input x_s are not counted.
-    During the forwards of the part, the gradient of x_{t+1} is live and counted. The exception is
-    t = L-1, because the gradient of the chain's output exists only from the first backward on.
+    During the forwards of the part, the gradient of x_{t+1} is live and counted. The exception is t
+    = L-1, because the gradient of the chain's output exists only from the first backward on.
 
     Attributes:
+        length: L, the number of stages.
         values: values[i] is the number of bytes of x_i, for i = 0 to L.
-        saved: Bytes that each stage saves.
-        forward: Bytes that each forward adds while it runs.
-        backward: Bytes that are live during each backward, except the stage's input.
+        saved: saved[i] is the number of bytes that stage i saves.
+        forward: forward[i] is the number of bytes that the forward of stage i adds while it runs.
+        backward: backward[i] is the number of bytes that are live during the backward of stage i,
+            except its input.
         gradient: gradient[t] is the number of bytes of the gradient of x_{t+1} during the forwards
             of stages up to t.
         through: through[s, e] is the number of bytes needed to run from x_s to x_e if only x_s is
             kept.
-        own_time: Time of each stage's forward and backward.
+        own_time: own_time[i] is the time of the forward and the backward of stage i.
         elapsed: elapsed[i] is the time of the forwards from x_0 to x_i.
     """
 
@@ -236,16 +242,16 @@ class Sizes:
 
 
 def _best_cuts(chain: Chain, count: int) -> list[int]:
-    """Return the boundaries 0 = c_0 < ... < c_count = L at which `segment_schedule` has the least
-    peak.
+    """Return the boundaries of `count` segments for which `segment_schedule` has the least peak.
 
-    need[a] is the least number of bytes for stages a to L-1 in a given number of segments, without
-    x_a and the boundaries before it. If the first of these segments ends at b, the number is the
-    larger of two: the bytes of this segment alone, and those of x_b plus need[b] for the rest.
+    The boundaries are 0 = c_0 < ... < c_count = L. In the code, need[a] is the least number of
+    bytes for stages a to L-1 in a given number of segments, without x_a and the boundaries before
+    it. If the first of these segments ends at b, the number is the larger of two: the bytes of this
+    segment alone, and those of x_b plus need[b] for the rest.
     """
     sizes = Sizes(chain)
     length = len(chain)
-    # segment_bytes[a, b]: bytes that one segment with the stages a to b-1 needs
+    # segment_bytes[a, b] is the number of bytes that one segment with the stages a to b-1 needs.
     segment_bytes = np.full((length, length + 1), INFINITE_BYTES, dtype=np.int64)
     for a in range(length):
         saved_before = np.cumsum(sizes.saved[a:]) - sizes.saved[a:]

@@ -1,6 +1,7 @@
-"""One stage under autograd: its checks, its forward, and a backward that frees memory early.
+"""Run one stage of a chain under autograd, with a backward that frees memory early.
 
-`executor` and `chain` use it for a run and for a measurement of several stages.
+The module `executor` uses this to run the stages of a schedule, and the module `chain` to measure
+each stage.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from course_lib._torch.tensors import map_tensors, tensors_in
 
 
 def as_modules(stages: Sequence[Callable]) -> dict[str, nn.Module]:
-    """Return a dict of name -> stage, in which functions have become modules.
+    """Return the stages as modules, by name; functions are wrapped in a module.
 
     Raises:
-        TypeError, ValueError: `stages` is of another type or empty, or a stage cannot be called.
+        TypeError, ValueError: `stages` has another type or is empty, or a stage cannot be called.
     """
     allowed = "an nn.Sequential or a list of modules and functions"
     kind("stages", stages, (nn.Sequential, nn.ModuleList, list, tuple), allowed)
@@ -37,7 +38,7 @@ def as_modules(stages: Sequence[Callable]) -> dict[str, nn.Module]:
     for name, stage in named.items():
         function(f"stage {name}", stage, "a module or a function")
     return {
-        name: stage if isinstance(stage, nn.Module) else _Function(stage)
+        name: stage if isinstance(stage, nn.Module) else _FunctionModule(stage)
         for name, stage in named.items()
     }
 
@@ -45,20 +46,20 @@ def as_modules(stages: Sequence[Callable]) -> dict[str, nn.Module]:
 _identities = itertools.count()
 
 
-class _Function(nn.Module):
-    """Module that calls a function and contains the modules and parameters of that function.
+class _FunctionModule(nn.Module):
+    """Module that calls a function, and has the modules and parameters that the function uses.
 
-    The stages that a model's `stages` returns are often methods, partials and lambdas that use
-    modules of the model. If they were not found here, a stage that runs again would change their
-    buffers and attributes twice.
+    The stages that a model's `stages` method returns are often methods, partials and lambdas that
+    use modules of the model. The wrapper must have these modules as submodules. Otherwise a stage
+    that runs again would change their buffers and attributes twice.
     """
 
     def __init__(self, function: Callable):
         super().__init__()
         self.function = function
         references = list(dict.fromkeys(_modules_and_parameters(function)))
-        # This attribute makes any two functions different for `look_of`, because their code is not
-        # compared. `id` is not used, because Python may reuse it for another function.
+        # This attribute makes any two functions different for `module_signature`, because their
+        # code is not compared. `id` is not used, because Python may reuse it for another function.
         self.identity = str(next(_identities))
         self.modules_held = nn.ModuleList(
             value for value in references if isinstance(value, nn.Module)
@@ -74,8 +75,8 @@ class _Function(nn.Module):
 def _modules_and_parameters(value: Any) -> Iterator[nn.Module | nn.Parameter]:
     """Yield the modules and parameters that a function refers to.
 
-    The references may be arguments of a partial, the object of a method, variables of a closure,
-    default arguments, or lists, tuples and dicts of these.
+    A function refers to the arguments of a partial, the object of a method, the variables of a
+    closure, default arguments, and the items of lists, tuples and dicts among these.
     """
     if isinstance(value, (nn.Module, nn.Parameter)):
         yield value
@@ -95,7 +96,7 @@ def _modules_and_parameters(value: Any) -> Iterator[nn.Module | nn.Parameter]:
 
 
 def checked_value(name: str, value: Any) -> Any:
-    """Check a value between two stages and return it.
+    """Check a value that one stage passes to the next, and return it.
 
     If it is a tuple of one tensor and Nones, as Hugging Face layers return it, the tensor alone is
     returned.
@@ -120,22 +121,27 @@ def checked_value(name: str, value: Any) -> Any:
 
 
 def main_tensor(value: Any) -> Tensor:
-    """Return the main tensor of a value between two stages, through which gradients flow."""
+    """Return the tensor through which gradients flow in a value that a stage passes to the next.
+
+    If the value has only one tensor, it is that one, whatever its data type.
+    """
     tensors = list(tensors_in(value))
     return tensors[0] if len(tensors) == 1 else next(filter(differentiable, tensors))
 
 
 def with_main_tensor(value: Any, replacement: Tensor) -> Any:
-    """Return a copy of a value between two stages, with another main tensor."""
+    """Return a copy of a value that a stage passes to the next, with another main tensor."""
     old_tensor = main_tensor(value)
     return map_tensors(lambda tensor: replacement if tensor is old_tensor else tensor, value)
 
 
 def differentiable(tensor: Tensor) -> bool:
+    """Return whether a tensor's data type is a floating-point or complex type."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def check_constants(kwargs: dict[str, Any]) -> None:
+    """Raise a ValueError if a constant argument has a tensor that requires gradients."""
     for name, value in kwargs.items():
         if any(tensor.requires_grad for tensor in tensors_in(value)):
             raise ValueError(f"{name} must not require gradients, got {describe(value)} that does")
@@ -173,30 +179,34 @@ def run_stage(i: int, stage: nn.Module, value: Any, kwargs: dict) -> Any:
 class GradientSlot:
     """The only reference to the gradient that one stage's backward passes to the next.
 
-    If a gradient were an argument of `torch.autograd.grad`, the caller would hold it during the
-    whole backward pass of the stage. Instead, the first node of that pass takes the gradient out of
-    this slot, and autograd frees it after its last use.
+    If the gradient were passed to `torch.autograd.grad`, the caller would hold a reference to it
+    during the whole backward pass of the stage. Instead, the first node of that pass takes it out
+    of this slot, and autograd frees it after its last use.
+
+    Attributes:
+        gradient: The gradient. None if the slot is empty, or if the loss does not use the output.
     """
 
     def __init__(self) -> None:
-        self.gradient: Tensor | None = None  # None also if the loss does not use the output
+        self.gradient: Tensor | None = None
 
     def take(self) -> Tensor | None:
+        """Return the gradient, and leave the slot empty."""
         gradient, self.gradient = self.gradient, None
         return gradient
 
 
 class KeptStage:
-    """A stage's graph and output, after a forward that keeps everything for its backward.
+    """A stage's output and graph, after a forward that keeps everything for its backward.
 
     Args:
-        i, stage, value, kwargs: As in `run_stage`.
-        needs_gradient: Whether the gradient of the input is computed.
-        slot: Slot with the gradient of the output when `backward` is called.
+        i, stage, value, kwargs: Arguments of `run_stage`.
+        needs_gradient: Whether the backward computes the gradient of the input.
+        slot: Slot that has the gradient of the output when `backward` is called.
 
     Raises:
-        RuntimeError: The stage uses a tensor that requires gradients and is not its own, or stores
-            a tensor with a graph in an attribute. See also `run_stage`.
+        RuntimeError: The stage uses a tensor that requires gradients and is neither its input nor
+            its parameter, or stores a tensor with a graph in an attribute. See also `run_stage`.
     """
 
     def __init__(
@@ -211,15 +221,15 @@ class KeptStage:
         x = main_tensor(value)
         with torch.enable_grad():
             self.x = x.detach().requires_grad_(needs_gradient and differentiable(x))
-            # The input is a view, because FlopCounterMode's hook on a module's input fails on a
-            # leaf inside autograd.grad.
+            # The stage receives a view of the leaf, because the hook that FlopCounterMode puts on a
+            # module's input fails for a leaf inside `torch.autograd.grad`.
             self.output = run_stage(
                 i, stage, with_main_tensor(value, self.x.view_as(self.x)), kwargs
             )
             self.end = _TakeGradient.apply(main_tensor(self.output), slot)
         self.slot = slot
         self.parameters = trainable_parameters(stage)
-        if not {*map(id, _leaves(self.end))} <= {*map(id, (self.x, *self.parameters))}:
+        if not {*map(id, _reached_leaves(self.end))} <= {*map(id, (self.x, *self.parameters))}:
             raise RuntimeError(
                 f"stage {i} uses a tensor that requires a gradient and is neither its input nor"
                 " one of its parameters; use a module as the stage and make the tensor a parameter"
@@ -232,9 +242,13 @@ class KeptStage:
             )
 
     def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Release the output, and return (gradient of the input, gradients of the parameters).
+        """Run the backward of the stage, and release its output.
 
-        The gradient of the output is taken from the slot. A gradient is None if it is not needed.
+        The gradient of the output is taken from the slot.
+
+        Returns:
+            The gradient of the input, and a list of the gradients of the parameters. A gradient is
+            None if it is not needed.
         """
         self.output = None
         inputs = [tensor for tensor in (self.x, *self.parameters) if tensor.requires_grad]
@@ -251,7 +265,7 @@ class KeptStage:
 
 
 class _TakeGradient(torch.autograd.Function):
-    """Last node of a stage's graph: it returns an empty tensor.
+    """Last node of a stage's graph, whose output is an empty tensor.
 
     Its backward takes the gradient of the stage's output from the slot.
     """
@@ -267,25 +281,26 @@ class _TakeGradient(torch.autograd.Function):
 
 
 def trainable_parameters(stage: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a stage that require gradients."""
     return [parameter for parameter in stage.parameters() if parameter.requires_grad]
 
 
 def _attributes_with_graph(stage: nn.Module) -> Iterator[str]:
     """Yield the names of attributes in which a run has stored a tensor that has a graph.
 
-    Weights that a hook computes before each run are not included.
+    Weights that a hook computes before each run are skipped.
     """
     for name, module in stage.named_modules():
         hooks = module._forward_pre_hooks.values()
-        # names of the weights that hooks of weight_norm, spectral_norm and pruning compute
+        # Names of the weights that the hooks of weight_norm, spectral_norm and pruning compute.
         weights = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
         for key in vars(module).keys() - weights:
             if any(tensor.grad_fn is not None for tensor in tensors_in(vars(module)[key])):
                 yield f"{name}.{key}".removeprefix("block.").removeprefix(".")
 
 
-def _leaves(end: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves that backward from `end` reaches."""
+def _reached_leaves(end: Tensor) -> Iterator[Tensor]:
+    """Yield the leaf tensors that the backward of `end` reaches."""
     waiting = [end.grad_fn]
     seen = {None}
     while waiting:
