@@ -1,27 +1,28 @@
 """Offload tensors when autograd saves them, and fetch them shortly before backward reads them.
 
-The unit is a storage: it is moved once and as a whole, however many saved tensors are views of it.
-Its states (`_State`):
+A whole storage is offloaded at a time. It is copied once, even if several saved tensors are views
+of it. A storage is always in one of these states (`_State`), and methods of `_SavedStorage` move
+it to the next one:
 
     PARTIAL
        |      pack: the saved tensors cover the storage
-    ON_DEVICE <-------.
-       |  go_down     |  arrive: the copy failed
-    GOING_DOWN -------'
-       |      arrive: the copy is complete
-    OFFLOADED <-------.
-       |  start_up    |  release: every node that needs it has read it
-    COMING_UP --------'
+    ON_DEVICE <---------.
+       |  start_offload |  finish_offload: the copy failed
+    OFFLOADING ---------'
+       |      finish_offload: the copy is complete
+    OFFLOADED <---------.
+       |  start_fetch   |  release: every node that needs the storage has read it
+    FETCHING -----------'
 
-    and from each of them, when the last handle is dropped, to FREED
+    from every state to FREED, when the last handle is dropped
 
 `pack` and `unpack` are autograd's saved-tensor hooks. `pack` creates a storage as PARTIAL. If the
-first saved tensor covers the whole storage, it becomes ON_DEVICE in the same call. The attribute
-`held` refers to the device memory until the copy to the host is complete, and `fetched` does in
-COMING_UP.
-The `reservation` in the store exists from GOING_DOWN on. Only an OFFLOADED storage takes no device
-memory, which is the purpose of this module. If a graph is retained, its storages can go back and
-forth between OFFLOADED and COMING_UP.
+first saved tensor covers the whole storage, it becomes ON_DEVICE in the same call. Until the copy
+to the lower tier is complete, the attribute `device_tensor` refers to the device memory. While a
+storage is FETCHING, `finish_fetch` refers to it. The storage has a reservation in the store from
+OFFLOADING on. Only an OFFLOADED storage uses no device memory, and saving this memory is the
+purpose of the module. If a graph is retained, its storages can change between OFFLOADED and
+FETCHING more than once.
 """
 
 from __future__ import annotations
@@ -42,33 +43,34 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from course_lib._check import kind, whole
 from course_lib._torch.autograd import (
     check_torch_func,
+    checked_torch_func,
     current_graph_task_id,
     current_node,
-    torch_func_refused,
     writes_after_saving,
 )
 from course_lib._torch.symbolic import is_symbolic
 from course_lib._torch.tensors import elements_spanned
 
 from .device import Device
-from .stores import Guard, Reservation, Store, bytes_of, default_store, view_of
+from .stores import DeferringLock, Reservation, Store, bytes_of, default_store, view_of
 
 
 class offload_activations:
-    """Offload the tensors that autograd saves inside the block; backward fetches them.
+    """Offload the tensors that autograd saves inside a `with` block, until backward needs them.
 
-    These stay on the device:
+    This saves device memory between forward and backward, at the cost of two copies per offloaded
+    storage. These tensors are not offloaded:
 
     - parameters and buffers of modules that run inside the block, views of them, and tensors in
       `keep`
     - storages smaller than `min_bytes`
     - the storages saved last (see `prefetch`), because backward needs them first
-    - storages that the saved tensors cover only in part, such as a data set if the batch is a slice
-      of it: the data set stays in memory anyway, so offloading would free nothing
+    - tensors that cover only a part of their storage, such as a batch that is a slice of a data
+      set: the data set stays in memory anyway, so offloading would free nothing
     - sparse, quantized and nested tensors
 
-    A storage is copied to the lower tier once, however many saved tensors are views of it. Each of
-    them is restored as the same view.
+    A storage is copied to the lower tier only once, even if several saved tensors are views of it.
+    Backward restores each of these views.
 
     Args:
         store: Lower tier, which is a `HostStore`, a `DiskStore` or another `Store`. By default
@@ -76,10 +78,11 @@ class offload_activations:
         min_bytes: Size of the smallest storage that is offloaded.
         keep: Tensors, or modules with their parameters and buffers, whose storages stay on the
             device.
-        prefetch: Number of storages that backward fetches ahead; `prefetch + 1` storages stay on
-            the device at the end of the block. By default 2 on CUDA and 1 on a CPU.
-        in_flight: Number of copies to the lower tier that may be in flight. A larger number hides
-            longer copies and holds more device memory. By default 2 on CUDA and 1 on a CPU.
+        prefetch: Number of storages that backward fetches before it needs them. The `prefetch + 1`
+            storages that were saved last are not offloaded. By default 2 on CUDA and 1 on a CPU.
+        in_flight: Number of copies to the lower tier that may be in flight at the same time. A
+            larger number hides longer copies but uses more device memory. By default 2 on CUDA
+            and 1 on a CPU.
 
     Warns:
         UserWarning: Once, at the end of the block, if tensors were saved but all of them are
@@ -87,10 +90,11 @@ class offload_activations:
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value.
-        StoreFull: Raised by the operator whose saved tensor does not fit into the store. Everything
-            saved before is intact.
-        RuntimeError: Raised in backward if a saved tensor was changed in place before its copy was
-            complete, or if the noise of `rrelu` in training was offloaded.
+        StoreFull: The next tensor that autograd saves does not fit into the store. The error is
+            raised in the forward pass, by the operator that saves this tensor. All tensors that
+            were offloaded before can still be read.
+        RuntimeError: (In the backward pass) a saved tensor was changed in place before its copy was
+            complete, or the noise of `rrelu` in training mode was offloaded.
 
     Example:
         >>> store, x = HostStore(), torch.randn(512, 512, requires_grad=True)
@@ -125,7 +129,7 @@ class offload_activations:
     def __enter__(self) -> offload_activations:
         forward_pass = _ForwardPass(self)
         hooks = saved_tensors_hooks(forward_pass.pack, forward_pass.unpack)
-        with torch_func_refused("offload_activations"):
+        with checked_torch_func("offload_activations"):
             hooks.__enter__()
         module_hook = register_module_forward_pre_hook(
             lambda module, args: forward_pass.keep_on_device(module)
@@ -138,7 +142,7 @@ class offload_activations:
         hooks.__exit__(kind, value, trace)
         module_hook.remove()
         try:
-            with forward_pass.guard:
+            with forward_pass.lock:
                 forward_pass.finish_copies(0)
         except Exception:
             if kind is None:
@@ -155,34 +159,35 @@ class offload_activations:
 
 
 class _State(Enum):
-    """State of a saved storage; the module docstring shows the transitions."""
+    """State of a saved storage. The module docstring shows the transitions between states."""
 
-    PARTIAL = auto()  # on the device, because the saved tensors cover only a part of it
-    ON_DEVICE = auto()  # on the device; it will be offloaded unless backward begins first
-    GOING_DOWN = auto()  # being copied to the lower tier, and still on the device
+    PARTIAL = auto()  # stays on the device, because the saved tensors cover only a part of it
+    ON_DEVICE = auto()  # on the device; will be offloaded unless backward begins first
+    OFFLOADING = auto()  # being copied to the lower tier, and still on the device
     OFFLOADED = auto()
-    COMING_UP = auto()  # being copied back, or already copied; its users wait for the copy
+    FETCHING = auto()  # being copied back, or copied back already; readers wait for the copy
     FREED = auto()
 
 
 class _ForwardPass:
-    """The storages that one entry of `offload_activations` saves, and its saved-tensor hooks.
+    """Saved-tensor hooks of one `with offload_activations(...)` block, and the storages it saves.
 
     Attributes:
-        latest_by_storage: Storage of a tensor -> its latest `_SavedStorage`.
-        kept_storages: Storages of parameters, buffers and tensors in `keep`.
-        too_small, large_enough: Bytes of the largest storage below `min_bytes`, and whether any
-            storage was not too small.
+        latest_by_storage: Map from the storage of a tensor to the latest `_SavedStorage` for it.
+        kept_storages: Storages of parameters, buffers and tensors in `keep`, as keys.
+        modules: Identities of the modules whose parameters and buffers are in `kept_storages`.
+        too_small: Bytes of the largest saved storage that is smaller than `min_bytes`.
+        large_enough: Whether a storage of at least `min_bytes` was saved.
         storages: All storages that may be offloaded, in the order in which they were saved.
-        on_device: The latest of these storages, whose copies have not started yet.
-        going_down: Storages whose copy to the lower tier may be in flight.
-        running_node, unpacked: Node of backward that is unpacking now, and the storages that it has
-            unpacked.
+        on_device: The storages that were saved last and whose copies have not started yet.
+        offloading: Storages whose copy to the lower tier may be in flight.
+        running_node: Node of backward that is reading its saved tensors now.
+        unpacked: Storages that this node has read.
     """
 
     def __init__(self, options: offload_activations):
         self.options = options
-        self.guard = Guard()
+        self.lock = DeferringLock()
         self.latest_by_storage = WeakKeyDictionary()
         self.kept_storages = WeakKeyDictionary()
         self.modules: set[int] = set()
@@ -190,7 +195,7 @@ class _ForwardPass:
         self.large_enough = False
         self.storages: list[_SavedStorage] = []  # backward reads them from the end
         self.on_device: deque[_SavedStorage] = deque()
-        self.going_down: deque[_SavedStorage] = deque()
+        self.offloading: deque[_SavedStorage] = deque()
         self.running_node, self.unpacked = None, []
         for thing in options.keep:
             self.keep_on_device(thing)
@@ -208,14 +213,18 @@ class _ForwardPass:
             self.kept_storages[tensor.untyped_storage()] = True
 
     def pack(self, tensor: Tensor) -> _KeptTensor | _Handle:
-        if not _has_storage(tensor) or self._stays(tensor):
+        """Return what autograd saves instead of a tensor; autograd calls this hook.
+
+        This is a handle if the tensor is to be offloaded, and a `_KeptTensor` otherwise.
+        """
+        if not _has_storage(tensor) or self._must_stay(tensor):
             return _KeptTensor(tensor)
         storage = tensor.untyped_storage()
         if storage.nbytes() < max(1, self.options.min_bytes):
             self.too_small = max(self.too_small, storage.nbytes())
             return _KeptTensor(tensor)
         self.large_enough = True
-        with self.guard:
+        with self.lock:
             saved = self.latest_by_storage.get(storage)
             if saved is None or saved.state is _State.FREED or saved.version != tensor._version:
                 saved = self.latest_by_storage[storage] = _SavedStorage(self, tensor)
@@ -227,27 +236,35 @@ class _ForwardPass:
                 saved.index = len(self.storages)
                 self.storages.append(saved)
                 self.on_device.append(saved)
-            while len(self.on_device) > self._ahead(self.options.prefetch, saved) + 1:
+            while len(self.on_device) > self._or_device_default(self.options.prefetch, saved) + 1:
                 if (oldest := self.on_device.popleft()).state is _State.ON_DEVICE:
-                    oldest.go_down()
-                    self.going_down.append(oldest)
-            self.finish_copies(self._ahead(self.options.in_flight, saved))
+                    oldest.start_offload()
+                    self.offloading.append(oldest)
+            self.finish_copies(self._or_device_default(self.options.in_flight, saved))
             return handle
 
-    def _stays(self, tensor: Tensor) -> bool:
+    def _must_stay(self, tensor: Tensor) -> bool:
+        """Return whether a tensor must not be offloaded.
+
+        This is so for a parameter, for another leaf that requires gradients, for a view of one of
+        these, and if the tensor's storage is in `kept_storages`.
+        """
         base = tensor._base if tensor._is_view() else tensor
         leaf = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
         return leaf or tensor.untyped_storage() in self.kept_storages
 
-    def _ahead(self, requested: int | None, saved: _SavedStorage) -> int:
+    def _or_device_default(self, requested: int | None, saved: _SavedStorage) -> int:
+        """Return the requested number; for None, return the default of the storage's device."""
         return saved.device.ahead if requested is None else requested
 
     def unpack(self, packed: _KeptTensor | _Handle) -> Tensor:
+        """Return a saved tensor for backward, and start fetching those that backward reads next."""
         if isinstance(packed, _KeptTensor):
             return packed.restore()
-        with self.guard:
+        with self.lock:
             node = _running_node()
-            # A node may unpack a saved tensor twice, so its storages are released by the next node.
+            # A node may read a saved tensor twice, so its storages are released only when the next
+            # node reads a tensor.
             if node != self.running_node:
                 for saved in self.unpacked:
                     saved.release()
@@ -255,30 +272,31 @@ class _ForwardPass:
             saved = packed.saved
             self.unpacked.append(saved)
             if saved.state is not _State.PARTIAL:
-                prefetch = self._ahead(self.options.prefetch, saved)
+                prefetch = self._or_device_default(self.options.prefetch, saved)
                 for storage_ahead in reversed(
                     self.storages[max(0, saved.index - prefetch) : saved.index + 1]
                 ):
-                    storage_ahead.start_up()
+                    storage_ahead.start_fetch()
             return packed.restore()
 
     def finish_copies(self, in_flight: int) -> None:
-        """Wait for all copies to the host except the latest `in_flight`; release their memory."""
-        while len(self.going_down) > in_flight:
-            self.going_down.popleft().arrive()
+        """Wait for all copies to the lower tier, except the latest `in_flight` copies."""
+        while len(self.offloading) > in_flight:
+            self.offloading.popleft().finish_offload()
 
 
 class _KeptTensor:
-    """A saved tensor that stays on the device.
+    """A saved tensor that is not offloaded.
 
-    The tensor is detached: an operator that saves its own result would otherwise be part of a
-    reference cycle, and its graph would never be freed.
+    It refers to the tensor without its autograd history. Otherwise an operator that saves its own
+    result would be part of a reference cycle, and its graph would not be freed when it is dropped.
     """
 
     def __init__(self, tensor: Tensor):
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def restore(self) -> Tensor:
+        """Return the tensor; raise a RuntimeError if it was changed in place after it was saved."""
         if self.tensor._version != self.version:
             shape = "(nested)" if self.tensor.is_nested else tuple(self.tensor.shape)
             raise RuntimeError(_CHANGED.format(shape=shape, when=""))
@@ -292,47 +310,50 @@ _CHANGED = (
 
 
 class _Handle:
-    """One saved tensor, as a view of a saved storage; autograd's graph refers to it.
+    """Reference from autograd's graph to a saved storage, which restores one saved tensor.
 
-    The graph drops it after its node has run in backward. When the last handle of a storage is
-    dropped, the storage is freed.
+    Autograd drops the handle when it frees the node's saved tensors, usually after the node has run
+    in backward. The storage is freed when its last handle is dropped.
     """
 
-    # As a class attribute this also exists if `__init__` fails, so that `__del__` does nothing
-    # then.
+    # A class attribute, so that `__del__` finds it (and does nothing) even if `__init__` fails.
     saved: _SavedStorage | None = None
 
     def __init__(self, saved: _SavedStorage, tensor: Tensor):
-        self.key = object()  # an id could be reused before this handle's delayed `drop`
+        self.key = object()  # an id could be reused before this handle's delayed `remove_handle`
         self.view = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
-        # Bytes of the storage that it covers, because a view may skip elements or repeat them.
+        # Count each byte of the storage once, because a view may skip elements or repeat them.
         size = min(tensor.numel(), elements_spanned(tensor)) * tensor.itemsize
         saved.handles[self.key] = tensor.storage_offset() * tensor.itemsize, size
         saved.unread.add(self.key)
         self.saved = saved
 
     def restore(self) -> Tensor:
-        view = view_of(self.saved.data_for(self), *self.view)
+        """Return the saved tensor as a view of its storage, which is fetched first if necessary."""
+        view = view_of(self.saved.wait_for_data(self), *self.view)
         if self.conjugated:
             view = torch._conj(view)
         return torch._neg_view(view) if self.negated else view
 
     def __del__(self):
         if self.saved is not None:
-            self.saved.forward_pass.guard.later(partial(self.saved.drop, self.key))
+            self.saved.forward_pass.lock.call_when_free(partial(self.saved.remove_handle, self.key))
 
 
 class _SavedStorage:
-    """A storage with one or more saved tensors, whose handles refer to it.
+    """A storage that autograd has saved one or more tensors of, and the state of its offload.
 
     Attributes:
-        state: A `_State`.
-        held: The saved data on the device, until the storage is OFFLOADED.
-        reservation: Its reservation in the store, from GOING_DOWN on.
-        fetched: Function that waits and returns the fetched tensor, in COMING_UP.
-        index: Position among the storages of the forward pass; None while PARTIAL.
-        handles: Key -> (offset, bytes) of each saved tensor that still exists.
+        state: Where the data is, as a `_State`.
+        device_tensor: A tensor on the device that has this storage; None from OFFLOADED on.
+        version, changed: Version counter of the tensor when it was saved, and whether the tensor
+            had been changed in place when its copy was complete.
+        stream: The stream on which the tensor was saved.
+        index: Position in `storages` of the forward pass; None while the state is PARTIAL.
+        reservation: Reservation in the store, from OFFLOADING on.
+        finish_fetch: While FETCHING, a function that waits for the copy and returns the tensor.
+        handles: Map from the key of each live handle to (offset, size) of its tensor, in bytes.
         unread: Keys of the handles that backward has not read since the storage was fetched.
     """
 
@@ -340,13 +361,13 @@ class _SavedStorage:
         self.state = _State.PARTIAL
         self.forward_pass = forward_pass
         self.store = forward_pass.options.store or default_store(tensor)
-        self.held: Tensor | None = tensor.detach()  # shares the version counter
+        self.device_tensor: Tensor | None = tensor.detach()  # shares the version counter
         self.version, self.changed = tensor._version, False
         self.device = Device.of_tensor(tensor)
         self.stream = self.device.current()
         self.index: int | None = None
         self.reservation: Reservation | None = None
-        self.fetched: Callable[[], Tensor] | None = None
+        self.finish_fetch: Callable[[], Tensor] | None = None
         self.handles: dict[object, tuple[int, int]] = {}
         self.unread: set[object] = set()
 
@@ -354,20 +375,21 @@ class _SavedStorage:
         """Return whether the saved tensors cover the whole storage."""
         return (
             sum(nbytes for _, nbytes in set(self.handles.values()))
-            >= self.held.untyped_storage().nbytes()
+            >= self.device_tensor.untyped_storage().nbytes()
         )
 
-    def go_down(self) -> None:
-        with self.device.on(self.stream):  # the device that holds it may not be current
-            self.reservation = self.store.put(bytes_of(self.held))
-        self.state = _State.GOING_DOWN
+    def start_offload(self) -> None:
+        """Start copying the storage to the lower tier."""
+        with self.device.on(self.stream):  # the tensor's device may not be the current one
+            self.reservation = self.store.put(bytes_of(self.device_tensor))
+        self.state = _State.OFFLOADING
 
-    def arrive(self) -> None:
-        """Wait until the copy to the host is complete and release the device memory.
+    def finish_offload(self) -> None:
+        """Wait until the copy to the lower tier is complete, and free the device memory.
 
-        If the copy failed, the storage stays on the device.
+        If the copy failed, the storage stays on the device and the error is raised.
         """
-        if self.state is not _State.GOING_DOWN:  # it was freed while the copy was in flight
+        if self.state is not _State.OFFLOADING:  # it was freed while the copy was in flight
             return
         try:
             with self.device.on(self.stream):
@@ -376,56 +398,70 @@ class _SavedStorage:
             self.state = _State.ON_DEVICE
             self.reservation = None
             raise
-        self.changed |= self.held._version != self.version
+        self.changed |= self.device_tensor._version != self.version
         self.state = _State.OFFLOADED
-        self.held = None
+        self.device_tensor = None
 
-    def start_up(self) -> None:
+    def start_fetch(self) -> None:
+        """Start copying the storage back to the device if it is offloaded."""
         if self.state is _State.OFFLOADED:
-            self.fetched = self.reservation.get()
-            self.state = _State.COMING_UP
+            self.finish_fetch = self.reservation.get()
+            self.state = _State.FETCHING
 
-    def data_for(self, handle: _Handle) -> Tensor:
-        if self.changed or (self.held is not None and self.held._version != self.version):
+    def wait_for_data(self, handle: _Handle) -> Tensor:
+        """Wait for the storage's copy, and return a tensor with its data on the device.
+
+        Args:
+            handle: The handle whose saved tensor backward reads now.
+
+        Raises:
+            RuntimeError: The data was changed in place before it was offloaded, or the running
+                operator is `rrelu` in training mode, which fills the tensor that it saves only
+                after saving it.
+        """
+        if self.changed or (
+            self.device_tensor is not None and self.device_tensor._version != self.version
+        ):
             raise RuntimeError(
                 _CHANGED.format(shape=handle.view[1], when=" before it was offloaded")
             )
-        # It may have been copied before the operator wrote it.
+        # The data may have been copied before the operator wrote it.
         if self.reservation is not None and writes_after_saving(current_node()):
             raise RuntimeError(
                 "rrelu in training cannot be combined with offload_activations, because it saves"
-                f" its noise, of shape {handle.view[1]}, before it draws it. Use leaky_relu, or run"
-                " rrelu outside of offload_activations"
+                f" its noise tensor, of shape {handle.view[1]}, before it fills it with random"
+                " numbers. Use leaky_relu, or run rrelu outside of offload_activations"
             )
         self.unread.discard(handle.key)
-        if self.state is _State.COMING_UP:
-            return self.device.used(self.fetched())
-        return self.held  # pyrefly: ignore[bad-return]  # not None: the storage is on the device
+        if self.state is _State.FETCHING:
+            return self.device.used(self.finish_fetch())
+        return self.device_tensor  # pyrefly: ignore[bad-return]  # it is not None here
 
     def release(self) -> None:
-        """Release the fetched copy, unless another node still has to read it.
+        """Free the fetched copy, unless another node still has to read it.
 
-        It is fetched again if the graph is retained and backward runs once more.
+        The data is fetched again if the graph is retained and backward runs once more.
         """
         if self.unread:
             return
         self.unread = set(self.handles)
-        if self.state is _State.COMING_UP:
+        if self.state is _State.FETCHING:
             self.state = _State.OFFLOADED
-            self.fetched = None
+            self.finish_fetch = None
 
-    def drop(self, key: object) -> None:
+    def remove_handle(self, key: object) -> None:
+        """Remove a handle that was dropped; after the last one, free the data everywhere."""
         del self.handles[key]
         self.unread.discard(key)
         if not self.handles:
             if self.reservation is not None:
-                self.reservation.free(self.held, self.fetched)
+                self.reservation.free(self.device_tensor, self.finish_fetch)
             self.state = _State.FREED
-            self.held = self.reservation = self.fetched = None
+            self.device_tensor = self.reservation = self.finish_fetch = None
 
 
 def _running_node() -> Any:
-    """Return a pair of numbers that identifies the running node of backward, or None outside of it.
+    """Return two numbers that identify the running node of backward, or None outside of backward.
 
     The node itself is not returned, because a reference to it would keep its graph alive.
     """
@@ -434,9 +470,10 @@ def _running_node() -> Any:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor has its values in one storage that can be offloaded.
+    """Return whether all values of a tensor are in one storage that can be offloaded.
 
-    Subclasses that wrap tensors, and sparse, quantized, nested and inference tensors do not.
+    This is False for subclasses that wrap tensors, and for sparse, quantized, nested and inference
+    tensors.
     """
     return (
         (type(tensor) in (Tensor, nn.Parameter, nn.Buffer) or is_symbolic(tensor))

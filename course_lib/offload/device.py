@@ -1,7 +1,8 @@
-"""The interface of a device: streams, events, pinned memory and copies.
+"""Streams, events, pinned memory and copies of a device, behind one small interface.
 
-`Device` is the CPU, `Cuda` is a GPU, and `course_lib.simulated` has a device for tests. In
-this package all streams, events and copies of a GPU go through these methods.
+`Device` is the CPU, `Cuda` is a GPU, and `course_lib.simulated` has a simulated GPU for tests. All
+streams, events and copies of a GPU that this package uses go through these methods, so that the
+simulated device can replace a GPU.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from course_lib._torch.symbolic import is_symbolic
 class Device:
     """The CPU, and the base class of other devices.
 
-    Its memory is host memory, and a copy is complete when the call returns. Streams and events are
-    None.
+    The memory of the CPU is host memory, and a copy is complete when the call returns. Streams and
+    events are None.
 
     Attributes:
-        has_own_memory: Whether its memory is separate from host memory.
-        ahead: Default number of activation copies in flight per direction.
-        guests: Devices, such as a simulated one, whose tensors report the CPU as their device.
+        has_own_memory: Whether the device's memory is separate from host memory.
+        ahead: Default of `prefetch` and `in_flight` in `offload_activations`.
+        guests: Registered devices, such as a simulated one, whose tensors have `tensor.device`
+            equal to the CPU. `of_tensor` searches these first.
     """
 
     has_own_memory = False
@@ -35,7 +37,7 @@ class Device:
     def of_tensor(tensor: Tensor) -> Device:
         """Return the device that holds a tensor.
 
-        For a symbolic tensor, which has no memory, this is the CPU, so that no code waits.
+        For a symbolic tensor, which has no memory, this is the CPU, where no method waits.
         """
         if is_symbolic(tensor):
             return Device.from_torch(torch.device("cpu"))
@@ -58,11 +60,11 @@ class Device:
         self.device = device
 
     def current(self) -> Any:
-        """Return the stream on which operators run now."""
+        """Return the current stream, on which operators run."""
         return None
 
     def on(self, stream: Any) -> AbstractContextManager:
-        """Return a context in which operators run on this stream."""
+        """Return a context manager that makes this stream the current one."""
         return nullcontext()
 
     def side(self, name: str) -> Any:
@@ -70,24 +72,28 @@ class Device:
         return None
 
     def event(self) -> Any:
-        """Record an event after all work so far on the current stream."""
+        """Record an event on the current stream, after all operations enqueued on it so far."""
         return None
 
     def wait(self, event: Any) -> None:
-        """Make the current stream wait for the event; the host does not wait."""
+        """Make the current stream wait for an event; the host continues."""
 
     def finish(self, event: Any) -> None:
-        """Make the host wait for the event."""
+        """Make the host wait for an event."""
 
     def used(self, tensor: Tensor) -> Tensor:
         """Keep a tensor's memory from being reused before the current stream has finished with it.
 
-        This is needed if the tensor was allocated on another stream.
+        Without this call, the memory of a tensor that was allocated on another stream could be
+        reused while the current stream still uses it.
+
+        Returns:
+            The same tensor.
         """
         return tensor
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Allocate pinned host memory, which the device can read and write without the CPU."""
+        """Allocate a tensor in pinned host memory, which a GPU can copy without the CPU."""
         return torch.empty(shape, dtype=dtype, device="cpu")
 
     def up(self, tensor: Tensor) -> Tensor:
@@ -95,27 +101,32 @@ class Device:
         return tensor.to(self.device)
 
     def transfer(self, target: Tensor, source: Tensor) -> None:
-        """Copy between this device and the host, on the current stream.
+        """Copy a tensor between this device and the host, on the current stream.
 
-        The host does not wait if its tensor is pinned.
+        The host does not wait for the copy if the host tensor is pinned.
         """
         target.copy_(source, non_blocking=True)
 
     def copy(self, target: Tensor, source: Tensor, name: str) -> Any:
-        """Copy on a side stream, which first waits for the current stream's work so far.
+        """Copy a tensor on a side stream, after all operations enqueued on the current stream.
+
+        Args:
+            target: Tensor that receives the values.
+            source: Tensor with the values. One of the two is on this device, the other on the host.
+            name: Name of the side stream.
 
         Returns:
             An event at the end of the copy.
         """
-        work_so_far = self.event()
+        enqueued_so_far = self.event()
         with self.on(self.side(name)):
-            self.wait(work_so_far)
+            self.wait(enqueued_so_far)
             self.transfer(target, source)
             return self.event()
 
 
 class Cuda(Device):
-    """A GPU: each of its streams runs its work in order, while the host continues."""
+    """A GPU. Each of its streams runs its operations in order, while the host continues."""
 
     has_own_memory = True
     ahead = 2

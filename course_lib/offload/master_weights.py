@@ -1,14 +1,16 @@
-"""Master weights: the weights that an optimizer updates instead of a parameter, and their state.
+"""Master weights, and where the weights and the optimizer state of a parameter are kept.
 
-`MasterWeights` keeps both on the parameter's device. Two subclasses keep them on the lower tier:
-`HostState` (`state_host.py`) in host memory, where the CPU updates them, and `FileState`
-(`state_file.py`) in a file, from which they are read page by page. A subclass can override
+If a parameter has low precision, the optimizer updates an fp32 copy of it, the master weights.
+`MasterWeights` keeps this copy and the optimizer state on the parameter's device. Two subclasses
+keep them on the lower tier: `HostState` (`state_host.py`) in host memory, where the CPU updates
+them, and `FileState` (`state_file.py`) in a file, from which they are read page by page. A subclass
+can override
 
-- how a step updates all parameters that have gradients (`step`), and which space in the store it
-  reserves before (`reserve`);
+- how a step updates all parameters that have gradients (`step`), and which bytes of the store it
+  reserves before the update (`reserve`);
 - which tensor the base optimizer updates (`make_weights`, `attach_states`);
-- how values and gradients reach the weights, and how the result is written back (`values`,
-  `gradient`, `write_values`);
+- how parameter values and gradients are copied to the weights, and how the updated weights are
+  written back to the parameter (`values`, `gradient`, `write_values`);
 - how the state is read and set (`has_state`, `state`, `load_state`, `held_tensors`).
 """
 
@@ -36,34 +38,40 @@ class StateOptions:
     Attributes:
         overlap: Whether copies overlap the update of other parameters.
         page_bytes: Bytes of weights and state that are updated at once.
-        names: Names of the tensors that the base optimizer keeps for a parameter and that have its
-            shape.
-        store: The file for state of CPU parameters; None until it is first needed.
+        state_names: Keys of the state tensors that have the shape of their parameter, such as
+            "exp_avg" of AdamW.
+        store: The store for the state of CPU parameters; None until it is first needed.
     """
 
     overlap: bool
     page_bytes: int
-    names: Sequence[str]
+    state_names: Sequence[str]
     store: Store | None = None
 
     def open_store(self, parameters: Iterable[Tensor]) -> Store:
+        """Return the store. If there is none, create one first.
+
+        It is a `SymbolicStore` if the parameters are symbolic, otherwise a `DiskStore`.
+        """
         if self.store is None:
             self.store = SymbolicStore() if is_symbolic(*parameters) else DiskStore()
         return self.store
 
 
 class MasterWeights:
-    """The weights that the base optimizer updates for one parameter, with their state.
+    """The weights that the base optimizer updates for one parameter, with their optimizer state.
 
-    The weights are the parameter itself, or a copy of it in fp32.
+    The weights are the parameter itself, or an fp32 copy of it if the parameter is bf16 or fp16.
 
     Attributes:
         p: The parameter.
-        dtype: Data type of the weights and of state tensors of their shape.
+        dtype: Data type of the weights and of their state tensors.
         weights: The tensor that the base optimizer updates.
-        states: The state of the base optimizer: weights -> their state.
+        states: The `state` of the base optimizer, a dict from each of its tensors to that tensor's
+            state.
         version: Address and version counter of the parameter when it was last equal to the weights.
-            None on a CPU, where the values themselves are compared, because that needs no waiting.
+            It shows whether other code has changed the parameter since. On a CPU it is None,
+            because the values themselves are compared there, which needs no waiting.
     """
 
     def __init__(self, p: nn.Parameter, options: StateOptions):
@@ -80,33 +88,45 @@ class MasterWeights:
         return self.weights is not self.p
 
     def make_weights(self) -> nn.Parameter:
+        """Return the parameter itself, or a copy of it that has the data type `dtype`."""
         if self.p.dtype == self.dtype:
             return self.p
         return nn.Parameter(self.p.detach().to(self.dtype, copy=True))
 
     def attach_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
-        """Keep a reference to the base optimizer's state, now that it has received the weights."""
+        """Store a reference to the base optimizer's state.
+
+        It is called after the base optimizer has received the weights.
+        """
         self.states = states
 
     def nbytes(self) -> int:
-        """Return the number of bytes with which this parameter counts toward `page_bytes`."""
+        """Return the bytes with which this parameter counts toward the size of a page."""
         return self.dtype.itemsize * self.p.numel()
 
     # ---- one step of all parameters that have gradients
 
     @classmethod
     def reserve(cls, masters: Sequence[Self], options: StateOptions) -> None:
-        """Reserve the space in the store that these master weights need, before any changes."""
+        """Reserve the bytes of the store that a step with these master weights needs.
+
+        It is called before anything is changed, so that an error leaves the parameters unchanged.
+        """
 
     @classmethod
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Call `update`, which runs the base optimizer, on one list of master weights at a time.
+        """Update the parameters of these master weights.
 
-        Weights that are an fp32 copy also need an fp32 copy of the gradient. All these gradients
-        together would take as much memory as the weights. The weights are therefore updated one
-        page at a time.
+        Master weights that are fp32 copies are updated page by page. Each copy also needs an fp32
+        copy of its gradient. All of them together would use as much memory as the master weights,
+        so only the gradients of one page exist at a time.
+
+        Args:
+            masters: Master weights of the parameters that have gradients.
+            update: Function that runs a step of the base optimizer on a list of master weights.
+            options: The optimizer's options.
         """
         update([master for master in masters if not master.has_copy])
         for page in pages([master for master in masters if master.has_copy], options.page_bytes):
@@ -115,15 +135,17 @@ class MasterWeights:
     # ---- around the base optimizer's update
 
     def load_grad(self) -> None:
-        """Before the update, copy the gradient and changed parameter values to the weights.
+        """Prepare the master copy for an update: give it the gradient and changed values.
 
-        Values have changed if code other than this optimizer has set the parameter.
+        Values have changed if code other than this optimizer has set the parameter. If the weights
+        are the parameter itself, nothing has to be done.
         """
         if self.has_copy:
             self.load_values()
             self.weights.grad = self.gradient().to(self.dtype)
 
     def load_values(self) -> None:
+        """Copy to the weights those values of the parameter that other code has changed."""
         if self.device.has_own_memory and self.version == self.current_version():
             return  # comparing the values would make the host wait for the device
         values = self.values()
@@ -139,10 +161,11 @@ class MasterWeights:
             self.record_version()
 
     def record_version(self) -> None:
-        """Record that the parameter and the weights are equal now."""
+        """Record that the parameter and the weights are equal at this point."""
         self.version = self.current_version() if self.device.has_own_memory else None
 
     def current_version(self) -> tuple[int, int]:
+        """Return the address and the version counter of the parameter."""
         return self.p.data_ptr(), self.p._version
 
     def values(self) -> Tensor:
@@ -154,12 +177,14 @@ class MasterWeights:
         return self.p.grad
 
     def write_values(self) -> None:
+        """Copy the weights to the parameter, rounded to its data type."""
         self.p.copy_(self.weights)
 
-    # ---- the state as the base optimizer would have it, and the key "master" for weights whose
-    # dtype differs from the parameter's
+    # ---- reading and setting the state: the dict of the base optimizer, with the additional key
+    # "master" for weights whose dtype differs from the parameter's
 
     def has_state(self) -> bool:
+        """Return whether the parameter has state, or master weights that differ from it."""
         if self.states.get(self.weights):
             return True
         return self.p.dtype != self.dtype and not torch.equal(
@@ -167,7 +192,11 @@ class MasterWeights:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the state; for a low-precision parameter a new dict that also has "master"."""
+        """Return the parameter's optimizer state, as a dict with the keys of the base optimizer.
+
+        If the parameter has low precision, this is a new dict with the additional key "master", a
+        copy of the weights.
+        """
         state = self.states.get(self.weights, {})
         if self.p.dtype == self.dtype:
             return state
@@ -184,11 +213,13 @@ class MasterWeights:
             }
 
     def load_weights(self, values: Tensor) -> None:
+        """Set the weights to these values, if they are a copy of the parameter."""
         if self.has_copy:
             self.weights.copy_(values)
             self.record_version()
 
     def _copy_of(self, value: Any) -> Any:
+        """Return a copy of a state value; large tensors get the device and dtype of the weights."""
         if not isinstance(value, Tensor):
             return value
         dtype = self.dtype if is_large(value) and value.is_floating_point() else value.dtype
@@ -206,15 +237,19 @@ class MasterWeights:
 
 
 def is_large(value: Any) -> bool:
-    """Return whether a value of the state can be offloaded: a tensor of more than one number.
+    """Return whether a value of an optimizer's state is a tensor of more than one number.
 
-    A step count, for example, is a single number and stays in memory.
+    Only such tensors are offloaded. A step count, for example, is a single number and stays in
+    memory.
     """
     return isinstance(value, Tensor) and value.ndim > 0 and value.numel() > 1
 
 
 def pages(masters: Sequence[Master], page_bytes: int) -> list[list[Master]]:
-    """Split master weights, in order, into pages of at most `page_bytes` or of one parameter."""
+    """Split a list of master weights, in order, into pages of at most `page_bytes`.
+
+    A parameter that is larger than `page_bytes` is a page by itself.
+    """
     result: list[list[Master]] = []
     filled = 0
     for master in masters:

@@ -1,7 +1,7 @@
 """An optimizer whose state is offloaded to the lower tier.
 
-`OffloadedOptimizer` wraps any PyTorch optimizer. Where each parameter's weights and state are kept
-is decided by the classes in `master_weights.py`, `state_host.py` and `state_file.py`.
+`OffloadedOptimizer` wraps any PyTorch optimizer. For each parameter, one of the classes in
+`master_weights.py`, `state_host.py` and `state_file.py` keeps the weights and the state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib._check import describe, kind, must_be, number, whole
+from course_lib._check import argument_message, describe, kind, number, whole
 from course_lib._torch.steps import needs_closure
 
 from .device import Device
@@ -23,41 +23,45 @@ from .state_host import HostState
 from .stores import Store
 
 PAGE_BYTES = 16 << 20
-# In the order in which a step updates their parameters.
+# A step updates the parameters of these classes in this order.
 STATE_CLASSES: tuple[type[MasterWeights], ...] = (MasterWeights, HostState, FileState)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is offloaded, with fp32 master weights for low-precision parameters.
 
-    For fp32 parameters on a CPU, each step equals that of `base` bit for bit. For bf16 and fp16
-    parameters it is the step of `base` on fp32 copies, rounded afterwards.
+    Use it like the optimizer class `base`. Offloading saves the memory of the state between steps,
+    at the cost of copies in each step. For fp32 parameters on a CPU, each step equals that of
+    `base` bit for bit. For bf16 and fp16 parameters it is the step of `base` on fp32 copies, whose
+    results are then rounded.
 
-    For CPU parameters the state is in a file, and a step reads and writes it page by page. While
+    **CPU parameters.** The state is in a file, and a step reads and writes it page by page. While
     one page is updated, the next is read and the previous one is written, so three pages are in
-    memory. For CUDA parameters the state is in host memory, and the CPU runs the update. While it
-    updates one parameter, gradients of other parameters are copied to the host, and updated
-    parameters are copied to the GPU. The update uses `fused=True` if `base` has that option and
-    neither `fused` nor `foreach=True` is passed.
+    memory.
 
-    Between `backward` and `step`, gradients may be changed in any way: clipped, unscaled, or summed
-    over processes. Other code may set parameters at any time, and the next step uses them. On
-    CUDA, for parameters with master weights or offloaded state, PyTorch must have counted the
-    change. It counts `p.copy_(...)` without gradients and `load_state_dict`. It does not count
-    in-place changes through `p.data` and by collectives, so call
-    `torch.autograd.graph.increment_version(p)` after those.
+    **CUDA parameters.** The state is in host memory, and the CPU runs the update. While it updates
+    one parameter, gradients of other parameters are copied to the host, and updated parameters are
+    copied to the GPU. The update uses `fused=True` if `base` has that option and neither `fused`
+    nor `foreach=True` is passed.
 
-    Reading `state` fetches the offloaded state, and assigning to it writes to the lower tier. The
-    state returned for a parameter is a copy if it is in a file. `load_state_dict(state_dict())`
-    changes no bit.
+    **Changes by other code.** Between `backward` and `step`, gradients may be changed in any way:
+    clipped, unscaled, or summed over processes. Other code may set parameters at any time, and the
+    next step starts from the new values. On CUDA, for parameters with master weights or offloaded
+    state, the optimizer recognizes such a change by PyTorch's version counter. `p.copy_(...)` under
+    `torch.no_grad()` and `load_state_dict` increase the counter. In-place changes through `p.data`
+    and by collectives do not, so call `torch.autograd.graph.increment_version(p)` after those.
+
+    **Reading the state.** Reading `state` fetches the offloaded state, and assigning to it writes
+    to the lower tier. The state returned for a parameter is a copy if it is in a file.
+    `load_state_dict(state_dict())` restores the state bit for bit.
 
     Args:
         params: Parameters or groups, as for any optimizer.
-        base: Optimizer class that does the steps. It must update each parameter by itself, with a
-            separate state.
-        fraction: Fraction of the elements whose state is offloaded, 0 to 1, as in Megatron-LM's
-            hybrid optimizer, except that the largest parameters are chosen first. The state of the
-            others stays on their device.
+        base: Optimizer class that computes the updates, such as `torch.optim.AdamW`. It must update
+            each parameter separately and keep a separate state for each.
+        fraction: Fraction of the elements of all parameters whose state is offloaded, 0 to 1, as in
+            Megatron-LM's hybrid optimizer, except that the largest parameters are chosen first. The
+            state of the other parameters stays on their device.
         overlap: Whether copies overlap the update of other parameters. With False, copies and
             updates run one after another.
         store: `DiskStore` or another `Store` for CPU parameters, by default a new `DiskStore`.
@@ -66,9 +70,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         base_kwargs: Options of `base`, such as lr.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type or value; `base` has no per-parameter
-            state; a parameter is complex or sparse; a gradient is sparse (raised by `step` before
-            anything has changed).
+        TypeError, ValueError: An argument has the wrong type or value, `base` does not keep a state
+            for each parameter, a parameter is complex or sparse, or a gradient is complex or sparse
+            (raised by `step` before anything has changed).
         StoreFull: The state does not fit into the store; the parameters are unchanged.
     """
 
@@ -86,7 +90,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._fraction = number("fraction", fraction, 0, 1)
         store = kind("store", store, (Store, type(None)), "a DiskStore or another Store")
         page_bytes = whole("page_bytes", page_bytes, 1, of="bytes")
-        defaults, names = _defaults_and_names(base, base_kwargs)
+        defaults, names = _defaults_and_state_names(base, base_kwargs)
         self._options = StateOptions(overlap, page_bytes, names, store)
         self._base_class, self._base_kwargs = base, base_kwargs
         self._masters: dict[nn.Parameter, MasterWeights] = {}
@@ -97,9 +101,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
-        # While the base class's constructor calls this method, `_base` is None. Our constructor
-        # then makes the master weights of all groups together, so that the largest parameters of
-        # all groups are offloaded.
+        # `_base` is None while the constructor of `torch.optim.Optimizer` calls this method for
+        # each group. Our constructor makes the master weights of all these groups together, so that
+        # the largest parameters of all groups are offloaded.
         if self._base is not None:
             try:
                 self._add_masters(self.param_groups[-1:])
@@ -108,7 +112,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 raise
 
     def _add_masters(self, groups: list[dict]) -> None:
-        masters = _masters_of(
+        """Make the master weights of these groups, and add them to the base optimizer."""
+        masters = _make_masters(
             [p for group in groups for p in group["params"]], self._fraction, self._options
         )
         for group in groups:
@@ -123,7 +128,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Do one step and return the loss of the closure, if there is one."""
+        """Do one optimizer step.
+
+        Args:
+            closure: Function that computes the loss again and returns it, as for any optimizer.
+
+        Returns:
+            The loss that the closure returns, or None without a closure.
+
+        Raises:
+            TypeError: A gradient is complex or sparse; nothing has changed.
+            StoreFull: The state does not fit into the store; nothing has changed.
+        """
         loss = None if closure is None else torch.enable_grad()(closure)()
         pending = [master for master in self._masters.values() if master.p.grad is not None]
         for master in pending:
@@ -138,11 +154,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def store(self) -> Store:
-        """Store with the state of CPU parameters."""
+        """The store that holds the state of CPU parameters."""
         return self._options.open_store(self._masters)
 
     def _reserve(self, masters: Iterable[MasterWeights]) -> None:
-        """Reserve space in the store for the state of these master weights, before any changes."""
+        """Reserve space in the store for these master weights, before anything is changed."""
         masters = list(masters)
         for state_class in STATE_CLASSES:
             state_class.reserve(
@@ -176,7 +192,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         The next steps are then the same as those of the optimizer that was saved.
         """
         self._reserve(self._masters.values())
-        super().load_state_dict({**state_dict, "state": {}})  # loads and checks only the groups
+        # The base class loads and checks only the groups, and the setter below loads the state.
+        super().load_state_dict({**state_dict, "state": {}})
         order = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         states = state_dict["state"]
@@ -189,7 +206,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 class _States(MutableMapping):
-    """Mapping from each parameter that has state to that state, wherever the state is kept."""
+    """The `state` of an `OffloadedOptimizer`: a mapping from each parameter to its state.
+
+    Reading an item fetches it from where the parameter's master weights keep it, and setting an
+    item writes it there. Parameters without state are not keys.
+    """
 
     def __init__(self, masters: dict[nn.Parameter, MasterWeights]):
         self._masters = masters
@@ -222,14 +243,14 @@ class _States(MutableMapping):
 
 
 def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
-    """Choose the parameters whose state is offloaded.
+    """Choose the parameters whose state is offloaded, the largest first.
 
     Args:
         parameters: Parameters to choose from.
-        fraction: Fraction of their elements, 0 to 1.
+        fraction: Fraction of their elements that must be reached, 0 to 1.
 
     Returns:
-        The largest parameters, as many as are needed to reach the fraction.
+        The chosen parameters: the fewest whose elements together reach the fraction.
     """
     remaining = fraction * sum(p.numel() for p in parameters)
     chosen = set()
@@ -241,9 +262,10 @@ def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
     return chosen
 
 
-def _masters_of(
+def _make_masters(
     parameters: list[nn.Parameter], fraction: float, options: StateOptions
 ) -> dict[nn.Parameter, MasterWeights]:
+    """Make master weights for each parameter, of a class that depends on its device."""
     for p in parameters:
         _check_dense("a parameter", p)
     chosen = chosen_below(parameters, fraction)
@@ -263,10 +285,14 @@ def _update_with(
     *,
     fused: bool = False,
 ) -> None:
-    """Run the step of `base` on these master weights only, with the settings of `groups`.
+    """Run a step of the base optimizer that updates only these master weights.
 
-    With `fused`, the step uses `fused=True` for groups whose option `fused` is None and that
-    do not set `foreach`.
+    Args:
+        base: The base optimizer, whose groups contain weights instead of parameters.
+        groups: Groups of the `OffloadedOptimizer`, whose settings, such as lr, are used.
+        masters: Master weights to update.
+        fused: Whether to use `fused=True` for groups whose option `fused` is None and that do not
+            set `foreach`.
     """
     if not masters:
         return
@@ -284,21 +310,22 @@ def _update_with(
             master.load_grad()
         base.param_groups = chosen_groups
         base.step()
-    # This also runs if the step is interrupted, so that the parameters get what `base` has updated.
+    # This also runs if the step is interrupted, because `base` may have updated some weights by
+    # then, which must be written to their parameters.
     finally:
         base.param_groups = all_groups
         for master in masters:
             master.write_back()
 
 
-def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], list[str]]:
+def _defaults_and_state_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], list[str]]:
     """Return the default settings of `base`, and the names of its large state tensors.
 
-    These tensors have the shape of their parameter. They are found by one step on a small
-    parameter.
+    Large state tensors have the shape of their parameter. To find them, this function runs one step
+    on a parameter of shape (2, 2).
 
     Raises:
-        TypeError: `base` is not an optimizer class that updates each parameter by itself.
+        TypeError: `base` is not an optimizer class that updates each parameter separately.
     """
     is_optimizer = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)
     if not is_optimizer or issubclass(base, (torch.optim.LBFGS, torch.optim.SparseAdam)):
@@ -306,7 +333,7 @@ def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], l
             "an optimizer class that keeps a state for each dense parameter, such as"
             " torch.optim.AdamW"
         )
-        raise TypeError(must_be("base", allowed, describe(base)))
+        raise TypeError(argument_message("base", allowed, describe(base)))
     if needs_closure(base) or (hasattr(base, "train") and hasattr(base, "eval")):
         raise TypeError(
             "base must be a class whose step() needs neither a closure nor a call of train(), got"
@@ -326,6 +353,7 @@ def _defaults_and_names(base: Any, base_kwargs: dict) -> tuple[dict[str, Any], l
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
+    """Raise a TypeError if a tensor is sparse or complex; `name` begins the message."""
     if tensor.layout is not torch.strided or tensor.is_complex():
         actual = "complex" if tensor.is_complex() else "sparse"
         raise TypeError(

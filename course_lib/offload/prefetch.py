@@ -1,4 +1,4 @@
-"""Prefetching: load the next batch and move it to the device while the current one is used."""
+"""Prefetching: load the next batch and copy it to the device while the current one is used."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from .device import Device
 
 
 class Prefetcher:
-    """Iterate over a loader in a background thread, which also moves the batches to a device.
+    """Iterate over a loader, loading and copying the next batches in a background thread.
 
-    Batches are copied to CUDA from pinned memory, on a side stream.
+    Batches are copied to CUDA from pinned memory, on a side stream, so that the copies overlap
+    computation. Each new iteration restarts the loader. If the loop is left early, the thread stops
+    as soon as the loader has returned the batch that it is loading.
 
     Args:
         loader: Any iterable of batches. A batch is a tensor, a nested tuple, list, mapping or
             dataclass of tensors, or an object with a method `to(device)`.
-        device: Destination of the batches; it may also be a `Device`.
+        device: Device to which the batches are copied; it may also be a `Device` of this package.
         depth: Number of batches that are loaded ahead.
 
-    Each `iter` restarts the loader. Leaving the loop early stops the thread as soon as the loader
-    has returned the batch that it is loading.
-
     Raises:
-        TypeError: An argument has the wrong type, or a batch contains no tensors (raised when it
-            would be returned).
+        TypeError: An argument has the wrong type, or a batch contains no tensors (raised when the
+            loop reaches that batch).
         ValueError: depth is less than 1.
-        Exception: Any error of the loader is raised when its batch would be returned.
+        Exception: Any error of the loader, raised when the loop reaches the batch that failed.
     """
 
     def __init__(
@@ -52,7 +51,10 @@ class Prefetcher:
         free_slots = threading.Semaphore(self.depth)
         stop = threading.Event()
         thread = threading.Thread(
-            target=self._make, args=(batches, free_slots, stop), name="prefetcher", daemon=True
+            target=self._load_batches,
+            args=(batches, free_slots, stop),
+            name="prefetcher",
+            daemon=True,
         )
         thread.start()
         try:
@@ -73,9 +75,17 @@ class Prefetcher:
             free_slots.release()
             thread.join(timeout=0.1)  # short, because a loader that blocks would delay Ctrl-C
 
-    def _make(
+    def _load_batches(
         self, batches: queue.SimpleQueue, free_slots: threading.Semaphore, stop: threading.Event
     ) -> None:
+        """Load batches, copy them to the device and put them into the queue; the thread runs this.
+
+        Args:
+            batches: Queue of (batch, event at the end of its copy, None). After the last batch
+                comes (None, `_END`, None), or after an error (None, None, error).
+            free_slots: Semaphore with the number of batches that may still be loaded ahead.
+            stop: Event that is set when the loop has ended.
+        """
         try:
             device = Device.from_torch(self.device)
             for batch in self.loader:
@@ -92,6 +102,7 @@ class Prefetcher:
             batches.put((None, None, error))
 
     def _move(self, batch: Any, device: Device) -> Any:
+        """Copy all tensors of a batch to the device, on the current stream."""
         if not isinstance(batch, Tensor) and callable(getattr(batch, "to", None)):
             return batch.to(device.device)
         if next(tensors_in(batch), None) is None:

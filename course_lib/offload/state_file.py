@@ -1,4 +1,4 @@
-"""Optimizer state in a file for parameters on a CPU; a step reads and writes it page by page."""
+"""Optimizer state in a file, for parameters on a CPU; a step reads and writes it page by page."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from course_lib._torch.tensors import holders_of
 from .master_weights import MasterWeights, StateOptions, is_large, pages
 from .stores import Reservation, StoreFull
 
-WEIGHTS = "the master weights"  # key among the state tensors; no optimizer has a state of this name
-_NO_TENSOR = holders_of(UntypedStorage(0))  # holders of a storage that no tensor uses
+# Key of the weights among the state tensors. No optimizer has a state of this name.
+WEIGHTS = "the master weights"
+# Number of references to a storage that no tensor uses, as `holders_of` counts them.
+_HOLDERS_WITHOUT_TENSOR = holders_of(UntypedStorage(0))
 
 
 class FileState(MasterWeights):
-    """Weights and state that are in a store, and in memory only during a step.
+    """Weights and state that are kept in a store, and are in memory only during a step.
 
-    Before the first step nothing is stored, and the weights are read from the parameter.
+    Before the first step nothing is in the store, and the weights are read from the parameter.
 
     Attributes:
-        reservations: Name of a state tensor -> its reservation in the store.
+        reservations: Map from the name of a state tensor to its reservation in the store.
         stored: Names of the tensors that are in the store and not in memory.
     """
 
@@ -60,7 +62,9 @@ class FileState(MasterWeights):
         try:
             for master in new:
                 nbytes = master.dtype.itemsize * master.p.numel()
-                for name in (*options.names, WEIGHTS) if master.has_copy else options.names:
+                for name in (
+                    (*options.state_names, WEIGHTS) if master.has_copy else options.state_names
+                ):
                     master.reservations[name] = store.reserve(nbytes)
         except StoreFull:
             for master in new:
@@ -71,12 +75,16 @@ class FileState(MasterWeights):
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Update page by page.
+        """Update the parameters page by page.
 
         While one page is updated, the next one is read and the previous one is written. A page is
-        read into the memory of one that has been written. With new memory for each page, the kernel
-        would have to map and clear it at every step. That took 15 to 27% of a step of AdamW on 12.6
-        million parameters, measured on two cores.
+        read into the memory of a page that has been written. With new memory for each page, the
+        operating system would have to map and clear it in every step. That took 15 to 27% of a step
+        of AdamW on 12.6 million parameters, measured on two cores.
+
+        Raises:
+            OSError: State could not be written. All parameters are updated, and this state stays in
+                memory.
         """
         errors, reads, writes, spare = [], [], [], []
         page_list = pages(masters, options.page_bytes)
@@ -95,7 +103,7 @@ class FileState(MasterWeights):
         finally:
             errors += finish_writes(writes, [])
         if errors:
-            raise errors[0]  # only now, so that every parameter is updated and no state is lost
+            raise errors[0]  # at the end, so that every parameter is updated and no state is lost
 
     def load_values(self) -> None:
         if self.weights.shape != self.p.shape:
@@ -104,10 +112,14 @@ class FileState(MasterWeights):
             super().load_values()
 
     def page_in(self, spare: Mapping[int, list[UntypedStorage]]) -> Callable[[], None]:
-        """Start reading the state, into spare storages where there are any (see `Reservation.get`).
+        """Start reading this parameter's state from the store.
+
+        Args:
+            spare: Map from a number of bytes to storages of that size that no tensor uses. State is
+                read into these where the size matches (see `Reservation.get`).
 
         Returns:
-            A function that waits and puts the state into the base optimizer.
+            A function that waits for the reads and gives the tensors to the base optimizer.
         """
         reads = {name: self.reservations[name].get(spare) for name in self.stored}
 
@@ -123,18 +135,21 @@ class FileState(MasterWeights):
         return finish
 
     def page_out(self) -> Callable[[list[UntypedStorage]], list[OSError]]:
-        """Start writing the state.
+        """Start writing this parameter's state to the store.
 
         Tensors that could not be written stay in memory and are written after a later step.
 
         Returns:
-            A function that waits, drops the tensors and returns the errors of the writes. It adds
-            the storages that no tensor uses any more to the list that it is called with.
+            A function that waits for the writes, removes the tensors from memory and returns the
+            errors of the writes. Its argument is a list, to which it appends the storages that no
+            tensor uses any more.
         """
         writes, errors = {}, []
-        for name, tensor in self._in_memory().items():
+        for name, tensor in self._tensors_in_memory().items():
             try:
-                writes[name] = self._reservation(name, tensor.nbytes).put(_with_own_storage(tensor))
+                writes[name] = self._reservation_for(name, tensor.nbytes).put(
+                    _with_own_storage(tensor)
+                )
             except OSError as error:
                 errors.append(error)
 
@@ -146,43 +161,43 @@ class FileState(MasterWeights):
                     errors.append(error)
                     continue
                 self.stored.add(name)
-                storage = self._drop(name)
-                if not is_symbolic(self.p) and holders_of(storage) == _NO_TENSOR:
+                storage = self._remove_from_memory(name)
+                if not is_symbolic(self.p) and holders_of(storage) == _HOLDERS_WITHOUT_TENSOR:
                     spare.append(storage)
             return errors
 
         return finish
 
-    def _drop(self, name: str) -> UntypedStorage:
-        """Drop a tensor of the state that is in memory, and return its storage."""
+    def _remove_from_memory(self, name: str) -> UntypedStorage:
         if name == WEIGHTS:
             storage = self.weights.untyped_storage()
             self._empty_weights()
             return storage
         return self.states[self.weights].pop(name).untyped_storage()
 
-    def _in_memory(self) -> dict[str, Tensor]:
+    def _tensors_in_memory(self) -> dict[str, Tensor]:
         state = self.states.get(self.weights, {})
         tensors = {name: value for name, value in state.items() if is_large(value)}
         if self.has_copy and self.weights.shape == self.p.shape:
             tensors[WEIGHTS] = self.weights.data
         return tensors
 
-    def _reservation(self, name: str, nbytes: int) -> Reservation:
-        # The parameter's size was reserved, but a state tensor may have another size.
+    def _reservation_for(self, name: str, nbytes: int) -> Reservation:
+        """Return the reservation for a state tensor; reserve again if its size has changed."""
+        # `reserve` assumes the parameter's size, but a state tensor may have another size.
         if name not in self.reservations or self.reservations[name].nbytes != nbytes:
             self.reservations[name] = self.options.open_store([self.p]).reserve(nbytes)
         return self.reservations[name]
 
-    # ---- the state
+    # ---- reading and setting the state
 
     def has_state(self) -> bool:
         return bool(self.stored or self.states.get(self.weights))
 
     def state(self) -> dict[str, Any]:
-        """Return a copy of the state; tensors in the store are read from it."""
+        """Return a copy of the state. Tensors that are in the store are read from it."""
         reads = {name: self.reservations[name].get() for name in self.stored}
-        state = {**self.states.get(self.weights, {}), **self._in_memory()}
+        state = {**self.states.get(self.weights, {}), **self._tensors_in_memory()}
         copies = {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in state.items()
@@ -208,9 +223,16 @@ class FileState(MasterWeights):
 def start_reads(
     masters: Sequence[FileState], spare: list[UntypedStorage]
 ) -> list[Callable[[], None]]:
-    """Start reading the state of these master weights, into spare storages where the sizes fit.
+    """Start reading the state of a page from the store.
 
-    All other spare storages are released first, so that a step holds no more than three pages.
+    Args:
+        masters: Master weights of the page.
+        spare: Storages that no tensor uses. State is read into those that have the right size. The
+            others are released before the reads start, so that a step uses the memory of at most
+            three pages. The list is empty afterwards.
+
+    Returns:
+        The functions that `page_in` returns.
     """
     needed = Counter(
         master.reservations[name].nbytes for master in masters for name in master.stored
@@ -227,11 +249,16 @@ def finish_writes(
     writes: Iterable[Callable[[list[UntypedStorage]], list[OSError]]],
     spare: list[UntypedStorage],
 ) -> list[OSError]:
-    """Call the functions that `page_out` returned with `spare`, and return all their errors."""
+    """Wait for the writes of a page, and return their errors.
+
+    Args:
+        writes: The functions that `page_out` returned.
+        spare: List to which the storages that became unused are appended.
+    """
     return [error for finish in writes for error in finish(spare)]
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy of it if it is only a part of its storage."""
+    """Return a tensor that is its whole storage: the same tensor, or a contiguous copy of it."""
     is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
     return tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor

@@ -1,8 +1,8 @@
-"""Lower tiers: a file for CPU tensors, pinned host memory for CUDA tensors, and a symbolic one.
+"""Stores, which keep offloaded tensors: a file, pinned host memory, and one for symbolic tensors.
 
 A `Store` gives out reservations of bytes. `reservation.put(tensor)` starts copying a tensor to
-the lower tier (*down* in names), and `reservation.get()` starts copying it back (*up*). Neither of
-them waits for the copy.
+the lower tier, and `reservation.get()` starts copying it back. Neither of them waits for the copy.
+Names of streams and statistics call these directions *down* and *up*.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from .device import Device
 
 
 class StoreFull(OSError):
-    """The lower tier is full; the message gives the bytes that were requested and the place."""
+    """The store is full. The message gives the requested bytes and the store's limit or folder."""
 
 
 @dataclass
 class Traffic:
-    """Bytes that have been copied.
+    """Number of bytes that a store has copied so far.
 
     Attributes:
         bytes_down: Bytes copied to the lower tier.
-        bytes_up: Bytes copied back.
-        shared: How often a saved tensor needed no copy because its storage was already offloaded or
-            about to be.
+        bytes_up: Bytes copied back to the device.
+        shared: Number of saved tensors that needed no copy of their own, because their storage was
+            already offloaded or about to be.
     """
 
     bytes_down: int = 0
@@ -53,11 +53,16 @@ class Traffic:
 def view_of(
     data: Tensor, dtype: torch.dtype, shape: tuple, stride: tuple, offset: int = 0
 ) -> Tensor:
-    """Return a tensor on the storage of `data`, with its version counter, invisible to a meter.
+    """Return a view of the storage of `data` with any dtype and shape, unseen by memory meters.
 
-    `Tensor.set_` is not used. It would keep a symbolic storage alive forever. It also starts a new
-    version counter, so a tensor that is saved again, as in a backward pass that builds a graph,
-    would not be recognized.
+    The view shares the version counter of `data`. `Tensor.set_` would start a new counter, so a
+    tensor that is saved again, as in a backward pass that builds a graph, would not be recognized.
+    It would also keep a symbolic storage alive forever.
+
+    Args:
+        data: A tensor that uses the storage.
+        dtype: Data type of the view.
+        shape, stride, offset: Shape, stride and storage offset of the view, in elements of `dtype`.
     """
     with nullcontext() if is_symbolic(data) else disable_current_modes():
         data = data.detach().conj() if data.is_conj() else data.detach()
@@ -71,17 +76,17 @@ def view_of(
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the whole storage of a tensor as uint8, without a copy."""
+    """Return a view of a tensor's whole storage as a one-dimensional tensor of dtype uint8."""
     return view_of(tensor, torch.uint8, (tensor.untyped_storage().nbytes(),), (1,))
 
 
-class Guard:
-    """A lock, with a queue of calls that run as soon as the lock is free.
+class DeferringLock:
+    """A lock with a queue of calls, which run as soon as the lock is free.
 
-    Handles of saved tensors, and reservations, can be dropped at any moment, because the garbage
-    collector runs in any thread. That thread may hold the lock already, or the lock's holder may be
-    waiting for that thread. Dropping must therefore never wait for the lock: if the lock is taken,
-    `later` leaves the call to the thread that holds it.
+    The garbage collector may drop handles of saved tensors and reservations at any time and in any
+    thread. That thread may hold the lock already, or the lock's holder may be waiting for that
+    thread. Dropping an object must therefore never wait for the lock. If the lock is taken,
+    `call_when_free` leaves the call to the thread that holds it.
     """
 
     def __init__(self):
@@ -95,7 +100,8 @@ class Guard:
         self._lock.release()
         self._run_queued()
 
-    def later(self, call: Callable[[], Any]) -> None:
+    def call_when_free(self, call: Callable[[], Any]) -> None:
+        """Run a function under the lock: now if the lock is free, otherwise when it is released."""
         self._queued.append(call)
         self._run_queued()
 
@@ -109,28 +115,35 @@ class Guard:
 
 
 class Reservation:
-    """Reserved bytes in a store, until `free` is called or this object is garbage-collected.
+    """Bytes of a store that are reserved until `free` is called.
+
+    Garbage collection of this object also releases the bytes.
 
     Attributes:
-        nbytes: Number of bytes.
-        place: Where the store keeps them; only the store uses it.
-        last: The store's record of the last copy, to order the next one after it.
-        wait: After `put`, a function that waits for the copy.
+        nbytes: Number of reserved bytes.
+        place: Where the store keeps the bytes, such as an offset in its file. Only the store uses
+            it.
+        last_copy: The store's record of the last copy, so that the next copy can wait for it.
+        wait: After `put`, a function that waits for the copy and raises its error, if there is one.
     """
 
     def __init__(self, store: Store, nbytes: int, place: Any = None):
         self.store = store
         self.nbytes = nbytes
         self.place = place
-        self.last = None
+        self.last_copy = None
         self.freed = False
 
     def put(self, tensor: Tensor) -> Reservation:
-        """Start copying a tensor that fills its storage to the tier, and return this reservation.
+        """Start copying a tensor to the lower tier.
 
-        After that, `wait()` waits for the copy and raises its error, if there is one.
+        Args:
+            tensor: A tensor that uses its whole storage.
+
+        Returns:
+            This reservation. Its `wait()` waits for the copy.
         """
-        self._like = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self._tensor_properties = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         self.wait = self.store.write(self, self.store.bytes_of(tensor))
         self.store.stats.bytes_down += self.nbytes
         return self
@@ -138,24 +151,24 @@ class Reservation:
     def get(
         self, spare: Mapping[int, list[torch.UntypedStorage]] | None = None
     ) -> Callable[[], Tensor]:
-        """Start copying the tensor back.
+        """Start copying the tensor of the last `put` back to its device.
 
         Args:
-            spare: Bytes -> storages of that size that no tensor uses. If there is one of `nbytes`
-                bytes, it is removed from its list and copied into. Otherwise new memory is
-                allocated.
+            spare: Map from a number of bytes to storages of that size that no tensor uses. If it
+                has a storage of `nbytes` bytes, the storage is removed from its list and receives
+                the copy. Otherwise new memory is allocated.
 
         Returns:
-            A function that waits and returns the tensor.
+            A function that waits for the copy and returns the tensor.
         """
         storages = (spare or {}).get(self.nbytes)
         if storages:
-            shape, stride, dtype, device = self._like
+            shape, stride, dtype, device = self._tensor_properties
             with disable_current_modes():  # a meter has counted this memory already
                 empty = torch.empty(0, dtype=dtype, device=device)
                 tensor = empty.set_(storages.pop(), 0, shape, stride)
-        else:  # allocated in this thread, so that a meter sees it
-            tensor = self.store.memory_for(self, *self._like)
+        else:  # allocate in this thread, so that a meter counts the memory
+            tensor = self.store.memory_for(self, *self._tensor_properties)
         ready = self.store.read(self, self.store.bytes_of(tensor))
         self.store.stats.bytes_up += self.nbytes
 
@@ -166,59 +179,70 @@ class Reservation:
         return finish
 
     def free(self, *until: Any) -> None:
-        """Release the bytes without waiting.
+        """Give the reserved bytes back to the store, without waiting for copies.
 
         Args:
-            until: Tensors that are still being copied and stay alive until the release.
+            until: Objects that are kept alive until the store has released the bytes, such as
+                tensors that are still being copied.
         """
         if not self.freed:
             self.freed = True
-            self.store.guard.later(lambda: (self.store.release(self), until))
+            self.store.lock.call_when_free(lambda: (self.store.release(self), until))
 
     __del__ = free
 
 
 class Store:
-    """A lower tier, which gives out reservations of bytes.
+    """Base class of the lower tiers: keeps bytes for tensors, in reservations.
 
-    A subclass defines `write` and `read`, and also `claim` and `release` if it manages space.
+    A subclass defines `write` and `read`. If it manages space, it also defines `claim` and
+    `release`.
 
     Attributes:
         stats: Bytes copied so far, as a `Traffic`.
+        lock: Lock under which reservations are made and released.
     """
 
     def __init__(self):
         self.stats = Traffic()
-        self.guard = Guard()
+        self.lock = DeferringLock()
         self._used_bytes = 0
 
     @property
     def used_bytes(self) -> int:
-        """Bytes reserved now."""
-        # Taking and leaving the lock runs the releases that other threads have queued.
-        with self.guard:
+        """Number of bytes that are reserved at present."""
+        # Acquiring and releasing the lock runs the calls that other threads have queued.
+        with self.lock:
             pass
         return self._used_bytes
 
     def reserve(self, nbytes: int) -> Reservation:
-        """Reserve bytes.
+        """Reserve bytes in the store.
 
         Raises:
             StoreFull: There is not enough space.
             ValueError: The store can no longer be used (see `check_open`).
         """
         self.check_open()
-        with self.guard:
+        with self.lock:
             reservation = Reservation(self, nbytes, self.claim(nbytes))
             self._used_bytes += nbytes
         return reservation
 
     def put(self, tensor: Tensor) -> Reservation:
-        """Reserve bytes for a tensor that fills its storage, and start copying it to the tier."""
+        """Reserve bytes for a tensor, and start copying it to the lower tier.
+
+        Args:
+            tensor: A tensor that uses its whole storage.
+        """
         return self.reserve(tensor.untyped_storage().nbytes()).put(tensor)
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
-        """Start copying `data`, a one-dimensional tensor of bytes, to the lower tier.
+        """Start copying bytes to the lower tier.
+
+        Args:
+            reservation: Reservation in which the bytes are kept.
+            data: One-dimensional tensor of the bytes.
 
         Returns:
             A function that waits for the copy.
@@ -226,7 +250,11 @@ class Store:
         raise NotImplementedError
 
     def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
-        """Start copying the bytes that the last `write` stored back into `data`.
+        """Start copying the bytes of the last `write` back from the lower tier.
+
+        Args:
+            reservation: Reservation in which the bytes are kept.
+            data: One-dimensional tensor that receives the bytes.
 
         Returns:
             A function that waits for the copy.
@@ -234,7 +262,7 @@ class Store:
         raise NotImplementedError
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
-        """Return the bytes of a tensor's storage, which `write` and `read` are called with."""
+        """Return the bytes of a tensor's storage, as the argument `data` of `write` and `read`."""
         return bytes_of(tensor)
 
     def memory_for(
@@ -245,17 +273,22 @@ class Store:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Allocate the tensor into which a reservation is read."""
+        """Allocate the tensor into which a reservation will be read.
+
+        Args:
+            reservation: The reservation.
+            shape, stride, dtype, device: Properties of the tensor that was put into it.
+        """
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def claim(self, nbytes: int) -> Any:
-        """Find space for a new reservation and return its place.
+        """Find space for a new reservation, and return its `place`.
 
-        `claim` and `release` are called under a lock, so they run in one thread at a time.
+        The store calls `claim` and `release` under its lock, so they run in one thread at a time.
         """
 
     def release(self, reservation: Reservation) -> None:
-        """Release a reservation.
+        """Release the space of a reservation.
 
         This must not wait for copies, because garbage collection may call it.
         """
@@ -267,16 +300,17 @@ class Store:
 
 
 class SymbolicStore(Store):
-    """The lower tier of symbolic tensors (`course_lib.symbolic`).
+    """Store for symbolic tensors (see `course_lib.symbolic`) instead of a file or host memory.
 
-    It counts the bytes of all tensors, but copies only those that have values, such as indices.
+    It counts the bytes of all tensors, but copies only tensors that have values, such as indices.
     """
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
-        # Only the modes of `course_lib.symbolic` know the values of some tensors.
-        knows = getattr(detect_fake_mode(), "knows", None)
+        # The modes of `course_lib.symbolic` store the values of some tensors; those of PyTorch do
+        # not.
+        has_known_values = getattr(detect_fake_mode(), "has_known_values", None)
         reservation.place = None
-        if knows is not None and knows(data):
+        if has_known_values is not None and has_known_values(data):
             with disable_current_modes():
                 reservation.place = data.clone()
         return lambda: None
@@ -285,7 +319,8 @@ class SymbolicStore(Store):
         return lambda: None
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
-        # A tensor without values is not copied, and viewing its bytes would take four operators.
+        # No view of a tensor without values is made, because it is not copied. A view would run
+        # four operators.
         return tensor if isinstance(tensor, FakeTensor) else bytes_of(tensor)
 
     def memory_for(self, reservation, shape, stride, dtype, device) -> Tensor:
@@ -295,57 +330,60 @@ class SymbolicStore(Store):
 
 
 class HostStore(Store):
-    """Host memory as the lower tier, pinned for CUDA, with one side stream for each direction.
+    """Host memory as the lower tier, pinned for CUDA, with one side stream per direction.
 
-    Copies overlap computation. The CPU never waits for a copy. Instead, the stream of an operator
-    that uses a copy waits for it.
+    Copies overlap computation. The CPU never waits for a copy. Instead, the stream on which an
+    operator uses the copied tensor waits.
     """
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
         reservation.place = Device.of_tensor(data).pinned(data.shape, data.dtype)
-        reservation.last = {}
+        reservation.last_copy = {}
         return self._start_copy(
             reservation, reservation.place, data, Device.of_tensor(data), "down"
         )
 
     def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
         device = Device.of_tensor(data)
-        # Wait explicitly, because the copy to the host may have started from another stream.
-        device.wait(reservation.last["down"][2])
+        # Wait explicitly for the copy to the host, because it may have started from another stream.
+        device.wait(reservation.last_copy["down"][2])
         return self._start_copy(reservation, data, reservation.place, device, "up")
 
     def _start_copy(
         self, reservation: Reservation, target: Tensor, source: Tensor, device: Device, name: str
     ) -> Callable[[], None]:
+        """Start a copy on the side stream `name`; return a function that waits for it."""
         event = device.copy(target, source, name)
-        reservation.last[name] = device, device.current(), event
+        reservation.last_copy[name] = device, device.current(), event
         return lambda: device.wait(event)
 
     def release(self, reservation: Reservation) -> None:
         super().release(reservation)
-        # The streams wait, so that memory is not reused while a copy still reads or writes it.
-        for device, stream, event in (reservation.last or {}).values():
+        # The streams that started the copies wait for them, so that no memory is reused while a
+        # copy still reads or writes it.
+        for device, stream, event in (reservation.last_copy or {}).values():
             with device.on(stream):
                 device.wait(event)
 
 
 class DiskStore(Store):
-    """A file as the lower tier.
+    """A file as the lower tier, which a few threads write and read.
 
-    If the operating system supports it, the file has no name, so it is deleted however the process
-    ends.
+    If the operating system supports files without a name, the file is deleted even if the process
+    is killed.
 
     Args:
-        directory: Folder of the file. The default is the folder that the environment variable
-            TMPDIR names. Without that variable it is /var/tmp, which is on a disk even if /tmp is
-            in memory, or else the system's temporary folder.
-        limit_bytes: Largest size of the file; None for no limit.
+        directory: Folder in which the file is created. By default this is the folder in the
+            environment variable TMPDIR. If the variable is not set, it is /var/tmp, which is on a
+            disk even if /tmp is in memory. If /var/tmp cannot be written to, it is the system's
+            temporary folder.
+        limit_bytes: Largest size of the file in bytes; None for no limit.
         threads: Number of threads that copy at the same time.
 
     Attributes:
-        file_bytes: Bytes of the file. It grows to the most bytes that reservations need at one
-            time, and keeps its size for the next step until the store is closed. Freed space
-            between reservations is reused for reservations of the same size.
+        file_bytes: Size of the file in bytes. The file grows when a reservation needs more space,
+            and never shrinks until the store is closed. Freed space between two reservations is
+            reused only for a reservation of the same size.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -367,7 +405,7 @@ class DiskStore(Store):
         self.limit_bytes = (
             None if limit_bytes is None else whole("limit_bytes", limit_bytes, 0, of="bytes")
         )
-        self.directory = os.fspath(_folder() if directory is None else directory)
+        self.directory = os.fspath(_default_folder() if directory is None else directory)
         if not self.directory:  # Python would take "" for the current folder
             raise ValueError("directory must be a folder that can be written to, or None, got ''")
         self._file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115 - closed by close()
@@ -375,8 +413,8 @@ class DiskStore(Store):
         # a warning.
         weakref.finalize(self, self._file.close)
         self.file_bytes = 0
-        self._end = 0  # where the last reservation in the file ends
-        self._free: dict[int, int] = {}  # end -> start of each free range before `_end`
+        self._end = 0  # offset at which the last reservation in the file ends
+        self._free: dict[int, int] = {}  # end -> start of each free range before `_end`, as offsets
         self._pool = ThreadPoolExecutor(threads, "disk-store")
         self._process = os.getpid()
 
@@ -397,7 +435,7 @@ class DiskStore(Store):
         return start
 
     def _allocate(self, end: int) -> None:
-        """Allocate disk space now, so that no later write fails because the disk is full."""
+        """Extend the file to `end` bytes, with disk space, so that no later write fails."""
         missing = end - self.file_bytes
         try:
             if hasattr(os, "posix_fallocate"):
@@ -412,25 +450,27 @@ class DiskStore(Store):
     def release(self, reservation: Reservation) -> None:
         start = reservation.place
         super().release(reservation)
-        if reservation.last is None:
+        if reservation.last_copy is None:
             self._free_range(start, reservation.nbytes)
         else:  # free the range when the last copy has finished
-            reservation.last.add_done_callback(
-                lambda _: self.guard.later(partial(self._free_range, start, reservation.nbytes))
+            reservation.last_copy.add_done_callback(
+                lambda _: self.lock.call_when_free(
+                    partial(self._free_range, start, reservation.nbytes)
+                )
             )
 
     def _free_range(self, start: int, nbytes: int) -> None:
+        """Mark a range of the file as free."""
         if nbytes:
             self._free[start + nbytes] = start
-        # Free ranges are merged only behind the last reservation. An optimizer's reservations keep
-        # their sizes, so a list of free ranges for each size would be enough. Those of activations
-        # change with each new batch size. In a measurement, a file held optimizer state and the
-        # activations of twelve batches of different sizes. With one list for each size and no
-        # merging, it grew to 7.7 times the size that it has with merging, and it kept growing.
+        # Free ranges are merged only after the last reservation. Without any merging, a file with
+        # optimizer state and the activations of twelve batches of different sizes grew to 7.7
+        # times the size that it has with this merging, and it kept growing, because the sizes of
+        # activations change with each new batch size.
         while self._end in self._free:
             self._end = self._free.pop(self._end)
-        # The file is not truncated. Allocating the same space at every step took a fifth of the
-        # time of a step that offloads 126 MB of activations, measured on two cores.
+        # The file is not truncated, because allocating the same space again in every step took a
+        # fifth of the time of a step that offloads 126 MB of activations, measured on two cores.
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
         return self._submit(reservation, self._write, data.cpu())
@@ -443,13 +483,14 @@ class DiskStore(Store):
         return lambda: (ready(), data.copy_(host_copy))
 
     def _submit(self, reservation: Reservation, copy: Callable, data: Tensor) -> Callable[[], None]:
+        """Let a thread run `_write` or `_read`; return a function that waits for it."""
         self.check_open()
-        # The data are passed in a list, which the copy empties, so that the pool's thread does not
-        # keep them alive afterwards.
-        reservation.last = self._pool.submit(
-            copy, reservation.place, reservation.nbytes, [data], reservation.last
+        # `_write` and `_read` remove the tensor from the list that it is passed in, so that the
+        # thread does not keep it alive after the copy.
+        reservation.last_copy = self._pool.submit(
+            copy, reservation.place, reservation.nbytes, [data], reservation.last_copy
         )
-        copied = reservation.last
+        copied = reservation.last_copy
 
         def finish() -> None:
             self._check_process()  # a forked process has no thread that would finish the copy
@@ -459,7 +500,8 @@ class DiskStore(Store):
 
     def _write(self, start: int, nbytes: int, data: list[Tensor], previous: Future | None) -> None:
         if previous is not None:
-            previous.exception()  # keep the order; a function that waits for it raises its error
+            # Wait for the previous copy. Its error is raised by the function that waits for it.
+            previous.exception()
         view = memoryview(data.pop().numpy())
         done = 0
         while done < nbytes:
@@ -488,7 +530,7 @@ class DiskStore(Store):
             )
 
     def close(self) -> None:
-        """Finish running copies and delete the file with everything in it."""
+        """Wait for running copies, and delete the file."""
         self._pool.shutdown(wait=True)
         self._file.close()
 
@@ -499,7 +541,8 @@ class DiskStore(Store):
         self.close()
 
 
-def _folder() -> str:
+def _default_folder() -> str:
+    """Return the folder of a `DiskStore` that is created without `directory`."""
     on_disk = "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK)
     return "/var/tmp" if on_disk else tempfile.gettempdir()
 
@@ -508,7 +551,7 @@ _default_stores: dict[tuple[type, int], Store] = {}
 
 
 def default_store(tensor: Tensor) -> Store:
-    """Return the default store for tensors like this one: one store per type and process."""
+    """Return this process's default store for tensors like this one."""
     make = (
         SymbolicStore
         if is_symbolic(tensor)
@@ -516,7 +559,8 @@ def default_store(tensor: Tensor) -> Store:
         if Device.of_tensor(tensor).has_own_memory
         else DiskStore
     )
-    # A forked process has none of the threads and must not share the file.
+    # A forked process gets a store of its own: it has none of the threads, and must not write to
+    # the same file.
     key = (make, os.getpid())
     if key not in _default_stores:
         _default_stores[key] = make()
