@@ -1,8 +1,8 @@
-"""Batches, and how they are cut into micro-batches.
+"""Split batches into micro-batches.
 
 `split` cuts a batch into micro-batches of a given size, along the first dimension of its tensors
-and NumPy arrays. `parts_of` cuts it into a given number of parts, by `split` or by a function of
-the user's own.
+and NumPy arrays. `parts_of` cuts it into a given number of micro-batches, with `split` or with a
+function that the user has passed.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ._check import describe, must_be, whole
+from ._check import argument_message, describe, whole
 from ._torch.tensors import items_in, map_tensors, tensors_in
 
-#: Function (batch, parts) -> a list of `parts` batches.
+#: Type of a user's function (batch, parts) that returns a list of `parts` batches.
 Split = Callable[[Any, int], Sequence[Any]]
 #: Types whose first dimension `split` cuts.
 ARRAYS = (Tensor, np.ndarray)
-#: The way out of a batch that cannot be cut along first dimensions, for error messages.
+#: Advice, in error messages, for a batch that `split` cannot cut.
 GIVE_SPLIT = (
     "pass a function split(batch, parts) that returns a list of `parts` batches (to a command, as"
     " the attribute split of the function that --model names)"
 )
-#: Attribute with which a model allows micro-batches although it has BatchNorm.
+#: Name of the attribute with which a model allows micro-batches although it has BatchNorm.
 ALLOWS_BATCH_NORM = "batch_norm_per_micro_batch"
 
 
 def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
-    """Cut a batch into micro-batches along the first dimension of its tensors and arrays.
+    """Split a batch into micro-batches along the first dimension of its tensors and NumPy arrays.
 
     Args:
-        batch: A tensor, or tuples, lists, mappings and dataclasses with tensors, nested
-            arbitrarily. The first dimension of every tensor and NumPy array is the sample
-            dimension. Other values are in every micro-batch unchanged. A list or tuple of such
-            values with one of them per sample is refused, unless there is only one micro-batch.
+        batch: A tensor or NumPy array, or tuples, lists, mappings and dataclasses with such values,
+            nested arbitrarily. The first dimension of every tensor and array must be the samples.
+            Other values, such as numbers, are in every micro-batch unchanged. A list or tuple with
+            one such value per sample raises an error, unless there is only one micro-batch.
         micro_batch_size: Number of samples in each micro-batch.
 
     Returns:
-        An iterator over micro-batches with the structure of the batch. Their tensors and arrays are
-        views, so nothing is copied. The last micro-batch may be smaller than the others. A batch
-        without samples has no micro-batches.
+        An iterator over micro-batches with the same structure as the batch. Their tensors and
+        arrays are views, so nothing is copied. The last micro-batch may be smaller than the others.
+        The iterator is empty if the batch has no samples.
 
     Raises:
         TypeError, ValueError: The batch contains no tensor, a nested or sparse tensor, tensors with
-            different numbers of samples, or a list with one value per sample. The message names the
-            place in the batch.
+            different numbers of samples, or a list with one value per sample. The message says
+            where in the batch.
 
     Example:
         >>> [len(each) for each in split(torch.zeros(20, 3), 8)]
@@ -67,19 +67,19 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
 
 
 def parts_of(batch: Any, parts: int, split_batch: Split | None = None) -> list[Any]:
-    """Return a batch as a list of `parts` micro-batches.
-
-    A single part is the batch itself, which may then be of any type.
+    """Split a batch into a list of `parts` micro-batches.
 
     Args:
-        batch: The batch.
-        parts: Number of parts. Without `split_batch`, all have the same number of samples except
-            the last one, so there may be fewer parts.
-        split_batch: The user's function `split`, which cuts the batch. By default it is cut along
-            the first dimension of its tensors and arrays.
+        batch: The batch. If `parts` is 1, the list contains only this object, of whatever type.
+        parts: Number of micro-batches. Without `split_batch`, each has ceil(samples / parts)
+            samples, and the last one may have fewer. The list may then have fewer than `parts`
+            items: 5 samples in 4 parts give micro-batches of 2, 2 and 1.
+        split_batch: A user's function (batch, parts) that returns a list of `parts` batches. By
+            default, `split` cuts the batch along its first dimension.
 
     Raises:
-        TypeError, ValueError: The batch cannot be split, or `split_batch` returned something else.
+        TypeError, ValueError: The batch cannot be split, or the result of `split_batch` is not a
+            list (or tuple) of `parts` batches.
     """
     if parts == 1:
         return [batch]
@@ -88,16 +88,16 @@ def parts_of(batch: Any, parts: int, split_batch: Split | None = None) -> list[A
     found = split_batch(batch, parts)
     allowed = f"a list of {parts} batches when it is called with parts={parts}"
     if not isinstance(found, (list, tuple)):
-        raise TypeError(must_be("the result of split", allowed, describe(found)))
+        raise TypeError(argument_message("the result of split", allowed, describe(found)))
     if len(found) != parts:
         raise ValueError(
-            must_be("the result of split", allowed, f"{describe(found)} of {len(found)}")
+            argument_message("the result of split", allowed, f"{describe(found)} of {len(found)}")
         )
     return list(found)
 
 
-def samples_to_split(batch: Any) -> int:
-    """Return the number of samples in a batch, or raise as `split` does if it cannot be split."""
+def num_splittable_samples(batch: Any) -> int:
+    """Return the number of samples in a batch, or raise if `split` cannot split it."""
     length = _checked_length(batch)
     if length > 1:
         _check_lists(batch, length)
@@ -105,9 +105,9 @@ def samples_to_split(batch: Any) -> int:
 
 
 def samples_in(batch: Any) -> int | None:
-    """Return the number of samples in a batch, or None if it is not known.
+    """Return the number of samples in a batch, or None if it cannot be determined.
 
-    It is known if all tensors and arrays of the batch begin with the same dimension.
+    This number is the size of the first dimension, the same for all tensors and arrays.
     """
     try:
         return _checked_length(batch)
@@ -116,20 +116,25 @@ def samples_in(batch: Any) -> int | None:
 
 
 def has_samples(part: Any, batch: Any) -> bool:
-    """Return whether a part of a batch has samples.
+    """Return whether a micro-batch contains samples.
 
-    Tensors that have a shape of the whole batch, such as a mask that all samples share, do not
-    count.
+    It does if one of its tensors is not empty and has a shape that no tensor of the batch has. A
+    tensor with the same shape as in the batch may be a mask that all samples share.
+
+    Args:
+        part: The micro-batch.
+        batch: The batch from which it was split.
     """
     shared = {tensor.shape for tensor in tensors_in(batch)}
     return any(tensor.numel() for tensor in tensors_in(part) if tensor.shape not in shared)
 
 
 def mixes_samples(model: nn.Module) -> bool:
-    """Return whether micro-batches change the loss of a sample, because of BatchNorm.
+    """Return whether splitting a batch would change the loss of a sample, because of BatchNorm.
 
-    They do not if the model allows it: a module of it has the attribute
-    `batch_norm_per_micro_batch`, set to True.
+    BatchNorm in training mode normalizes with the mean over all samples of a micro-batch. The
+    result is False if the user has allowed this by setting an attribute
+    `batch_norm_per_micro_batch` of the model or of a module inside it to True.
     """
     allowed = any(getattr(module, ALLOWS_BATCH_NORM, False) for module in model.modules())
     return has_batch_norm(model) and not allowed
@@ -145,7 +150,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def _checked_length(batch: Any) -> int:
-    """Return the number of samples, or raise if tensors and arrays do not agree on it."""
+    """Return the number of samples in a batch, or raise if its tensors and arrays cannot be cut."""
     found = list(_arrays(batch))
     for key, array in found:
         if isinstance(array, Tensor) and (array.is_nested or array.layout is not torch.strided):
@@ -176,7 +181,7 @@ def _checked_length(batch: Any) -> int:
 
 def _check_lists(batch: Any, length: int) -> None:
     """Raise ValueError if a list in the batch holds one plain value for each sample."""
-    if found := _list_of_values(batch, length):
+    if found := _find_list_without_tensors(batch, length):
         key, values = found
         raise ValueError(
             f"batch must have its values per sample in tensors or NumPy arrays to be split, got"
@@ -186,7 +191,10 @@ def _check_lists(batch: Any, length: int) -> None:
 
 
 def _arrays(value: Any, key: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Yield the key and the value of each tensor and array in a batch."""
+    """Yield pairs (key, array) of the tensors and arrays in a batch.
+
+    The key is an expression such as "batch['labels']", for messages.
+    """
     if isinstance(value, ARRAYS):
         yield key, value
     else:
@@ -194,21 +202,28 @@ def _arrays(value: Any, key: str = "batch") -> Iterator[tuple[str, Any]]:
             yield from _arrays(item, key + name)
 
 
-def _list_of_values(value: Any, length: int, key: str = "batch") -> tuple[str, Any] | None:
-    """Return (key, list) of the first list with `length` plain values in a batch, or None."""
+def _find_list_without_tensors(
+    value: Any, length: int, key: str = "batch"
+) -> tuple[str, Any] | None:
+    """Return (key, list) of the first list in a batch that has `length` items and no tensors.
+
+    The result is None if there is no such list.
+    """
     if isinstance(value, ARRAYS):
         return None
     if _lists_values(value) and len(value) == length and not any(True for _ in _arrays(value)):
         return key, value
-    inner = (_list_of_values(item, length, key + name) for name, item in _named_items(value))
+    inner = (
+        _find_list_without_tensors(item, length, key + name) for name, item in _named_items(value)
+    )
     return next(filter(None, inner), None)
 
 
 def _lists_values(value: Any) -> bool:
-    """Return whether a value is a sequence whose items may be values of samples.
+    """Return whether a value is a sequence that may have one item per sample.
 
-    A named tuple is not, because its items have names. An object that NumPy reads as an array, such
-    as a pandas Series, is.
+    This is the case for lists, tuples and objects that NumPy can convert to an array, such as a
+    pandas Series. It is not the case for strings, and for named tuples, whose items have names.
     """
     if isinstance(value, Sequence):
         return not isinstance(value, (str, bytes)) and not hasattr(value, "_fields")
@@ -216,7 +231,11 @@ def _lists_values(value: Any) -> bool:
 
 
 def _named_items(value: Any) -> Iterable[tuple[str, Any]]:
-    """Return (subscript or attribute, item) of the items that `items_in` returns."""
+    """Return pairs (name, item) of the items in a container.
+
+    The name is a subscript or attribute, such as "['labels']", "[0]" or ".labels". For an object
+    that is not a container the result is empty.
+    """
     items = items_in(value)
     if isinstance(value, Mapping):
         return zip([f"[{key!r}]" for key in value], items, strict=True)

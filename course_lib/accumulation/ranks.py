@@ -1,7 +1,7 @@
-"""Communication of the ranks that do a step together.
+"""Communication among the ranks that do a training step together.
 
-`Ranks` decides when gradients are reduced over the ranks, and computes sums over the ranks. On a
-single process it does nothing.
+`Ranks` decides in which backward passes gradients are reduced over the ranks, and computes sums
+over the ranks. In a single process it does nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Ranks:
         sync: "last" or "each", as in `AccumulatedStep`.
 
     Attributes:
-        model: The module that is replicated or sharded, or None for a single process. For a
-            compiled DDP model, the DDP module inside it.
-        replica: The same module if it is a DDP module, else None.
-        group: The process group, or None for a single process.
+        model: The module that is replicated or sharded, or None in a single process. For a compiled
+            DDP model, this is the DDP module inside it.
+        replica: The same module if it is a DDP module, otherwise None.
+        group: The process group, or None in a single process.
         count: Number of ranks.
-        has_views: Whether gradients are views into DDP's buckets.
+        has_views: Whether gradients are views of DDP's buckets.
 
     Raises:
         TypeError, ValueError: `sync` is invalid, or the model has several modules that synchronize
@@ -48,8 +48,8 @@ class Ranks:
             self.count = torch.distributed.get_world_size(self.group)
         self.has_views = self.replica is not None and self.replica.gradient_as_bucket_view
 
-    def checked_in_buckets(self, scaler: torch.amp.GradScaler, in_buckets: bool) -> bool:
-        """Return `in_buckets`, after checking that it and the scaler suit the model.
+    def validate_in_buckets(self, scaler: torch.amp.GradScaler, in_buckets: bool) -> bool:
+        """Return `in_buckets` if the model supports it and can be used with the scaler, else raise.
 
         Raises:
             ValueError: The model cannot be used with the scaler, or with `in_buckets`.
@@ -68,10 +68,13 @@ class Ranks:
 
     @contextmanager
     def gradient_reduction(self, last: bool) -> Iterator[None]:
-        """Decide whether the backward pass inside the `with` block reduces gradients over ranks.
+        """Turn the reduction of gradients over ranks on or off for a `with` block.
 
-        It does for the last micro-batch, and for every micro-batch if `sync` is "each". Otherwise
-        it only adds to the local gradients.
+        The backward pass in the block reduces gradients for the last micro-batch, and for every
+        micro-batch if `sync` is "each". Otherwise it only adds to the local gradients.
+
+        Args:
+            last: Whether the block runs the last micro-batch.
         """
         if self.model is None or last or self.sync == "each":
             yield
@@ -86,7 +89,7 @@ class Ranks:
                 self.model.set_requires_gradient_sync(True)
 
     def sum_over_ranks(self, *values: float) -> list[float]:
-        """Return each value summed over the ranks; with symbolic tensors, the values unchanged."""
+        """Return each value summed over the ranks; in a symbolic step, the values themselves."""
         if self.model is None:
             return list(values)
         sums = torch.tensor(
@@ -97,9 +100,9 @@ class Ranks:
 
     @torch.no_grad()
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of all gradients, which for FSDP2 are shards on each rank.
+        """Return the norm of all gradients, which on each rank of an FSDP2 model are shards.
 
-        The norms of the shards are combined in one collective. DTensor's norm would need one
+        The norms of the shards are combined in one collective. DTensor's own norm would need one
         collective per gradient.
         """
         norm = nn.utils.get_total_norm(
@@ -113,6 +116,11 @@ class Ranks:
 
 
 def _parallel_module(model: nn.Module) -> nn.Module | None:
+    """Return the DDP or FSDP2 module of a model, or None if it has none.
+
+    Raises:
+        TypeError: The model has other modules that synchronize gradients, or several DDP modules.
+    """
     methods = ("no_sync", "set_requires_gradient_sync")  # methods of DDP or FSDP, and of FSDP2
     wrappers = [
         module for module in model.modules() if any(hasattr(module, method) for method in methods)

@@ -1,7 +1,7 @@
 """Gradient accumulation: `AccumulatedStep` runs the micro-batches of one training step.
 
-`course_lib._batches` cuts a batch into micro-batches. The module `ranks` handles communication
-between several processes.
+`course_lib._batches` cuts a batch into micro-batches. The module `ranks` is responsible for the
+communication between several processes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from .._batches import ALLOWS_BATCH_NORM, mixes_samples
 from .._check import describe, kind, one_of, positive
-from .._torch.generators import random_numbers_undone
+from .._torch.generators import restore_random_state_on_error
 from .._torch.steps import check_in_training, check_no_closure
 from .._torch.symbolic import is_symbolic
 from .ranks import Ranks
 
-NARROW = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 NO_GRADIENT = (
     "no parameter of the optimizer got a gradient; the optimizer must hold parameters of this model"
 )
@@ -40,9 +40,10 @@ class StepResult:
     Attributes:
         loss: Mean loss: the sum of losses of all micro-batches (and ranks), divided by `weight`.
         weight: Number of tokens or samples in all micro-batches (and ranks).
-        grad_norm: Norm, before clipping, of the mean loss's gradient over the optimizer's
-            parameters. None without max_norm.
-        stepped: False if the scaler skipped the optimizer's step because gradients were inf or NaN.
+        grad_norm: Norm of the mean loss's gradient with respect to the optimizer's parameters,
+            before clipping. None without max_norm.
+        stepped: Whether the optimizer did its step. False if the scaler skipped it because
+            gradients were inf or NaN.
     """
 
     loss: float
@@ -52,52 +53,57 @@ class StepResult:
 
 
 class AccumulatedStep:
-    """One optimizer step over micro-batches, with the gradient of the full batch's mean loss.
+    """Optimizer step over micro-batches: a call `step(micro_batches)` returns a `StepResult`.
 
-    The gradients are equal to those of the full batch, up to rounding, if the model treats samples
-    independently. This is not so with BatchNorm, which computes its statistics from each
-    micro-batch. The second micro-batch then gives one warning, unless a module of the model has the
-    attribute `batch_norm_per_micro_batch`, set to True. Dropout draws other random numbers than for
-    the full batch, and spectral norms change with each micro-batch.
+    The gradients are those of the full batch's mean loss, up to rounding, if the model treats
+    samples independently. They differ if BatchNorm is in training mode, because it computes its
+    statistics from each micro-batch. The first step with several micro-batches then gives a
+    warning, unless the model or a module in it has an attribute `batch_norm_per_micro_batch` that
+    is True. They also differ with dropout, which draws other numbers than for the full batch, and
+    with spectral norms, which change with each micro-batch.
 
-    With `DistributedDataParallel` or FSDP2, each rank has its own `AccumulatedStep`, and `loss_sum`
-    calls the module that is replicated or sharded. With sync="last", DDP ranks may have different
-    numbers of micro-batches, but each needs at least one. With any `sync`, the iterator of
-    micro-batches is read one micro-batch ahead. An invalid loss or weight raises an error on all
-    ranks. Any other error on one rank leaves the other ranks waiting, as usual with collectives.
-    After such an error, an FSDP2 model may still hold unsharded gradients. If the error came after
-    DDP had received some of the gradients but not all, DDP refuses every further forward pass, with
-    or without this class. In that case, make a new `DistributedDataParallel` of the same model.
+    **Several ranks.** With `DistributedDataParallel` or FSDP2, each rank has its own
+    `AccumulatedStep`, and `loss_sum` calls the module that is replicated or sharded. With
+    sync="last", DDP ranks may have different numbers of micro-batches, but each needs at least one.
+    For any `sync`, the next micro-batch is read before the current one runs.
+
+    **Errors on several ranks.** An invalid loss or weight raises an error on all ranks. Any other
+    error on one rank leaves the other ranks waiting, as usual with collectives. After such an
+    error, an FSDP2 model may still have unsharded gradients. If the error was raised after DDP had
+    received some of the gradients but not all, DDP rejects every further forward pass, with or
+    without this class. In that case, make a new `DistributedDataParallel` of the same model.
 
     Args:
-        model: First argument of `loss_sum`.
+        model: The model, which is passed to `loss_sum`.
         optimizer: An optimizer whose `step` needs no closure, unlike LBFGS. An optimizer with a
-            training mode, such as a schedule-free one, must be in that mode. For a list of
-            optimizers, the gradients are clipped by their common norm, and either all optimizers
-            step or none does.
+            training mode, such as a schedule-free one, must be in that mode. `optimizer` may be a
+            list of optimizers. The gradients are then clipped by the norm of all of them together,
+            and either all optimizers step or none does.
         loss_sum: Function (model, micro_batch) -> (sum of losses, weight). The sum is a scalar
             tensor that requires gradients. The weight is the number of tokens or samples in the
-            sum, as a number or a scalar tensor. It is zero if all of them are masked.
-        scaler: Scales the losses, and is updated once per step. A disabled scaler counts as None.
+            sum, as a number or a scalar tensor. It may be 0, if all tokens are masked.
+        scaler: Gradient scaler for the losses, which is updated once per step. A disabled scaler
+            is the same as None.
         max_norm: Largest norm of the mean loss's gradient. The gradient is clipped once, after
             unscaling. With `math.inf` the norm is only measured.
-        autocast_dtype: torch.bfloat16 or torch.float16, for the forward passes.
+        autocast_dtype: Autocast dtype of the forward passes, torch.bfloat16 or torch.float16. None
+            for no autocast.
         accumulate: "fp32" sums the gradients of bf16 and fp16 parameters in fp32, and casts their
-            mean once. The sums take 4 bytes per parameter instead of 2. None sums in the
-            parameters' dtype, where the sum over many small micro-batches drifts.
+            mean once. The sums need 4 bytes per parameter instead of 2. None sums in the
+            parameters' dtype, in which the sum over many small micro-batches is inaccurate.
         sync: With "last", only the last micro-batch reduces gradients over the ranks. With "each",
-            every micro-batch does: this sends more bytes, but FSDP2 does not keep unsharded
+            every micro-batch does. This sends more bytes, but FSDP2 does not keep unsharded
             gradients between micro-batches.
         in_buckets: Whether gradients are accumulated in DDP's buckets, which exist anyway, instead
-            of in separate tensors. This saves one set of gradients from the third step on. It needs
-            DDP with `gradient_as_bucket_view=True`.
+            of in separate tensors. From the third step on, this saves the memory of one set of
+            gradients. It needs DDP with `gradient_as_bucket_view=True`.
         in_backward: Whether the optimizer updates each parameter as soon as its gradient is
             complete and then releases the gradient, so that the gradients never exist all at once.
-            It needs a single micro-batch, and optimizers that update each parameter by itself,
-            because `step` is called each time autograd accumulates a parameter's gradient. Under
-            reentrant checkpoints this may happen for several parts of the gradient. A block that is
-            recomputed after the update and uses the parameter detached computes with the new value.
-            After an error, updates that were already made remain.
+            It needs a single micro-batch, and optimizers that update each parameter separately,
+            because `step` is called each time autograd accumulates a parameter's gradient. With
+            reentrant checkpoints, autograd may accumulate a gradient in several parts, each of
+            which is then a separate update. A block that uses a parameter detached and is
+            recomputed after the update computes with the new value. An error undoes no updates.
 
     Source for adding sums of losses instead of averaging means: "Fixing Gradient Accumulation",
     huggingface.co/blog/gradient_accumulation.
@@ -131,27 +137,27 @@ class AccumulatedStep:
         self.optimizer = _as_one_optimizer(optimizer)
         self.loss_sum = loss_sum
         self.max_norm = None if max_norm is None else positive("max_norm", max_norm)
-        self.autocast_dtype = one_of("autocast_dtype", autocast_dtype, (None, *NARROW))
+        self.autocast_dtype = one_of("autocast_dtype", autocast_dtype, (None, *LOW_PRECISION))
         self.device_type = _optimized_parameters(self.optimizer)[0].device.type
-        self.scaler = _scaler(scaler, self.device_type, autocast_dtype)
+        self.scaler = _enabled_or_disabled_scaler(scaler, self.device_type, autocast_dtype)
         self.accumulate = one_of("accumulate", accumulate, (None, "fp32"))
         if accumulate is not None and self.ranks.model:
             raise ValueError(
                 f"accumulate must be None for a DDP or FSDP2 model, got {accumulate!r}"
             )
-        self.in_buckets = self.ranks.checked_in_buckets(self.scaler, in_buckets)
+        self.in_buckets = self.ranks.validate_in_buckets(self.scaler, in_buckets)
         self.in_backward = in_backward
         if in_backward and self.ranks.model:
             raise ValueError("in_backward must be False for a DDP or FSDP2 model, got True")
         if in_backward:
-            _refuse_with_in_backward(max_norm, self.scaler, accumulate)
-        self._warned = False  # about BatchNorm
-        self._buckets = {}  # parameter -> its gradient in DDP's buckets, for `in_buckets`
-        # number by which each sum of losses is divided before its backward pass
-        self._unit: float | None = None
+            _reject_with_in_backward(max_norm, self.scaler, accumulate)
+        self._warned = False  # whether the warning about BatchNorm was given
+        self._buckets = {}  # gradients in DDP's buckets, by parameter, for `in_buckets`
+        # Number by which each sum of losses is divided before its backward pass.
+        self._loss_divisor: float | None = None
 
     def __call__(self, micro_batches: Iterable[Any]) -> StepResult:
-        """Run all micro-batches, then step once.
+        """Run all micro-batches, then do one optimizer step.
 
         The gradients of the optimizer's parameters are set to None at the beginning and at the end.
         To read the gradients that the optimizer uses, register a hook with
@@ -161,21 +167,24 @@ class AccumulatedStep:
         effects of forward passes, such as BatchNorm's running averages, remain.
 
         Args:
-            micro_batches: Several micro-batches, such as `split(batch, 8)` or a list. Each is
-                passed to `loss_sum`. With `in_backward`, exactly one.
+            micro_batches: Several micro-batches, such as `split(batch, 8)` or a list. Each of them
+                is passed to `loss_sum`. With `in_backward`, there must be exactly one.
 
         Raises:
-            TypeError, ValueError: `micro_batches` is a single batch, or empty; `loss_sum` did not
-                return a finite sum and a weight of at least 0; all weights are zero.
-            RuntimeError: No parameter of the optimizer got a gradient; the norm of the gradients is
-                inf or NaN; `loss_sum` did not call the DDP model.
+            TypeError, ValueError: `micro_batches` is a single batch or empty, `loss_sum` did not
+                return a finite sum and a weight of at least 0, or all weights are zero.
+            RuntimeError: No parameter of the optimizer got a gradient, the norm of the gradients is
+                inf or NaN, or `loss_sum` did not call the DDP model.
         """
         _check_micro_batches(micro_batches)
         for optimizer in getattr(self.optimizer, "optimizers", [self.optimizer]):
             check_in_training(optimizer)
         optimized = dict.fromkeys(_optimized_parameters(self.optimizer))
         others = [parameter for parameter in self.model.parameters() if parameter not in optimized]
-        with random_numbers_undone(), _gradients_apart([*optimized], others, self.ranks):
+        with (
+            restore_random_state_on_error(),
+            _set_gradients_aside([*optimized], others, self.ranks),
+        ):
             if self.in_backward:
                 loss, weight = self._update_in_backward(list(micro_batches), optimized)
                 grad_norm, stepped = None, True
@@ -186,11 +195,14 @@ class AccumulatedStep:
                     loss, weight = self._accumulate(micro_batches)
                 if self.in_buckets:
                     self._buckets = {p: p.grad for p in (*optimized, *others) if p.grad is not None}
-                # .grad is now the gradient of (sum of losses) / unit, averaged over the ranks.
-                _scale_to_mean([*optimized, *others], sums, self._unit * self.ranks.count / weight)
+                # .grad is now the gradient of (sum of losses) / _loss_divisor, averaged over ranks.
+                _scale_to_mean(
+                    [*optimized, *others], sums, self._loss_divisor * self.ranks.count / weight
+                )
                 grad_norm, stepped = self._step(_gradients(others))
-        # The weight of the next step is unknown before its last forward pass, but will be similar.
-        self._unit = _power_of_two(weight)
+        # The next step divides by this, because its own weight is unknown before its last forward
+        # pass, but will be similar.
+        self._loss_divisor = _nearest_power_of_two(weight)
         return StepResult(loss / weight, weight, grad_norm, stepped)
 
     def _accumulate(self, micro_batches: Iterable[Any]) -> tuple[float, float]:
@@ -215,10 +227,15 @@ class AccumulatedStep:
             )
         # The values are read only after all micro-batches, because reading makes the host wait for
         # a GPU.
-        return self._sums(_values(losses), [_value(weight) for weight in weights])
+        return self._checked_sums(_values(losses), [_value(weight) for weight in weights])
 
-    def _sums(self, losses: list[float], weights: list[float]) -> tuple[float, float]:
-        """Return (sum of losses, sum of weights) over all micro-batches and ranks, if valid."""
+    def _checked_sums(self, losses: list[float], weights: list[float]) -> tuple[float, float]:
+        """Return (sum of losses, sum of weights) over all micro-batches and ranks.
+
+        Raises:
+            ValueError: A loss or weight is invalid, on this rank or another one, or all weights are
+                zero.
+        """
         problem = ""
         for i, (loss, weight) in enumerate(
             () if is_symbolic() else zip(losses, weights, strict=True)
@@ -254,33 +271,42 @@ class AccumulatedStep:
             )
 
     def _backward(self, micro_batch: Any, last: bool, weights: list) -> Tensor:
-        """Add the gradient of one micro-batch's loss sum, divided by `self._unit`, to .grad.
+        """Add the gradient of one micro-batch to .grad.
+
+        It is the gradient of the micro-batch's sum of losses, divided by `self._loss_divisor`.
 
         Args:
             micro_batch: The micro-batch.
             last: Whether it is the last one.
-            weights: Weights of the earlier micro-batches; this one's weight is appended.
+            weights: Weights of the earlier micro-batches. This function appends the weight of this
+                one.
 
         Returns:
-            The sum of losses, without its graph.
+            The sum of losses, without its autograd history.
         """
         loss, weight = self._forward(micro_batch, f"micro-batch {len(weights)}", last)
-        if self._unit is None:
-            self._unit = _power_of_two(*self.ranks.sum_over_ranks(_value(weight)))
-        # The total weight, by which the mean loss is divided, is known only after the last forward
-        # pass. Until then .grad holds gradients of sums. Sums are much larger than means, so in
-        # fp16 they would overflow at a loss scale that suits means. They are therefore divided by a
-        # unit close to the total weight. The unit is a power of two, so that the division does not
-        # round, and it is the same on all ranks.
+        if self._loss_divisor is None:
+            self._loss_divisor = _nearest_power_of_two(*self.ranks.sum_over_ranks(_value(weight)))
+        # The mean loss is the sum of losses divided by the total weight, which is known only after
+        # the last forward pass. Until then .grad has gradients of sums. Sums are much larger than
+        # means, so in fp16 they would overflow at a loss scale that is right for means. They are
+        # therefore divided by a number close to the total weight. It is a power of two, so that the
+        # division does not round, and it is the same on all ranks.
         scaled = self.scaler.scale(loss)
         weights.append(weight)
-        scaled.backward(torch.full_like(scaled, 1 / self._unit))  # adds gradients of scaled / unit
+        scaled.backward(torch.full_like(scaled, 1 / self._loss_divisor))
         return loss.detach()
 
     def _forward(
         self, micro_batch: Any, name: str, last: bool = True
     ) -> tuple[Tensor, Real | Tensor]:
-        """Return `loss_sum` of a micro-batch, after checking it."""
+        """Return the sum of losses and the weight of a micro-batch, after checking them.
+
+        Args:
+            micro_batch: The micro-batch.
+            name: Name of the micro-batch, for error messages.
+            last: Whether it is the last one. Its call of the DDP model is checked.
+        """
         autocast = (
             torch.autocast(self.device_type, self.autocast_dtype)
             if self.autocast_dtype
@@ -301,14 +327,15 @@ class AccumulatedStep:
         return loss, weight
 
     def _step(self, others: list[Tensor]) -> tuple[float | None, bool]:
-        """Unscale and clip gradients, step, and update the scaler.
+        """Unscale and clip gradients, let the optimizer step, and update the scaler.
 
         Args:
-            others: Gradients of parameters that the optimizer does not hold. They are only
-                unscaled, not clipped.
+            others: Gradients of parameters that are not in the optimizer. They are only unscaled,
+                not clipped.
 
         Returns:
-            (norm of the gradient before clipping or None, whether the optimizer stepped)
+            The norm of the gradient before clipping, or None if it was not computed, and whether
+            the optimizer stepped.
         """
         parameters = _optimized_parameters(self.optimizer)
         if not _gradients(parameters):
@@ -318,21 +345,25 @@ class AccumulatedStep:
             self.scaler.unscale_(self.optimizer)
             for gradient in others:
                 gradient.div_(scale)
-            grad_norm = _clip(
+            grad_norm = _clip_gradients(
                 parameters, self.max_norm, self.ranks, finite=not self.scaler.is_enabled()
             )
             self.scaler.step(self.optimizer)
         except BaseException:
-            self.scaler.update(scale)  # keeps the scale, and lets the next call unscale again
+            self.scaler.update(scale)  # keep the scale, and allow the next call to unscale again
             raise
         self.scaler.update()
-        # the scaler lowers the scale if, and only if, gradients were inf or NaN
+        # The scaler lowers the scale if, and only if, gradients were inf or NaN.
         return grad_norm, self.scaler.get_scale() >= scale > 0
 
     def _update_in_backward(
         self, micro_batches: list[Any], parameters: Iterable[nn.Parameter]
     ) -> tuple[float, float]:
-        """Update each parameter during backward, and return (sum of losses, weight)."""
+        """Update each parameter during backward; return the sum of losses and the weight.
+
+        Raises:
+            ValueError: There is not exactly one micro-batch.
+        """
         if len(micro_batches) != 1:
             raise ValueError(
                 "micro_batches must be 1 micro-batch when in_backward is True, got"
@@ -340,8 +371,8 @@ class AccumulatedStep:
             )
         loss, weight = self._forward(micro_batches[0], "micro-batch 0")
         mean = loss / (weight if torch.is_tensor(weight) else float(weight))
-        # The values are read before backward, because backward already changes parameters.
-        value, weight = self._sums([_value(loss.detach())], [_value(weight)])
+        # Check the values before backward, because backward already changes parameters.
+        value, weight = self._checked_sums([_value(loss.detach())], [_value(weight)])
         with _updates_in_backward(self.optimizer, parameters) as updated:
             mean.backward()
         if not updated:
@@ -349,8 +380,8 @@ class AccumulatedStep:
         return value, weight
 
 
-def _refuse_with_in_backward(max_norm: Any, scaler: Any, accumulate: Any) -> None:
-    """Raise ValueError for an option that needs all gradients at once."""
+def _reject_with_in_backward(max_norm: Any, scaler: Any, accumulate: Any) -> None:
+    """Raise a ValueError for options that cannot be combined with `in_backward`."""
     for name, given, reason in (
         ("max_norm", max_norm, "because the gradients never exist all at once"),
         (
@@ -370,9 +401,14 @@ def _refuse_with_in_backward(max_norm: Any, scaler: Any, accumulate: Any) -> Non
 def _updates_in_backward(
     optimizer: torch.optim.Optimizer | _OptimizerGroup, parameters: Iterable[nn.Parameter]
 ) -> Iterator[list[nn.Parameter]]:
-    """Update each parameter inside the block when its gradient is complete.
+    """Update each parameter when its gradient is complete, in a backward pass in a `with` block.
 
-    The block gets the list of the parameters that are updated.
+    Args:
+        optimizer: Optimizer of the parameters.
+        parameters: Parameters that are updated.
+
+    Yields:
+        A list to which each parameter is appended after its update.
     """
     updated = []
 
@@ -392,26 +428,28 @@ def _updates_in_backward(
 
 
 def _optimized_parameters(optimizer: torch.optim.Optimizer | _OptimizerGroup) -> list[nn.Parameter]:
+    """Return the parameters in all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients of the parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 @contextmanager
-def _gradients_apart(
+def _set_gradients_aside(
     optimized: list[nn.Parameter], others: list[nn.Parameter], ranks: Ranks
 ) -> Iterator[None]:
-    """Set `.grad` of all these parameters to None at the beginning of the `with` block.
+    """Remove all gradients at the beginning of a `with` block, and restore some at its end.
 
-    At its end, `.grad` is None for the parameters in `optimized`, and the new gradients of `others`
-    are added to their previous gradients. If the block raises an error, all previous gradients are
+    At the end, `.grad` is None for the parameters in `optimized`. For `others`, the new gradients
+    are added to the previous ones. If the block raises an error, all previous gradients are
     restored.
     """
     parameters = [*optimized, *others]
     previous = [parameter.grad for parameter in parameters]
-    if ranks.has_views:  # DDP would write into these gradients
+    if ranks.has_views:  # these gradients need a copy, because DDP would write into them
         previous = [gradient if gradient is None else gradient.clone() for gradient in previous]
     try:
         for parameter in parameters:
@@ -433,8 +471,8 @@ def _fp32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter
     """Accumulate the gradients of bf16 and fp16 parameters in fp32 inside the `with` block.
 
     Yields:
-        A dict of parameter -> sum. Each gradient that backward computes is added to it and released
-        immediately.
+        A dict with the sum of gradients of each parameter. Each gradient that backward computes is
+        added to its sum and released immediately.
     """
     sums: dict[nn.Parameter, Tensor] = {}
 
@@ -444,7 +482,7 @@ def _fp32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter
 
     with ExitStack() as hooks:
         for parameter in parameters:
-            if parameter.requires_grad and parameter.dtype in NARROW:
+            if parameter.requires_grad and parameter.dtype in LOW_PRECISION:
                 hooks.enter_context(parameter.register_post_accumulate_grad_hook(add))
         yield sums
 
@@ -452,23 +490,23 @@ def _fp32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter
 def _scale_to_mean(
     parameters: list[nn.Parameter], sums: dict[nn.Parameter, Tensor], factor: float
 ) -> None:
-    """Multiply all gradients by a factor, and move the fp32 sums into `.grad`.
+    """Turn the sums of gradients into gradients of the mean loss, and store them in `.grad`.
 
     Args:
         parameters: All parameters.
-        sums: Parameter -> fp32 sum; it is emptied.
-        factor: The factor that makes the gradients those of the mean loss.
+        sums: Sums of gradients in fp32, by parameter. This function removes them from the dict.
+        factor: Number by which all gradients and sums are multiplied.
     """
     gradients = [*_gradients(parameters), *sums.values()]
-    # A factor of 1 is skipped, because any in-place change would invalidate the copies that an
-    # optimizer has already made.
+    # With a factor of 1 nothing is multiplied. An in-place change would invalidate the copies that
+    # an optimizer may already have made of the gradients.
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
     for parameter in list(sums):
         parameter.grad = sums.pop(parameter).to(parameter.dtype)
 
 
-def _clip(
+def _clip_gradients(
     parameters: list[nn.Parameter], max_norm: float | None, ranks: Ranks, *, finite: bool
 ) -> float | None:
     """Clip the gradients to `max_norm`, and return their norm before clipping.
@@ -486,8 +524,8 @@ def _clip(
         return None
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout is torch.sparse_coo:
-            # Rows that occur several times in a sparse gradient must be summed before its norm is
-            # computed.
+            # The same row may occur several times in a sparse gradient. These rows must be summed
+            # before the norm is computed.
             parameter.grad = parameter.grad.coalesce()
     dense = [
         gradient.values() if gradient.layout is torch.sparse_coo else gradient
@@ -507,7 +545,7 @@ def _clip(
 
 @contextmanager
 def _recorded_calls(model: nn.Module | None) -> Iterator[list]:
-    """Yield a list that gets one item for each call of the model inside the `with` block.
+    """Yield a list to which an item is appended for each call of the model in the `with` block.
 
     For None or a compiled model, whose calls cannot be recorded, the list is never empty.
     """
@@ -520,24 +558,27 @@ def _recorded_calls(model: nn.Module | None) -> Iterator[list]:
 
 
 def _mark_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield each item, and whether it is the last, by reading one item ahead."""
+    """Yield each item, and whether it is the last one.
+
+    To find this out, items are read one ahead.
+    """
     end = object()
     for item, following in pairwise(chain(items, [end])):
         yield item, following is end
 
 
-def _power_of_two(weight: float) -> float:
+def _nearest_power_of_two(weight: float) -> float:
     """Return a power of two close to a weight, or 1 if the weight is 0, inf or NaN."""
     return 2.0 ** round(math.log2(weight)) if 0 < weight < math.inf else 1.0
 
 
 def _value(scalar: Real | Tensor) -> float:
-    """Return the value of a number or scalar tensor, which is NaN for a symbolic tensor."""
+    """Return a number or the value of a scalar tensor; NaN for a symbolic tensor."""
     return math.nan if is_symbolic(scalar) else float(scalar)
 
 
 def _values(scalars: list[Tensor]) -> list[float]:
-    """Return the values of scalar tensors, which are NaN in a symbolic step."""
+    """Return the values of scalar tensors; NaN for each in a symbolic step."""
     return [math.nan] * len(scalars) if is_symbolic() else torch.stack(scalars).tolist()
 
 
@@ -545,10 +586,10 @@ def _values(scalars: list[Tensor]) -> list[float]:
 
 
 def _check_loss_sum(pair: Any, name: str) -> tuple[Tensor, Real | Tensor]:
-    """Check and return the result of a `loss_sum`, which must be (sum of losses, weight).
+    """Check that the result of `loss_sum` is a pair (sum of losses, weight), and return it.
 
     Args:
-        pair: The result.
+        pair: The result of `loss_sum`.
         name: Name of the batch or micro-batch, for error messages.
 
     Raises:
@@ -582,7 +623,10 @@ def _check_loss_sum(pair: Any, name: str) -> tuple[Tensor, Real | Tensor]:
 
 
 def _check_micro_batches(given: Any) -> None:
-    """Raise a TypeError for a single batch: a pair (x, y) would be taken for two micro-batches."""
+    """Raise a TypeError if the micro-batches are a single batch.
+
+    A batch that is a pair (x, y) of tensors would otherwise be treated as two micro-batches.
+    """
     pair = isinstance(given, tuple) and any(isinstance(item, Tensor) for item in given)
     if pair or isinstance(given, (Tensor, Mapping)):
         actual = f"{describe(given)}{' of tensors' if pair else ''}, which may be a single batch"
@@ -593,7 +637,7 @@ def _check_micro_batches(given: Any) -> None:
 
 
 class _OptimizerGroup:
-    """Several optimizers as one, so that a scaler makes either all of them step or none."""
+    """Several optimizers with the interface of one, so that a scaler steps all of them or none."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
         self.optimizers = optimizers
@@ -608,6 +652,14 @@ class _OptimizerGroup:
 
 
 def _as_one_optimizer(given: Any) -> torch.optim.Optimizer | _OptimizerGroup:
+    """Check one or several optimizers, and return an object that steps them together.
+
+    For a single optimizer, this is the optimizer itself.
+
+    Raises:
+        TypeError: An element is not an optimizer, or its `step` needs a closure.
+        ValueError: There are no parameters, or two optimizers share a parameter.
+    """
     optimizers = given if isinstance(given, (list, tuple)) else [given]
     for optimizer in optimizers:
         kind(
@@ -627,8 +679,13 @@ def _as_one_optimizer(given: Any) -> torch.optim.Optimizer | _OptimizerGroup:
     return combined
 
 
-def _scaler(given: torch.amp.GradScaler | None, device: str, autocast_dtype: torch.dtype | None):
-    """Return `given` if it is an enabled scaler, else a disabled one, which changes nothing."""
+def _enabled_or_disabled_scaler(
+    given: torch.amp.GradScaler | None, device: str, autocast_dtype: torch.dtype | None
+):
+    """Return the given scaler if it is enabled, otherwise a disabled one, which changes nothing.
+
+    A warning is given for fp16 autocast without a scaler.
+    """
     if (
         given is not None
         and kind("scaler", given, torch.amp.GradScaler, "a torch.amp.GradScaler").is_enabled()
