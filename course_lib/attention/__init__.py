@@ -1,4 +1,4 @@
-"""Attention that keeps one log-sum-exp per row for backward instead of the N x N probabilities.
+"""Attention that saves one log-sum-exp per row for backward instead of the N x N probabilities.
 
 `standard_attention` keeps the N x N probabilities for backward, for comparison. `flash_attention`
 keeps the output and one log-sum-exp per row, and recomputes the probabilities tile by tile, in

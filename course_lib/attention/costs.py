@@ -1,15 +1,19 @@
 """Costs of attention by formula: FLOPs, and bytes moved to and from the slow memory.
 
-The formulas need no tensors. `symbolic.py` counts the FLOPs and bytes of this package's own
-implementation in plain torch instead.
+These formulas need no tensors. `symbolic.py` counts the memory and FLOPs of this package's own
+implementation in plain torch.
 
-FLOPs of one head with N positions of d features: each product of (N, d) and (d, N), or (N, N) and
-(N, d), costs 2 N^2 d. Forward has two of them, 4 N^2 d, in both kinds of attention. Standard
-backward has four, 8 N^2 d (dV, dP, dQ, dK). Flash attention also recomputes the scores: 10 N^2 d if
-it passes over the tiles once. This package's kernels pass over them twice, once for dK and dV and
-once for dQ, and compute S and dP both times: 14 N^2 d. In exchange no two program instances write
-to the same place, so every run gives the same sums. exp, maximum and sums are not counted, because
-they are O(N^2).
+FLOPs of one head with N positions of d features: a matrix product of (N, d) and (d, N), or of
+(N, N) and (N, d), costs 2 N^2 d.
+
+- forward: two matrix products, 4 N^2 d, in both kinds of attention.
+- standard, backward: four matrix products (dV, dP, dQ, dK), 8 N^2 d.
+- flash, backward: it also recomputes the scores, so it needs five matrix products, 10 N^2 d, if it
+  iterates over the tiles once. This package's Triton kernels iterate over them twice, once for dK
+  and dV and once for dQ, and compute S and dP both times: 14 N^2 d. In return, no two program
+  instances write to the same place, so every run gives the same sums.
+
+The exponentials, maxima and sums are not counted, because they are O(N^2).
 
 Elements moved per head, if each operator reads its inputs once and writes its output once:
 
@@ -65,8 +69,8 @@ class AttentionCost:
     def arithmetic_intensity(self) -> float:
         """FLOPs per byte moved.
 
-        If it is below the ridge of a GPU's roofline (peak FLOP/s divided by bandwidth), memory
-        limits the speed, and otherwise arithmetic does.
+        If this is below the ridge of a GPU's roofline (peak FLOP/s divided by bandwidth), the
+        memory bandwidth limits the speed. Otherwise the arithmetic limits it.
         """
         return self.flops / self.moved_bytes
 
@@ -97,17 +101,18 @@ def attention_cost(
         sram_bytes: Bytes of fast memory that one thread block can use; on an A100, 163 KiB of its
             192 KiB. Actual kernels use less: 64 or 128 queries with d = 64 occupy 32 or 64 KiB.
         dtype_bytes: Bytes per element; 2 in half precision.
-        tile_passes: Number of times that flash's backward passes over the tiles. 2 stands for one
-            pass for dK and dV and another for dQ, as in this package's Triton kernels.
+        tile_passes: Number of times that the backward pass of "flash" iterates over the tiles: 1,
+            or 2 if one loop computes dK and dV and another one dQ, as in this package's Triton
+            kernels.
 
     Returns:
         FLOPs and bytes of all samples and heads together.
 
     Raises:
         TypeError: A count is not a whole number.
-        ValueError: A count is not positive; `kind` or `pass_` is unknown; sram_bytes is too small
-            for one row of each block; tile_passes is neither 1 nor 2, or it is 2 although `kind`
-            is not "flash" or `pass_` is not "backward".
+        ValueError: A count is not positive, `kind` or `pass_` is unknown, sram_bytes is too small
+            for one row of each block, or tile_passes is neither 1 nor 2. It must be 1 unless
+            `kind` is "flash" and `pass_` is "backward".
 
     Example:
         >>> standard, flash = (

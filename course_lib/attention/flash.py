@@ -1,7 +1,8 @@
-"""Standard attention, FlashAttention as an autograd function, and their argument checks.
+"""Standard attention and FlashAttention, as functions of PyTorch tensors.
 
-Three modules compute the tiles, each with a `forward` and a `backward` of the same signature:
-`tiled` (plain torch), `launch` (Triton) and `symbolic` (sizes only).
+This module checks the arguments and defines the autograd function of FlashAttention. One of three
+modules computes the tiles: `tiled` (plain torch), `launch` (Triton) or `symbolic` (memory and FLOPs
+only). Each of them has a `forward` and a `backward` with the same signatures.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ def standard_attention(
     """Compute softmax(scale * Q K^T) V with all scores in memory at once.
 
     Autograd saves Q, K, V and the probabilities P, which have n_q x n_k entries per head.
-    Arguments, result and errors are those of `flash_attention`, without blocks and backend.
+    The arguments, the result and the errors are those of `flash_attention`, except that there
+    are no arguments `block_q`, `block_k` and `backend`.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
     """
     q, k, v = _check_inputs(q, k, v, enable_gqa, attn_mask, dropout_p)
     leading = q.shape[:-2]
     q, k, v = map(_as_4d, (q, k, v))
-    shift = _shift(q, k, causal, is_causal)
-    scale = _scale(q, scale)
+    shift = _mask_shift(q, k, causal, is_causal)
+    scale = _score_scale(q, scale)
     (batch, heads, n_q, d), (_, kv_heads, n_k, d_v) = q.shape, v.shape
     rows_without_keys = min(n_q, max(0, -(shift or 0)))  # their softmax would be NaN
     rows = n_q - rows_without_keys
@@ -58,7 +60,8 @@ def standard_attention(
             torch.bmm(queries, k.reshape(groups, n_k, d).mT).view(batch, heads, rows, n_k) * scale
         )
         if shift is not None:
-            # The mask is added, because an addition saves nothing for backward; masked_fill would.
+            # The mask is added instead of using masked_fill, because an addition saves nothing for
+            # backward.
             scores = scores + scores.new_full((rows, n_k), -math.inf).triu(
                 rows_without_keys + shift + 1
             )
@@ -83,39 +86,43 @@ def flash_attention(
     attn_mask: None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Compute softmax(scale * Q K^T) V in tiles.
+    """Compute softmax(scale * Q K^T) V in tiles, without all scores in memory at once.
 
-    Q, K, V, the output and one log-sum-exp per row are saved for backward, in this order and with
-    their leading dimensions, in `saved_tensors` of the output's `grad_fn`. Only a few tiles of the
-    n_q x n_k scores are in memory at a time, in forward and in backward. The arguments are named as
-    in `F.scaled_dot_product_attention`, but arbitrary masks and dropout are not supported. Under
-    `torch.autocast` the inputs are first cast to the autocast dtype, as PyTorch does for that
-    function. Sums and the log-sum-exp are in float32 (float64 for float64 inputs). A second
-    derivative and `torch.vmap` raise an error.
+    In forward and in backward, only a few tiles of the n_q x n_k scores are in memory at a time.
+    For backward, Q, K, V, the output and one log-sum-exp per row are saved. They are in
+    `saved_tensors` of the output's `grad_fn`, in this order and with their leading dimensions.
+
+    The arguments are named as in `F.scaled_dot_product_attention`, but arbitrary masks and dropout
+    are not supported. Under `torch.autocast` the inputs are first cast to the autocast dtype, as
+    PyTorch does for that function. Sums and the log-sum-exp are in float32 (float64 for float64
+    inputs). A second derivative and `torch.vmap` raise an error.
 
     Args:
-        q: (batch, heads, n_q, d), in float32, float64, bfloat16 or float16; q, k and v may have any
-            strides. Dimensions may be 0. There may be any number of leading dimensions, as in (n_q,
-            d), (batch, n_q, d) and (a, b, heads, n_q, d); k and v must have the same ones, except
-            for the number of heads. More than four dimensions are merged, which copies a tensor
-            whose strides do not allow a view.
-        k: (batch, kv_heads, n_k, d). kv_heads must divide heads, and query head h reads K and V of
-            head h // (heads / kv_heads): grouped-query attention, or multi-query attention if
-            kv_heads is 1. With fewer than four dimensions there are no heads to group.
-        v: (batch, kv_heads, n_k, d_v).
-        causal: Whether query i sees only the keys up to i + n_k - n_q, so that the last query sees
-            all keys, like `torch.nn.attention.bias.causal_lower_right`. A query that sees no key
-            has zeros as output.
-        is_causal: Whether query i sees only the keys up to i, as in
+        q: Queries, of shape (batch, heads, n_q, d), in float32, float64, bfloat16 or float16. q, k
+            and v may have any strides, and dimensions may be 0. The number of leading dimensions
+            may differ, as in (n_q, d), (batch, n_q, d) and (a, b, heads, n_q, d). k and v must then
+            have the same leading dimensions as q, except for the number of heads. With more than
+            four dimensions, those before the heads are merged, which copies a tensor whose strides
+            do not allow a view.
+        k: Keys, of shape (batch, kv_heads, n_k, d). kv_heads must divide heads, and query head h
+            uses head h // (heads / kv_heads) of K and V. This is grouped-query attention, or
+            multi-query attention if kv_heads is 1. With fewer than four dimensions there are no
+            heads to group.
+        v: Values, of shape (batch, kv_heads, n_k, d_v).
+        causal: Whether query i attends only to keys up to i + n_k - n_q, so that the last query
+            attends to all keys, like `torch.nn.attention.bias.causal_lower_right`. The output of a
+            query without keys is zero.
+        is_causal: Whether query i attends only to keys up to i, as in
             `F.scaled_dot_product_attention`.
-        scale: Factor of the scores, by default 1 / sqrt(d).
+        scale: Number by which the scores are multiplied, by default 1 / sqrt(d).
         enable_gqa: If False, kv_heads must be equal to heads, as in PyTorch. None and True allow
             any kv_heads that divides heads.
-        block_q, block_k: Rows (queries) and columns (keys) of a tile, by default chosen by the
-            backend. They need not divide n_q and n_k. Triton allows 16, 32, 64 and 128.
+        block_q, block_k: Number of rows (queries) and of columns (keys) of a tile, by default
+            chosen by the backend. They need not divide n_q and n_k. Triton allows 16, 32, 64 and
+            128.
         backend: "torch", "triton" or "auto". "auto" uses Triton for CUDA tensors if it can run, and
-            otherwise torch. For symbolic tensors it counts the bytes and FLOPs of the backend that
-            it would use, without running the loops over tiles.
+            otherwise torch. For symbolic tensors "auto" counts the bytes and FLOPs of the backend
+            that real tensors would use, without running the loops over tiles.
         attn_mask, dropout_p: Must be None and 0. They exist so that code written for PyTorch's
             function gets an error that explains what is not supported.
 
@@ -125,23 +132,26 @@ def flash_attention(
     Raises:
         TypeError, ValueError: An argument has the wrong type or value, or shapes, dtypes or devices
             do not match.
-        RuntimeError: backend is "triton", and Triton cannot run on these tensors or this machine;
-            the message gives the reason.
+        RuntimeError: backend is "triton", but Triton cannot run on these tensors or this machine.
+            The message gives the reason.
 
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.
     """
     q, k, v = _check_inputs(q, k, v, enable_gqa, attn_mask, dropout_p)
-    shift = _shift(q, k, causal, is_causal)
-    scale = _scale(q, scale)
+    shift = _mask_shift(q, k, causal, is_causal)
+    scale = _score_scale(q, scale)
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block is not None:
             _check.whole(name, block, 1)
     options = tiled.Options(shift, scale, block_q, block_k)
-    return _Flash.apply(q, k, v, options, _backend(backend, q, k, v))[0]
+    return _Flash.apply(q, k, v, options, _backend_module(backend, q, k, v))[0]
 
 
 class _Flash(torch.autograd.Function):
-    """The forward pass; its node saves q, k, v, o and lse with their leading dimensions."""
+    """Autograd function of FlashAttention.
+
+    Its node saves q, k, v, the output o and the log-sum-exp lse, with their leading dimensions.
+    """
 
     @staticmethod
     def forward(q, k, v, options, backend):
@@ -172,10 +182,9 @@ class _Flash(torch.autograd.Function):
 
 
 class _FlashBackward(torch.autograd.Function):
-    """The backward pass as a separate function.
+    """The backward pass of FlashAttention, as a separate autograd function.
 
-    This way `torch.func`, too, raises an error for a second derivative, and does not take it as
-    zero.
+    Without it, `torch.func` would treat the second derivative as zero instead of raising an error.
     """
 
     @staticmethod
@@ -198,17 +207,18 @@ class _FlashBackward(torch.autograd.Function):
     vmap = _Flash.vmap
 
 
-def _backend(name: str, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
+def _backend_module(name: str, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
+    """Return the module that computes the tiles for these tensors with the backend `name`."""
     _check.one_of("backend", name, ("auto", "torch", "triton"))
     if 0 in (*q.shape, *k.shape, *v.shape):
-        return tiled  # there are no products to compute, so the result is empty or zero
+        return tiled  # nothing has to be computed: the result is empty or zero
     if name == "auto" and is_symbolic(q):
         return symbolic
     if name == "torch" or (name == "auto" and not q.is_cuda):
         return tiled
     from . import launch  # not at the top, because importing Triton is slow
 
-    reason = launch.why_not(q, v)
+    reason = launch.unsupported_reason(q, v)
     if reason is None:
         return launch
     if name == "auto":
@@ -252,9 +262,10 @@ def _check_inputs(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
-    """Check that k and v have q's dtype, device and shape, except for n_k, d_v and kv_heads.
+    """Raise an error unless k and v have the dtype, the device and a shape that match q.
 
-    kv_heads may differ from q's heads only in tensors with at least four dimensions.
+    n_k and d_v may be any numbers. The number of heads may differ from that of q only in tensors
+    with at least four dimensions.
     """
     has_heads = q.dim() > 3
     leading = q.shape[:-2]
@@ -293,12 +304,12 @@ def _as_4d(x: Tensor) -> Tensor:
 
 
 def _with_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshape a result in four dimensions to the dimensions of the arguments."""
+    """Reshape a four-dimensional result to the number of dimensions of the arguments."""
     return x if x.shape == torch.Size(shape) else x.reshape(shape)
 
 
-def _shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | None:
-    """Return the shift such that query i sees the keys up to i + shift; None without a mask."""
+def _mask_shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | None:
+    """Return the number such that query i attends to keys up to i + shift; None without a mask."""
     if causal and is_causal:
         raise ValueError(
             "is_causal and causal cannot both be True: they align the mask differently"
@@ -306,5 +317,6 @@ def _shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | None:
     return k.shape[-2] - q.shape[-2] if causal else 0 if is_causal else None
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
+def _score_scale(q: Tensor, scale: float | None) -> float:
+    """Return the number by which scores are multiplied, 1 / sqrt(d) if `scale` is None."""
     return max(1, q.shape[-1]) ** -0.5 if scale is None else _check.number("scale", scale)

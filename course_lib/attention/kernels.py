@@ -1,38 +1,38 @@
 """Flash attention in Triton: one kernel for forward, three for backward.
 
 `launch.py` chooses block sizes and starts these kernels; `tiled.py` has the same algorithm in plain
-torch. A launch of a kernel runs many program instances. Each of them owns one block of rows, loads
-it once, and passes over the other operand tile by tile. Scores exist only one tile at a time, on
-the chip: no matrix of n_q x n_k numbers is ever written to memory.
+torch. A launch of a kernel runs many program instances. Each of them keeps one block of rows, which
+it loads once, and iterates over the other operand tile by tile. Scores exist only one tile at a
+time, on the chip: no matrix of n_q x n_k numbers is ever written to memory.
 
-    kernel                    owns               passes over        writes
+    kernel                    keeps              iterates over      writes
     forward_kernel            block of queries   keys and values    O and the log-sum-exp
     rows_kernel               block of queries                      D = rowsum(dO * O)
     keys_backward_kernel      block of keys      queries            dK and dV
     queries_backward_kernel   block of queries   keys and values    dQ
 
-Both passes of backward compute the weights again, P = exp(scale * Q K^T - lse). Then, with dP = dO
-V^T,
+Both backward kernels compute the attention weights again, P = exp(scale * Q K^T - lse). Then, with
+dP = dO V^T,
 
     dV = P^T dO        dS = P * (dP - D)        dQ = scale * dS K        dK = scale * dS^T Q
 
-Exponentials are powers of two, exp(x) = 2^(x * log2(e)), with log2(e) multiplied into the scale,
-because the chip has an instruction for 2^x and none for e^x. The kernels do not use their argument
-`tuning_key`: only the tuner in `launch` reads it.
+A GPU has an instruction for 2^x and none for e^x. The kernels therefore compute exp(x) as
+2^(x * log2(e)), with log2(e) multiplied into the scale. They do not use their argument
+`tuning_key`, which only the tuner in `launch` reads.
 
 Lengths need not be multiples of the block sizes: the last tile of a length is loaded, computed and
 stored with a mask. Nothing is padded except the two work arrays of backward (see `rows_kernel`).
 
 The kernels have 12 to 27 parameters. The strides of each tensor are one parameter, a tuple. A
-tensor and its strides stay separate parameters, because Triton's tuner distinguishes dtypes only by
+tensor and its strides are separate parameters, because Triton's tuner distinguishes dtypes only by
 arguments that have a `dtype` themselves (`triton.runtime.autotuner`). If tensors were packed into
-tuples, the tuner would use settings that were tuned for another dtype. The sizes stay separate
-too, so that each kernel's signature names all that it uses.
+tuples, the tuner would use settings that were tuned for another dtype. The sizes are also separate
+parameters, so that each kernel's signature lists everything that it uses.
 
 Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2, except that dQ has a separate kernel. No two
 instances then write to the same place, so no atomic additions are needed and every run gives the
-same bits. The price is 7 matrix products in the backward pass, where algorithm 2 has 5: both passes
-need Q K^T and dO V^T.
+same bits. In return, the backward pass has 7 matrix products, where algorithm 2 has 5, because both
+kernels need Q K^T and dO V^T.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ import math
 try:
     import triton
     import triton.language as tl
-# Without Triton this module can still be imported. `launch.why_not` then returns that Triton is not
-# installed.
+# This module can also be imported without Triton, so that `launch.unsupported_reason` can return
+# that Triton is not installed.
 except ImportError:
     triton = tl = None
 
 jit = triton.jit if triton else lambda function: function
-# If TRITON_INTERPRET=1 was in the environment when Triton was imported, even Triton's own functions
-# are not compiled, which is how this is detected.
+# Whether TRITON_INTERPRET=1 was in the environment when Triton was imported. In this case Triton
+# does not compile its own functions either.
 INTERPRETED = triton is not None and not isinstance(tl.sum, triton.JITFunction)
 # A kernel may read a global variable only if it is a constant of this type.
 constant = tl.constexpr if triton else float
-WIDEN = constant(INTERPRETED)
+WIDEN = constant(INTERPRETED)  # whether `product` converts its operands to fp32
 LOG2_E = constant(math.log2(math.e))
 LN_2 = constant(math.log(2))
 
@@ -73,14 +73,14 @@ def tile_of(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return the addresses of a tile of one head, and a mask of those that exist.
+    """Return pointers to the entries of a tile of one head, and a mask of those that exist.
 
     The tensor is (batch, heads, n, D), and the tile has the rows `first` to `first + BLOCK - 1`.
     Both results are (BLOCK, BLOCK_D), where BLOCK_D is D rounded up to a power of two, as Triton
-    requires. An address exists if its row is below n and its column below D.
+    requires. An entry exists if its row is below n and its column below D.
     """
-    # The offset of a head is in 64 bits, because it may exceed 2^31 although no index does. Offsets
-    # within a head are in 32 bits; `launch` copies tensors whose offsets need more.
+    # The offset of a head is computed in 64 bits, because it may exceed 2^31. Offsets within a head
+    # are computed in 32 bits, and `launch` copies tensors for which these are not enough.
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     within = (first + rows)[:, None] * strides[2] + columns[None, :] * strides[3]
@@ -92,7 +92,7 @@ def load_tile(
     tensor, strides, batch, head, first, n,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """Load the tile (BLOCK, BLOCK_D) at the addresses of `tile_of`.
+    """Load the tile (BLOCK, BLOCK_D) that `tile_of` describes.
 
     Entries that do not exist are zero. If WHOLE, the caller guarantees that all rows exist, so the
     load needs no mask.
@@ -117,14 +117,14 @@ def store_tile(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store a tile at the addresses of `tile_of`; entries that do not exist are dropped."""
+    """Store a tile where `tile_of` describes it; entries that do not exist are not stored."""
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
     tl.store(pointers, tile.to(tensor.dtype.element_ty), mask=exists)
 
 
 @jit
 def row_offset(batch, head, heads, n):
-    """Return the offset of one head's rows in a contiguous tensor (batch, heads, n)."""
+    """Return the offset of the first row of one head in a contiguous tensor (batch, heads, n)."""
     return (tl.cast(batch, tl.int64) * heads + head) * n
 
 
@@ -132,17 +132,20 @@ def row_offset(batch, head, heads, n):
 def product(a, b, accumulator=None):
     """Return the matrix product a b in fp32, added to `accumulator` if it is not None."""
     if WIDEN:
-        # The interpreter would multiply the bits of bf16 numbers as if they were integers.
+        # Triton's interpreter would multiply the bits of bf16 numbers as if they were integers.
         a, b = a.to(tl.float32), b.to(tl.float32)
     # Without "ieee" a GPU rounds fp32 operands to TF32, which keeps 10 of 23 bits, and gradients
-    # become visibly inaccurate. "ieee" is slower. It does not affect fp16 and bf16, whose products
-    # are exact in fp32.
+    # become visibly inaccurate. "ieee" is slower. It does not affect fp16 and bf16, whose matrix
+    # products are exact in fp32.
     return tl.dot(a, b, accumulator, input_precision="ieee")
 
 
 @jit
 def last_key(queries, n_k, shift, CAUSAL: tl.constexpr):
-    """Return the index of the last key that each query sees; with CAUSAL at most query + shift."""
+    """Return the index of the last key that each query attends to.
+
+    With CAUSAL this is at most query + shift.
+    """
     return tl.minimum(queries + shift, n_k - 1) if CAUSAL else tl.zeros_like(queries) + n_k - 1
 
 
@@ -150,10 +153,10 @@ def last_key(queries, n_k, shift, CAUSAL: tl.constexpr):
 def key_range(
     first_q, n_k, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return (inner, end), the limits of the keys that a block of queries passes over.
+    """Return (inner, end), the limits of the keys over which a block of queries iterates.
 
-    Keys before `inner` form whole tiles that every query of the block sees. Keys from `inner` to
-    `end` need a mask. No query of the block sees key `end` or a later one.
+    Keys before `inner` form whole tiles, to which every query of the block attends. Tiles from
+    `inner` to `end` need a mask. No query of the block attends to key `end` or a later one.
     """
     if CAUSAL:
         seen_by_first = tl.minimum(tl.maximum(first_q + 1 + shift, 0), n_k)
@@ -167,11 +170,11 @@ def key_range(
 def query_range(
     first_k, n_q, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return (start, inner, outer), the limits of the queries that a block of keys passes over.
+    """Return (start, inner, outer), the limits of the queries over which a block of keys iterates.
 
-    Queries before `start` see no key of the block. Queries from `inner` to `outer` form whole tiles
-    that see all keys of the block. The tiles from `start` to `inner`, and from `outer` on, need a
-    mask.
+    Queries before `start` attend to no key of the block. Queries from `inner` to `outer` form whole
+    tiles, which attend to all keys of the block. The tiles from `start` to `inner`, and from
+    `outer` to the last query, need a mask.
 
     Keys at n_k or later, which do not exist, need no mask here: they only affect their own rows of
     dK and dV, which are not stored.
@@ -219,8 +222,8 @@ def forward_kernel(
     On chip: the queries and one tile of keys and of values; scores and weights (BLOCK_Q, BLOCK_K);
              in fp32 the running output (BLOCK_Q, D), maximum (BLOCK_Q,) and sum (BLOCK_Q,).
     """
-    # Later queries see more keys. The longest loops start first, so that short ones fill the gaps
-    # at the end.
+    # With a causal mask, later queries attend to more keys. Their long loops start first, so that
+    # the short loops run at the end, which keeps all processors of the GPU busy.
     first_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     head, batch = tl.program_id(1), tl.program_id(2)
     kv_head = head // group
@@ -253,17 +256,18 @@ def forward_kernel(
                 scores = tl.where(columns[None, :] <= last[:, None], scores, float("-inf"))
 
             new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
-            # A row that has not seen any key yet has -inf here. It subtracts 0 instead, because
+            # The maximum of a row without any key so far is -inf. It subtracts 0 instead, because
             # -inf - -inf is NaN.
             base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            # In this form the compiler fuses scaling and subtraction into one instruction.
+            # Scaling and subtraction are one expression, which the compiler fuses into one
+            # instruction.
             weights = tl.exp2(scores * scale_log2 - base[:, None])
             rescale = tl.exp2(largest - base)  # adapts the old sums to the new maximum
             total = total * rescale + tl.sum(weights, 1)
             out = product(weights.to(value.dtype), value, out * rescale[:, None])
             largest = new_largest
 
-    # A row that saw no key gets o = 0 / 1 = 0 and lse = -inf + log2(1) = -inf.
+    # A row without keys gets o = 0 / 1 = 0 and lse = -inf + log2(1) = -inf.
     total = tl.where(total == 0.0, 1.0, total)
     store_tile(out / total[:, None], o, o_strides, batch, head, first_q, n_q, D, BLOCK_Q, BLOCK_D)
     offset = row_offset(batch, head, tl.num_programs(1), n_q)
@@ -280,7 +284,7 @@ def rows_kernel(
     n_q, padded_q,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Compute what both backward kernels need per row; one instance handles BLOCK_Q queries.
+    """Compute the two numbers per row that both backward kernels need, for BLOCK_Q queries.
 
     Reads:   grad_o and o (BLOCK_Q, D), lse (BLOCK_Q,).
     Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o), which the softmax's gradient subtracts from
@@ -296,7 +300,7 @@ def rows_kernel(
     dots = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     offset = row_offset(batch, head, tl.num_programs(1), padded_q)
     tl.store(row_dots + offset + rows, dots)
-    # For a row that saw no key or does not exist, +inf makes its weights zero.
+    # For a row without keys, and for one that does not exist, +inf makes the weights zero.
     sums = tl.load(
         lse + row_offset(batch, head, tl.num_programs(1), n_q) + rows,
         mask=rows < n_q,
@@ -337,11 +341,11 @@ def keys_backward_kernel(
 ):
     """Compute grad_k and grad_v; one instance handles BLOCK_K keys of one key-value head.
 
-    It sums over all query heads that share these keys.
+    The instance sums over all query heads that share these keys.
 
     Reads:   k and v (BLOCK_K, D) once; for each of `group` query heads, q and grad_o (n_q, D) in
              tiles (BLOCK_Q, D), and lse_log2 and row_dots (n_q,) in blocks (BLOCK_Q,). If causal,
-             these are read from the diagonal on.
+             these are read only from the diagonal to the last query.
     Writes:  grad_k and grad_v (BLOCK_K, D), once, at the end.
     On chip: the keys and values, one tile of queries and of output gradients; weights, their
              gradients and those of the scores (BLOCK_K, BLOCK_Q); in fp32 the running grad_k and
@@ -361,7 +365,7 @@ def keys_backward_kernel(
         for MASKED in tl.static_range(2):
             begin, end = (start, n_q - (outer - inner)) if MASKED else (inner, outer)
             for first_q in tl.range(begin, end, BLOCK_Q, num_stages=1 if MASKED else None):
-                if MASKED:  # skip the tiles without a mask, which lie between the masked ones
+                if MASKED:  # skip the tiles without a mask, which are between the masked tiles
                     first_q = tl.where(first_q < inner, first_q, first_q + (outer - inner))
                 rows = first_q + tl.arange(0, BLOCK_Q)
                 query = load_tile(
@@ -381,7 +385,7 @@ def keys_backward_kernel(
                 )
 
                 # Tiles are transposed, with keys as rows and queries as columns, so that the sums
-                # over queries are plain products.
+                # over queries are plain matrix products.
                 scores = product(key, tl.trans(query))  # (BLOCK_K, BLOCK_Q), not scaled yet
                 scores = scores * scale_log2 - tl.load(lse_log2 + offset + rows)[None, :]
                 if MASKED and CAUSAL:

@@ -1,4 +1,4 @@
-"""Start the Triton kernels: choose block sizes and grids, and check whether they can run.
+"""Start the Triton kernels: check whether they can run, and choose block sizes and grids.
 
 The kernels themselves are in `kernels.py`.
 """
@@ -24,10 +24,10 @@ from .kernels import (
 from .tiled import Options
 
 # Settings that the tuner tries: {kernel: {largest BLOCK_D: [(BLOCK_Q, BLOCK_K, warps, stages)]}}. A
-# warp is 32 threads of an instance. `stages` is the number of tiles that the loop has in flight, so
-# that it loads the next ones while it computes with the current one. Compiled for an H100 with
-# BLOCK_D up to 128, the first setting of each list keeps everything in registers, and the others
-# spill a few bytes to memory.
+# warp is 32 threads of an instance. `stages` is the number of tiles that the loop has in flight: it
+# loads the next tiles while it computes with the current one. Compiled for an H100 with BLOCK_D up
+# to 128, the first setting of each list keeps everything in registers, and the others spill a few
+# bytes to memory.
 CANDIDATES = {
     forward_kernel: {
         64: [(128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
@@ -45,17 +45,17 @@ CANDIDATES = {
         256: [(64, 16, 8, 3), (128, 32, 8, 2)],
     },
 }
-# Ordered from large to small. If no candidate is certain to fit into shared memory, the first of
-# these that is certain to fit is tried too.
+# Smaller settings, ordered from large to small. If none of the `CANDIDATES` certainly fits into
+# shared memory, the tuner also tries the first of these that certainly fits.
 SMALL_SETTINGS = [(64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)]
-# Settings for fp32, whose exact products use no tensor cores. Larger tiles would spill registers
-# and take half a minute to compile.
+# Settings for fp32, whose exact matrix products use no tensor cores. Larger tiles would spill
+# registers and take half a minute to compile.
 FP32_SETTINGS = [(32, 32, 4, 2), (16, 16, 4, 1)]
 # Settings that are used for 16-bit dtypes without tuning: {(kernel, BLOCK_D, capability, causal):
 # (BLOCK_Q, BLOCK_K, warps, stages)}. On an H200 (bf16, torch 2.11, Triton 3.6) the tuner chose them
-# at each length of 4096, 8192 and 16384. In `keys_backward_kernel` with BLOCK_D 128 and a causal
-# mask it chose differently from length to length, so that one is tuned.
-MEASURED: dict[tuple[Any, int, tuple[int, int], bool], tuple[int, int, int, int]] = {
+# at all lengths that were measured: 4096, 8192 and 16384. `keys_backward_kernel` with BLOCK_D 128
+# and a causal mask has no setting here, because the tuner chose another one at each length.
+MEASURED_SETTINGS: dict[tuple[Any, int, tuple[int, int], bool], tuple[int, int, int, int]] = {
     (forward_kernel, 64, (9, 0), False): (128, 64, 4, 3),
     (forward_kernel, 64, (9, 0), True): (64, 64, 4, 3),
     (forward_kernel, 128, (9, 0), False): (128, 128, 8, 3),
@@ -69,14 +69,20 @@ MEASURED: dict[tuple[Any, int, tuple[int, int], bool], tuple[int, int, int, int]
     (queries_backward_kernel, 128, (9, 0), True): (128, 64, 8, 3),
 }
 OutOfResources = triton.runtime.OutOfResources if triton else ()
-LARGEST_BLOCK = 128  # rows of the largest block
+LARGEST_BLOCK = 128  # largest allowed value of block_q and block_k
 
 
 def _tile_bytes(kernel: Any, block_q: int, block_k: int, tiles: int, row_bytes: int) -> int:
-    """Return how many bytes of shared memory an instance needs with `tiles` tiles in flight.
+    """Return how many bytes of shared memory an instance needs.
 
-    Shared memory holds the blocks that the instance owns (one in forward, two in backward), and
-    `tiles` tiles of each of the two tensors that it passes over.
+    Shared memory holds the blocks that the instance keeps (one in forward, two in backward), and
+    several tiles of each of the two tensors over which it iterates.
+
+    Args:
+        kernel: The kernel.
+        block_q, block_k: Rows of a block of queries and of keys.
+        tiles: Number of tiles that are in flight.
+        row_bytes: Bytes per row of a block.
     """
     own, streamed = (block_k, block_q) if kernel is keys_backward_kernel else (block_q, block_k)
     return ((1 if kernel is forward_kernel else 2) * own + 2 * tiles * streamed) * row_bytes
@@ -85,14 +91,22 @@ def _tile_bytes(kernel: Any, block_q: int, block_k: int, tiles: int, row_bytes: 
 def _settings_to_try(
     kernel: Any, block_d: int, itemsize: int, shared: int
 ) -> list[tuple[int, int, int, int]]:
-    """Return the settings to try on a GPU with `shared` bytes of shared memory per instance."""
+    """Return the settings that the tuner tries for a kernel.
+
+    Args:
+        kernel: The kernel.
+        block_d: The kernel's BLOCK_D, the head dimension rounded up to a power of two.
+        itemsize: Bytes per element of q.
+        shared: Bytes of shared memory that an instance can use on this GPU.
+    """
     if itemsize == 4:
         return FP32_SETTINGS if block_d <= 128 else FP32_SETTINGS[1:]
 
     def certainly_fits(block_q: int, block_k: int, _: int, stages: int) -> bool:
         return _tile_bytes(kernel, block_q, block_k, stages, block_d * itemsize) + 4096 <= shared
 
-    # It may fit even if `certainly_fits` is False, because GPUs before Hopper hold one tile fewer.
+    # A setting may fit although `certainly_fits` is False, because GPUs before Hopper keep one tile
+    # fewer in shared memory.
     def may_fit(block_q: int, block_k: int, _: int, stages: int) -> bool:
         return _tile_bytes(kernel, block_q, block_k, stages - 1, block_d * itemsize) <= shared
 
@@ -105,7 +119,8 @@ def _settings_to_try(
     )
 
 
-def _config(size: tuple[int, int, int, int]) -> Any:
+def _triton_config(size: tuple[int, int, int, int]) -> Any:
+    """Return a setting in the form that Triton's tuner needs."""
     block_q, block_k, warps, stages = size
     return triton.Config(
         {"BLOCK_Q": block_q, "BLOCK_K": block_k}, num_warps=warps, num_stages=stages
@@ -113,21 +128,24 @@ def _config(size: tuple[int, int, int, int]) -> Any:
 
 
 def _add_tuner(kernel: Any) -> Any:
-    """Return the kernel with a tuner, which measures settings at each new `_tuning_key` and dtype.
+    """Return the kernel with a tuner, which chooses the fastest setting by measurement.
 
-    Triton also stores the best settings on disk.
+    It measures once for each new `_tuning_key` and dtype. Triton also stores the best settings on
+    disk.
     """
 
     def prune(_: list, arguments: dict[str, Any], **constants: Any) -> list:
         shared = arguments["tuning_key"][0]
         itemsize = arguments["q"].element_size()
         return [
-            _config(size)
+            _triton_config(size)
             for size in _settings_to_try(kernel, constants["BLOCK_D"], itemsize, shared)
         ]
 
     key = ["tuning_key", "BLOCK_D", "CAUSAL"]
-    configs = [_config(size) for size in SMALL_SETTINGS]  # `prune` replaces these placeholders
+    configs = [
+        _triton_config(size) for size in SMALL_SETTINGS
+    ]  # `prune` replaces these placeholders
     return triton.autotune(
         configs, key, prune_configs_by={"early_config_prune": prune}, cache_results=True
     )(kernel)
@@ -139,18 +157,19 @@ if triton and not INTERPRETED:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Return how many bytes of shared memory one instance can use."""
+    """Return how many bytes of shared memory one program instance can use on a GPU."""
     if INTERPRETED:
         return 0
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def _tuning_key(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """Return the tuner's key: bytes of shared memory, and sizes rounded up to powers of two.
+    """Return the numbers for which the tuner measures separately.
 
-    The sizes are the number of queries of all samples and heads together, and the number of keys.
-    Because of the rounding, a new length seldom needs new tuning. Sizes are capped, because above
-    the cap they fill a GPU anyway and need no tuning of their own.
+    They are the bytes of shared memory, the number of queries of all samples and heads together,
+    and the number of keys. The last two are rounded up to powers of two, so that a new length
+    seldom needs new tuning. They are also capped, because above the cap they fill a GPU anyway and
+    need no tuning of their own.
     """
     sizes = (q.shape[:3].numel(), 2**15), (k.shape[2], 2**13)
     return _shared_memory(q.device), *(
@@ -159,7 +178,14 @@ def _tuning_key(q: Tensor, k: Tensor) -> tuple[int, ...]:
 
 
 def _launch(kernel: Any, grid: Any, q: Tensor, options: Options, *arguments: Any) -> None:
-    """Start a kernel with the caller's blocks if given, else with measured or tuned settings.
+    """Start a kernel with the caller's blocks if given, otherwise with measured or tuned settings.
+
+    Args:
+        kernel: The kernel.
+        grid: Number of program instances per dimension, as a function of the block sizes.
+        q: The queries, which determine the settings.
+        options: The caller's options.
+        arguments: Arguments of the kernel, except its compile-time constants.
 
     Raises:
         ValueError: A block of `options` is not supported, or the blocks need more shared memory
@@ -179,18 +205,20 @@ def _launch(kernel: Any, grid: Any, q: Tensor, options: Options, *arguments: Any
         block_q, block_k = options.block_q or 32, options.block_k or 32
         size = block_q, block_k, 8 if block_q + block_k > 128 else 4, 2
     elif q.element_size() == 2 and q.is_cuda:
-        size = MEASURED.get((kernel, block_d, torch.cuda.get_device_capability(q.device), causal))
-    launched, blocks = (kernel, _config(size).all_kwargs()) if size else (TUNED[kernel], {})
+        size = MEASURED_SETTINGS.get(
+            (kernel, block_d, torch.cuda.get_device_capability(q.device), causal)
+        )
+    launched, blocks = (kernel, _triton_config(size).all_kwargs()) if size else (TUNED[kernel], {})
     try:
         launched[grid](*arguments, CAUSAL=causal, D=d, BLOCK_D=block_d, **blocks)
     except OutOfResources as error:
         if not (options.block_q or options.block_k):
             raise
-        raise _too_large(error, kernel, block_q, block_k, d) from error
+        raise _block_size_error(error, kernel, block_q, block_k, d) from error
 
 
-def _too_large(error: Any, kernel: Any, block_q: int, block_k: int, d: int) -> ValueError:
-    """Return an error that suggests blocks that fit, from Triton's error about shared memory."""
+def _block_size_error(error: Any, kernel: Any, block_q: int, block_k: int, d: int) -> ValueError:
+    """Return an error that suggests smaller blocks, given Triton's error about shared memory."""
     fit_q, fit_k = block_q, block_k
     limit = error.limit / error.required * _tile_bytes(kernel, block_q, block_k, 2, 1)
     while (
@@ -205,7 +233,7 @@ def _too_large(error: Any, kernel: Any, block_q: int, block_k: int, d: int) -> V
     )
 
 
-def why_not(q: Tensor, v: Tensor) -> str | None:
+def unsupported_reason(q: Tensor, v: Tensor) -> str | None:
     """Return why the kernels cannot run on tensors like `q` and `v`, or None if they can.
 
     Conditions on tensors that apply to every backend are checked in `flash.py`, and `_launch`
@@ -238,19 +266,20 @@ def why_not(q: Tensor, v: Tensor) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return softmax(scale * q k^T) v, and the log-sum-exp of each row.
+    """Return softmax(scale * q k^T) v, and the log-sum-exp of each row of scores.
 
     Args:
-        q: (batch, heads, n_q, d), fp32, fp16 or bf16, with any strides and lengths.
-        k, v: (batch, kv_heads, n_k, d), of q's dtype; kv_heads divides heads.
-        options: Its blocks must be 16, 32, 64 or 128, or None. If both are None on a GPU, the
-            settings in `MEASURED` are used. Where it has none, the first call whose lengths round
-            up to new powers of two measures a few settings, which takes seconds and memory.
-            Exclude that call from measurements.
+        q: Queries, of shape (batch, heads, n_q, d), in fp32, fp16 or bf16, with any strides.
+        k, v: Keys and values, of shape (batch, kv_heads, n_k, d), in q's dtype. kv_heads divides
+            heads.
+        options: Options. Both block sizes must be 16, 32, 64, 128 or None. If both are None on a
+            GPU, they are looked up in `MEASURED_SETTINGS`. If that table has no row for these
+            tensors, a call whose lengths round up to new powers of two measures several settings,
+            which takes seconds and memory. Exclude that call from measurements.
 
     Returns:
-        o, (batch, heads, n_q, d), contiguous, in q's dtype; lse, (batch, heads, n_q), in fp32,
-        natural logarithm.
+        The output o, of shape (batch, heads, n_q, d), contiguous and in q's dtype, and the natural
+        logarithms lse, of shape (batch, heads, n_q) and in fp32.
     """
     (batch, heads, n_q, _), (_, kv_heads, n_k, _) = q.shape, k.shape
     shift, scale = options.shift, options.scale
@@ -364,12 +393,15 @@ def backward(
 def _with_32_bit_offsets(x: Tensor) -> Tensor:
     """Return the tensor, or a contiguous copy if an offset within a head needs more than 32 bits.
 
-    Within a head the kernels compute offsets in signed 32-bit integers.
+    Within a head the kernels compute offsets as signed 32-bit integers.
     """
     farthest = (x.shape[2] - 1) * x.stride(2) + (x.shape[3] - 1) * x.stride(3)
     return x if farthest < 2**31 else x.contiguous()
 
 
 def _current_gpu(q: Tensor) -> Any:
-    """Make the tensors' GPU the current one, because Triton starts kernels on the current GPU."""
+    """Return a context in which the tensors' GPU is the current one.
+
+    Triton starts kernels on the current GPU.
+    """
     return torch.cuda.device(q.device) if q.is_cuda else nullcontext()

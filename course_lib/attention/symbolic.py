@@ -1,14 +1,14 @@
 """Memory and FLOPs of `tiled` for symbolic tensors, without running its loops over all tiles.
 
 A symbolic tensor has a shape but no memory. One operator, `course_lib::tiles`, replaces all tiles:
-it allocates the bytes that they take at their peak, and it counts their FLOPs. The peak is found
-once for all calls with the same shapes, by running a few tiles that the caller's meter does not
-see. One group of heads represents all groups, because they use the same memory one after another,
-and the last tiles of the group represent its earlier ones.
+it allocates as many bytes as the tiles need at their peak, and it counts their FLOPs. To find the
+peak, a few tiles are run once for all calls with the same shapes, without being counted by the
+caller's memory meter. One group of heads represents all groups, because they use the same memory
+one after another. The last tiles of the group represent its earlier tiles.
 
-In a symbolic mode of kind "cuda" the tiles are inside the kernels of `launch`, so they take no
-bytes. Backward also allocates two fp32 numbers per row of scores. The number of rows is rounded up
-to a multiple of `PADDED_ROWS`.
+In a symbolic mode of kind "cuda", the Triton kernels of `launch` would compute the tiles on the
+chip, so the tiles need no bytes. Backward also allocates two fp32 numbers per row of scores. The
+number of rows is rounded up to a multiple of `PADDED_ROWS`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from course_lib._torch.modes import disable_current_modes
-from course_lib._torch.symbolic import counted_kind
+from course_lib._torch.symbolic import tracked_device_kind
 
 from . import tiled
 from .tiled import Options
@@ -34,14 +34,16 @@ _library.impl(
     "CompositeExplicitAutograd",
 )
 TILES = torch.ops.course_lib.tiles.default
-# Rows of scores are padded to a multiple of this number (`launch.LARGEST_BLOCK`).
+# The number of rows is rounded up to a multiple of this, as by `launch.LARGEST_BLOCK`.
 PADDED_ROWS = 128
-# (function, options, shapes, strides, dtypes, devices) -> bytes at the peak, operator at the peak
+# Cache of (bytes at the peak, operator at the peak), by function, options and the tensors' shapes,
+# strides, dtypes and devices.
 _peaks: dict[tuple, tuple[int, str]] = {}
 
 
 @register_flop_formula(torch.ops.course_lib.tiles)
 def _flops_of_tiles(like, nbytes, flops, operator, **_) -> int:
+    """Return the FLOPs of one call of the operator, which are one of its arguments."""
     return flops
 
 
@@ -52,7 +54,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         q.new_empty(q.shape[:3], dtype=tiled.work_dtype(q)),
     )
     options = tiled.with_blocks(options, q, k)
-    scores = q.shape[0] * q.shape[1] * _area_by_rows(q.shape[2], k.shape[2], options)
+    scores = q.shape[0] * q.shape[1] * _forward_score_count(q.shape[2], k.shape[2], options)
     _replace_tiles(
         _run_last_tiles_forward,
         2 * (q.shape[3] + v.shape[3]) * scores,
@@ -67,13 +69,13 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return symbolic results like those of `tiled.backward`, with its memory and FLOPs."""
-    held = []
-    if _in_kernels(q, v):
+    row_buffers = []
+    if _kernels_would_run(q, v):
         rows = math.ceil(q.shape[2] / PADDED_ROWS) * PADDED_ROWS
-        held.append(lse.new_empty((2, *q.shape[:2], rows)))
+        row_buffers.append(lse.new_empty((2, *q.shape[:2], rows)))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     options = tiled.with_blocks(options, q, k)
-    scores = q.shape[0] * q.shape[1] * _area_by_columns(q.shape[2], k.shape[2], options)
+    scores = q.shape[0] * q.shape[1] * _backward_score_count(q.shape[2], k.shape[2], options)
     flops = 2 * (3 * q.shape[3] + 2 * v.shape[3]) * scores
     _replace_tiles(
         _run_last_tiles_backward, flops, (q, o, lse, grad_o, dq), (k, v, dk, dv), options
@@ -84,9 +86,16 @@ def backward(
 def _replace_tiles(
     run_last_tiles: Callable, flops: int, queries: tuple, keys: tuple, options: Options
 ) -> None:
-    """Run one operator that has the peak memory and the FLOPs of all tiles."""
+    """Call one operator that has the peak memory and the FLOPs of all tiles.
+
+    Args:
+        run_last_tiles: Function that runs a few tiles, whose peak memory is measured.
+        flops: FLOPs of all tiles.
+        queries, keys: Tensors with queries as rows, and tensors with keys as rows.
+        options: Options with block sizes.
+    """
     q, lse = queries[0], queries[2]
-    if _in_kernels(q, keys[1]):
+    if _kernels_would_run(q, keys[1]):
         torch.ops.course_lib.tiles(lse, 0, flops, "")
         return
     key = (
@@ -107,24 +116,30 @@ def _replace_tiles(
     torch.ops.course_lib.tiles(lse, nbytes, flops, operator)
 
 
-def _in_kernels(q: Tensor, v: Tensor) -> bool:
-    """Return whether Triton's kernels would run on tensors like these on a GPU."""
+def _kernels_would_run(q: Tensor, v: Tensor) -> bool:
+    """Return whether the Triton kernels would run on real tensors like these, on a GPU."""
     dtypes = torch.float32, torch.float16, torch.bfloat16
-    return counted_kind() == "cuda" and q.dtype in dtypes and 16 <= q.shape[3] == v.shape[3] <= 256
+    return (
+        tracked_device_kind() == "cuda"
+        and q.dtype in dtypes
+        and 16 <= q.shape[3] == v.shape[3] <= 256
+    )
 
 
 def _run_last_tiles_forward(queries: tuple, keys: tuple, options: Options) -> None:
+    """Run the last tiles of `tiled.forward_tiles`."""
     last, _ = _last_tiles(queries, keys, options)
     tiled.forward_tiles(*last, options)
 
 
 def _run_last_tiles_backward(queries: tuple, keys: tuple, options: Options) -> None:
+    """Run the last tiles of `tiled.backward_tiles`, with the other tensors that are live then."""
     last, whole = _last_tiles(queries, keys, options)
     lse = whole[2]
-    # `tiled.backward_tiles` computes delta for all rows before its loops
+    # `tiled.backward_tiles` computes delta for all rows before its loops.
     delta = (whole[3].to(lse.dtype) * whole[1]).sum(-1)
     skipped = whole[0].shape[2] - last[0].shape[2]
-    # These take the memory of the rows of delta and dq that the last tiles do not cover.
+    # These tensors have as many bytes as the rows of delta and dq that are not in the last tiles.
     skipped_rows = (
         delta.new_empty(*delta.shape[:2], skipped),
         delta.new_empty(*delta.shape[:2], skipped, whole[0].shape[3]),
@@ -135,7 +150,7 @@ def _run_last_tiles_backward(queries: tuple, keys: tuple, options: Options) -> N
 
 
 def _last_tiles(queries: tuple, keys: tuple, options: Options) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors of the first group of heads twice: only their last rows, and whole.
+    """Return the tensors of the first group of heads twice: their last rows, and all rows.
 
     If the sequence is long enough, the last rows are at least two blocks of queries and of keys.
     """
@@ -153,10 +168,11 @@ def _last_tiles(queries: tuple, keys: tuple, options: Options) -> tuple[list[Ten
     return last, group
 
 
-def _area_by_rows(n_q: int, n_k: int, options: Options) -> int:
+def _forward_score_count(n_q: int, n_k: int, options: Options) -> int:
     """Count the scores that the forward pass of one head computes.
 
-    A tile of `tiled.forward_tiles` ends at the last key that any of its rows sees.
+    With a mask, the loop of `tiled.forward_tiles` over keys ends at the last key to which any query
+    of a block attends.
     """
     shift, _, block_q, _ = options
     if shift is None:
@@ -165,11 +181,11 @@ def _area_by_rows(n_q: int, n_k: int, options: Options) -> int:
     return sum((end - i) * max(0, min(n_k, end + shift)) for i, end in tiles)
 
 
-def _area_by_columns(n_q: int, n_k: int, options: Options) -> int:
+def _backward_score_count(n_q: int, n_k: int, options: Options) -> int:
     """Count the scores that the backward pass of one head computes.
 
-    In `tiled.backward_tiles`, the loop over rows for a block of keys starts at the first row that
-    sees one of its keys.
+    With a mask, the loop of `tiled.backward_tiles` over queries starts at the first query that
+    attends to a key of the block.
     """
     shift, _, _, block_k = options
     if shift is None:

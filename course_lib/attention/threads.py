@@ -1,9 +1,9 @@
-"""Run attention heads in Python threads instead of sharing each operator among threads.
+"""Run attention heads in Python threads instead of dividing each operator among threads.
 
-An operator that PyTorch shares among threads ends in a barrier. If another process occupies one of
-the cores, the waiting threads spin for milliseconds at each barrier, and hundreds of short
-operators take many times as long. Here each thread runs all operators of its own heads by itself,
-and the threads wait for one another only once, at the end.
+If PyTorch divides an operator among threads, the threads wait for one another at its end. If
+another process occupies one of the cores, the waiting threads spin for milliseconds at the end of
+each operator, and hundreds of short operators take many times as long. Here each thread runs all
+operators of its own heads, and the threads wait for one another only once, at the end.
 """
 
 from __future__ import annotations
@@ -19,22 +19,28 @@ from torch import Tensor
 
 from course_lib._torch.modes import dispatch_mode_count
 
-# A pass with fewer scores takes about as long as waking a thread.
+# A pass with fewer scores takes about as long as starting work in another thread.
 MIN_SCORES_FOR_THREADS = 2**18
 
 
-def workers(x: Tensor, scores: int, at_once: int) -> int:
-    """Return the number of threads for a pass over `scores` scores.
+def thread_count(x: Tensor, scores: int, at_once: int) -> int:
+    """Return the number of threads for a forward or backward pass.
 
-    `at_once` is the number of heads in memory at a time, an upper limit of the threads.
+    Args:
+        x: A tensor on the device of the pass.
+        scores: Number of scores that the pass computes.
+        at_once: Number of heads that are in memory at a time, an upper limit of the threads.
     """
     if x.device.type != "cpu" or scores < MIN_SCORES_FOR_THREADS or _operators_observed():
         return 1
     return min(torch.get_num_threads(), at_once)
 
 
-def run(function: Callable, parts: Iterable, count: int) -> None:
-    """Call `function(*part)` for each part, here or in `count` threads without gradients."""
+def run_parts(function: Callable, parts: Iterable, count: int) -> None:
+    """Call `function(*part)` for each part, in `count` threads or in this one if `count` is 1.
+
+    In other threads the function runs without gradients.
+    """
     if count == 1:
         for part in parts:
             function(*part)
@@ -46,16 +52,17 @@ def run(function: Callable, parts: Iterable, count: int) -> None:
 
 
 def _run_without_grad(function: Callable, inference: bool, part: Iterable) -> None:
+    """Call `function(*part)` in a thread, with the inference mode of the thread that started it."""
     # A thread does not inherit these modes from the thread that started it.
     with torch.inference_mode(inference), torch.no_grad():
         function(*part)
 
 
 def _operators_observed() -> bool:
-    """Return whether something observes or changes the operators of this thread alone.
+    """Return whether a mode, profiler or compiler observes the operators of this thread.
 
-    That can be a dispatch mode (the meter, the FLOP counter), the profiler or a compiler. It would
-    miss operators that run in other threads.
+    Such a mode is, for example, a memory meter or the FLOP counter. It would miss operators that
+    run in other threads.
     """
     return bool(
         torch.compiler.is_compiling() or dispatch_mode_count() or torch.autograd._profiler_enabled()
@@ -64,7 +71,10 @@ def _operators_observed() -> bool:
 
 @lru_cache(maxsize=1)
 def _pool(count: int, threads: int) -> ThreadPoolExecutor:
-    """Return a pool of `count` threads that stay alive and use `threads` cores in all."""
+    """Return a pool of `count` worker threads that share `threads` cores.
+
+    The threads stay alive for later passes.
+    """
     started = threading.Barrier(count + 1)
 
     def start() -> None:
@@ -75,11 +85,11 @@ def _pool(count: int, threads: int) -> ThreadPoolExecutor:
     for _ in range(count):
         pool.submit(int)
     started.wait()
-    # `start` has also changed the number of cores for threads that start later, so restore it.
+    # `start` has also changed the default for threads that start later, so restore it.
     torch.set_num_threads(threads)
     return pool
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child has none of its parent's threads, so it must make a new pool.
+    # A forked child process has none of its parent's threads, so it must make a new pool.
     os.register_at_fork(after_in_child=_pool.cache_clear)

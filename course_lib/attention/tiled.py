@@ -1,7 +1,7 @@
 """FlashAttention's forward and backward in plain torch, in tiles, without an N x N tensor.
 
-It runs on any device and for any length. `kernels.py` has the same algorithm in Triton. The
-arithmetic is in float32, except that float64 inputs are computed in float64.
+The functions run on any device and for any sequence length. `kernels.py` has the same algorithm in
+Triton. The arithmetic is in float32, or in float64 for float64 inputs.
 
 Source: Dao 2023 (FlashAttention-2), arXiv:2307.08691, algorithms 1 and 2.
 """
@@ -19,22 +19,23 @@ from course_lib import _check
 
 from . import threads
 
-BLOCK = 512  # rows and columns of a tile by default
-# Number of scores, over all heads of a group, that are computed at a time. Short sequences
-# therefore process many heads at once. In float32 the CPU's value is 1 MiB, which stays in a core's
-# cache. A GPU needs more to be busy.
+BLOCK = 512  # default number of rows and columns of a tile
+# Number of scores that are computed at a time, for all heads together. If sequences are short, many
+# heads are therefore processed at once. On a CPU these scores are 1 MiB in float32, which fits into
+# a core's cache. A GPU needs more scores to be busy.
 TILE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
-MIN_HEADS_AT_ONCE = 2  # even if they have more scores, so that each of two threads has a head
+# At least this many heads are processed at once, so that each of two threads has one.
+MIN_HEADS_AT_ONCE = 2
 LOG2_E = math.log2(math.e)
 
 
 class Options(NamedTuple):
-    """Options shared by all backends.
+    """Options of attention that all backends share.
 
     Attributes:
-        shift: Offset of the causal mask: query i sees the keys up to i + shift. None for no mask.
-        scale: Factor of the scores.
-        block_q, block_k: Rows and columns of a tile, or None for the backend's choice.
+        shift: Offset of the causal mask: query i attends to keys up to i + shift. None for no mask.
+        scale: Number by which the scores are multiplied.
+        block_q, block_k: Rows and columns of a tile, or None for the backend's default.
     """
 
     shift: int | None
@@ -44,15 +45,15 @@ class Options(NamedTuple):
 
 
 def online_softmax(scores: Tensor, block: int) -> Tensor:
-    """Compute a softmax over the last dimension, with a single pass for the maximum and the sum.
+    """Compute a softmax over the last dimension, with one loop for the maximum and the sum.
 
     After each block of columns, m is the maximum so far and total is the sum of exp(score - m) so
     far. If a block raises m, the old total is multiplied by exp(old m - new m). A row in which all
     scores are -inf gives zeros, whereas `torch.softmax` gives NaN.
 
     Args:
-        scores: (..., n), floating point.
-        block: Columns per block, at least 1; it need not divide n.
+        scores: A floating-point tensor of shape (..., n).
+        block: Number of columns per block, at least 1. It need not divide n.
 
     Returns:
         The softmax, in the shape and dtype of `scores`, computed in at least float32. It is
@@ -86,20 +87,21 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return attention's output and the log-sum-exp of each row of scores.
+    """Return the output of attention and the log-sum-exp of each row of scores.
 
     Args:
-        q: (batch, heads, n_q, d).
-        k: (batch, kv_heads, n_k, d).
-        v: (batch, kv_heads, n_k, d_v).
+        q: Queries, of shape (batch, heads, n_q, d).
+        k: Keys, of shape (batch, kv_heads, n_k, d).
+        v: Values, of shape (batch, kv_heads, n_k, d_v).
+        options: Mask, scale and block sizes.
 
     Returns:
-        o, (batch, heads, n_q, d_v), in the dtype of q; lse, (batch, heads, n_q), in float32
-        (float64 for float64 inputs), natural logarithm. A row that sees no key has lse -inf and
-        output zero.
+        The output o, of shape (batch, heads, n_q, d_v) and in the dtype of q, and the natural
+        logarithms lse, of shape (batch, heads, n_q) and in float32 (float64 for float64 inputs). A
+        query that attends to no key has output zero and lse -inf.
     """
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=work_dtype(q))
-    _by_heads(forward_tiles, (q, o, lse), (k, v), options)
+    _run_tiles(forward_tiles, (q, o, lse), (k, v), options)
     return o, lse
 
 
@@ -114,14 +116,15 @@ def backward(
         grad_o: Gradient of o, in its shape.
     """
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    _by_heads(backward_tiles, (q, o, lse, grad_o, dq), (k, v, dk, dv), options)
+    _run_tiles(backward_tiles, (q, o, lse, grad_o, dq), (k, v, dk, dv), options)
     return dq, dk, dv
 
 
 def forward_tiles(q, o, lse, k, v, options) -> None:
-    """Write o and lse, for h key heads with g query heads each.
+    """Compute attention tile by tile, and write the results to o and lse.
 
-    Shapes: q (h, g, n_q, d), o (h, g, n_q, d_v), lse (h, g, n_q), k (h, n_k, d), v (h, n_k, d_v).
+    There are h key heads with g query heads each. Shapes: q (h, g, n_q, d), o (h, g, n_q, d_v), lse
+    (h, g, n_q), k (h, n_k, d), v (h, n_k, d_v).
     """
     shift, scale, block_q, block_k = options
     work = lse.dtype
@@ -130,7 +133,7 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
         rows = slice(i, i + block_q)
         group_and_rows = q[:, :, rows].shape[1:3]
         q_i = q[:, :, rows].to(work).flatten(1, 2)  # (h, g * rows, d)
-        # end of the keys that some row of this block sees; below 1 if it sees no key
+        # Keys from this one on are masked for all queries of the block. Below 1 if all keys are.
         last = n_k if shift is None else min(n_k, i + group_and_rows[1] + shift)
         acc = q_i.new_zeros(*q_i.shape[:2], v.shape[2])  # sum of p v so far
         m = acc.new_full((*acc.shape[:2], 1), torch.finfo(work).min)  # maximum so far
@@ -155,10 +158,10 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
 
 
 def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
-    """Write dq, dk and dv; the shapes are those of `forward_tiles`.
+    """Compute the gradients tile by tile, and write them to dq, dk and dv.
 
-    A tile has keys as rows and queries as columns, so that dV and dK, which are sums over queries,
-    are matrix products without a transposed tile.
+    The shapes are those of `forward_tiles`. A tile has keys as rows and queries as columns, so that
+    dV and dK, which are sums over queries, are matrix products without a transposed tile.
     """
     shift, scale, block_q, block_k = options
     work = lse.dtype
@@ -167,7 +170,7 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
     for j in range(0, k.shape[1], block_k):
         k_j, v_j = (x[:, j : j + block_k].to(work) for x in (k, v))
         dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)
-        # Start at the first query that sees key j.
+        # Start at the first query that attends to key j.
         for i in range(0 if shift is None else max(0, j - shift), q.shape[2], block_q):
             rows = slice(i, i + block_q)
             # (h, g * rows, ...)
@@ -191,19 +194,20 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
 
 
 def with_blocks(options: Options, q: Tensor, k: Tensor) -> Options:
-    """Return the options with default tile sizes filled in.
+    """Return the options with default block sizes instead of None.
 
-    Query heads that share keys are stacked in one tile, so each of them gets a share of its rows.
+    A tile stacks all query heads that share keys. The more heads share them, the fewer queries per
+    head it has by default.
     """
     block_q = options.block_q or max(1, BLOCK * k.shape[1] // max(1, q.shape[1]))
     return options._replace(block_q=block_q, block_k=options.block_k or BLOCK)
 
 
 def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
-    """Return how many key heads are computed at a time.
+    """Return how many key heads are processed at a time.
 
-    The number depends only on the shapes and the type of device. So without threads the step takes
-    the same bytes on every machine; threads divide these heads among them.
+    The number depends only on the shapes and the type of device, so without threads attention needs
+    the same bytes on every machine. Threads divide these heads among them.
     """
     (batch, heads, n_q), (kv_heads, n_k) = q.shape[:3], k.shape[1:3]
     tile = heads // max(1, kv_heads) * min(options.block_q, n_q) * min(options.block_k, n_k)
@@ -212,11 +216,11 @@ def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
 
 
 def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]]:
-    """Yield views of `size` key heads at a time, together with their query heads.
+    """Yield views of groups of `size` key heads, together with their query heads.
 
-    Views of `queries` are (h, g, n_q, ...), and those of `keys` are (h, n_k, ...), in one list. An
-    input whose batch and heads cannot be merged into one dimension is copied first, which costs
-    n d elements per head.
+    Each item is one list. Views of `queries` have shape (h, g, n_q, ...), and those of `keys` have
+    shape (h, n_k, ...). An input whose batch and heads cannot be merged into one dimension is
+    copied first, which costs n d elements per head.
     """
     (batch, heads), kv_heads = queries[0].shape[:2], keys[0].shape[1]
     flat = [x.reshape(batch * kv_heads, heads // max(1, kv_heads), *x.shape[2:]) for x in queries]
@@ -225,31 +229,32 @@ def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]
         yield [x[start : start + size] for x in flat]
 
 
-def _by_heads(tiles: Callable, queries: tuple, keys: tuple, options: Options) -> None:
-    """Run the function `tiles` on all heads.
+def _run_tiles(tiles: Callable, queries: tuple, keys: tuple, options: Options) -> None:
+    """Run `forward_tiles` or `backward_tiles` on all heads, in several threads if that is faster.
 
-    Threads divide the heads that a single thread would compute at a time, so several threads use
-    no more memory than one.
+    The threads divide the heads that a single thread would process at a time, so several threads
+    use no more memory than one.
     """
     q, k = queries[0], keys[0]
     options = with_blocks(options, q, k)
     at_once = heads_at_once(q, k, options)
-    count = threads.workers(q, q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2], at_once)
-    threads.run(
+    count = threads.thread_count(q, q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2], at_once)
+    threads.run_parts(
         lambda *part: tiles(*part, options), split_heads(queries, keys, at_once // count), count
     )
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """Compute exp in place as 2^(x * log2(e)), because a CPU's exp2 takes a quarter of exp's time.
+    """Compute exp in place as 2^(x * log2(e)), because on a CPU exp2 needs a quarter of exp's time.
 
     x is the difference from the maximum or the log-sum-exp. It is near zero wherever the
-    exponential is not negligible, so multiplying it by log2(e) loses little. FlashAttention's
-    kernels multiply log2(e) into the scale of the scores, which rounds large scores.
+    exponential is not negligible, so multiplying it by log2(e) loses little precision. In contrast,
+    FlashAttention's kernels multiply log2(e) into the scale of the scores, which rounds large
+    scores.
     """
     return x.mul_(LOG2_E).exp2_()
 
 
 def work_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of the arithmetic for inputs like `x`."""
+    """Return the dtype in which attention computes for inputs like `x`."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
