@@ -1,4 +1,4 @@
-"""Predict the first of two ranks' peak memory in one process, then measure it with two processes.
+"""Predict the peak memory of one of two ranks in one process, then measure it in two processes.
 
 python examples/two_ranks.py ddp fsdp
 """

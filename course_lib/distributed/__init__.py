@@ -1,14 +1,14 @@
-r"""Training on several devices with existing engines: DDP, ZeroRedundancyOptimizer and FSDP2.
+r"""Training on several devices with PyTorch's engines: DDP, ZeroRedundancyOptimizer and FSDP2.
 
-A script, started by torchrun, trains a model in one or several modes and prints what each rank held
-and communicated:
+The script of this package, started by torchrun, trains a model in one or several modes. It prints
+the bytes that each rank held and communicated:
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 \
         -m course_lib.distributed --mode ddp,fsdp
 
 `launch` does this from Python. `held_bytes` and `sent_bytes` compute the expected bytes with
-formulas, and `predict` computes them with one symbolic rank, without starting any process. In
-another program, use `Trainer` and `Watch`. Lesson 08 explains the modes.
+formulas. `predict` computes them with one symbolic rank, without starting any process. To measure
+steps in another program, use `Trainer` and `Watch`. Lesson 08 explains the modes.
 """
 
 import importlib
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .modes import Trainer
     from .prediction import predict
     from .training.loop import train
-    from .training.sharded_checkpoint import last_complete, load, save
+    from .training.sharded_checkpoint import latest_complete_checkpoint, load, save
     from .training.tasks import task_of
     from .training.torchrun import launch, process_group
 
@@ -31,7 +31,7 @@ __all__ = [
     "Trainer",
     "Watch",
     "held_bytes",
-    "last_complete",
+    "latest_complete_checkpoint",
     "launch",
     "load",
     "predict",
@@ -51,7 +51,7 @@ _MODULES = {
     "modes": ("Trainer",),
     "prediction": ("predict",),
     "training.loop": ("train",),
-    "training.sharded_checkpoint": ("last_complete", "load", "save"),
+    "training.sharded_checkpoint": ("latest_complete_checkpoint", "load", "save"),
     "training.tasks": ("task_of",),
     "training.torchrun": ("launch", "process_group"),
 }

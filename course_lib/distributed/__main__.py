@@ -23,7 +23,7 @@ from course_lib._batches import parts_of
 from course_lib._check import any_of, positive, whole
 from course_lib._origin import (
     explain_symbolic_errors,
-    is_refusal,
+    is_rejection,
     message,
     origin,
     silence_operator_log,
@@ -39,7 +39,7 @@ from course_lib.memory import MemoryBudgetExceeded
 from course_lib.options import add_shared, byte_count, whole_number
 from course_lib.symbolic import symbolic
 
-# A warning is printed if a larger share of the parameters is outside all blocks.
+# A warning is printed if more than this fraction of the parameters is outside all blocks.
 LARGE_ROOT_SHARE = 0.2
 RANK = int(os.environ.get("RANK", 0))
 _interrupted = threading.Event()  # set when the user interrupts this rank
@@ -57,13 +57,14 @@ MODES_HELP = """modes:
 
 
 def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = Parser(
         "python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed",
         description=HELP,
         epilog=MODES_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.error = _refuse
+    parser.error = _exit_with_error
     parser.add_argument(
         "--mode",
         default="ddp",
@@ -106,6 +107,11 @@ def arguments() -> argparse.ArgumentParser:
         "--in-buckets",
         action="store_true",
         help="accumulate gradients in DDP's buckets; only with ddp and zero1",
+    )
+    parser.add_argument(
+        "--bf16",
+        action="store_true",
+        help="use the precision of fsdp-bf16 in all modes; not with ddp and zero1",
     )
     parser.add_argument(
         "--max-norm",
@@ -163,22 +169,23 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-@record  # reports an error to torchrun, which ends the other ranks
+@record  # it reports an error of this rank to torchrun, which ends the other ranks
 @silence_operator_log()
 def main() -> None:
+    """Run the command: train on the ranks that torchrun started, or predict with `--ranks`."""
     end_with_torchrun()
     signal.signal(signal.SIGINT, _interrupt)
     args = arguments().parse_args()
     try:
-        modes = _modes(args.mode)
+        modes = _parse_modes(args.mode)
         for name in ("steps", "micro_batches", "every", "ranks"):
             if getattr(args, name) is not None:
                 whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
-        _check_together(args)
+        _check_combinations(args)
         sizes = {name: getattr(args, name) for name in ("batch", "sequence", "unequal")}
         task = task_of(args.config, args.model, **sizes)
-        options = _options(args)
-        budgets = _budgets(args.budget, modes)
+        options = _trainer_options(args)
+        budgets = _parse_budgets(args.budget, modes)
         with symbolic():
             shapes = shapes_of(task.make_model(), options["blocks"])
         if args.ranks is not None:
@@ -201,7 +208,7 @@ def main() -> None:
     except Exception as error:
         if origin(error) is None and not isinstance(error, (TypeError, ValueError)):
             raise
-        _refuse(message(error), 2 if is_refusal(error) else 1)
+        _exit_with_error(message(error), 2 if is_rejection(error) else 1)
     if RANK == 0:
         _warn_about_root(shapes, modes)
     for mode in modes:
@@ -216,17 +223,17 @@ def main() -> None:
 
 @contextmanager
 def _report_cause_first() -> Iterator[None]:
-    """Let the rank whose error is the cause of a failure report it first.
+    """Let the rank with the cause of a failure report first, if a `with` block fails.
 
-    A rank that has lost the connection to another one waits, until torchrun ends it because the
-    other rank has failed. It does not wait if the user has interrupted the ranks. An error from
-    the user's own code, or an exceeded budget, is printed without a traceback, here and in
-    torchrun's report. Any other error keeps its traceback.
+    If a rank fails because it has lost the connection to another one, it waits until torchrun ends
+    it because of the other rank's error. It does not wait if the user has interrupted the ranks. An
+    error from the user's own code, or an exceeded budget, is printed without a traceback, here and
+    in torchrun's report. Any other error keeps its traceback.
     """
     try:
         yield
     except Exception as error:
-        # gloo reports a closed or reset connection, or a broken pipe, as a RuntimeError
+        # gloo raises a RuntimeError for a closed or reset connection, or a broken pipe.
         if isinstance(error, DistError) or "gloo/transport" in str(error):
             _interrupted.wait(20)
         elif origin(error) is not None or isinstance(error, MemoryBudgetExceeded):
@@ -239,15 +246,17 @@ def _report_cause_first() -> Iterator[None]:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """Raise `KeyboardInterrupt`, as Python does, and note that the user asked for it.
+    """Raise `KeyboardInterrupt`, as Python does, and set the event `_interrupted`.
 
-    `torch.distributed.checkpoint` catches this exception while it writes, and continues.
+    The exception alone is not enough: `torch.distributed.checkpoint` catches it while it writes,
+    and continues.
     """
     _interrupted.set()
     signal.default_int_handler(signum, frame)
 
 
-def _modes(text: str) -> list[str]:
+def _parse_modes(text: str) -> list[str]:
+    """Return the modes in the value of `--mode`; raise a ValueError for an unknown one."""
     modes = text.split(",")
     for mode in modes:
         if mode not in MODES:
@@ -255,8 +264,11 @@ def _modes(text: str) -> list[str]:
     return modes
 
 
-def _budgets(budget_text: str | None, modes: list[str]) -> dict[str, int]:
-    """Return a dict from mode to bytes; '48MB' is for all modes, 'fsdp=48MB' for one of them."""
+def _parse_budgets(budget_text: str | None, modes: list[str]) -> dict[str, int]:
+    """Return the budget in bytes of each mode, from the value of `--budget`.
+
+    "48MB" is the budget of all modes, and "fsdp=48MB" that of one mode.
+    """
     budgets: dict[str, int] = {}
     for part in budget_text.split(",") if budget_text else ():
         mode, _, count = part.rpartition("=")
@@ -272,7 +284,7 @@ def _budgets(budget_text: str | None, modes: list[str]) -> dict[str, int]:
 
 
 def _check_sizes(task: Task, ranks: int, micro_batches: int) -> None:
-    """Raise if the batch cannot be split into the ranks' shares, and these into micro-batches."""
+    """Raise an error if the batch cannot be split among the ranks and into micro-batches."""
     if task.split is None and task.samples is not None:
         check_divides(task.samples, ranks)
         each = task.samples // ranks
@@ -285,7 +297,8 @@ def _check_sizes(task: Task, ranks: int, micro_batches: int) -> None:
             parts_of(part, micro_batches, task.split)
 
 
-def _check_together(args: argparse.Namespace) -> None:
+def _check_combinations(args: argparse.Namespace) -> None:
+    """Raise a ValueError for options that cannot be combined."""
     if args.every and not args.save:
         raise ValueError("--every needs --save: pass the folder that checkpoints are written to")
     for name in ("save", "resume", "budget"):
@@ -294,7 +307,13 @@ def _check_together(args: argparse.Namespace) -> None:
                 f"--ranks cannot be combined with --{name}: it predicts one step and starts no"
                 " processes"
             )
-    sharded = [mode for mode in _modes(args.mode) if mode not in REPLICATED]
+    sharded = [mode for mode in _parse_modes(args.mode) if mode not in REPLICATED]
+    replicated = [mode for mode in _parse_modes(args.mode) if mode in REPLICATED]
+    if args.bf16 and replicated:
+        raise ValueError(
+            f"--bf16 cannot be combined with --mode {replicated[0]}, only with modes that shard"
+            " weights"
+        )
     if args.in_buckets and sharded:
         raise ValueError(
             f"--in-buckets cannot be combined with --mode {sharded[0]}, only with"
@@ -302,9 +321,9 @@ def _check_together(args: argparse.Namespace) -> None:
         )
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the `Trainer`."""
-    names = ("micro_batches", "sync", "wrapper", "in_buckets", "max_norm")
+def _trainer_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the command's options that are arguments of `Trainer`."""
+    names = ("micro_batches", "sync", "wrapper", "bf16", "in_buckets", "max_norm")
     if args.max_norm is not None:
         positive("--max-norm", args.max_norm)
     return {name: getattr(args, name) for name in names} | {
@@ -313,7 +332,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _warn_about_root(shapes: Shapes, modes: list[str]) -> None:
-    """Warn, on stderr, if a large part of a sharded model is outside all blocks."""
+    """Print a warning if a large part of a sharded model is outside all blocks."""
     share = sum(weight.numbers for weight in shapes.root) / shapes.numbers
     if share > LARGE_ROOT_SHARE and not set(modes) <= set(REPLICATED):
         largest = max(shapes.root, key=lambda weight: weight.numbers).name
@@ -334,6 +353,7 @@ def _predict(
     shapes: Shapes,
     options: dict[str, Any],
 ) -> None:
+    """Predict a step of each mode for `--ranks` ranks, and print the results."""
     _check_sizes(task, args.ranks, args.micro_batches)
     if "fsdp-cpu" in modes:
         raise ValueError(
@@ -364,10 +384,10 @@ def _print_status(line: str) -> None:
     print(say(line), file=sys.stderr, flush=True)
 
 
-def _refuse(message: str, status: int = 2) -> NoReturn:
+def _exit_with_error(message: str, status: int = 2) -> NoReturn:
     """Print an error once, on rank 0, and exit.
 
-    The other ranks wait until torchrun ends them, which it does once rank 0 has ended.
+    The other ranks wait until torchrun ends them, which it does when rank 0 has exited.
     """
     if RANK:
         time.sleep(60)

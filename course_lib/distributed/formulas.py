@@ -1,34 +1,37 @@
-"""ZeRO's formulas, exact to the byte: what each rank holds and sends, from parameter shapes alone.
+"""ZeRO's formulas, exact to the byte: the bytes that each rank holds and sends.
 
-Ψ parameters in fp32, trained by Adam on N ranks, take these bytes per rank (parameters + gradients
-+ optimizer state):
+They need only the shapes of the parameters. Ψ parameters in fp32, trained by Adam on N ranks, need
+these bytes per rank (parameters + gradients + optimizer state):
 
     ddp      4Ψ   + 4Ψ   + 8Ψ      every rank holds everything
     zero1    4Ψ   + 4Ψ   + 8Ψ/N    each parameter's Adam state is on one rank
     fsdp     4Ψ/N + 4Ψ/N + 8Ψ/N    each parameter, gradient and state is cut into N along its
                                    first dimension
 
-The functions below also count what the table leaves out: Adam's step counters (4 bytes per
-parameter tensor), the unequal shares of zero1, which assigns whole tensors, and the padding of
+The table leaves out some bytes, which the functions below also count: Adam's step counters (4 bytes
+per parameter tensor), the unequal shares of zero1, which assigns whole tensors, and the padding of
 fsdp. If N does not divide a first dimension, fsdp cuts it as `torch.chunk` does, and the storages
 of parameters and gradients are as long on every rank as on the first. Adam's state has no padding.
 
-A collective is given a tensor of b bytes on N ranks, and `ring_bytes` counts what it moves. In a
-ring, each rank receives only from the rank before it and sends only to the next one:
+The number of bytes that a collective really sends depends on its algorithm. In a ring, each rank
+receives only from the previous rank and sends only to the next one. For a tensor of b bytes on N
+ranks:
 
     collective        sent by each rank    counted by `sent_bytes` as
     all-gather        b (N - 1)/N          b
     reduce-scatter    b (N - 1)/N          b
     all-reduce        2b (N - 1)/N         2b; it is a reduce-scatter and an all-gather
 
-The broadcasts of zero1, one from each rank, move together what an all-gather moves.
+`ring_bytes` converts the last column to the bytes of a ring. The broadcasts of zero1, one from each
+rank, together send as many bytes as an all-gather.
 
 The ranks of a machine are neighbors in the ring, so a single one of them sends to another machine.
 If the N ranks are in several machines, b (N - 1)/N bytes therefore leave each machine and the same
-number enters it, however many ranks a machine has. If several rings share the work, each of them
-carries its part of these bytes over a network card of its own. In an all-to-all, as in expert
-parallelism, each rank also sends b (N - 1)/N bytes, but directly to all other ranks. Within one
-machine this takes the same time, and between machines much more leaves each of them.
+number enters it, regardless of the number of ranks per machine. If several rings divide the
+tensor among them, each of them sends its part of these bytes over a separate network card. In an
+all-to-all, as in expert parallelism, each rank also sends b (N - 1)/N bytes, but directly to all
+other ranks. Within one machine this takes the same time, and between machines many more bytes leave
+each machine.
 
 Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, sections 5 and 7;
 `torch.distributed.fsdp.fully_shard`; the factors of `doc/PERFORMANCE.md` in NVIDIA's nccl-tests.
@@ -50,13 +53,19 @@ MODES = (*REPLICATED, *SHARDED)
 STATE = ("parameter", "gradient", "optimizer")
 SYNCS = ("last", "each")
 STEP_BYTES = 4  # Adam's step counter of a parameter tensor, one fp32 number
-# mode -> bytes per gathered number, if they differ from those of the parameters
-GATHERED_BYTES = {"fsdp-bf16": 2}
 
 
 @dataclass(frozen=True)
 class Weight:
-    """The shape of one parameter: rows along its first dimension, and numbers per row."""
+    """The shape and dtype of one parameter.
+
+    Attributes:
+        rows: Size of the first dimension, along which FSDP shards.
+        columns: Number of elements per row.
+        item_bytes: Bytes per element.
+        trained: Whether the parameter requires gradients.
+        name: Name of the parameter in the model.
+    """
 
     rows: int
     columns: int
@@ -66,13 +75,18 @@ class Weight:
 
     @property
     def numbers(self) -> int:
+        """Number of elements of the parameter."""
         return self.rows * self.columns
 
     def share(self, ranks: int, rank: int = 0) -> int:
         """Return the number of elements on one rank, without padding.
 
-        On every rank the storages of parameters and gradients are as long as the first rank's
-        share.
+        With padding, the storages of parameters and gradients on every rank are as long as the
+        first rank's share.
+
+        Args:
+            ranks: Number of ranks among which the rows are divided.
+            rank: The rank.
         """
         most = -(-self.rows // ranks)
         return max(0, min(most, self.rows - rank * most)) * self.columns
@@ -80,12 +94,12 @@ class Weight:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes of all parameters of a model; a shared parameter is included once.
+    """The shapes of all parameters of a model. A shared parameter is included once.
 
     Attributes:
         root: Parameters outside all blocks.
         blocks: Parameters of each block.
-        buffer_bytes: Bytes of floating-point buffers, which DDP broadcasts.
+        buffer_bytes: Bytes of the floating-point buffers that DDP broadcasts.
     """
 
     root: tuple[Weight, ...]
@@ -94,32 +108,43 @@ class Shapes:
 
     @property
     def all(self) -> tuple[Weight, ...]:
+        """All parameters: those outside the blocks, then those of each block."""
         return (*self.root, *(weight for block in self.blocks for weight in block))
 
     @property
     def trained(self) -> tuple[Weight, ...]:
-        """Parameters that have a gradient and optimizer state, and that a step changes."""
+        """Parameters that require gradients, which an optimizer step changes."""
         return tuple(weight for weight in self.all if weight.trained)
 
     @property
     def numbers(self) -> int:
-        """Ψ, with each shared parameter counted once."""
+        """Number of elements of all parameters, Ψ in the formulas."""
         return sum(weight.numbers for weight in self.all)
 
     @property
     def updated_bytes(self) -> int:
-        """Bytes that zero1 broadcasts after a step."""
+        """Bytes of the updated parameters, which zero1 broadcasts after a step."""
         return sum(weight.numbers * weight.item_bytes for weight in self.trained)
 
 
 def blocks_of(model: nn.Module, blocks: str | list[str] | None = None) -> tuple[str, ...]:
-    """Return the names of the blocks that are sharded; `blocks` is as in `checkpoint_blocks`."""
+    """Return the names of the blocks that FSDP shards separately.
+
+    Args:
+        model: The model.
+        blocks: Names of the blocks, as in `checkpoint_blocks`.
+    """
     with checkpoint_blocks(model, blocks) as handle:
         return handle.names
 
 
 def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes:
-    """Return the shapes of the parameters of a model, real or symbolic, that is not sharded."""
+    """Return the shapes of all parameters of a model.
+
+    Args:
+        model: The model, real or symbolic. It must not be sharded.
+        blocks: Names of the blocks, as in `checkpoint_blocks`.
+    """
     names = blocks_of(model, blocks)
     groups: dict[str, list[Weight]] = {name: [] for name in ("", *names)}
     for name, p in model.named_parameters():
@@ -133,7 +158,16 @@ def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes
 
 
 def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
-    """Return the bytes that each rank holds when AdamW steps, as one dict of `STATE` per rank."""
+    """Return the bytes that each rank holds when AdamW steps, as one dict per rank.
+
+    Args:
+        shapes: Shapes of the model's parameters.
+        mode: One of `MODES`.
+        ranks: Number of ranks.
+
+    Returns:
+        A list with a dict for each rank. Its keys are the categories in `STATE`.
+    """
     ranks = whole("ranks", ranks, 1)
     cut = one_of("mode", mode, MODES) in SHARDED
     parts = ranks if cut else 1
@@ -141,18 +175,23 @@ def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
     gradient = sum(w.share(parts) * w.item_bytes for w in shapes.trained)
     if mode == "zero1":
         moments = [
-            _moments((w, w.numbers) for w in own) for own in zero1_parts(shapes.trained, ranks)
+            _adam_state_bytes((w, w.numbers) for w in own)
+            for own in zero1_parts(shapes.trained, ranks)
         ]
     else:
         firsts = [rank if cut else 0 for rank in range(ranks)]
-        moments = [_moments((w, w.share(parts, first)) for w in shapes.trained) for first in firsts]
+        moments = [
+            _adam_state_bytes((w, w.share(parts, first)) for w in shapes.trained)
+            for first in firsts
+        ]
     return [{"parameter": parameter, "gradient": gradient, "optimizer": state} for state in moments]
 
 
 def zero1_parts(weights: Iterable[Weight], ranks: int) -> list[list[Weight]]:
-    """Partition the parameters' state among ranks.
+    """Divide the parameters among ranks; a rank keeps the optimizer state of its parameters.
 
-    The largest parameter is assigned first, and each one goes to the rank that has least so far.
+    The largest parameter is assigned first. Each one is assigned to the rank with the fewest
+    elements so far.
     """
     parts: list[list[Weight]] = [[] for _ in range(ranks)]
     for weight in sorted(weights, key=lambda w: -w.numbers):
@@ -161,20 +200,35 @@ def zero1_parts(weights: Iterable[Weight], ranks: int) -> list[list[Weight]]:
 
 
 def sent_bytes(
-    shapes: Shapes, mode: str, ranks: int, *, micro_batches: int = 1, sync: str = "last"
+    shapes: Shapes,
+    mode: str,
+    ranks: int,
+    *,
+    micro_batches: int = 1,
+    sync: str = "last",
+    bf16: bool = False,
 ) -> int:
     """Return the bytes that a rank communicates per step, as counted by `CommunicationCounter`.
 
-    DDP communicates 2Ψ numbers. FSDP that reshards after the forward pass communicates 3Ψ. An
-    all-reduce of n bytes counts as 2n, every other collective as n. DDP also broadcasts buffers, if
-    the model has some (such as those of a rotary embedding). In mode zero1 it broadcasts each
-    updated parameter, which adds Ψ numbers. FSDP gathers a block for its
-    forward and, if it is resharded, again for its backward pass. The root (embedding, last norm,
-    head) is not resharded, since backward begins there. A single rank sends nothing.
+    An all-reduce of n bytes counts as 2n, every other collective as n. A single rank sends nothing.
+    In the following, Ψ is the number of elements of all parameters.
+
+    - DDP all-reduces the gradients, which counts as 2Ψ numbers. It also broadcasts the model's
+      buffers, such as those of a rotary embedding.
+    - zero1 also broadcasts each updated parameter, Ψ numbers.
+    - FSDP gathers each block for its forward pass, and gathers it again for its backward pass if it
+      was resharded. With the reduce-scatter of the gradients, this is 3Ψ numbers. The parameters
+      outside the blocks (embedding, last norm, head) are not resharded, because backward begins
+      with them.
 
     Args:
-        sync: "last" reduces gradients only with the last micro-batch (`no_sync`), "each" with every
-            micro-batch.
+        shapes: Shapes of the model's parameters.
+        mode: One of `MODES`.
+        ranks: Number of ranks.
+        micro_batches: Number of micro-batches per step.
+        sync: With "last", only the last micro-batch reduces gradients. With "each", every
+            micro-batch does.
+        bf16: Whether weights are gathered in bf16, as in mode fsdp-bf16; ignored in ddp and zero1.
 
     Example:
         >>> net = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(2)))
@@ -189,7 +243,8 @@ def sent_bytes(
         return reductions * each + updated if ranks > 1 else 0
 
     def gathered_bytes(weights: Iterable[Weight]) -> int:
-        return sum(w.share(ranks) * ranks * GATHERED_BYTES.get(mode, w.item_bytes) for w in weights)
+        half = bf16 or mode == "fsdp-bf16"
+        return sum(w.share(ranks) * ranks * (2 if half else w.item_bytes) for w in weights)
 
     times = 1 if mode == "fsdp-keep" else 2
     gathers = gathered_bytes(shapes.root) + times * sum(map(gathered_bytes, shapes.blocks))
@@ -214,6 +269,10 @@ def ring_bytes(sent: float, ranks: int) -> float:
     return sent * (1 - 1 / whole("ranks", ranks, 1))
 
 
-def _moments(shares: Iterable[tuple[Weight, int]]) -> int:
-    """Return the bytes of Adam's state: two moments of each share, one step counter per weight."""
+def _adam_state_bytes(shares: Iterable[tuple[Weight, int]]) -> int:
+    """Return the bytes of Adam's state: two moments per element, one step counter per parameter.
+
+    Args:
+        shares: Pairs of a parameter and the number of its elements whose state is counted.
+    """
     return sum(2 * numbers * weight.item_bytes + STEP_BYTES for weight, numbers in shares)

@@ -1,4 +1,4 @@
-"""Measure a rank's step: bytes held, bytes at the peak, and bytes given to collectives."""
+"""Measure a rank's step: the bytes it holds, its peak, and the bytes it passes to collectives."""
 
 from __future__ import annotations
 
@@ -20,36 +20,44 @@ from course_lib.memory.storages import storages_of
 from .formulas import REPLICATED, STATE
 from .modes import Trainer
 
-RELEASE_SECONDS = 0.002  # time for gloo's thread to release the tensors of a collective
-# DDP and FSDP2 call collectives of the first namespace, DTensor calls those of the second
+# Time that gloo's thread needs to release the tensors of a collective.
+RELEASE_SECONDS = 0.002
+# DDP and FSDP2 call collectives of the first namespace, DTensor calls those of the second.
 _c10d = torch.ops.c10d
 _functional = torch.ops._c10d_functional
-# collective -> (number of times that its bytes are sent, index of the argument that holds them)
+# For each collective: how many times its bytes count, and the index of the argument with the bytes.
 _COUNTED = {
     _c10d.allreduce_: (2, 0),
     _c10d._allgather_base_: (1, 0),  # argument 0 is the gathered output
     _c10d._reduce_scatter_base_: (1, 1),  # argument 1 is the unreduced input
     _c10d.broadcast_: (1, 0),
+    _c10d.send: (1, 0),
     _functional.all_reduce: (2, 0),
-    _functional.all_gather_into_tensor: (1, 0),  # argument 0 is one rank's part, see `_sent_by`
+    _functional.all_gather_into_tensor: (
+        1,
+        0,
+    ),  # argument 0 is one rank's part, see `_communicated_bytes`
     _functional.reduce_scatter_tensor: (1, 0),
 }
 
 
 class CommunicationCounter(ObserverMode):
-    """Count the bytes of floating-point tensors that this rank gives to collectives in the block.
+    """Dispatch mode that counts the bytes which this rank communicates inside a `with` block.
 
-    These are parameters and gradients, and with tensor parallelism also activations.
+    It counts the floating-point tensors that the rank passes to collectives: parameters and
+    gradients, and with tensor parallelism also activations. Integer and float64 tensors are not
+    counted. They are the loss, its weight and the order of DDP's buckets, a few bytes per step.
 
-    An all-reduce of n bytes counts as 2n, because it is a reduce-scatter and an all-gather. An
-    all-gather counts the bytes of its output, a reduce-scatter those of its input, and a broadcast
-    those of its tensor. With a ring of N ranks, a rank sends (N - 1)/N of the count of the first
-    three. DDP's reducer is written in C++ but calls the same operators, so its collectives are
-    included. Integer and float64 tensors are not counted. They hold the loss, its weight and the
-    order of DDP's buckets, a few bytes per step. A single rank sends nothing.
+    - An all-reduce of n bytes counts as 2n, because it is a reduce-scatter and an all-gather.
+    - An all-gather counts the bytes of its output, and a reduce-scatter those of its input.
+    - A broadcast, and a send to one rank, count the bytes of their tensor.
+
+    In a ring of N ranks, a rank really sends (N - 1)/N of what the first two items count. A single
+    rank sends nothing. DDP's reducer is written in C++ but calls the same operators, so its
+    collectives are included.
 
     Attributes:
-        bytes: Bytes so far.
+        bytes: Number of bytes counted so far.
     """
 
     def __init__(self):
@@ -57,20 +65,22 @@ class CommunicationCounter(ObserverMode):
         self.bytes = 0
 
     @classmethod
-    # False, so that no compiler guards are added, which would slow down operators
+    # False, because True would add compiler guards, which slow down operators.
     def _should_skip_dynamo(cls) -> bool:
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.bytes += _sent_by(func, args)
+        self.bytes += _communicated_bytes(func, args)
         return func(*args, **(kwargs or {}))
 
 
 def _is_collective(func) -> bool:
+    """Return whether an operator is a collective."""
     return func.namespace in ("c10d", "_c10d_functional")
 
 
-def _sent_by(func, args) -> int:
+def _communicated_bytes(func, args) -> int:
+    """Return the bytes that a call of an operator counts in `CommunicationCounter`."""
     if (
         not _is_collective(func)
         or func.overloadpacket not in _COUNTED
@@ -90,10 +100,11 @@ class RankUsage:
     """Bytes and FLOPs that a step needed on one rank.
 
     Attributes:
-        held: Bytes of parameters, gradients and optimizer state, when the optimizer steps.
-        peak_bytes: The most bytes that were live at once in the step.
-        at_peak: Category -> bytes at the peak. The categories are those of the meter, and
-            "gathered": parameters beyond this rank's own.
+        held: Bytes of parameters, gradients and optimizer state when the optimizer steps, by
+            category of `STATE`.
+        peak_bytes: Largest number of bytes that were live at once in the step.
+        at_peak: Bytes at the peak, by category. The categories are those of `MemoryMeter`, and
+            "gathered" for parameters that were gathered from other ranks.
         sent_bytes: Bytes communicated, as counted by `CommunicationCounter`.
         flops: FLOPs of this rank, by the formulas of `FlopCounterMode`.
     """
@@ -106,49 +117,56 @@ class RankUsage:
 
 
 class _Meter(UnguardedMeter):
-    """A meter that also counts communicated bytes."""
+    """A memory meter that also counts communicated bytes.
+
+    Attributes:
+        sent_bytes: Bytes communicated so far, as `CommunicationCounter` counts them.
+        sending: Whether the last operator was a collective of gloo.
+    """
 
     sent_bytes = 0
     sending = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # gloo's thread drops the tensors of a collective some time after it has reported the end
+        # gloo's thread releases the tensors of a collective some time after it has reported the
+        # end of the collective.
         if self.sending:
             time.sleep(RELEASE_SECONDS)
         self.sending = _is_collective(func) and dist.get_backend() == "gloo"
-        self.sent_bytes += _sent_by(func, args)
+        self.sent_bytes += _communicated_bytes(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def note_buckets(self, gradients: Iterable[Tensor]) -> None:
         """Count the storages of these gradients as gradients from their creation on.
 
-        DDP creates its buckets in the forward pass, and backward writes into them. Without this
-        method the meter would count them as activations until then.
+        DDP creates its buckets in the forward pass, and backward writes gradients into them.
+        Without this method the meter would count the buckets as activations until then.
         """
-        with self._ledger.lock:
+        with self._tracker.lock:
             for gradient in gradients:
                 for storage in storages_of(gradient):
-                    record = self._ledger.find(storage)
+                    record = self._tracker.find(storage)
                     if record is not None:
                         record.role, record.since = "gradient", record.born
 
 
 class Watch:
-    """A meter that starts before a model is sharded, so that it counts what DDP and FSDP allocate.
+    """Measurement of a trainer's steps on one rank, including the memory that DDP and FSDP use.
 
-    Create it with the unsharded model and enter it, create the `Trainer`, do steps within `step`,
-    and leave it.
+    The measurement must begin before the model is sharded: create a `Watch` with the unsharded
+    model and enter its `with` block. Inside the block create the `Trainer`, and run each step
+    inside `with watch.step(trainer)`.
 
     Attributes:
-        meter: The meter.
-        taken: Bytes and FLOPs of the last step; None until the block is left.
+        meter: The memory meter.
+        taken: Bytes and FLOPs of the last step; None until the `with` block of the `Watch` ends.
         span: The last step, as a range of the meter's trace.
 
     Args:
         model: The unsharded model.
         device: Device on which bytes are counted.
-        budget_bytes: Limit of live bytes. An operator that would exceed it raises
-            `MemoryBudgetExceeded` and does not run.
+        budget_bytes: Limit of live bytes, as in `MemoryMeter`. The first operator that exceeds it
+            raises `MemoryBudgetExceeded`.
         places: Whether the trace includes modules and source lines.
     """
 
@@ -171,8 +189,8 @@ class Watch:
 
     @contextmanager
     def step(self, trainer: Trainer) -> Iterator[None]:
-        """Measure one step of the trainer inside the block."""
-        self._last, gradients = None, {}  # the previous step's gradients must be freed
+        """Measure one step of a trainer, which runs inside the `with` block."""
+        self._last, gradients = None, {}  # release the gradients of the previous step
 
         def keep_gradients(*_) -> None:
             gradients.update({p: p.grad for p in trainer.model.parameters() if p.grad is not None})
@@ -180,12 +198,12 @@ class Watch:
                 self.meter.note_buckets(gradients.values())
 
         hook = trainer.optimizer.register_step_pre_hook(keep_gradients)
-        began, sent, flops = self.meter.moments, self.meter.sent_bytes, self.meter.flops
+        began, sent, flops = self.meter.points, self.meter.sent_bytes, self.meter.flops
         try:
             yield
         finally:
             hook.remove()
-        self.span = slice(began, self.meter.moments)
+        self.span = slice(began, self.meter.points)
         self._last = trainer, gradients, self.meter.sent_bytes - sent, self.meter.flops - flops
 
     def __exit__(self, *error) -> None:
@@ -193,7 +211,7 @@ class Watch:
             self.meter.__exit__(*error)
             return
         trainer, gradients, *totals = self._last
-        # the meter below finds gradients by the attribute `grad` of parameters
+        # The meter below finds gradients by the attribute `grad` of parameters.
         for p, gradient in gradients.items():
             p.grad = gradient
         with MemoryMeter(trainer.model, trainer.local, device=self.meter.device) as held_meter:

@@ -1,11 +1,11 @@
-"""Train one model on several ranks with PyTorch's own engines, which a mode selects.
+"""Train one model on several ranks with one of PyTorch's engines, selected by a mode.
 
-    ddp              DistributedDataParallel: every rank holds all, gradients are all-reduced
+    ddp              DistributedDataParallel: every rank holds everything, gradients are all-reduced
     zero1            ddp with ZeroRedundancyOptimizer: each parameter's Adam state is on one rank
     fsdp             fully_shard (FSDP2) at each block: its parameters are gathered, used and
-                     dropped (ZeRO 3)
+                     released (ZeRO 3)
     fsdp-keep        fsdp, and gathered parameters are kept from forward to backward. This sends as
-                     much as ZeRO 2, but between steps the parameters are sharded
+                     many bytes as ZeRO 2, but between steps the parameters are sharded
     fsdp-checkpoint  fsdp, and the activations of each block are recomputed
     fsdp-bf16        fsdp, gathered and computed in bf16, reduced and updated in fp32
     fsdp-cpu         fsdp, shards and optimizer in host memory; needs a GPU to offload from
@@ -43,28 +43,32 @@ class Trainer:
     Attributes:
         model: The given model, which is now sharded or replicated. Its parameters keep their names.
         optimizer: The optimizer whose `step` is called.
-        local: The optimizer that holds this rank's state. It differs from `optimizer` only in mode
-            zero1, where `optimizer` is a `ZeroRedundancyOptimizer` around it.
+        local: The optimizer with this rank's state. It differs from `optimizer` only in mode zero1,
+            where `optimizer` is a `ZeroRedundancyOptimizer` around it.
         result: The `StepResult` of the last step.
 
     Args:
         mode: One of `MODES`.
-        model: Model on the CPU or the device, with equal values on all ranks; changed in place.
+        model: Model on the CPU or on `device`, with equal values on all ranks. It is changed in
+            place.
         loss_sum: Function (model, micro-batch) -> (sum of losses, weight), as in `AccumulatedStep`.
-        device: Device on which it is trained.
+        device: Device on which the model is trained.
         micro_batches: Number of micro-batches in a rank's batch.
-        split: Function (batch, parts) -> list of `parts` batches, which cuts a rank's batch. By
-            default `course_lib.accumulation.split` does.
+        split: Function (batch, parts) -> list of `parts` batches, which splits a rank's batch
+            into micro-batches. The default is `course_lib.accumulation.split`.
         sync: "last" reduces gradients only with the last micro-batch, by DDP's `no_sync` or FSDP2's
             `set_requires_gradient_sync(False)` before it. "each" reduces them with every
             micro-batch.
-        blocks: Blocks that are sharded, and checkpointed, one by one, as in `checkpoint_blocks`.
+        blocks: Names of the blocks that are sharded (and checkpointed) separately, as in
+            `checkpoint_blocks`; ignored in ddp and zero1.
         wrapper: Whether fsdp-checkpoint uses PyTorch's `checkpoint_wrapper` instead of
             `checkpoint_blocks`.
-        bf16: Whether another sharding mode uses the precision of fsdp-bf16.
-        in_buckets: Whether micro-batches of ddp and zero1 add up in DDP's buckets, as in
-            `AccumulatedStep`.
-        max_norm: Maximum norm of the gradient over all ranks; a larger one is clipped to it.
+        bf16: Whether a sharding mode gathers weights and computes in bf16, and reduces gradients in
+            fp32. Always true in mode fsdp-bf16, ignored in ddp and zero1.
+        in_buckets: Whether gradients are accumulated in DDP's buckets, as in `AccumulatedStep`.
+            Only for the modes ddp and zero1.
+        max_norm: Largest norm of the gradient over all ranks. A gradient with a larger norm is
+            clipped.
         lr: Learning rate of AdamW.
     """
 
@@ -92,9 +96,9 @@ class Trainer:
         self.sync = one_of("sync", sync, SYNCS)
         if mode in REPLICATED:
             self.run = DistributedDataParallel(
-                _Loss(model.to(device), loss_sum), gradient_as_bucket_view=True
+                _ModelWithLoss(model.to(device), loss_sum), gradient_as_bucket_view=True
             )
-            loss_sum = nn.Module.__call__  # so the loss is `self.run(micro_batch)`
+            loss_sum = nn.Module.__call__  # so the step calls `self.run(micro_batch)`
         else:
             shard(model, mode, self.device, blocks, wrapper, bf16)
             self.run = model
@@ -115,7 +119,7 @@ class Trainer:
         return self.optimizer.optim if self.mode == "zero1" else self.optimizer
 
     def __call__(self, batch: Any) -> float:
-        """Do one step on this rank's samples and return the mean loss over all ranks' tokens."""
+        """Do one step on this rank's samples; return the mean loss over the tokens of all ranks."""
         self.result = self.step(parts_of(batch, self.micro_batches, self.split))
         return self.result.loss
 
@@ -128,7 +132,10 @@ def shard(
     wrapper: bool = False,
     bf16: bool = False,
 ) -> None:
-    """Apply `fully_shard` to each block and to the root, in place."""
+    """Apply `fully_shard` to each block and to the root module, in place.
+
+    The arguments are those of `Trainer`.
+    """
     names = blocks_of(model, blocks)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     if mode == "fsdp-checkpoint" and not wrapper:
@@ -149,10 +156,10 @@ def shard(
     fully_shard(model, reshard_after_forward=False, **options)
 
 
-class _Loss(nn.Module):
-    """A model and its loss in one module.
+class _ModelWithLoss(nn.Module):
+    """A model and its loss in one module, which DDP wraps.
 
-    DDP wraps this module, because DDP reduces gradients only if its own `forward` is called.
+    DDP reduces gradients only if its own `forward` is called, so `forward` must compute the loss.
     """
 
     def __init__(self, model: nn.Module, loss_sum: LossSum):

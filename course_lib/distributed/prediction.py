@@ -1,4 +1,7 @@
-"""Predict what one of N ranks needs, with one symbolic rank in a fake process group."""
+"""Predict the bytes and FLOPs of one of N ranks, with one symbolic rank.
+
+The rank runs in a fake process group, without starting any other process.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +35,20 @@ def predict(
     rank: int = 0,
     **options: Any,
 ) -> RankUsage:
-    """Predict what one rank's steady step needs, on a machine without these ranks and their memory.
+    """Predict the bytes and FLOPs of one rank's step, in one process and without real tensors.
 
-    The step is that of `Trainer`, on symbolic tensors, run by rank `rank` of a fake process group.
-    The first rank's share is never smaller than another's, except with zero1. On a GPU, gathers
-    that run ahead of their use add to the peak.
+    The predicted step is one in which the `Trainer` already has Adam's state. It runs on symbolic
+    tensors in a fake process group. On real GPUs the peak is higher, because FSDP2 gathers the
+    parameters of a block before they are needed.
 
     Args:
         make_model: Function that builds the unsharded model, in fp32.
         make_batch: Function that returns this rank's batch.
+        loss_sum: Function (model, micro-batch) -> (sum of losses, weight).
+        mode: One of `MODES`.
+        ranks: Number of ranks.
+        rank: The rank that is predicted. Rank 0 has the largest share of the model in all modes
+            except zero1.
         options: Options of `Trainer`.
 
     Raises:
@@ -66,9 +74,12 @@ def watched_rank(
     """Run the steps of `predict`, and return the `Watch` with their trace.
 
     Args:
-        within: Function of the model that returns a context for its steps.
-        steps: Number of steps with FSDP. In its first step each block is prepared once, which adds
-            operators but no bytes; with 2 steps, the last one has none of these.
+        make_model, make_batch, loss_sum, mode, ranks, rank, options: As in `predict`.
+        within: Function that takes the model and returns a context manager, inside which the steps
+            run.
+        steps: Number of steps in modes with FSDP; other modes always run 2. FSDP prepares each
+            block in the first step, which adds operators but no bytes. With 2 steps, the last
+            one has no such operators.
         places: Whether the trace includes modules and source lines.
     """
     ranks, rank = whole("ranks", ranks, 1), whole("rank", rank, 0, ranks - 1)
@@ -76,17 +87,17 @@ def watched_rank(
         trainer = Trainer(mode, model, loss_sum, **options)
         if isinstance(trainer.run, DistributedDataParallel):
             _fake_reductions(trainer.run)
-        _make_state(trainer)
+        _create_optimizer_state(trainer)
         batch = make_batch()
-        # the meter recognizes DDP's buckets as gradients from the second step on
+        # The meter recognizes DDP's buckets as gradients only from the second step on.
         for _ in range(2 if mode in REPLICATED else steps):
             with within(model), watch.step(trainer):
                 trainer(batch)
     return watch
 
 
-def _make_state(trainer: Trainer) -> None:
-    """Create Adam's state, which exists in every step but the first."""
+def _create_optimizer_state(trainer: Trainer) -> None:
+    """Create Adam's state, which exists in every step except the first."""
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p)
@@ -97,31 +108,42 @@ def _make_state(trainer: Trainer) -> None:
 
 # ---- replacements for the other ranks
 #
-# The code below uses these private parts of PyTorch. For each of them, tests/test_torch_doors.py or
-# tests/test_distributed.py tests the behavior that this module relies on:
+# The code below uses these private parts of PyTorch. For each of them, test_private_torch_names.py
+# or test_distributed.py tests the behavior that this module relies on:
 #
 # torch.testing._internal.distributed.fake_pg: the group "fake", whose collectives return at once
-# torch.nn.parallel.distributed, IN_CPP: functions that DDP calls when it is created, which need
-#     values
-# torch.nn.modules.module, HOOKS: hooks on all modules
-# torch.distributed.tensor._sharding_prop.ShardingPropagator, SHAPES: shapes of DTensor's results
+# torch.nn.parallel.distributed, DDP_FUNCTIONS: functions that DDP calls when it is created, and
+#     which need the values of tensors
+# torch.nn.modules.module, GLOBAL_HOOKS: hooks on all modules
+# torch.distributed.tensor._sharding_prop.ShardingPropagator, SHAPE_FUNCTION: the method that finds
+#     the shapes of DTensor's results
 # torch.distributed._tools.fake_collectives: kernels of collectives for symbolic tensors, which
-#     torch itself has from 2.11 on
-# DistributedDataParallel.reducer, _rebuild_buckets: C++ that reorders buckets, by values
+#     torch itself has from version 2.11 on
+# DistributedDataParallel.reducer, _rebuild_buckets: the C++ code that reorders buckets, for which
+#     it needs the values of tensors
 
 # DDP calls these functions to compare shapes between ranks, and to copy weights from rank 0.
-IN_CPP = "_verify_param_shape_across_processes", "_sync_module_states"
-# Hooks such as those of `FlopCounterMode` hold the graph of a recomputation, and with it all
-# recomputed tensors, until they are removed.
-HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks"
+DDP_FUNCTIONS = "_verify_param_shape_across_processes", "_sync_module_states"
+# Hooks such as those of `FlopCounterMode` keep the graph of a recomputation, and with it all
+# recomputed tensors, alive until they are removed.
+GLOBAL_HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks"
 # DTensor finds the shape of a result by running the operator on tensors of the full size, which
-# take no memory on a real rank. Up to torch 2.11 it does so in every step that is symbolic.
-SHAPES = "_propagate_tensor_meta_non_cached"
+# need no memory on a real rank. Up to torch 2.11 it does so in every symbolic step, and these
+# tensors must not be measured.
+SHAPE_FUNCTION = "_propagate_tensor_meta_non_cached"
 
 
 @contextmanager
 def fake_rank(ranks: int, rank: int) -> Iterator[None]:
-    """Use symbolic tensors, and a process group that sends nothing, inside the block."""
+    """Use symbolic tensors, and a process group that sends nothing, inside a `with` block.
+
+    Args:
+        ranks: Number of ranks in the fake group.
+        rank: The rank of this process.
+
+    Raises:
+        RuntimeError: A process group already exists.
+    """
     from course_lib._torch.dtensor import ShardingPropagator
     from course_lib._torch.fake_group import FakeStore
 
@@ -129,7 +151,7 @@ def fake_rank(ranks: int, rank: int) -> Iterator[None]:
         raise RuntimeError(
             "predict needs a process without a process group, but one exists already"
         )
-    propagate = getattr(ShardingPropagator, SHAPES)
+    propagate = getattr(ShardingPropagator, SHAPE_FUNCTION)
 
     def propagate_unmeasured(*args):
         with disable_current_modes():
@@ -139,11 +161,13 @@ def fake_rank(ranks: int, rank: int) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             stack.enter_context(not_collecting())
-            for name in HOOKS:
+            for name in GLOBAL_HOOKS:
                 stack.enter_context(patch.dict(f"torch.nn.modules.module.{name}", clear=True))
-            for name in IN_CPP:
+            for name in DDP_FUNCTIONS:
                 stack.enter_context(patch(f"torch.nn.parallel.distributed.{name}"))
-            stack.enter_context(patch.object(ShardingPropagator, SHAPES, propagate_unmeasured))
+            stack.enter_context(
+                patch.object(ShardingPropagator, SHAPE_FUNCTION, propagate_unmeasured)
+            )
             stack.enter_context(symbolic())
             yield
     finally:
@@ -153,12 +177,13 @@ def fake_rank(ranks: int, rank: int) -> Iterator[None]:
 def _fake_reductions(run: DistributedDataParallel) -> None:
     """Replace the parts of DDP's reducer that need data from other ranks.
 
-    Without these replacements the reducer would wait for the result of a fake all-reduce. It would
-    also agree with the other ranks on an order of buckets by sending values, which symbolic tensors
-    do not have.
+    Without the replacements, the reducer would wait for the result of an all-reduce that the fake
+    group does not send. It would also agree with the other ranks on an order of buckets by sending
+    values, which symbolic tensors do not have.
     """
 
-    # It has no annotations, because DDP compares them with classes, and here they are strings.
+    # The function has no annotations, because DDP compares them with classes, and in this file they
+    # are strings.
     def reduce(_, bucket):
         dist.all_reduce(bucket.buffer())
         future: torch.futures.Future = torch.futures.Future()
@@ -170,7 +195,7 @@ def _fake_reductions(run: DistributedDataParallel) -> None:
 
 
 class _FixedBuckets:
-    """A reducer that never rebuilds its buckets; rebuilding would not change their total bytes."""
+    """Reducer of DDP that never rebuilds its buckets, which would not change their total bytes."""
 
     def __init__(self, reducer):
         self._reducer = reducer

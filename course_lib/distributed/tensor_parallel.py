@@ -1,14 +1,11 @@
-r"""Tensor parallelism, with or without sequence parallelism, by PyTorch's `parallelize_module`.
+"""Tensor parallelism, with or without sequence parallelism, with PyTorch's `parallelize_module`.
 
     tp      the matrices of each layer are cut; activations between them are whole on every rank
     tp-sp   tp, and between the matrices the activations are cut along the sequence
 
 All ranks compute on the same batch. The embeddings and the head are whole on every rank. The model
-is the course's `Decoder`, or one whose layers have the same names. Started by torchrun, the module
-trains the decoder of the course and prints one line of JSON per mode:
-
-    python -m torch.distributed.run --standalone --nproc-per-node 2 \
-        -m course_lib.distributed.tensor_parallel
+is the course's `Decoder`, or one whose layers have the same names. The script `model_parallel` runs
+both modes.
 
 Sources: Shoeybi et al. 2019, arXiv:1909.08053 (tensor parallelism); Korthikanti et al. 2022,
 arXiv:2205.05198 (sequence parallelism).
@@ -16,9 +13,7 @@ arXiv:2205.05198 (sequence parallelism).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -35,18 +30,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 from course_lib._check import one_of
-
-# absolute imports, because torchrun may run this file by its path
-from course_lib.distributed.formulas import STATE, STEP_BYTES, Shapes, shapes_of
+from course_lib.distributed.formulas import STATE, STEP_BYTES, Shapes
 from course_lib.distributed.measurement import RankUsage, Watch
 from course_lib.distributed.modes import LossSum
 from course_lib.distributed.prediction import fake_rank
-from course_lib.distributed.training.tasks import Task, task_of
-from course_lib.distributed.training.torchrun import end_with_torchrun, process_group
+from course_lib.distributed.training.tasks import Task
 
 TENSOR_MODES = ("tp", "tp-sp")
-#: Ends of the names of parameters that are cut. Norms are whole on every rank, and so are the
-#: biases of matrices that are cut by columns, because they are added after the sum over ranks.
+#: Ends of the names of parameters that are cut. Norms are whole on every rank. The biases of
+#: matrices that are cut by columns are whole as well, because they are added after the sum over
+#: ranks.
 CUT = (
     "attention.qkv.weight",
     "attention.qkv.bias",
@@ -55,14 +48,14 @@ CUT = (
     "feedforward.0.bias",
     "feedforward.2.weight",
 )
-STEPS = 2  # the last one is measured; the first creates Adam's state
+STEPS = 2  # number of steps; the first one creates Adam's state, and the second one is measured
 
 
 def plan_of(sequence: bool) -> dict[str, Any]:
-    """Return the plan of `parallelize_module` for a `Decoder`.
+    """Return the plan with which `parallelize_module` cuts a `Decoder`.
 
     Args:
-        sequence: Whether to use sequence parallelism, too.
+        sequence: Whether to use sequence parallelism in addition to tensor parallelism.
     """
     split, whole = (Shard(1),), (Replicate(),)
     sums = RowwiseParallel(output_layouts=Shard(1)) if sequence else RowwiseParallel()
@@ -93,6 +86,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -
     `ColwiseParallel` gives each rank consecutive rows of a weight. The rows of `qkv` are therefore
     reordered first, so that a rank gets the queries, keys and values of the same heads.
 
+    Args:
+        model: The decoder, with equal values on all ranks.
+        mesh: One-dimensional mesh of the ranks.
+        sequence: Whether to use sequence parallelism in addition to tensor parallelism.
+
     Raises:
         ValueError: The number of ranks does not divide the heads.
     """
@@ -102,12 +100,15 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -
             raise ValueError(f"ranks must be a divisor of the model's {heads} heads, got {ranks}")
         for p in layer.attention.qkv.parameters():
             p.data = by_rank(p.detach(), ranks)
-    # every rank has built the same model, so no values need to be sent
+    # Every rank has built the same model, so no values need to be sent.
     parallelize_module(model, mesh, plan_of(sequence), src_data_rank=None)
 
 
 def by_rank(qkv: Tensor, ranks: int) -> Tensor:
-    """Reorder the rows (3, heads, size) of a weight or bias to (ranks, 3, heads / ranks, size)."""
+    """Reorder the rows of a `qkv` weight or bias, so that each rank's rows are consecutive.
+
+    The rows are (3, heads, size) before, and (ranks, 3, heads / ranks, size) after.
+    """
     return qkv.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2)
 
 
@@ -119,7 +120,7 @@ class TensorParallel:
 
     Args:
         mode: One of `TENSOR_MODES`.
-        model: Model with equal values on all ranks; changed in place.
+        model: Model with equal values on all ranks. It is changed in place.
         loss_sum: Function (model, batch) -> (sum of losses, weight).
         lr: Learning rate.
     """
@@ -128,7 +129,7 @@ class TensorParallel:
         self.mode, self.model, self.loss_sum = one_of("mode", mode, TENSOR_MODES), model, loss_sum
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         parallelize(model, mesh, sequence=mode == "tp-sp")
-        # a fused update takes no mixture of DTensors and other tensors
+        # A fused update cannot mix DTensors with other tensors.
         cut = [p for p in model.parameters() if isinstance(p, DTensor)]
         whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
         groups = [{"params": cut}, {"params": whole}]
@@ -137,8 +138,8 @@ class TensorParallel:
     def backward(self, batch: Any) -> Tensor:
         """Compute the gradients of the mean loss, and return the loss.
 
-        With sequence parallelism, a rank's gradient of a norm is that of its own tokens. The sum
-        over the ranks is made here.
+        With sequence parallelism, the gradient of a norm on one rank is that of the rank's own
+        tokens. This method sums such gradients over the ranks.
         """
         loss, weight = self.loss_sum(self.model, batch)
         (loss / weight).backward()
@@ -148,7 +149,7 @@ class TensorParallel:
         return loss.detach() / weight
 
     def __call__(self, batch: Any) -> Tensor:
-        """Do one step and return the mean loss."""
+        """Do one step, and return the mean loss."""
         loss = self.backward(batch)
         self.update()
         return loss
@@ -160,7 +161,7 @@ class TensorParallel:
 
 
 def tensor_held_bytes(shapes: Shapes, ranks: int) -> dict[str, int]:
-    """Return the bytes of each of `STATE` that a rank holds when AdamW steps, in either mode."""
+    """Return the bytes that a rank holds when AdamW steps in tp or tp-sp, by `STATE` category."""
     numbers = [w.numbers // (ranks if w.name.endswith(CUT) else 1) for w in shapes.all]
     state = 8 * sum(numbers) + STEP_BYTES * len(numbers)
     return dict(zip(STATE, (4 * sum(numbers), 4 * sum(numbers), state), strict=True))
@@ -169,12 +170,14 @@ def tensor_held_bytes(shapes: Shapes, ranks: int) -> dict[str, int]:
 def tensor_sent_bytes(shapes: Shapes, mode: str, activation_bytes: int) -> int:
     """Return the bytes that a rank communicates per step, as counted by `CommunicationCounter`.
 
-    With tp, each layer has two all-reduces in the forward pass and two in the backward pass. With
-    tp-sp, a reduce-scatter and an all-gather replace each of the four all-reduces. The sequence is
-    also gathered once before the head in the forward pass, and once in the backward pass, where the
-    forward pass had first split it, before layer 0. The gradients of the norms are all-reduced.
+    In mode tp, each layer has two all-reduces in the forward pass and two in the backward pass. In
+    mode tp-sp, a reduce-scatter and an all-gather replace each of the four. This mode also has two
+    all-gathers outside the layers, of the activations before the head and, in the backward pass,
+    of the gradient of the input of layer 0. And it all-reduces the gradients of the norms.
 
     Args:
+        shapes: Shapes of the model's parameters.
+        mode: One of `TENSOR_MODES`.
         activation_bytes: Bytes of one whole activation tensor (batch, sequence, hidden size).
     """
     layers = len(shapes.blocks)
@@ -184,14 +187,24 @@ def tensor_sent_bytes(shapes: Shapes, mode: str, activation_bytes: int) -> int:
     return (8 * layers + 2) * activation_bytes + 2 * norms
 
 
-def predict_tensor(
+def predict_tensor_parallel(
     make_model: Callable[[], nn.Module],
     make_batch: Callable[[], Any],
     loss_sum: LossSum,
     mode: str,
     ranks: int,
 ) -> RankUsage:
-    """Predict what a rank's steady step needs, with one symbolic rank, as `predict` does."""
+    """Predict the memory, communicated bytes and FLOPs of the second step on one rank.
+
+    One process runs the steps of rank 0 with symbolic tensors, as `predict` does.
+
+    Args:
+        make_model: Function that builds the model.
+        make_batch: Function that returns the batch of all ranks.
+        loss_sum: Function (model, batch) -> (sum of losses, weight).
+        mode: One of `TENSOR_MODES`.
+        ranks: Number of ranks.
+    """
     with fake_rank(ranks, 0), Watch(model := make_model()) as watch:
         trainer = TensorParallel(mode, model, loss_sum)
         batch = make_batch()
@@ -202,68 +215,38 @@ def predict_tensor(
 
 
 def whole_gradients(task: Task) -> dict[str, Tensor]:
-    """Return the gradients of the first step's mean loss, as one process alone computes them."""
+    """Return the gradients of the first step's mean loss without parallelism, by parameter name.
+
+    Rank 0 computes them, and sends them to all ranks.
+    """
     model = task.make_model()
-    loss, weight = task.loss_sum(model, task.make_batch(0))
-    (loss / weight).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if dist.get_rank() == 0:
+        loss, weight = task.loss_sum(model, task.make_batch(0))
+        (loss / weight).backward()
+    gradients = {}
+    for name, p in model.named_parameters():
+        gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.broadcast(gradients[name], src=0)
+    return gradients
 
 
-def gradient_difference(model: nn.Module, whole: Mapping[str, Tensor]) -> float:
-    """Return the largest difference between the gradients of a rank's model and the whole ones.
+def gradient_difference(
+    model: nn.Module, whole: Mapping[str, Tensor], *, cut: bool = True
+) -> float:
+    """Return the largest difference between the gradients of a rank's model and whole gradients.
 
-    It is the difference of an entry, as a share of the largest entry of its parameter's gradient.
+    The difference of an entry is relative to the largest entry of its parameter's gradient.
+
+    Args:
+        model: The model whose gradients are compared.
+        whole: Gradients without parallelism, as `whole_gradients` returns them.
+        cut: Whether `parallelize` has reordered the rows of `qkv`.
     """
     largest = 0.0
     for name, p in model.named_parameters():
-        expected = by_rank(whole[name], dist.get_world_size()) if "qkv" in name else whole[name]
+        reordered = cut and "qkv" in name
+        expected = by_rank(whole[name], dist.get_world_size()) if reordered else whole[name]
         found = p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
         difference = (found - expected).abs().max() / expected.abs().max()
         largest = max(largest, difference.item())
     return largest
-
-
-def measure(task: Task, mode: str, whole: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Train for `STEPS` steps on the ranks of the process group, and return a line of results.
-
-    Args:
-        whole: Gradients of the first step, as `whole_gradients` returns them.
-    """
-    model = task.make_model()
-    shapes, difference = shapes_of(model), 0.0
-    with Watch(model) as watch:
-        trainer, losses = TensorParallel(mode, model, task.loss_sum), []
-        for step in range(STEPS):
-            batch = task.make_batch(step)
-            with watch.step(trainer):
-                loss = trainer.backward(batch)
-                if step == 0:
-                    difference = gradient_difference(model, whole)
-                trainer.update()
-            losses.append(loss.item())
-            del loss  # it would be live in the next step
-    usages: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(usages, watch.taken)
-    return {
-        "mode": mode,
-        "ranks": len(usages),
-        "losses": losses,
-        "gradient_difference": difference,
-        "predicted": tensor_held_bytes(shapes, len(usages)),
-        "taken": [asdict(usage) for usage in usages],
-    }
-
-
-def main() -> None:
-    end_with_torchrun()
-    with process_group("gloo"):
-        task = task_of()
-        whole = whole_gradients(task)
-        for mode in TENSOR_MODES:
-            line = measure(task, mode, whole)
-            if dist.get_rank() == 0:
-                print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,5 @@
 """A training run on several ranks: its model and batches, its loop and its checkpoints.
 
-Formulas, predictions and measurements, in the modules next to this package, do not need it. They
-are about the step of one rank's `Trainer`, on any model and batch.
+The modules next to this package, with formulas, predictions and measurements, do not need it. They
+work with the step of one rank's `Trainer`, for any model and batch.
 """

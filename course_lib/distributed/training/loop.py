@@ -1,4 +1,4 @@
-"""Train one mode on the ranks of a process group, measure the first steps, and save checkpoints."""
+"""Train in one mode on the ranks of a process group, measure the first steps, save checkpoints."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ from course_lib.symbolic import symbolic
 from ..formulas import STATE, held_bytes, sent_bytes, shapes_of
 from ..measurement import RankUsage, Watch
 from ..modes import Trainer
-from .sharded_checkpoint import check_fits, last_complete, load, save
+from .sharded_checkpoint import check_fits, latest_complete_checkpoint, load, save
 from .tasks import Task
 
-# Number of metered steps. The first creates Adam's state and the second DDP's buckets, so the third
-# is like all later ones.
+# Number of measured steps. The first one creates Adam's state and the second one DDP's buckets, so
+# the third one needs the same bytes as all later ones.
 METERED = 3
 
 
 @dataclass(frozen=True)
 class Run:
-    """Result of one mode on all ranks; bytes are those of the last metered step.
+    """Result of training in one mode on all ranks. The bytes are those of the last measured step.
 
     Attributes:
-        losses: Mean loss over the tokens of all ranks, per step.
-        norms: Norm of its gradient before clipping, per step; None if it was not clipped.
-        budget_bytes: Limit of live bytes on each rank, from before its model was sharded; None if
-            no limit was set.
-        predicted: Category of `STATE` -> most bytes that a rank holds, by ZeRO's formulas.
-        taken: Measurements of each rank.
-        predicted_sent: Bytes that a rank communicates, by formula.
+        mode: One of `MODES`.
+        ranks: Number of ranks.
+        losses: Mean loss over the tokens of all ranks, one number per step.
+        predicted: Largest number of bytes that a rank holds, by category of `STATE`, computed with
+            ZeRO's formulas.
+        taken: The `RankUsage` of each rank.
+        predicted_sent: Bytes that a rank communicates, computed with a formula.
+        norms: Norm of the gradient before clipping, one number per step. None for each step if
+            gradients were not clipped.
+        budget_bytes: Limit of live bytes on each rank, which also applies while the model is being
+            sharded. None if no limit was set.
     """
 
     mode: str
@@ -49,6 +53,7 @@ class Run:
     budget_bytes: int | None = None
 
     def as_dict(self, details: bool = False) -> dict[str, Any]:
+        """Return the results as a dict for JSON, optionally with each rank's measurements."""
         measured = {name: [usage.held[name] for usage in self.taken] for name in STATE}
         sent = {
             "predicted": self.predicted_sent,
@@ -99,18 +104,24 @@ def train(
     say: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> Run:
-    """Train for `steps` steps; every rank of the process group calls this.
+    """Train for `steps` steps. Every rank of the process group must call this function.
 
     Args:
-        save_to: Folder for checkpoints, written after each `every` steps and after the last.
-        resume: Checkpoint to continue from; steps are numbered on from its own.
-        budget_bytes: Limit of live bytes on each rank. An operator that would exceed it does not
-            run. It applies while steps are metered, that is to the first 3.
+        task: The model and its batches.
+        mode: One of `MODES`.
+        steps: Number of steps.
+        device: Device on which this rank trains.
+        save_to: Folder for checkpoints.
+        every: Number of steps between two checkpoints. A checkpoint is also written after the last
+            step, and with None only then.
+        resume: Path of the checkpoint from which training and its step numbers continue.
+        budget_bytes: Limit of live bytes on each rank in the first 3 steps, which are measured. The
+            first operator that exceeds it raises an error.
         say: Function that is called with a line of progress after each step, on rank 0.
         options: Options of `Trainer`.
 
     Raises:
-        MemoryBudgetExceeded: On a rank that would exceed `budget_bytes`.
+        MemoryBudgetExceeded: On a rank that exceeds `budget_bytes`.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model = task.make_model()
@@ -142,19 +153,23 @@ def train(
                 save(save_to, trainer, step + 1)
     usages: list[Any] = [None] * ranks
     dist.all_gather_object(usages, watch.taken)
-    sent = sent_bytes(shapes, mode, ranks, micro_batches=trainer.micro_batches, sync=trainer.sync)
+    counts = {"micro_batches": trainer.micro_batches, "sync": trainer.sync}
+    sent = sent_bytes(shapes, mode, ranks, bf16=options.get("bf16", False), **counts)
     return Run(mode, ranks, losses, predicted, usages, sent, norms, budget_bytes)
 
 
 def checkpoint_to_resume(folder: Path | str, mode: str, task: Task) -> Path:
-    """Return the checkpoint to resume from.
+    """Return the checkpoint from which a mode continues.
 
-    It is the last complete one in the mode's subfolder of the folder, or else in the folder itself.
+    It is the last complete one in the mode's subfolder of the folder. Without such a subfolder it
+    is the last complete one in the folder itself.
 
     Raises:
-        ValueError: The folder has no complete checkpoint, or the checkpoint is of another model.
+        ValueError: There is no complete checkpoint, or it is not one of this model.
     """
-    checkpoint = last_complete(own if (own := Path(folder) / mode).is_dir() else folder)
+    checkpoint = latest_complete_checkpoint(
+        own if (own := Path(folder) / mode).is_dir() else folder
+    )
     with symbolic():
         check_fits(checkpoint, task.make_model())
     return checkpoint

@@ -1,11 +1,12 @@
-"""Sharded checkpoints by `torch.distributed.checkpoint`, in one folder per step.
+"""Sharded checkpoints with `torch.distributed.checkpoint`, in one folder per step.
 
-Each rank writes its part, and any number of ranks can read them. PyTorch writes the file
-`.metadata` once all ranks have finished, so a folder without it is not a complete checkpoint. An
+Each rank writes its part, and any number of ranks can read the parts. PyTorch writes the file
+`.metadata` when all ranks have finished, so a folder without it is not a complete checkpoint. An
 older checkpoint of the same step is renamed to `step-00000010.replaced` before the new one is
-written, and deleted afterwards, so a complete checkpoint exists at every moment.
+written, and deleted afterwards. A complete checkpoint therefore exists at all times.
 
-A checkpoint holds parameters, Adam's state, the step, and each rank's random generator states.
+A checkpoint contains parameters, Adam's state, the step number, and the states of each rank's
+random number generators.
 """
 
 from __future__ import annotations
@@ -24,12 +25,22 @@ from course_lib._torch.generators import RandomState
 
 from ..modes import Trainer
 
-# State is saved by parameter name, so that it can be loaded with other shares per rank (zero1).
+# State is saved by parameter name, because in mode zero1 the ranks that load it may be responsible
+# for other parameters.
 _BY_NAME = states.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
-    """Write a checkpoint after `step` steps; all ranks call this and see the same folder."""
+    """Write a checkpoint. All ranks must call this, with the same folder.
+
+    Args:
+        folder: Folder of all checkpoints, which all ranks can access.
+        trainer: This rank's trainer, whose state is saved.
+        step: Number of steps done so far.
+
+    Returns:
+        The path of the new checkpoint.
+    """
     checkpoint = Path(folder) / f"step-{step:08}"
     replaced = checkpoint.with_suffix(".replaced")
     if dist.get_rank() == 0:
@@ -38,14 +49,14 @@ def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
             checkpoint.rename(replaced)
         shutil.rmtree(checkpoint, ignore_errors=True)
     dist.barrier()  # no rank writes before the older checkpoint has been renamed
-    random = _by_rank(RandomState([trainer.device]))
-    dcp.save({**_state(trainer), **random, "step": step}, checkpoint_id=checkpoint)
+    random = _states_by_rank(RandomState([trainer.device]))
+    dcp.save({**_trainer_state(trainer), **random, "step": step}, checkpoint_id=checkpoint)
     if dist.get_rank() == 0:
         shutil.rmtree(replaced, ignore_errors=True)
     return checkpoint
 
 
-def last_complete(folder: Path | str) -> Path:
+def latest_complete_checkpoint(folder: Path | str) -> Path:
     """Return the newest checkpoint that was written completely.
 
     Raises:
@@ -54,7 +65,7 @@ def last_complete(folder: Path | str) -> Path:
     names = re.compile(r"step-\d{8,}(\.replaced)?")
     complete = [path.parent for path in Path(folder).glob("step-*/.metadata")]
     found = [path for path in complete if names.fullmatch(path.name)]
-    # If two are of the same step, the new one comes last, after the one that it replaces.
+    # If there are two checkpoints of one step, the new one comes after the one that it replaces.
     found.sort(key=lambda path: (int(path.stem.removeprefix("step-")), not path.suffix))
     if not found:
         raise ValueError(
@@ -65,12 +76,14 @@ def last_complete(folder: Path | str) -> Path:
 
 
 def check_fits(checkpoint: Path, model: nn.Module) -> None:
-    """Check that a checkpoint has the parameters and buffers of this model.
+    """Raise an error unless a checkpoint has the parameters and buffers of this model.
 
-    The model may be real or symbolic, but must not be sharded.
+    Args:
+        checkpoint: Path of the checkpoint.
+        model: The model, real or symbolic. It must not be sharded.
 
     Raises:
-        ValueError: Names or shapes differ; the message names the first difference.
+        ValueError: Names or shapes differ. The message names the first difference.
     """
     saved = {
         name.removeprefix("model."): tuple(entry.size)
@@ -88,15 +101,15 @@ def check_fits(checkpoint: Path, model: nn.Module) -> None:
 
 
 def load(checkpoint: Path, trainer: Trainer) -> int:
-    """Load a checkpoint written by any number of ranks, and return its number of steps.
+    """Load a checkpoint into a trainer, and return the number of steps done before it was saved.
 
-    Each rank continues with the random generator state that was saved by the rank of the same
-    number. If there was no such rank, it keeps its own state.
+    The checkpoint may have been written by any number of ranks. Each rank continues with the random
+    generator states that the rank of the same number saved, or with its own if there are none.
     """
     saved = _metadata(checkpoint)
     random = RandomState([trainer.device])
-    own = {name: tensor for name, tensor in _by_rank(random).items() if name in saved}
-    state = {**_state(trainer), **own, "step": 0}
+    own = {name: tensor for name, tensor in _states_by_rank(random).items() if name in saved}
+    state = {**_trainer_state(trainer), **own, "step": 0}
     dcp.load(state, checkpoint_id=checkpoint)  # overwrites the tensors of `state`
     states.set_state_dict(
         trainer.model,
@@ -110,16 +123,20 @@ def load(checkpoint: Path, trainer: Trainer) -> int:
 
 
 def _metadata(checkpoint: Path) -> dict[str, Any]:
-    """Return name of a saved value -> its metadata, such as shape and dtype."""
+    """Return the metadata of each saved value, such as its shape and dtype, by name."""
     return dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
 
 
-def _by_rank(random: RandomState) -> dict[str, Tensor]:
+def _states_by_rank(random: RandomState) -> dict[str, Tensor]:
+    """Return this rank's generator states, with names that include the rank's number."""
     states = {"cpu": random.cpu, **{device.type: state for device, state in random.devices.items()}}
     return {f"random.{dist.get_rank()}.{kind}": state for kind, state in states.items()}
 
 
-def _state(trainer: Trainer) -> dict[str, Any]:
-    """Return the trainer's state with its sharding; Adam's state is created if needed."""
+def _trainer_state(trainer: Trainer) -> dict[str, Any]:
+    """Return the sharded state of a trainer's model and optimizer.
+
+    If Adam's state does not exist yet, it is created.
+    """
     model, optimizer = states.get_state_dict(trainer.model, trainer.local, options=_BY_NAME)
     return {"model": model, "optimizer": optimizer}

@@ -1,6 +1,6 @@
 """Models to train on several ranks, with their batches and losses.
 
-A model is the course's decoder, one that a Hugging Face config.json describes, or one that a
+A model is the course's decoder, a model that a Hugging Face config.json describes, or one that a
 function of the user returns.
 """
 
@@ -25,21 +25,21 @@ from course_lib.workload import model_of_config, named_function, samples_of
 
 DECODER = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8}
 SEQUENCE, BATCH = 128, 8
-IGNORED = -100  # the default of cross_entropy
+IGNORED = -100  # label of tokens whose loss does not count; the default of cross_entropy
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model and its batches.
+    """A model, its batches and its loss.
 
     Attributes:
         make_model: Function that builds the unsharded model, with the same values each time.
-        make_batch: Function of the step that returns the batch of all ranks.
+        make_batch: Function that takes a step number and returns the batch of all ranks.
         loss_sum: Function (model, micro-batch) -> (sum of losses, weight).
-        samples: Number of samples in a batch of all ranks; None if it is not known.
-        split: Function (batch, parts) -> list of `parts` batches, which cuts the batch into the
-            ranks' shares and these into micro-batches. None cuts along the first dimensions of the
-            tensors.
+        samples: Number of samples in a batch of all ranks, or None if it cannot be determined.
+        split: Function (batch, parts) -> list of `parts` batches. It cuts the batch into the
+            shares of the ranks, and a share into micro-batches. With None, tensors are cut along
+            their first dimensions.
     """
 
     make_model: Callable[[], nn.Module]
@@ -49,7 +49,13 @@ class Task:
     split: Split | None = None
 
     def part(self, step: int, ranks: int, rank: int, device: torch.device | str = "cpu") -> Any:
-        """Return a rank's share of the batch.
+        """Return a rank's share of the batch of a step, on a device.
+
+        Args:
+            step: Number of the step.
+            ranks: Number of ranks.
+            rank: The rank whose share is returned.
+            device: Device to which the tensors are moved.
 
         Raises:
             TypeError, ValueError: The batch cannot be split, or the number of ranks does not divide
@@ -59,13 +65,14 @@ class Task:
         return map_tensors(lambda tensor: tensor.to(device), part)
 
     def parts(self, step: int, ranks: int) -> list[Any]:
-        """Return the shares of all ranks; raises the errors of `part`."""
+        """Return the shares of all ranks; the errors are those of `part`."""
         if self.split is None and self.samples is not None:
             check_divides(self.samples, ranks)
         return parts_of(self.make_batch(step), ranks, self.split)
 
 
 def check_divides(samples: int, ranks: int) -> None:
+    """Raise a ValueError if the number of ranks does not divide the number of samples."""
     if samples % ranks:
         divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)
         raise ValueError(
@@ -82,14 +89,15 @@ def task_of(
     sequence: int | None = None,
     unequal: bool = False,
 ) -> Task:
-    """Return the task for a `config.json` or a function, or else for the course's decoder.
+    """Return the task for a `config.json` or a function; by default, for the course's decoder.
 
     Args:
-        config: Path of a file that `course_lib.configs` can read.
-        model: "package:function". The function's attribute `make_batch`, also a function, returns
-            the batch of all ranks. Its attribute `split`, if there is one, cuts the batch. The loss
-            is the function's attribute `loss_sum`, or the model's method of that name, or a Hugging
-            Face model's own loss, weighted by its labels.
+        config: Path of a `config.json` that `course_lib.configs` can read.
+        model: Name of a function that returns the model, as "package:function". The function must
+            have an attribute `make_batch`, a function that returns the batch of all ranks. If it
+            has an attribute `split`, this function cuts the batch. The loss is its attribute
+            `loss_sum`, the model's method of that name, or a Hugging Face model's own loss,
+            weighted by its labels.
         batch, sequence: Samples per batch and tokens per sample, by default 8 and 128; cannot be
             combined with `model`.
         unequal: Whether samples have unequal lengths, so that ranks have unequal numbers of tokens.
@@ -106,7 +114,7 @@ def task_of(
                 f"--{options[0]} cannot be combined with --model, whose function brings its own"
                 " batch"
             )
-        return _by_function(model)
+        return _task_of_function(model)
     sizes = (
         whole("batch", BATCH if batch is None else batch, 1),
         whole("sequence", SEQUENCE if sequence is None else sequence, 1),
@@ -123,11 +131,13 @@ def task_of(
 
 
 def token_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the sum of cross-entropies, and the number of labels in it.
+    """Return the sum of cross-entropies over all labels, and the number of these labels.
+
+    Labels that are `IGNORED` do not count.
 
     Args:
-        model: Function of tokens (b, s) that returns logits (b, s, vocabulary).
-        batch: {"tokens": (b, s), "labels": (b, s)}.
+        model: Model that maps tokens of shape (batch, s) to logits of shape (batch, s, vocabulary).
+        batch: Dict with "tokens" and "labels", both of shape (batch, s).
     """
     logits = model(batch["tokens"]).flatten(0, 1).float()
     labels = batch["labels"].flatten()
@@ -137,8 +147,8 @@ def token_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, 
     )
 
 
-def _unequal(labels: Tensor, samples: int, sequence: int) -> None:
-    """Ignore labels at the ends of samples, in place; the last sample keeps the fewest."""
+def _ignore_last_labels(labels: Tensor, samples: int, sequence: int) -> None:
+    """Ignore the last labels of each sample, in place; later samples keep fewer labels."""
     for i in range(samples):
         labels[i, sequence - sequence * i // samples :] = IGNORED
 
@@ -150,29 +160,32 @@ def _labelled_batch(
     unequal: bool,
     step: int,
 ) -> dict[str, Tensor]:
+    """Return the batch of a step for a Hugging Face model; `make_batch` makes it."""
     batch = make_batch(samples, seed=step)
     if unequal:
-        _unequal(batch["labels"], samples, sequence)
+        _ignore_last_labels(batch["labels"], samples, sequence)
     return batch
 
 
 def _batch(
     samples: int, sequence: int, vocabulary: int, unequal: bool, step: int
 ) -> dict[str, Tensor]:
+    """Return the batch of a step for a model that maps tokens to logits."""
     tokens = random_tokens(samples, sequence, vocabulary, seed=step)
     labels = tokens[:, 1:].clone()
     if unequal:
-        _unequal(labels, samples, sequence)
+        _ignore_last_labels(labels, samples, sequence)
     return {"tokens": tokens[:, :-1].contiguous(), "labels": labels}
 
 
-def _by_function(name: str) -> Task:
+def _task_of_function(name: str) -> Task:
+    """Return the task for a function of the user, given as "package:function"."""
     make_model = named_function("--model", name)
     make_batch = getattr(make_model, "make_batch", None)
     if not callable(make_batch):
         raise ValueError(
-            "--model must be a function with an attribute make_batch, another function,"
-            f" got {name!r}, which is {describe(make_model)} without one"
+            "--model must be a function with an attribute make_batch, a function that returns a"
+            f" batch, got {name!r}, which is {describe(make_model)} without this attribute"
         )
     loss_sum = getattr(make_model, "loss_sum", None)
     takes_arguments("--model", make_model, "no arguments")
@@ -194,12 +207,14 @@ def _by_function(name: str) -> Task:
 
 
 def _own_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float | Tensor]:
-    # a rank's batch is a part of the whole, so its weight must be known
+    """Return (sum of losses, weight) for the loss that a model itself defines."""
+    # `micro_batches=2` requires a loss with a weight, because a rank's batch is only a part of the
+    # whole batch.
     return own_loss(model, batch, micro_batches=2)
 
 
 def _without_cache(make_model: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model without its key-value cache, which recomputation would extend a second time."""
+    """Build a model and turn off its key-value cache, which a recomputation would extend again."""
     model = make_model()
     if hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False

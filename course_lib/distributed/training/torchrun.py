@@ -1,4 +1,4 @@
-"""Start ranks with torchrun (`launch`), and join their group in each of them (`process_group`)."""
+"""Start ranks with torchrun (`launch`), and join the process group in each (`process_group`)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ import torch.distributed as dist
 from course_lib._torch.modes import DYNAMO
 from course_lib.labels import say, text
 
-# Modules that every rank would import otherwise. DTensor and fake tensors import `torch._dynamo`.
+# Modules that torchrun imports before it forks the ranks, so that not every rank has to import
+# them. DTensor and fake tensors import `torch._dynamo`.
 IMPORTED_ONCE = (
     "course_lib.distributed.__main__",
     DYNAMO,
     "torch.distributed.optim",
     "torch.distributed.run",
 )
-# Frozen, so that no rank's garbage collector traverses the modules.
+# Code that torchrun's process runs. It freezes the imported modules, so that no rank's garbage
+# collector traverses them.
 IN_LAUNCHER = """
 import gc
 gc.disable()
@@ -40,10 +42,13 @@ run.main()
 
 @contextmanager
 def process_group(backend: str | None = None):
-    """Create the group of the ranks that torchrun started, and yield this rank's device.
+    """Create the process group of the ranks that torchrun started, and yield this rank's device.
 
-    The device is one GPU per rank, or the CPU. If all ranks are on one machine, all traffic stays
-    on the loopback interface.
+    The device is a GPU if there is one per rank, otherwise the CPU. If all ranks are on one
+    machine, all traffic stays on the loopback interface.
+
+    Args:
+        backend: "nccl" or "gloo". By default "nccl" if there is a GPU per rank, otherwise "gloo".
 
     Raises:
         ValueError: The process was not started by torchrun, or NCCL is requested without a GPU for
@@ -76,18 +81,22 @@ def process_group(backend: str | None = None):
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo")
     yield device
-    # not in a `finally`, because after an error other ranks may not respond
+    # This is not in a `finally`, because after an error other ranks may not respond.
     dist.destroy_process_group()
 
 
 def end_with_torchrun() -> None:
-    """Let SIGTERM end this rank, and end the rank if its torchrun was killed."""
+    """End this rank on SIGTERM, and also when the torchrun process that started it has ended."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has inherited torchrun's handler
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
 
 
 def end_with(parent: int) -> None:
-    """Wait until this process has another parent, then end it."""
+    """End this process when its parent process has ended.
+
+    Args:
+        parent: Process id of the parent.
+    """
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -99,7 +108,7 @@ def launch(
     timeout: float | None = None,
     script: str = "course_lib.distributed",
 ) -> list[dict[str, Any]]:
-    """Run the script under torchrun with `--json`, and return one dict per mode.
+    """Run a script of this package under torchrun, and return its results, one dict per mode.
 
     On Linux without a GPU, the modules are imported once, in torchrun, which then forks the ranks.
     Otherwise torchrun starts each rank as it does in a shell, because CUDA cannot be used in a
@@ -126,26 +135,27 @@ def launch(
         run = ["--run-path", "--start-method", "fork", str(path)]
     command = [sys.executable, *launcher, "--standalone", "--nproc-per-node", str(ranks)]
     command += [*run, *arguments, "--json"]
-    # torch.jit is disabled, because nothing here uses it
+    # torch.jit is disabled, because nothing here uses it.
     environment = {"OMP_NUM_THREADS": "1", "PYTORCH_JIT": "0", **os.environ}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen(command, **pipes) as running:
         try:
             out, errors = running.communicate(timeout=timeout)
         except BaseException:
-            _end(running)
+            _stop_torchrun(running)
             raise
     if running.returncode:
         raise RuntimeError(
-            f"torchrun ended with exit status {running.returncode}: {_cause(errors)}"
+            f"torchrun ended with exit status {running.returncode}: {_cause_of_failure(errors)}"
         )
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
-def _end(torchrun: subprocess.Popen) -> None:
-    """Ask torchrun to end its ranks, and kill it if it has not exited in time.
+def _stop_torchrun(torchrun: subprocess.Popen) -> None:
+    """Terminate torchrun, which then ends its ranks; kill it if it does not exit in time.
 
-    torchrun itself may wait 30 seconds for its ranks. If it is killed, each rank notices and exits.
+    torchrun itself may wait 30 seconds for its ranks. If it is killed, each rank notices this and
+    exits.
     """
     torchrun.terminate()
     try:
@@ -156,11 +166,11 @@ def _end(torchrun: subprocess.Popen) -> None:
         torchrun.wait()
 
 
-def _cause(errors: str) -> str:
-    """Return the cause of a failure from the output on stderr."""
+def _cause_of_failure(errors: str) -> str:
+    """Return the cause of a failure, as found in torchrun's output on stderr."""
     prefixes = "error: ", say(text("error: {sentence}", sentence=""))
     error_lines = [line for line in errors.splitlines() if line.startswith(prefixes)]
-    # torchrun writes "Root Cause" before its report of the rank that failed first
+    # torchrun writes "Root Cause" before its report of the rank that failed first.
     first = errors.rfind("Root Cause")
     report = errors[first if first >= 0 else -4000 :]
     return "\n".join(error_lines) if error_lines and "Traceback (most" not in report else report

@@ -1,0 +1,174 @@
+"""Context parallelism: each rank has a part of the sequence, and keys and values go around a ring.
+
+`RingAttention` is causal attention for one part of the queries. It merges the results for the parts
+of the keys by their log-sum-exps, as lesson 06 does with blocks of keys, and saves no scores. The
+parts are consecutive, so rank r attends to r + 1 parts, and rank 0 computes the least.
+
+Source: Liu et al. 2023, arXiv:2310.01889 (ring attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from course_lib.distributed.formulas import Shapes
+from course_lib.distributed.measurement import RankUsage, Watch
+from course_lib.distributed.prediction import fake_rank
+from course_lib.models import Decoder
+
+
+def scores_of(q: Tensor, k: Tensor, masked: bool) -> Tensor:
+    """Return the scaled scores of queries and keys; `masked` applies the causal mask."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    return scores + torch.full_like(scores, -torch.inf).triu(1) if masked else scores
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention on a part of a sequence; inputs are (batch, heads, tokens / ranks, size)."""
+
+    @staticmethod
+    def forward(context, q, k, v, rank, ranks, pass_on):
+        context.ring, own = (rank, ranks, pass_on), (k, v)
+        out, lse = torch.zeros_like(q), q.new_full((*q.shape[:-1], 1), -torch.inf)
+        for step in range(ranks):
+            part = (rank - step) % ranks  # the part of the sequence that k and v are from
+            if part <= rank:
+                scores = scores_of(q, k, masked=part == rank)
+                merged = torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))
+                out = out * (lse - merged).exp() + (scores - merged).exp() @ v
+                lse = merged
+            if step < ranks - 1:
+                k, v = pass_on(k, v)
+        context.save_for_backward(q, *own, out, lse)
+        return out
+
+    @staticmethod
+    def backward(context, gradient):
+        (q, k, v, out, lse), (rank, ranks, pass_on) = context.saved_tensors, context.ring
+        row_sums = (gradient * out).sum(-1, keepdim=True)
+        dq, dk, dv = (torch.zeros_like(each) for each in (q, k, v))
+        for step in range(ranks):
+            part = (rank - step) % ranks
+            if part <= rank:
+                p = (scores_of(q, k, masked=part == rank) - lse).exp()
+                ds = p * (gradient @ v.mT - row_sums) * q.shape[-1] ** -0.5
+                dq, dk, dv = dq + ds @ k, dk + ds.mT @ q, dv + p.mT @ gradient
+            if step < ranks - 1:
+                k, v = pass_on(k, v)
+            dk, dv = pass_on(dk, dv)  # after the last step they are back at their own rank
+        return dq, dk, dv, None, None, None
+
+
+def pass_on(*tensors: Tensor) -> list[Tensor]:
+    """Send tensors to the next rank of the ring; return those received from the previous rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    received = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in tensors]
+    sends = [dist.P2POp(dist.isend, t.contiguous(), (rank + 1) % ranks) for t in tensors]
+    receives = [dist.P2POp(dist.irecv, t, (rank - 1) % ranks) for t in received]
+    for work in dist.batch_isend_irecv([*sends, *receives]):
+        work.wait()
+    return received
+
+
+class ContextParallel:
+    """A decoder and its step with AdamW, in which each rank computes one part of the sequence.
+
+    It has the attributes of `Trainer` that a `Watch` reads, so that a `Watch` can measure its
+    steps.
+
+    Args:
+        model: `Decoder` with equal values on all ranks. It is changed in place.
+        lr: Learning rate.
+    """
+
+    mode = "cp"
+
+    def __init__(self, model: Decoder, *, lr: float = 1e-3):
+        self.model, self.rank, self.ranks = model, dist.get_rank(), dist.get_world_size()
+        for layer in model.layers:
+            layer.attention.standard = self._attention
+        self.optimizer = self.local = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute attention on this rank's part of the sequence; this replaces a layer's own."""
+        return RingAttention.apply(q, k, v, self.rank, self.ranks, pass_on)
+
+    def backward(self, batch: dict[str, Tensor]) -> Tensor:
+        """Compute the gradients of the mean loss over the tokens of all ranks.
+
+        Args:
+            batch: Dict with the "tokens" and "labels" of all ranks, both of shape (batch, tokens).
+
+        Returns:
+            The mean loss, as a scalar tensor.
+        """
+        count = batch["labels"].numel()
+        tokens, labels = (batch[name].chunk(self.ranks, 1)[self.rank] for name in batch)
+        positions = self.model.positions.weight[: count // len(tokens)].chunk(self.ranks)
+        x = self.model.tokens(tokens) + positions[self.rank]
+        for layer in self.model.layers:
+            x = layer(x)
+        logits = self.model.head(self.model.norm(x)).flatten(0, 1)
+        loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / count
+        del logits, x
+        loss.backward()
+        for p in self.model.parameters():
+            dist.all_reduce(p.grad)
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        return total
+
+    def __call__(self, batch: dict[str, Tensor]) -> Tensor:
+        """Do one step, and return the mean loss."""
+        loss = self.backward(batch)
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        """Update the weights and release the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def context_sent_bytes(shapes: Shapes, ranks: int, part_bytes: int) -> int:
+    """Return the bytes that a rank communicates per step, as counted by `CommunicationCounter`.
+
+    In each layer, keys and values are sent ranks - 1 times in the forward pass and again in the
+    backward pass. Their gradients are sent `ranks` times. The gradients of the weights are
+    all-reduced.
+
+    Args:
+        shapes: Shapes of the model's parameters.
+        ranks: Number of ranks in the ring.
+        part_bytes: Bytes of the keys of one layer on one rank.
+    """
+    weights = sum(w.numbers * w.item_bytes for w in shapes.all)
+    return len(shapes.blocks) * (4 * (ranks - 1) + 2 * ranks) * part_bytes + 2 * weights
+
+
+def predict_context_parallel(
+    make_model: Callable[[], Any], make_batch: Callable[[], Any], ranks: int, rank: int
+) -> RankUsage:
+    """Predict the bytes and FLOPs of the second step on one rank, with symbolic tensors.
+
+    Like `predict`, this needs no other processes.
+
+    Args:
+        make_model: Function that builds the `Decoder`.
+        make_batch: Function that returns the whole batch.
+        ranks: Number of ranks in the ring.
+        rank: The rank whose step is predicted.
+    """
+    with fake_rank(ranks, rank), Watch(model := make_model()) as watch:
+        trainer = ContextParallel(model)
+        batch = make_batch()
+        for _ in range(2):
+            with watch.step(trainer):
+                trainer(batch)
+    return watch.taken  # pyrefly: ignore[bad-return]  # not None, since steps were run
