@@ -1,9 +1,12 @@
-"""Training steps without memory: tensors have shapes, dtypes and storages, but no values.
+"""Run a training step on symbolic tensors, which have shapes, dtypes and storages but no values.
 
-Inside `symbolic()` a model can be built and trained for a step, and `cast` converts its dtype. A
-`MemoryMeter` of `course_lib.memory` counts the bytes that the same step takes on real tensors. For
-this, results have the storages that the CPU kernels give them. Small tensors of integers keep their
-values, because steps read them. `Symbolic` is the mode that `symbolic()` enters.
+A symbolic tensor takes no memory. Inside `symbolic()` a model can be built and trained for a step,
+and a `MemoryMeter` of `course_lib.memory` counts the bytes that the same step needs on real
+tensors. For this, each result has a storage of the size that the CPU kernel allocates. Small
+tensors of integers keep their values, because steps read them.
+
+`Symbolic` is the dispatch mode that `symbolic()` enters. `cast` converts the dtype of a module with
+real or symbolic tensors. `Gpu` describes the GPU for which a step is estimated.
 """
 
 from .conversion import cast

@@ -1,4 +1,4 @@
-"""Dtype conversion of modules, which also works on symbolic tensors."""
+"""Convert the dtype of modules whose parameters and buffers may be symbolic."""
 
 from __future__ import annotations
 
@@ -14,61 +14,81 @@ from .quantization import is_quantized
 _apply = nn.Module._apply
 
 
-class _Once:
-    """Conversion that replaces each symbolic tensor by one other tensor, even if several modules
-    share it."""
+class _ConvertOnce:
+    """Conversion of tensors that converts each symbolic tensor only once.
+
+    Modules that share a tensor therefore share the converted tensor, too.
+
+    Args:
+        function: Function that converts a tensor.
+    """
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         self.function = function
-        self.made = {}
+        self.replacements = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
         return self.function(tensor)
 
-    def in_place_of(self, old: Tensor) -> Tensor:
-        """Return the tensor that replaces this one, or the tensor itself if the conversion does not
-        change it."""
-        if old not in self.made:
-            # The class of a parameter may have its own `to`, such as one that quantizes it.
+    def replacement_of(self, old: Tensor) -> Tensor:
+        """Return the converted tensor that replaces a symbolic parameter or buffer.
+
+        This is the same object if the conversion does not change it.
+        """
+        if old not in self.replacements:
+            # The class of a parameter may have its own method `to`, for example to quantize it.
             has_class = isinstance(old, nn.Parameter) and type(old) is not FakeTensor
-            given = old if has_class else old.detach()
+            source = old if has_class else old.detach()
             with torch.no_grad():
-                new = self(given)
+                new = self(source)
             if has_class and new.device == old.device:
                 old.data, new = new, old
-            elif new is given:
+            elif new is source:
                 new = old
             elif isinstance(old, nn.Parameter):
                 new = nn.Parameter(new, old.requires_grad)
-            self.made[old] = new
-        return self.made[old]
+            self.replacements[old] = new
+        return self.replacements[old]
 
 
 def apply_to_module(module: nn.Module, function: Callable, recurse: bool = True) -> nn.Module:
-    """Replace the symbolic tensors of a module by converted ones, and return the module.
+    """Convert the parameters and buffers of a module, of which some may be symbolic.
 
-    This function replaces `Module._apply`, which `module.to` calls, because the data of a symbolic
-    tensor cannot be replaced in place.
+    `symbolic()` installs this function as `Module._apply`, which `module.to` calls. PyTorch's own
+    `_apply` replaces the data of each tensor in place, which is not possible for a symbolic tensor.
+    Here a new tensor replaces it in the module.
+
+    Args:
+        module: The module.
+        function: Function that converts a tensor.
+        recurse: Whether to convert submodules too.
+
+    Returns:
+        The module.
     """
-    once = function if isinstance(function, _Once) else _Once(function)
+    convert_once = function if isinstance(function, _ConvertOnce) else _ConvertOnce(function)
     for child in module.children() if recurse else ():
-        child._apply(once)
+        child._apply(convert_once)
     if not is_symbolic(module, *module._parameters.values(), *module._buffers.values()):
-        return _apply(module, once, recurse=False)
+        return _apply(module, convert_once, recurse=False)
     for tensors in (module._parameters, module._buffers):
         tensors.update(
-            {name: once.in_place_of(old) for name, old in tensors.items() if old is not None}
+            {
+                name: convert_once.replacement_of(old)
+                for name, old in tensors.items()
+                if old is not None
+            }
         )
     return module
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Convert a module's floating-point parameters and buffers, as `module.to(dtype)` does,
-    including symbolic ones. Weights that bitsandbytes has quantized are left unchanged.
+    """Convert a module's floating-point parameters and buffers, as `module.to(dtype)` does.
 
-    Complex tensors are left unchanged unless `dtype` is complex, because they would lose their
-    imaginary parts. In a symbolic module, new tensors replace the old ones, whose gradients are
-    dropped. Create the optimizer after the conversion.
+    The tensors may be symbolic. Weights that bitsandbytes has quantized are left unchanged. Complex
+    tensors are left unchanged unless `dtype` is complex, because they would lose their imaginary
+    parts. In a symbolic module, new tensors without gradients replace the old ones, so create the
+    optimizer after the conversion.
 
     Args:
         module: Module with real or symbolic parameters and buffers.

@@ -1,12 +1,14 @@
-"""Results of operators whose CPU kernels return another storage, or other strides, than PyTorch's
-symbolic kernels do.
+"""Correct the storages and strides of symbolic results to those that the CPU kernels give.
 
 PyTorch finds the shape of a symbolic result by a decomposition or a "meta" function in Python. Both
-promise the shape and the dtype, but not how many bytes the result's storage has. `RULES` has one
-row per operator for which the two differ. The rows were found by running the samples of PyTorch's
-operator database on real and on symbolic tensors (`tests/sweep_operators.py`). `INEXACT` names
-the operators whose bytes no rule can give. `symbolic` warns when a step runs one of them, and
-`estimate` refuses the step.
+give the right shape and dtype, but not always the right strides and the right number of bytes in
+the result's storage. `RULES` has one row per operator whose symbolic result differs from the real
+one. The rows were found by running the samples of PyTorch's operator database on real and on
+symbolic tensors (`tests/tools/sweep_operators.py`). `INEXACT` lists the operators whose bytes no
+rule can give. `symbolic` warns when a step runs one of them, and `estimate` raises an error.
+
+A rule is a function (dispatch, arguments by name, symbolic result) that returns the corrected
+result. It makes new symbolic tensors by running operators with `dispatch`.
 
 According to the source of torch 2.13, the CUDA kernels of the losses, `im2col`, `col2im` and the
 backward passes of GLU, log-softmax and layer norm allocate what the CPU kernels allocate. Padding,
@@ -34,13 +36,13 @@ from .._torch.operators import (
 from .._torch.tensors import tensors_in
 
 _aten = torch.ops.aten
-Dispatch = Callable[..., Any]  # (operator, types, args, kwargs) -> result on symbolic tensors
-Rule = Callable[
-    [Dispatch, dict[str, Any], Any], Any
-]  # (dispatch, arguments by name, symbolic result) -> result
+# Function (operator, types, args, kwargs) that runs an operator on symbolic tensors.
+Dispatch = Callable[..., Any]
+# Function (dispatch, arguments by name, symbolic result) that returns the corrected result.
+Rule = Callable[[Dispatch, dict[str, Any], Any], Any]
 
 
-def as_for_real(
+def with_real_strides(
     symbolically: Dispatch,
     dispatch: Dispatch,
     func: OpOverload,
@@ -50,14 +52,15 @@ def as_for_real(
     *,
     kind: str = "cpu",
 ) -> Any:
-    """Return the result of an operator on symbolic tensors, with the storages and the strides that
-    the CPU kernel gives its result.
+    """Run an operator on symbolic tensors and return its result with the CPU kernel's strides.
+
+    The storages of the result have the sizes that the CPU kernel allocates.
 
     Args:
-        symbolically: Function that runs the operator as PyTorch does.
-        dispatch: Function that runs the operators that make another result.
+        symbolically: Function that runs this operator as PyTorch runs it on symbolic tensors.
+        dispatch: Function that runs any operator. Rules use it to make corrected results.
         func, types, args, kwargs: The call, as a dispatch mode receives it.
-        kind: Kind of device. `CPU_RULES` apply to "cpu" only.
+        kind: Kind of device, "cpu" or "cuda". The rules in `CPU_RULES` apply to "cpu" only.
     """
     if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         return _grouped_mm(dispatch, func, args, kwargs)
@@ -67,7 +70,7 @@ def as_for_real(
     if rule := RULES.get(func) or (CPU_RULES.get(func) if kind == "cpu" else None):
         return rule(dispatch, _by_name(func, args, kwargs), result)
     if _is_elementwise(func):
-        operands = list(tensors_in((args, kwargs)))[:: -1 if func in _REVERSED else 1]
+        operands = list(tensors_in((args, kwargs)))[:: -1 if func in _OPERANDS_REVERSED else 1]
         return _elementwise(dispatch, operands, result, one_shape=not _reads_numbers(func, args))
     return result
 
@@ -75,7 +78,15 @@ def as_for_real(
 def make_result(
     dispatch: Dispatch, size, strides, like: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a symbolic tensor with its own storage. It is contiguous if `strides` is None."""
+    """Return a new symbolic tensor on the device of `like`.
+
+    Args:
+        dispatch: Function that runs operators on symbolic tensors.
+        size: Shape of the tensor.
+        strides: Its strides; None for a contiguous tensor.
+        like: Tensor with the device and, by default, the dtype of the new tensor.
+        dtype: Dtype of the new tensor.
+    """
     options = {"dtype": dtype or like.dtype, "device": like.device}
     if strides is None:
         return dispatch(_aten.empty.memory_format, (), (size,), options)
@@ -85,41 +96,44 @@ def make_result(
 def _by_name(func: OpOverload, args: Sequence, kwargs: Mapping) -> dict[str, Any]:
     """Return all arguments of a call by their names, including defaults."""
     arguments = func._schema.arguments
-    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    positional = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
     defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    return defaults | given | dict(kwargs)
+    return defaults | positional | dict(kwargs)
 
 
-def _part_of(dispatch: Dispatch, elements: int, outline: Tensor) -> Tensor:
-    """Return a contiguous tensor like the outline, at the beginning of a storage of `elements`
-    elements."""
+def _view_of_larger_storage(dispatch: Dispatch, elements: int, outline: Tensor) -> Tensor:
+    """Return a contiguous tensor with the shape of `outline` in a storage of `elements` elements.
+
+    The tensor begins at the first element of the storage. `outline` also gives dtype and device.
+    """
     whole = make_result(dispatch, (elements,), None, outline)
     strides = make_result(dispatch, outline.size(), None, outline).stride()
     return dispatch(_aten.as_strided.default, (), (whole, outline.size(), strides, 0), {})
 
 
 def _grouped_mm(dispatch: Dispatch, func: OpOverload, args: Sequence, kwargs: Mapping) -> Tensor:
-    """Return the result of a grouped product in a dtype other than bfloat16.
+    """Return the symbolic result of a grouped matrix product in a dtype other than bfloat16.
 
-    The shape is found with bfloat16 operands, because PyTorch's symbolic kernel refuses other
-    dtypes, unlike the real kernel.
+    PyTorch's symbolic kernel rejects other dtypes than bfloat16, unlike the real kernel. Therefore
+    the shape of the result is found with operands in bfloat16.
     """
     in_bf16 = [make_result(dispatch, t.size(), t.stride(), t, torch.bfloat16) for t in args[:2]]
     result = dispatch(func, (), (*in_bf16, *args[2:]), kwargs)
     return make_result(dispatch, result.size(), None, args[0])
 
 
-def _ctc_loss(dispatch: Dispatch, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return a loss per sample, and a number per sample, time step and state of the alignment.
+def _ctc_loss(dispatch: Dispatch, call_args: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the symbolic results of the CTC loss: losses (samples), and a table of the alignment.
 
-    There are 2 l + 1 states, where l is the length of the longest target. PyTorch's symbolic kernel
-    refuses the operator, because l is a value and not a size.
+    The table has the shape (samples, time steps, states). There are 2 l + 1 states, where l is the
+    length of the longest target. PyTorch's symbolic kernel rejects the operator, because l is a
+    value and not a size.
 
     Source: aten/src/ATen/native/LossCTC.cpp (`ctc_loss_allocate_outputs`).
     """
-    log_probs = given["log_probs"]
+    log_probs = call_args["log_probs"]
     steps, samples = log_probs.shape[:2]
-    states = 2 * max(given["target_lengths"], default=0) + 1
+    states = 2 * max(call_args["target_lengths"], default=0) + 1
     shapes = (samples,), (samples, steps, states)
     loss, alignment = (make_result(dispatch, shape, None, log_probs) for shape in shapes)
     return loss, alignment
@@ -128,15 +142,15 @@ def _ctc_loss(dispatch: Dispatch, given: dict[str, Any]) -> tuple[Tensor, Tensor
 # ---- rules
 
 
-def _view(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a view with the strides of the real one, also along dimensions of size 1.
+def _view(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
+    """Return a view with the strides of the real view, also for dimensions of size 1.
 
-    They decide whether a tensor counts as channels_last, which is the memory format of the results
-    of later operators.
+    These strides matter because they determine whether later operators return results in the memory
+    format channels_last.
 
     Source: aten/src/ATen/TensorUtils.cpp (`computeStride`).
     """
-    viewed = given["self"]
+    viewed = call_args["self"]
     strides = _view_strides(viewed.shape, viewed.stride(), result.shape)
     if result.stride() == strides:
         return result
@@ -147,96 +161,107 @@ def _view(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
 def _view_strides(
     sizes: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the strides that a tensor's elements have in a view of another shape.
+    """Return the strides of a view, as PyTorch computes them.
 
-    Neighboring dimensions whose elements have even distances in memory form one run. Each dimension
-    of the view is a part of one run, and one of size 1 belongs to the innermost run that it can be
-    part of.
+    Neighboring dimensions of the viewed tensor form one run if their elements are evenly spaced in
+    memory. Each dimension of the view lies within one run. A dimension of size 1 is assigned to the
+    innermost run that is possible.
+
+    Args:
+        sizes, strides: Shape and strides of the tensor that is viewed.
+        wanted: Shape of the view.
     """
     if 0 in sizes:
         return tuple(strides) if sizes == wanted else make_contiguous_strides_for(wanted)
-    runs: list[list[int]] = []  # elements and the distance of neighbors, from the innermost run
+    # Pairs (number of elements, distance of neighboring elements), from the innermost run.
+    runs: list[list[int]] = []
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if runs and (size == 1 or stride == math.prod(runs[-1])):
             runs[-1][0] *= size
         else:
             runs.append([size, stride])
-    left, made = list(wanted), []
+    remaining, view_strides = list(wanted), []
     for elements, distance in runs or [[1, 1]]:
-        taken = 1
-        while left and (taken < elements or left[-1] == 1):
-            made.append(taken * distance)
-            taken *= left.pop()
-    return tuple(reversed(made))
+        used = 1
+        while remaining and (used < elements or remaining[-1] == 1):
+            view_strides.append(used * distance)
+            used *= remaining.pop()
+    return tuple(reversed(view_strides))
 
 
-def _like(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a tensor with the strides of a dense input, unless a memory format is chosen.
+def _like_dense_self(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
+    """Return the result of a function such as `zeros_like` with the strides of its input.
+
+    The strides are kept if the input is dense and the call chooses no memory format.
 
     Source: aten/src/ATen/native/TensorFactories.cpp (`empty_like`).
     """
-    preserved = given["memory_format"] in (None, torch.preserve_format)
-    if not preserved or {result.layout, given["self"].layout} != {torch.strided}:
+    preserved = call_args["memory_format"] in (None, torch.preserve_format)
+    if not preserved or {result.layout, call_args["self"].layout} != {torch.strided}:
         return result
-    return _like_dense(dispatch, given, result)
+    return _like_dense(dispatch, call_args, result)
 
 
-def _loss(
-    dispatch: Dispatch, given: dict[str, Any], result: Tensor, *, unreduced: Rule | None = None
+def _loss_in_full_storage(
+    dispatch: Dispatch, call_args: dict[str, Any], result: Tensor, *, unreduced: Rule | None = None
 ) -> Tensor:
-    """Return a scalar loss whose storage is as large as that of the unreduced loss.
+    """Return a reduced loss as a scalar in a storage as large as that of the unreduced loss.
 
-    The kernel computes all elements in the output. At the end it resizes the output to a scalar,
-    which does not free any memory.
+    The kernel first computes all elements in the output's storage. At the end it resizes the output
+    to a scalar, which does not free any memory. An unreduced loss follows the rule `unreduced`.
 
     Source: aten/src/ATen/native/BinaryOps.cpp and Loss.cpp.
     """
-    if not given["reduction"]:
-        return unreduced(dispatch, given, result) if unreduced else result
-    shape = torch.broadcast_shapes(given["self"].shape, given["target"].shape)
-    return _part_of(dispatch, max(math.prod(shape), 1), result)
+    if not call_args["reduction"]:
+        return unreduced(dispatch, call_args, result) if unreduced else result
+    shape = torch.broadcast_shapes(call_args["self"].shape, call_args["target"].shape)
+    return _view_of_larger_storage(dispatch, max(math.prod(shape), 1), result)
 
 
-def _with_elementwise_strides(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a result with the strides that `_elementwise` finds for the input and the target."""
-    return _elementwise(dispatch, (given["self"], given["target"]), result)
+def _with_elementwise_strides(
+    dispatch: Dispatch, call_args: dict[str, Any], result: Tensor
+) -> Tensor:
+    """Return a loss with the strides of an elementwise operator on the input and the target."""
+    return _elementwise(dispatch, (call_args["self"], call_args["target"]), result)
 
 
-def _like_input(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a tensor like the input, because the kernel allocates its output with
-    `empty_like(input)` and ignores the target's strides."""
-    return dispatch(_aten.empty_like.default, (), (given["self"],), {})
+def _like_input(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
+    """Return a result with the shape and strides of the input, `self`.
+
+    The kernel allocates its output with `empty_like(input)`, whatever the target's strides are.
+    """
+    return dispatch(_aten.empty_like.default, (), (call_args["self"],), {})
 
 
-def _huber_loss(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return the symbolic result if the loss is reduced, and a tensor like the input otherwise."""
-    return result if given["reduction"] else _like_input(dispatch, given, result)
+def _huber_loss(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
+    """Return an unreduced Huber loss with the strides of the input, and a reduced one unchanged."""
+    return result if call_args["reduction"] else _like_input(dispatch, call_args, result)
 
 
-def _bce_with_logits(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return an unreduced loss with the strides of one minus the target.
+def _bce_with_logits(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
+    """Return an unreduced loss with the strides of `1 - target`, and a reduced one unchanged.
 
     Source: aten/src/ATen/native/Loss.cpp (`binary_cross_entropy_with_logits`).
     """
-    if given["reduction"]:
+    if call_args["reduction"]:
         return result
-    return _elementwise(dispatch, (given["target"],), result, one_shape=False)
+    return _elementwise(dispatch, (call_args["target"],), result, one_shape=False)
 
 
-def _soft_margin_backward(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a result with the strides of the target times the product of input and negated target.
+def _soft_margin_backward(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
+    """Return a gradient with the strides of `target * (-target * input)`, as in the kernel.
 
     Source: aten/src/ATen/native/Loss.cpp (`soft_margin_loss_backward_out`).
     """
-    negated = dispatch(_aten.neg.default, (), (given["target"],), {})
-    product = dispatch(_aten.mul.Tensor, (), (negated, given["self"]), {})
-    return dispatch(_aten.mul.Tensor, (), (given["target"], product), {})
+    negated = dispatch(_aten.neg.default, (), (call_args["target"],), {})
+    product = dispatch(_aten.mul.Tensor, (), (negated, call_args["self"]), {})
+    return dispatch(_aten.mul.Tensor, (), (call_args["target"], product), {})
 
 
-# Kernels that consider the strides of their operands in the reverse of the schema's order.
-_REVERSED = {_aten.threshold_backward.default}
-# Elementwise kernels without PyTorch's tag.
-_ELEMENTWISE = {
+# Operators whose kernels consider their operands' strides in the reverse of the schema's order.
+_OPERANDS_REVERSED = {_aten.threshold_backward.default}
+# Elementwise operators to which PyTorch gives no tag `pointwise`.
+_UNTAGGED_ELEMENTWISE = {
     _aten._prelu_kernel_backward.default,
     _aten.complex.default,
     _aten.elu_backward.default,
@@ -250,22 +275,21 @@ _ELEMENTWISE = {
     _aten.softplus_backward.default,
     _aten.softshrink_backward.default,
 }
-# Kernels that take a number. Other overloads for a number make a 0-dimensional tensor of it, and
-# their result then depends on the strides of dimensions of size 1, too.
+# Operators whose kernels use a number directly. Other overloads for a number convert it to a
+# 0-dimensional tensor. Then the strides of dimensions of size 1 affect the result, too.
 _TAKE_NUMBERS = {_aten.pow.Tensor_Scalar, _aten.lerp.Scalar}
 
 
 @cache
 def _is_elementwise(func: OpOverload) -> bool:
-    """Return whether a kernel makes a new tensor element by element, and chooses its strides
-    itself."""
+    """Return whether an operator makes a new tensor element by element and chooses its strides."""
     tagged = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
     # The caller of `clone` chooses the strides.
-    return (tagged and func is not _aten.clone.default) or func in _ELEMENTWISE
+    return (tagged and func is not _aten.clone.default) or func in _UNTAGGED_ELEMENTWISE
 
 
 def _reads_numbers(func: OpOverload, args: Sequence) -> bool:
-    """Return whether a kernel makes a tensor of a number that is one of its operands."""
+    """Return whether an operator converts a number among its operands to a tensor."""
     if "calar" in func._overloadname:
         return func not in _TAKE_NUMBERS
     return any(
@@ -277,20 +301,22 @@ def _reads_numbers(func: OpOverload, args: Sequence) -> bool:
 def _elementwise(
     dispatch: Dispatch, operands: Iterable[Tensor], result: Any, *, one_shape: bool = True
 ) -> Any:
-    """Return a result with the strides on which the operands agree.
+    """Return an elementwise operator's result with the strides that the real kernel chooses.
 
-    The symbolic kernel computes the operator in several steps, and converts 16-bit operands to fp32
-    first. The strides of the symbolic result then come from the last of these steps. Its operands
-    may be dense although the operator's own operands are expanded.
+    The real kernel finds the strides of the result from those of the operands. PyTorch's symbolic
+    kernel may find others, because it computes the operator in several steps and first converts
+    16-bit operands to fp32. The strides of its result come from the last step, whose operands may
+    be dense although the operator's own operands are expanded.
 
-    The real kernel converts an operand of another dtype than the others. Where that changes
-    strides, because the operand is not dense, the symbolic result is left unchanged.
+    If operands have different dtypes and one of them is not dense, the symbolic result is returned
+    unchanged, because the real kernel then converts an operand, which changes its strides.
 
     Args:
-        dispatch: Function that runs the operators that make another result.
+        dispatch: Function that runs operators on symbolic tensors.
         operands: The operator's tensors, in the order in which the kernel considers them.
         result: The symbolic result.
-        one_shape: False if there is an operand of another shape that is not in `operands`.
+        one_shape: False if there is an operand of another shape that is not in `operands`, such as
+            a number.
     """
     operands = list(operands)
     if isinstance(result, tuple):
@@ -326,10 +352,16 @@ def _is_dense(tensor: Tensor) -> bool:
 def _iterated_strides(
     operands: Sequence[Tensor], shape: torch.Size, one_shape: bool
 ) -> tuple[int, ...]:
-    """Return the strides of a new tensor that is computed element by element from strided ones.
+    """Return the strides that an elementwise kernel chooses for its result.
 
     PyTorch's own function in Python, `compute_elementwise_output_strides`, gives other strides to
-    dimensions of size 1, on which the memory format of later results depends.
+    dimensions of size 1. These strides determine the memory format of later results.
+
+    Args:
+        operands: The tensors from which the result is computed.
+        shape: Shape of the result.
+        one_shape: Whether all operands, including numbers, have this shape if those in `operands`
+            do.
 
     Source: aten/src/ATen/TensorIterator.cpp (`fast_set_up`, `reorder_dimensions`).
     """
@@ -342,7 +374,8 @@ def _iterated_strides(
             return operands[0].stride()
     steps = [_broadcast_strides(each, shape) for each in operands if each.dim()]
     from_last = list(reversed(range(len(shape))))
-    order = from_last.copy()  # becomes: dimensions from the innermost to the outermost one
+    # The loop sorts this list: dimensions from the innermost to the outermost.
+    order = from_last.copy()
     for place in range(1, len(order)):
         for before in reversed(range(place)):
             outer = _is_outer(order[before], order[place], steps, shape)
@@ -358,7 +391,7 @@ def _iterated_strides(
 
 
 def _broadcast_strides(tensor: Tensor, shape: torch.Size) -> list[int]:
-    """Return the strides of a tensor that is broadcast to a shape."""
+    """Return the strides that a tensor has when it is broadcast to a shape."""
     missing = len(shape) - tensor.dim()
     sizes = zip(tensor.shape, tensor.stride(), shape[missing:], strict=True)
     return [0] * missing + [0 if own == 1 != size else step for own, step, size in sizes]
@@ -367,8 +400,17 @@ def _broadcast_strides(tensor: Tensor, shape: torch.Size) -> list[int]:
 def _is_outer(
     one: int, other: int, steps: Sequence[Sequence[int]], shape: torch.Size
 ) -> bool | None:
-    """Return whether dimension `one` lies outside `other` in memory, or None if no operand
-    decides."""
+    """Return whether dimension `one` must be outside dimension `other` in the result's memory.
+
+    Args:
+        one, other: Indices of dimensions.
+        steps: Strides of each operand, broadcast to `shape`.
+        shape: Shape of the result.
+
+    Returns:
+        The decision of the first operand that decides: by its strides, or by the sizes of the
+        dimensions if its strides are equal. None if no operand decides.
+    """
     for each in steps:
         if not each[one] or not each[other]:
             continue
@@ -379,54 +421,62 @@ def _is_outer(
     return None
 
 
-def _columns(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a contiguous result whose storage is at least as large as the input.
+def _contiguous_in_larger_storage(
+    dispatch: Dispatch, call_args: dict[str, Any], result: Tensor
+) -> Tensor:
+    """Return a contiguous result in a storage with at least as many elements as the input.
 
-    The kernel makes the output like the input and then resizes it, which never frees memory.
+    The kernel allocates the output with the size of the input and then resizes it, which never
+    frees memory.
 
     Source: aten/src/ATen/native/Im2Col.cpp and Col2Im.cpp.
     """
-    return _part_of(dispatch, max(given["self"].numel(), result.numel()), result)
+    return _view_of_larger_storage(dispatch, max(call_args["self"].numel(), result.numel()), result)
 
 
-def _contiguous(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
+def _contiguous(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
     """Return a contiguous result, whatever the strides of the arguments are."""
     return make_result(dispatch, result.size(), None, result)
 
 
 def _like_dense(
-    dispatch: Dispatch, given: dict[str, Any], result: Tensor, *, name: str = "self"
+    dispatch: Dispatch, call_args: dict[str, Any], result: Tensor, *, name: str = "self"
 ) -> Tensor:
-    """Return a result with the strides of an input of its shape, if that input is dense."""
-    like = given[name]
+    """Return a result with the strides of the input `name`, if that input is dense.
+
+    If the input has another shape than the result, the symbolic result is returned unchanged.
+    """
+    like = call_args[name]
     if like.stride() == result.stride() or like.shape != result.shape or not _is_dense(like):
         return result
     return make_result(dispatch, result.size(), like.stride(), result)
 
 
-def _first(
-    dispatch: Dispatch, given: dict[str, Any], result: tuple, *, rule: Rule = _contiguous
+def _apply_to_first(
+    dispatch: Dispatch, call_args: dict[str, Any], result: tuple, *, rule: Rule = _contiguous
 ) -> tuple:
-    """Return results whose first one follows a rule, unless it is None."""
+    """Apply a rule to the first of an operator's results, unless it is None, and return all."""
     if result[0] is None:
         return result
-    return rule(dispatch, given, result[0]), *result[1:]
+    return rule(dispatch, call_args, result[0]), *result[1:]
 
 
-def _each(dispatch: Dispatch, given: dict[str, Any], result: tuple, *, rule: Rule) -> tuple:
-    """Return results that each follow the same rule."""
-    return tuple(rule(dispatch, given, each) for each in result)
+def _apply_to_each(
+    dispatch: Dispatch, call_args: dict[str, Any], result: tuple, *, rule: Rule
+) -> tuple:
+    """Apply a rule to each of an operator's results, and return them."""
+    return tuple(rule(dispatch, call_args, each) for each in result)
 
 
-def _in_memory_format(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a result in the memory format and the dtype of the input, `self`.
+def _in_memory_format(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
+    """Return a result in the memory format and the dtype of the operator's input.
 
     Source: `suggest_memory_format` in aten/src/ATen/native/MaxUnpooling.cpp, ReflectionPad.cpp,
     ReplicationPadding.cpp and ChanelShuffle.cpp.
     """
     if result.device.type != "cpu":
         return result
-    x = given["self" if "self" in given else "input"]
+    x = call_args["self" if "self" in call_args else "input"]
     options = {
         "dtype": x.dtype,
         "device": result.device,
@@ -435,31 +485,35 @@ def _in_memory_format(dispatch: Dispatch, given: dict[str, Any], result: Tensor)
     return dispatch(_aten.empty.memory_format, (), (result.size(),), options)
 
 
-def _batch_norm(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a result in the memory format in which the input is contiguous.
+def _batch_norm(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
+    """Return the result of a batch norm in the memory format in which the input is contiguous.
 
-    The strides of an input with one sample need not be those that `suggest_memory_format` expects.
+    `suggest_memory_format` alone does not suffice: for an input with a single sample, the strides
+    may differ from those that it expects.
     """
-    x = given["input"]
+    x = call_args["input"]
     if x.is_contiguous():
-        return _contiguous(dispatch, given, result)
+        return _contiguous(dispatch, call_args, result)
     formats = torch.channels_last, torch.channels_last_3d
     if any(x.is_contiguous(memory_format=each) for each in formats):
         strides = make_channels_last_strides_for(result.shape)
         return make_result(dispatch, result.size(), strides, result)
-    return _in_memory_format(dispatch, given, result)
+    return _in_memory_format(dispatch, call_args, result)
 
 
-def _norm(dispatch: Dispatch, given: dict[str, Any], result: tuple, *, rule: Rule) -> tuple:
-    """Return results whose first one follows a rule, and statistics in the dtype of the parameters.
+def _norm_with_parameter_dtype(
+    dispatch: Dispatch, call_args: dict[str, Any], result: tuple, *, rule: Rule
+) -> tuple:
+    """Apply a rule to the output of a norm, and give its statistics the dtype of the parameters.
 
-    Under autocast, an input in bf16 meets parameters in fp32.
+    Under autocast the symbolic result has another dtype than the real one, because the input is in
+    bf16 and the parameters are in fp32.
 
     Source: aten/src/ATen/native/cpu/mixed_data_type.h (`param_scalar_type`).
     """
-    output, *rest = _first(dispatch, given, result, rule=rule)
+    output, *rest = _apply_to_first(dispatch, call_args, result, rule=rule)
     names = "weight", "bias", "running_mean", "running_var"
-    parameters = [given[name] for name in names if given.get(name) is not None]
+    parameters = [call_args[name] for name in names if call_args.get(name) is not None]
     if output.device.type == "cpu" and parameters and parameters[0].dtype != output.dtype:
         dtype = parameters[0].dtype
         rest[:2] = [make_result(dispatch, x.size(), None, x, dtype) for x in rest[:2]]
@@ -467,63 +521,75 @@ def _norm(dispatch: Dispatch, given: dict[str, Any], result: tuple, *, rule: Rul
 
 
 def _embedding_bag(
-    dispatch: Dispatch, given: dict[str, Any], result: tuple, *, forward_only: bool
+    dispatch: Dispatch, call_args: dict[str, Any], result: tuple, *, forward_only: bool
 ) -> tuple:
-    """Return the four results with the storages that the CPU kernel makes.
+    """Return the four results of `embedding_bag` with the storages that the CPU kernel allocates.
 
-    The bags' sizes have a storage with one element per offset, although the last offset may not
-    begin a bag. The tensor that holds the bag of each index has one element more than there are
-    indices. It is empty if the kernel for sums of contiguous rows runs.
+    - The output is unchanged.
+    - The tensor with the bag of each index is in a storage with one element more than there are
+      indices. It is empty if the kernel for sums of contiguous rows runs.
+    - The tensor with the size of each bag is in a storage with one element per offset, although the
+      last offset may not begin a bag.
+    - Except in mode "max", the tensor with the indices of the largest elements has one element per
+      bag, or one per offset in a forward-only sum.
 
     Source: aten/src/ATen/native/EmbeddingBag.cpp (`make_bag_size_out`, `make_offset2bag_out`,
     `make_max_indices_out`).
     """
-    output, bag_of_each, sizes, most = result
+    output, bag_of_each, sizes, max_indices = result
     if output.device.type != "cpu":
         return result
-    weight, weights, mode = given["weight"], given["per_sample_weights"], given["mode"]
-    offsets, indices = len(given["offsets"]), len(given["indices"])
+    weight, weights, mode = call_args["weight"], call_args["per_sample_weights"], call_args["mode"]
+    offsets, indices = len(call_args["offsets"]), len(call_args["indices"])
     sums_rows = (
         mode == 0
         and weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and weight.stride(1) == 1
-        and given["padding_idx"] < 0
+        and call_args["padding_idx"] < 0
         and (weights is None or weights.stride(0) == 1)
     )
     outline = make_result(dispatch, (0 if sums_rows else indices,), None, bag_of_each)
-    bag_of_each = outline if sums_rows else _part_of(dispatch, indices + 1, outline)
+    bag_of_each = outline if sums_rows else _view_of_larger_storage(dispatch, indices + 1, outline)
     bags = len(output)
     if mode == 0 and forward_only:
         bags = offsets
-    sizes = _part_of(dispatch, offsets, make_result(dispatch, (bags,), None, sizes))
+    sizes = _view_of_larger_storage(dispatch, offsets, make_result(dispatch, (bags,), None, sizes))
     if mode != 2:
-        most = make_result(dispatch, (bags,), None, most)
-    return output, bag_of_each, sizes, most
+        max_indices = make_result(dispatch, (bags,), None, max_indices)
+    return output, bag_of_each, sizes, max_indices
 
 
-def _to_sparse(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a sparse tensor with a value for each element of the dense tensor, which is the
-    largest possible number. The symbolic kernel returns a tensor without values."""
+def _to_sparse(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
+    """Return the sparse form of a dense tensor, as large as if none of its elements were zero.
+
+    PyTorch's symbolic kernel returns a sparse tensor without any values.
+    """
     if result.layout is not torch.sparse_coo:
         return result
-    dense = given["self"]
-    dimensions = given.get("sparse_dim") or dense.dim()
+    dense = call_args["self"]
+    dimensions = call_args.get("sparse_dim") or dense.dim()
     return _sparse(dispatch, dense, dimensions, math.prod(dense.shape[:dimensions]))
 
 
-def _sparse_mask(dispatch: Dispatch, given: dict[str, Any], result: Tensor) -> Tensor:
-    """Return a sparse tensor with a value for each value of the mask. The symbolic kernel returns a
-    tensor without values."""
-    dense, mask = given["self"], given["mask"]
+def _sparse_mask(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
+    """Return a sparse tensor with as many values as the sparse mask has.
+
+    PyTorch's symbolic kernel returns a sparse tensor without any values.
+    """
+    dense, mask = call_args["self"], call_args["mask"]
     if dense.layout is not torch.strided or mask.layout is not torch.sparse_coo:
         return result
     return _sparse(dispatch, dense, mask.sparse_dim(), mask._nnz())
 
 
 def _sparse(dispatch: Dispatch, dense: Tensor, dimensions: int, count: int) -> Tensor:
-    """Return a sparse tensor that holds `count` parts of a dense tensor.
+    """Return a symbolic sparse COO tensor with the shape, dtype and device of a dense tensor.
 
-    Each part has an index of `dimensions` numbers.
+    Args:
+        dispatch: Function that runs operators on symbolic tensors.
+        dense: The dense tensor.
+        dimensions: Number of sparse dimensions; they come first, and the others are dense.
+        count: Number of specified elements.
     """
     indices = make_result(dispatch, (dimensions, count), None, dense, torch.int64)
     values = make_result(dispatch, (count, *dense.shape[dimensions:]), None, dense)
@@ -533,29 +599,32 @@ def _sparse(dispatch: Dispatch, dense: Tensor, dimensions: int, count: int) -> T
     return dispatch(make, (), arguments, options | {"is_coalesced": True})
 
 
-_LIKE = ("empty_like", "full_like", "ones_like", "zeros_like")
-_LIKE += ("rand_like", "randn_like", "randint_like")
+_LIKE_FUNCTIONS = ("empty_like", "full_like", "ones_like", "zeros_like")
+_LIKE_FUNCTIONS += ("rand_like", "randn_like", "randint_like")
+# Rules for all kinds of devices.
 RULES: dict[OpOverload, Rule] = {
     **dict.fromkeys((_aten.view.default, _aten._unsafe_view.default), _view),
     **{
-        getattr(packet, overload): _like
-        for packet in (getattr(_aten, name) for name in _LIKE)
+        getattr(packet, overload): _like_dense_self
+        for packet in (getattr(_aten, name) for name in _LIKE_FUNCTIONS)
         for overload in packet.overloads()
         if "out" not in overload
     },
-    _aten.mse_loss.default: partial(_loss, unreduced=_with_elementwise_strides),
-    _aten.smooth_l1_loss.default: partial(_loss, unreduced=_with_elementwise_strides),
-    _aten.binary_cross_entropy.default: partial(_loss, unreduced=_like_input),
-    _aten.soft_margin_loss.default: _loss,
+    _aten.mse_loss.default: partial(_loss_in_full_storage, unreduced=_with_elementwise_strides),
+    _aten.smooth_l1_loss.default: partial(
+        _loss_in_full_storage, unreduced=_with_elementwise_strides
+    ),
+    _aten.binary_cross_entropy.default: partial(_loss_in_full_storage, unreduced=_like_input),
+    _aten.soft_margin_loss.default: _loss_in_full_storage,
     _aten.huber_loss.default: _huber_loss,
     _aten.mse_loss_backward.default: _contiguous,
     _aten.smooth_l1_loss_backward.default: _contiguous,
     _aten.huber_loss_backward.default: _contiguous,
     _aten.binary_cross_entropy_backward.default: _like_input,
     _aten.soft_margin_loss_backward.default: _soft_margin_backward,
-    _aten.im2col.default: _columns,
-    _aten.col2im.default: _columns,
-    _aten.native_layer_norm_backward.default: _first,
+    _aten.im2col.default: _contiguous_in_larger_storage,
+    _aten.col2im.default: _contiguous_in_larger_storage,
+    _aten.native_layer_norm_backward.default: _apply_to_first,
     _aten.glu_backward.default: _contiguous,
     _aten.masked_fill.Scalar: _contiguous,
     _aten.masked_fill.Tensor: _contiguous,
@@ -569,17 +638,17 @@ RULES: dict[OpOverload, Rule] = {
     _aten.nan_to_num.default: _like_input,
     _aten.flip.default: _like_input,
     _aten.index_put.default: _like_input,
-    _aten.native_layer_norm.default: partial(_norm, rule=_contiguous),
-    _aten._weight_norm_interface.default: _first,
-    _aten._weight_norm_interface_backward.default: _first,
+    _aten.native_layer_norm.default: partial(_norm_with_parameter_dtype, rule=_contiguous),
+    _aten._weight_norm_interface.default: _apply_to_first,
+    _aten._weight_norm_interface_backward.default: _apply_to_first,
     _aten.binary_cross_entropy_with_logits.default: _bce_with_logits,
     _aten.hardtanh.default: _like_input,
     _aten.renorm.default: _contiguous,
-    _aten.frexp.Tensor: partial(_each, rule=_like_dense),
+    _aten.frexp.Tensor: partial(_apply_to_each, rule=_like_dense),
     _aten._conj_physical.default: _like_input,
     _aten.log_sigmoid_backward.default: partial(_like_dense, name="grad_output"),
-    _aten.sort.default: partial(_each, rule=_like_dense),
-    _aten.sort.stable: partial(_each, rule=_like_dense),
+    _aten.sort.default: partial(_apply_to_each, rule=_like_dense),
+    _aten.sort.stable: partial(_apply_to_each, rule=_like_dense),
     _aten._log_softmax_backward_data.default: _contiguous,
     _aten.max_unpool2d.default: _in_memory_format,
     _aten.channel_shuffle.default: _in_memory_format,
@@ -597,7 +666,7 @@ RULES: dict[OpOverload, Rule] = {
 }
 
 
-# Rows for kernels that exist only on a CPU, or that differ from those on CUDA.
+# Rules for operators that exist only on a CPU, or whose CPU kernel differs from the CUDA kernel.
 CPU_RULES: dict[OpOverload, Rule] = {
     **dict.fromkeys(
         (
@@ -606,7 +675,7 @@ CPU_RULES: dict[OpOverload, Rule] = {
             _aten._native_batch_norm_legit.no_stats,
             _aten._batch_norm_with_update.default,
         ),
-        partial(_norm, rule=_batch_norm),
+        partial(_norm_with_parameter_dtype, rule=_batch_norm),
     ),
     **dict.fromkeys(
         (
@@ -614,38 +683,38 @@ CPU_RULES: dict[OpOverload, Rule] = {
             _aten.batch_norm_backward.default,
             _aten.native_group_norm_backward.default,
         ),
-        partial(_first, rule=_in_memory_format),
+        partial(_apply_to_first, rule=_in_memory_format),
     ),
-    _aten.native_group_norm.default: partial(_norm, rule=_in_memory_format),
+    _aten.native_group_norm.default: partial(_norm_with_parameter_dtype, rule=_in_memory_format),
     _aten.roll.default: _in_memory_format,
-    _aten.log_sigmoid_forward.default: partial(_each, rule=_contiguous),
+    _aten.log_sigmoid_forward.default: partial(_apply_to_each, rule=_contiguous),
     _aten._scaled_dot_product_flash_attention_for_cpu.default: partial(
-        _first, rule=partial(_like_dense, name="query")
+        _apply_to_first, rule=partial(_like_dense, name="query")
     ),
 }
 
 
 class Inexact(NamedTuple):
-    """Reason why the bytes of an operator's symbolic result are not exact, and how to avoid the
-    operator.
+    """Explanation for the user that the bytes of an operator are not exact on symbolic tensors.
 
     Attributes:
-        reason: Clause that describes the operator.
-        remedy: Clause that tells the caller what to do.
+        reason: Verb phrase about the operator. The message is "{operator} {reason}; {remedy}".
+        remedy: Advice in the imperative.
     """
 
     reason: str
     remedy: str
 
 
-_VALUES = Inexact(
+_ZEROS_UNKNOWN = Inexact(
     "keeps only values that are not zero, but symbolic tensors have no values and the result is"
     " counted as if none were zero",
     "keep the tensor dense",
 )
+# Operators whose bytes no rule can give.
 INEXACT: dict[OpOverload, Inexact] = {
-    _aten._to_sparse.default: _VALUES,
-    _aten._to_sparse.sparse_dim: _VALUES,
+    _aten._to_sparse.default: _ZEROS_UNKNOWN,
+    _aten._to_sparse.sparse_dim: _ZEROS_UNKNOWN,
     # `nn.LSTM` runs this operator on a CPU.
     _aten.mkldnn_rnn_layer.default: Inexact(
         "keeps memory that symbolic tensors do not show",

@@ -1,14 +1,17 @@
-"""Casts that `torch.autocast` makes on CUDA but not on a CPU.
+"""Make the casts that `torch.autocast` makes on CUDA but not on a CPU.
 
 Symbolic tensors are on the CPU, where autocast does not cast the inputs of the functions in `FP32`.
-On CUDA it casts them to fp32, and so does `CudaCasts`. The dtypes of their results were compared
-with those of PyTorch's autocast for CUDA on symbolic tensors (`tests/test_budget_precision.py`). No
-step under autocast has been measured on a GPU.
+On CUDA it casts them to fp32, which changes the bytes of a step. The mode `CudaCasts` casts them in
+the same way. The dtypes of the results were compared with those of PyTorch's autocast for CUDA on
+symbolic tensors (`test_budget_precision.py`). No step under autocast has been measured on a GPU.
 
-Three things are not included: calls of these functions inside other functions of
-`torch.nn.functional`, such as the softmax of `multi_head_attention_forward` with `need_weights`;
-functions that autocast converts to fp32 on a CPU only, such as pooling in three dimensions; and
-functions such as `addcmul`, which convert their inputs to the widest dtype.
+`CudaCasts` does not follow autocast for CUDA in three cases:
+
+- Other functions of `torch.nn.functional` call one of these functions, as
+  `multi_head_attention_forward` with `need_weights` calls softmax.
+- Autocast casts the inputs of a function to fp32 on a CPU only, such as those of pooling in three
+  dimensions.
+- A function converts its inputs to the widest dtype among them, as `addcmul` does.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch.tensors import map_tensors
 
-# Names of the functions that call an operator of `AT_FORALL_FP32`, of
-# `AT_FORALL_FP32_SET_OPT_DTYPE`, or `norm`. For example, `cross_entropy` calls `log_softmax`, and
-# `square` calls `pow`.
+# Names of the functions whose inputs autocast casts to fp32 on CUDA. They call an operator in
+# PyTorch's list `AT_FORALL_FP32` or `AT_FORALL_FP32_SET_OPT_DTYPE`, or the operator `norm`. For
+# example, `cross_entropy` calls `log_softmax`, and `square` calls `pow`.
 #
 # Source: aten/src/ATen/autocast_mode.h (torch 2.11).
 _NAMES = """
@@ -37,20 +40,21 @@ FP32 = frozenset(_NAMES.split())
 
 
 class CudaCasts(TorchFunctionMode):
-    """Mode in which the functions of `FP32` get their 16-bit inputs in fp32 under autocast."""
+    """Function mode that casts 16-bit inputs of the functions in `FP32` to fp32 under autocast."""
 
-    # PyTorch does not enter the mode inside `backward`, so checkpoints enter it again.
+    # No function mode is active inside `backward`. Checkpoints enter a mode with this attribute
+    # again for the recomputation.
     when_recomputed = True
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        # Functions that are given a dtype convert their input to it themselves.
+        # A function with an argument `dtype` converts its input itself.
         if name in FP32 and kwargs.get("dtype") is None and torch.is_autocast_enabled("cpu"):
             args, kwargs = map_tensors(in_fp32, (args, kwargs))
         return func(*args, **kwargs)
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
-    """Return a tensor in 16 bits converted to fp32, and any other tensor unchanged."""
+    """Return a bf16 or fp16 tensor converted to fp32, and any other tensor unchanged."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

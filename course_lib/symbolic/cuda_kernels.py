@@ -1,16 +1,17 @@
-"""Operators that PyTorch runs for tensors on CUDA and not for tensors on a CPU.
+"""Run the operators on symbolic tensors that PyTorch runs for tensors on CUDA.
 
-Symbolic tensors are on the CPU. Inside `Symbolic(kind="cuda")`, functions that choose their
-operator by the device choose as on CUDA, so that tensors saved for backward have the bytes that
-they have there. `RULES` changes results that differ in their dtype. Whole steps were compared with
-an H200 and torch 2.11 (`tests/test_cuda_estimates.py`).
+Symbolic tensors report the CPU as their device. Inside `Symbolic(kind="cuda")`, functions that
+choose their operator by the device choose the operator for CUDA, so that the tensors saved for
+backward have the same bytes as on CUDA. `RULES` corrects results whose dtype or size differs on
+CUDA. Whole steps were compared with an H200 and torch 2.11
+(`tests/library/test_budget_on_gpu.py`).
 
-`ATTENTION_RULES` decides which kernel of attention runs. It was compared with the compiled checks
-of torch 2.11 and 2.13 (`tests/test_cuda_kernels.py`), and its rows say which of them an H200 has
-confirmed.
+`ATTENTION_RULES` determines which attention kernel runs. The rules were compared with the compiled
+checks of torch 2.11 and 2.13 (`test_attention_selection.py`). The attribute `measured` of a rule
+says whether steps on an H200 have confirmed it.
 
-Not included are workspaces that an operator allocates and frees, what cuDNN and cuBLAS keep, and
-cuDNN's CTC loss, which runs only for labels in one dimension and of dtype int32.
+This module does not model workspaces that an operator allocates and frees, memory that cuDNN and
+cuBLAS keep, and cuDNN's CTC loss, which runs only for one-dimensional labels of dtype int32.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ INSTALLED = int(_major), int(_minor)
 
 @dataclass(frozen=True)
 class Gpu:
-    """Facts about a GPU and its PyTorch on which the choice of an attention kernel depends.
+    """Compute capability and PyTorch version, which determine the attention kernel that runs.
 
     Attributes:
         capability: Compute capability, as `torch.cuda.get_device_capability` returns it. The
@@ -65,7 +66,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of `scaled_dot_product_attention`, and the GPU on which it runs."""
+    """A call of `scaled_dot_product_attention`: its arguments, and the GPU on which it runs.
+
+    Attributes:
+        query, key, value, mask, dropout, causal: Arguments of the call. The mask may be None, and
+            `dropout` is a probability.
+        grouped: Whether fewer key and value heads than query heads are allowed (`enable_gqa`).
+        gpu: The GPU.
+    """
 
     query: Tensor
     key: Tensor
@@ -78,31 +86,42 @@ class Call:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
         return self.query, self.key, self.value
 
     @property
     def head_sizes(self) -> tuple[int, ...]:
+        """Features per head of query, key and value."""
         return tuple(x.shape[-1] for x in self.inputs)
 
     @property
-    def keeps(self) -> bool:
+    def needs_backward(self) -> bool:
+        """Whether the result requires a gradient, so that tensors are saved for backward."""
         return torch.is_grad_enabled() and any(x.requires_grad for x in self.inputs)
 
     def has_dtype(self, *allowed: torch.dtype) -> bool:
+        """Return whether query, key and value have the same dtype, one of those allowed."""
         return {x.dtype for x in self.inputs} <= {*allowed} and len(
             {x.dtype for x in self.inputs}
         ) == 1
 
     def last_strides_are_1(self) -> bool:
+        """Return whether the last stride of query, key, value and mask is 1."""
         masks = () if self.mask is None else (self.mask,)
         return all(x.stride(-1) == 1 for x in (*self.inputs, *masks))
 
     def last_strides_are_1_or_one_element(self) -> bool:
-        # A head of one element may have any stride, but the mask may not.
+        """Return whether all last strides are 1; with a head size of 1, only the mask's counts."""
         one = self.query.shape[-1] == 1 and (self.mask is None or self.mask.stride(-1) == 1)
         return one or self.last_strides_are_1()
 
     def heads_fit(self, *, grouped: bool, equal_kv: bool = True) -> bool:
+        """Return whether the batch sizes are equal and a kernel accepts the numbers of heads.
+
+        Args:
+            grouped: Whether the kernel supports fewer key and value heads than query heads.
+            equal_kv: Whether key and value must then have equally many heads.
+        """
         (b, q), (b_k, k), (b_v, v) = (x.shape[:2] for x in self.inputs)
         if not b == b_k == b_v:
             return False
@@ -111,6 +130,7 @@ class Call:
         return q % k == 0 and q % v == 0 and (k == v or not equal_kv)
 
     def mask_broadcasts(self) -> bool:
+        """Return whether cuDNN accepts the mask: one that broadcasts and needs no gradient."""
         if self.mask is None:
             return True
         full = (*self.query.shape[:-1], self.key.shape[-2])
@@ -122,25 +142,27 @@ class Call:
         )
 
     def alignment(self) -> int:
-        """Return the number that must divide the head sizes of the memory-efficient kernel."""
-        whole = 16 // self.query.itemsize  # 16 bytes, which tensor cores read at once
+        """Return the number that must divide the head sizes in the memory-efficient kernel."""
+        elements = 16 // self.query.itemsize  # tensor cores read 16 bytes at once
         if self.gpu.capability >= (8, 0):
-            return max(4, whole)
-        return whole if self.gpu.capability >= (7, 0) and self.query.itemsize == 2 else 1
+            return max(4, elements)
+        return elements if self.gpu.capability >= (7, 0) and self.query.itemsize == 2 else 1
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Condition under which a kernel of attention may run.
+class AttentionRule:
+    """One of the conditions that a call must meet so that an attention kernel may run.
 
     Attributes:
-        kernels: Kernels that require it.
+        kernels: Kernels that require the condition.
         condition: The condition in words.
-        holds: Whether a call meets the condition.
-        function: Function of PyTorch that checks it.
-        file: File with this function, in `SOURCE`.
-        since: (2, 11) if both versions of `SOURCE` check it; (2, 13) if only the later one does.
-        measured: Whether steps on an H200 with torch 2.11 depended on it and agreed.
+        holds: Function that returns whether a call meets the condition.
+        function: Function of PyTorch that checks the condition.
+        file: File with this function, in the folder that `SOURCE` names.
+        since: First version of PyTorch that checks the condition. (2, 11) stands for that version
+            or an earlier one.
+        measured: Whether the condition was confirmed by steps on an H200 with torch 2.11 whose
+            kernel depended on it.
     """
 
     kernels: tuple[str, ...]
@@ -157,39 +179,39 @@ FUSED = CUDNN + FLASH + EFFICIENT
 SOURCE = "pytorch/pytorch, aten/src/ATen/native/transformers, tags v2.11.0 and v2.13.0"
 _SHARED = "sdp_utils_cpp.h"
 
-# A kernel may run if all its rows hold. The header `sdp_utils_cpp.h` was read at both tags, and
-# `cuda/sdp_utils.cpp` at commit 001f694, which is later. The rows in which it differs from the tags
-# follow the compiled functions of both wheels for CUDA 13. These wheels have cuDNN 9.19 (torch
-# 2.11) and 9.20 (torch 2.13); older ones have other limits. Rules for nested tensors and for AMD's
-# GPUs are left out.
+# A kernel may run for a call if all rules for this kernel hold. The rules follow the header
+# `sdp_utils_cpp.h` at both tags, and `cuda/sdp_utils.cpp` at commit 001f694, which is later. Where
+# that commit differs from the tags, the rules follow the compiled functions of both wheels for CUDA
+# 13. These wheels have cuDNN 9.19 (torch 2.11) and 9.20 (torch 2.13); older versions of cuDNN have
+# other limits. Rules for nested tensors and for AMD's GPUs are left out.
 ATTENTION_RULES = (
-    Rule(
+    AttentionRule(
         FLASH,
         "the compute capability is from 8.0 to 12.1",
         lambda call: (8, 0) <= call.gpu.capability <= (12, 1),
         "check_flash_attention_hardware_support",
     ),
-    Rule(
+    AttentionRule(
         EFFICIENT,
         "the compute capability is from 5.0 to 12.1",
         lambda call: (5, 0) <= call.gpu.capability <= (12, 1),
         "check_mem_efficient_hardware_support",
     ),
-    Rule(
+    AttentionRule(
         FUSED,
         "query, key and value have 4 dimensions",
         lambda call: all(x.dim() == 4 for x in call.inputs),
         "check_tensor_shapes",
         _SHARED,
     ),
-    Rule(
+    AttentionRule(
         CUDNN + FLASH,
         "query, key and value are in fp16 or bf16",
         lambda call: call.has_dtype(*_16_BIT),
         "check_dtypes_low_precision",
         measured=True,
     ),
-    Rule(
+    AttentionRule(
         EFFICIENT,
         "query, key and value are in fp32, fp16 or, from capability 8.0 on, bf16",
         lambda call: call.has_dtype(
@@ -198,34 +220,34 @@ ATTENTION_RULES = (
         "can_use_mem_efficient_attention",
         measured=True,
     ),
-    Rule(
+    AttentionRule(
         FLASH,
         "there is no mask",
         lambda call: call.mask is None,
         "check_for_attn_mask",
         _SHARED,
     ),
-    Rule(
+    AttentionRule(
         CUDNN,
         "the mask needs no gradient and has 2 or 4 dimensions, each full or 1",
         lambda call: call.mask_broadcasts(),
         "check_attn_mask_shape",
         _SHARED,
     ),
-    Rule(
+    AttentionRule(
         FLASH,
         "without a mask, causal attention has as many queries as keys",
         lambda call: not call.causal or call.query.shape[-2] == call.key.shape[-2],
         "check_flash_causal_non_square_seqlens",
     ),
-    Rule(
+    AttentionRule(
         FUSED,
         "no sequence is empty",
         lambda call: call.query.shape[-2] > 0 and call.key.shape[-2] > 0,
         "check_nonzero_sequence_lengths_dense",
         _SHARED,
     ),
-    Rule(
+    AttentionRule(
         EFFICIENT,
         "the last stride of query, key, value and mask is 1",
         lambda call: call.last_strides_are_1(),
@@ -233,14 +255,14 @@ ATTENTION_RULES = (
         _SHARED,
         measured=True,
     ),
-    Rule(
+    AttentionRule(
         CUDNN + FLASH,
         "the last stride of the mask is 1, and that of query, key and value or their head size",
         lambda call: call.last_strides_are_1_or_one_element(),
         "check_last_dim_stride_equals_1_dense<true>",
         _SHARED,
     ),
-    Rule(
+    AttentionRule(
         CUDNN,
         "batch sizes are equal, and heads too, or those of key and value divide those of the query",
         lambda call: call.heads_fit(grouped=True, equal_kv=False),
@@ -248,14 +270,14 @@ ATTENTION_RULES = (
         _SHARED,
         measured=True,
     ),
-    Rule(
+    AttentionRule(
         FLASH,
         "as for cuDNN, and key and value have equally many heads",
         lambda call: call.heads_fit(grouped=True),
         "check_batch_size_and_num_heads_dense<true, true>",
         _SHARED,
     ),
-    Rule(
+    AttentionRule(
         EFFICIENT,
         "batch sizes and numbers of heads are equal",
         lambda call: call.heads_fit(grouped=False),
@@ -263,7 +285,7 @@ ATTENTION_RULES = (
         _SHARED,
         measured=True,
     ),
-    Rule(
+    AttentionRule(
         CUDNN,
         "head sizes are at most 256 on Hopper (192 and 128 for the value on capability 10), else"
         " 128",
@@ -273,60 +295,60 @@ ATTENTION_RULES = (
         ),
         "check_cudnn_tensor_shapes",
     ),
-    Rule(
+    AttentionRule(
         CUDNN,
         "head sizes are multiples of 8",
         lambda call: not any(d % 8 for d in call.head_sizes),
         "check_cudnn_tensor_shapes",
     ),
-    Rule(
+    AttentionRule(
         CUDNN,
         "there are several keys, and with dropout several queries",
         lambda call: call.key.shape[-2] != 1 and not (call.dropout and call.query.shape[-2] == 1),
         "check_cudnn_tensor_shapes",
     ),
-    Rule(
+    AttentionRule(
         CUDNN,
         "batch size and heads are at most 65,535",
         lambda call: max(call.query.shape[:2]) <= 65_535,
         "check_cudnn_tensor_shapes",
         since=(2, 13),
     ),
-    Rule(
+    AttentionRule(
         CUDNN,
         "the dropout probability is a multiple of 1/16",
         lambda call: (16 * call.dropout).is_integer(),
         "check_cudnn_dropout",
         since=(2, 13),
     ),
-    Rule(
+    AttentionRule(
         CUDNN,
-        "PyTorch is not told to be deterministic, or only to warn",
+        "deterministic algorithms are off, or only give a warning",
         lambda call: (
             not torch.are_deterministic_algorithms_enabled()
             or torch.is_deterministic_algorithms_warn_only_enabled()
         ),
         "check_cudnn_deterministic",
     ),
-    Rule(
+    AttentionRule(
         FLASH,
         "head sizes are equal and at most 256; PyTorch pads them to a multiple of 8",
         lambda call: len({*call.head_sizes}) == 1 and call.head_sizes[0] <= 256,
         "check_head_dim_size_flash",
     ),
-    Rule(
+    AttentionRule(
         FLASH,
         "training on capability 8.6, 8.9, 12.0 or 12.1 has head sizes up to 192, or over 224"
         " without dropout",
         lambda call: (
-            not call.keeps
-            or not any(a <= call.gpu.capability <= b for a, b in _SMALL_SHARED_MEMORY)
+            not call.needs_backward
+            or not any(a <= call.gpu.capability <= b for a, b in _LITTLE_SHARED_MEMORY)
             or call.head_sizes[0] <= 192
             or (call.head_sizes[0] > 224 and not call.dropout)
         ),
         "check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120",
     ),
-    Rule(
+    AttentionRule(
         EFFICIENT,
         "the head sizes of query and key are equal, and all are multiples of 16 bytes",
         lambda call: (
@@ -335,7 +357,7 @@ ATTENTION_RULES = (
         ),
         "check_head_dim_size_mem_efficient",
     ),
-    Rule(
+    AttentionRule(
         EFFICIENT,
         "query, key and value begin at a multiple of 16 bytes, from capability 8.0 on",
         lambda call: (
@@ -346,14 +368,15 @@ ATTENTION_RULES = (
         since=(2, 13),
     ),
 )
-_SMALL_SHARED_MEMORY = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
+_LITTLE_SHARED_MEMORY = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
 
 
 def kernels_in_order(gpu: Gpu) -> tuple[str, ...]:
-    """Return the fused kernels of attention in the order in which PyTorch tries them.
+    """Return the names of the fused attention kernels in the order in which PyTorch tries them.
 
-    cuDNN comes first on capability 9 and 10, for 2.11 only with minor version 0 or 3. Elsewhere it
-    comes after the fallback to several operators, so it never runs.
+    cuDNN's kernel comes first on GPUs of compute capability 9.x and 10.x; before torch 2.13 only on
+    9.0, 9.3, 10.0 and 10.3. On other GPUs it is left out, because there PyTorch tries it only after
+    the unfused operators, which always run.
 
     Source: cuda/sdp_utils.cpp, `check_prefer_cudnn_attention` and `priority_order`.
     """
@@ -363,7 +386,7 @@ def kernels_in_order(gpu: Gpu) -> tuple[str, ...]:
 
 
 def may_run(kernel: str, call: Call) -> bool:
-    """Return whether all rules of a fused kernel hold for a call."""
+    """Return whether a call meets all conditions of a fused attention kernel."""
     return all(
         rule.holds(call)
         for rule in ATTENTION_RULES
@@ -372,14 +395,17 @@ def may_run(kernel: str, call: Call) -> bool:
 
 
 def attention_kernel(call: Call) -> str:
-    """Return the kernel that PyTorch runs for a call: "cudnn", "flash", "efficient" or "math".
+    """Return the attention kernel that PyTorch runs for a call.
 
-    "math" stands for several operators, which save the scores.
+    Returns:
+        "cudnn", "flash" or "efficient" for a fused kernel; "math" for several unfused operators,
+        which save the attention probabilities for backward.
     """
     kernels = kernels_in_order(call.gpu)
     return next((kernel for kernel in kernels if may_run(kernel, call)), "math")
 
 
+# The GPU for which `scaled_dot_product_attention` chooses a kernel.
 _GPU: ContextVar[Gpu] = ContextVar("gpu")
 
 
@@ -393,7 +419,10 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run the kernel that PyTorch chooses on the GPU of the mode, by `ATTENTION_RULES`.
+    """Run the attention operator that PyTorch would choose on the symbolic mode's GPU.
+
+    This function replaces PyTorch's function with the same arguments. `ATTENTION_RULES` determines
+    the operator.
 
     Source: attention.cpp (`scaled_dot_product_attention`), in `SOURCE`.
     """
@@ -417,7 +446,7 @@ def scaled_dot_product_attention(
     if kernel == "flash":
         return _flash_attention(call, scale)
     mask = _float_mask(call)
-    options = call.keeps, dropout_p, is_causal
+    options = call.needs_backward, dropout_p, is_causal
     if kernel == "cudnn":
         run = _aten._scaled_dot_product_cudnn_attention
         return run(query, key, value, mask, *options, False, scale=scale)[0]
@@ -429,7 +458,10 @@ def scaled_dot_product_attention(
 
 
 def _flash_attention(call: Call, scale: float | None) -> Tensor:
-    """Run FlashAttention, which saves query, key, value and result as it gets them: padded."""
+    """Run FlashAttention with head sizes padded to a multiple of 8, and return the unpadded result.
+
+    The operator saves the padded query, key, value and result for backward.
+    """
     d = call.query.shape[-1]
     padded = [F.pad(x, (0, -d % 8)) if d % 8 else x for x in call.inputs]
     scale = d**-0.5 if scale is None else scale
@@ -438,7 +470,10 @@ def _flash_attention(call: Call, scale: float | None) -> Tensor:
 
 
 def _float_mask(call: Call) -> Tensor | None:
-    """Return the mask of a call in the query's dtype, with 0 where attention is allowed."""
+    """Return a call's mask as a tensor to be added to the scores, or None if there is no mask.
+
+    A boolean mask is converted to 0 where attention is allowed, and minus infinity elsewhere.
+    """
     if call.mask is None or call.mask.dtype != torch.bool:
         return call.mask
     mask = torch.zeros_like(call.mask, dtype=call.query.dtype)
@@ -446,7 +481,10 @@ def _float_mask(call: Call) -> Tensor | None:
 
 
 def _align_mask(mask: Tensor) -> Tensor:
-    """Return a mask whose strides are multiples of 8, a view of a padded copy where needed."""
+    """Return the mask with strides that are multiples of 8, as the memory-efficient kernel needs.
+
+    If the strides are others, the result is a view of a padded copy.
+    """
     if not any(stride % 8 for stride in mask.stride()[:-1]):
         return mask
     length = mask.shape[-1]
@@ -457,7 +495,9 @@ def _align_mask(mask: Tensor) -> Tensor:
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Run the operator that saves a mask of one byte per element.
+    """Run dropout with `native_dropout`, which saves a mask of one byte per element, as on CUDA.
+
+    This function replaces `F.dropout`.
 
     Source: aten/src/ATen/native/Dropout.cpp (`is_fused_kernel_acceptable`).
     """
@@ -474,7 +514,9 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Run one operator, which saves its input and one number in fp32 per row.
+    """Run RMSNorm as one fused operator, which saves its input and one fp32 number per row.
+
+    This function replaces `F.rms_norm`, which runs several operators on a CPU.
 
     Source: aten/src/ATen/native/layer_norm.cpp (`rms_norm_symint`).
     """
@@ -488,7 +530,10 @@ def rms_norm(
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The fused operator, which has no symbolic kernel for a CPU."""
+    """Replacement of PyTorch's fused RMSNorm operator, which has no symbolic kernel for a CPU.
+
+    It saves the same tensors for backward as the operator on CUDA. Its results have no values.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, dims):
@@ -503,8 +548,12 @@ class _RmsNorm(torch.autograd.Function):
 
 
 @contextmanager
-def chosen_as_on_cuda(gpu: Gpu) -> Iterator[None]:
-    """Replace the functions that choose their operator by the device inside the `with` block."""
+def choose_operators_as_on_cuda(gpu: Gpu) -> Iterator[None]:
+    """Let functions of `torch.nn.functional` run the operators for CUDA in a `with` block.
+
+    Args:
+        gpu: GPU for which an attention kernel is chosen.
+    """
     with ExitStack() as stack:
         stack.callback(_GPU.reset, _GPU.set(gpu))
         for function in (scaled_dot_product_attention, dropout, rms_norm):
@@ -516,7 +565,7 @@ def chosen_as_on_cuda(gpu: Gpu) -> Iterator[None]:
 
 
 def _fp32_statistics(dispatch: Dispatch, result: tuple) -> tuple:
-    """Return the results of a norm with a mean and a standard deviation in fp32.
+    """Return the results of a norm on 16-bit inputs with its statistics in fp32, as on CUDA.
 
     Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu and Normalization.cu.
     """
@@ -526,8 +575,11 @@ def _fp32_statistics(dispatch: Dispatch, result: tuple) -> tuple:
     return output, *(make_result(dispatch, x.size(), None, x, torch.float32) for x in statistics)
 
 
-def _seeds_on_the_host(dispatch: Dispatch, result: tuple) -> tuple:
-    """Return the results of attention with a seed and an offset that take no memory of the device.
+def _empty_seeds(dispatch: Dispatch, result: tuple) -> tuple:
+    """Return the results of memory-efficient attention with an empty seed and an empty offset.
+
+    The real kernel returns the random generator's seed and offset in host memory, so they take no
+    memory of the GPU.
 
     Source: aten/src/ATen/native/transformers/cuda/attention.cu (`_efficient_attention_forward`).
     """
@@ -535,8 +587,9 @@ def _seeds_on_the_host(dispatch: Dispatch, result: tuple) -> tuple:
     return output, log_sum_exp, *(make_result(dispatch, (0,), None, x) for x in seeds)
 
 
+# Functions (dispatch, symbolic result) that return the corrected result for CUDA.
 RULES: dict[Any, Callable[[Dispatch, tuple], tuple]] = {
     _aten.native_layer_norm.default: _fp32_statistics,
     _aten.native_batch_norm.default: _fp32_statistics,
-    _aten._scaled_dot_product_efficient_attention.default: _seeds_on_the_host,
+    _aten._scaled_dot_product_efficient_attention.default: _empty_seeds,
 }

@@ -1,5 +1,7 @@
-"""Mode in which all tensors are symbolic, except for small tensors of integers, which are real
-because steps read their values."""
+"""Dispatch mode in which tensors are symbolic, except for small tensors of integers and booleans.
+
+Those are real, because steps read their values.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ from .conversion import apply_to_module
 from .cuda_kernels import Gpu
 from .quantization import parameter_subclasses
 
-# Largest size of a real storage in bytes, so that a symbolic model takes no memory. It is enough
-# for the tokens of 128 samples of 4,096 tokens each.
-MOST_BYTES = 1 << 22
+# Largest storage, in bytes, with which a tensor of integers is real. Because it is small,
+# a symbolic model takes almost no memory, but 128 samples of 4,096 tokens each are still real.
+MAX_REAL_BYTES = 1 << 22
 _aten = torch.ops.aten
+# Operators whose results have no defined values, and are therefore symbolic.
 _WITHOUT_VALUES = {
     _aten.empty,
     _aten.empty_like,
@@ -36,15 +39,20 @@ _WITHOUT_VALUES = {
     _aten.new_empty,
     _aten.new_empty_strided,
 }
-# Floating-point masks are made by these operators, and models test whether such masks are causal.
-_FILLED = {_aten.zeros, _aten.ones, _aten.full}
-_COPIED = {_aten._to_copy, _aten.clone, _aten.triu, _aten.tril}
-_COMPARED = {_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.isinf}
-# Models that drop layers at random draw these numbers, at drop rates that rise from layer to layer.
-_LOOKED_AT = {_aten.rand, _aten.linspace}
-_LOOKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# Operators that name a part of a profile, as each step of an optimizer does. They read no tensors.
-_MARKERS = {
+# Models make floating-point masks with these operators, and test whether such a mask is causal. The
+# values of their results are therefore remembered.
+_CONSTANT_FILLS = {_aten.zeros, _aten.ones, _aten.full}
+# Operators that keep the values of their input, and comparisons, whose results models read.
+_COPIES = {_aten._to_copy, _aten.clone, _aten.triu, _aten.tril}
+_COMPARISONS = {_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.isinf}
+# Operators whose small floating-point results keep their values. Models that drop layers at random
+# read them: a random number for each layer, and drop rates that rise linearly from layer to layer.
+_VALUES_ARE_READ = {_aten.rand, _aten.linspace}
+# Tags of operators that read the values of their inputs, such as `item` and `nonzero`.
+_TAGS_OF_VALUE_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Operators that begin and end a named part of a profile, as each optimizer step does. They have no
+# tensors as inputs.
+_PROFILER_MARKERS = {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 }
@@ -53,29 +61,37 @@ _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_im
 
 
 class Symbolic(FakeTensorMode):
-    """Mode in which tensors are symbolic, except that small tensors of integers and booleans on the
-    CPU are real.
+    """Dispatch mode in which all tensors are symbolic, except small ones of integers and booleans.
 
-    Steps read the values of such tensors. For example, Hugging Face models drop an attention mask
-    that is all ones, but they do not test a symbolic mask. An operator runs on real tensors if all
-    its inputs are real and its outputs are small tensors of integers or booleans. If one of its
-    inputs is symbolic, its outputs are symbolic. If it writes into a real tensor, the values of
-    that tensor are unknown from then on, and reading them raises the error that reading a symbolic
-    tensor raises.
+    Tensors of integers or booleans on the CPU are real if they take at most 4 MiB, because steps
+    read their values. For example, Hugging Face models drop an attention mask that is all ones, but
+    they do not test a symbolic mask.
+
+    - If all inputs of an operator are real and its outputs are small tensors of integers or
+      booleans, the operator runs on real tensors.
+    - If one of its inputs is symbolic, its outputs are symbolic. If it writes them into a real
+      tensor, the values of that tensor are unknown from then on, and reading them raises the same
+      error as reading a symbolic tensor.
 
     Two kinds of symbolic floating-point tensors have known values:
 
-    - A single number that is drawn or computed from real tensors, and the numbers of
-      `torch.linspace` and of its views. `item` returns the value, as PyTorch does for
-      `torch.tensor(0.5)`.
-    - The result of `torch.ones`, `torch.zeros` or `torch.full`, and a triangle of it, until it is
-      written to. Comparing such tensors with each other or with numbers, or converting them to
-      integers, gives real tensors.
+    - A tensor whose single element is a random number or was computed from real tensors, and a
+      result of `torch.linspace` or a view of it. `item` returns the value, as for the symbolic
+      tensor `torch.tensor(0.5)` in PyTorch.
+    - The result of `torch.ones`, `torch.zeros` or `torch.full`, and its upper or lower triangle,
+      until it is written to. Comparing such tensors with each other or with numbers, or converting
+      them to integers, gives real tensors.
 
     Args:
-        kind: Kind of device, "cpu" or "cuda". All tensors are on the CPU; with "cuda" operators
-            save what they save there (see `cuda_kernels`).
-        gpu: GPU whose kernels of attention run, if the kind is "cuda"; an H100 or H200 by default.
+        kind: Kind of device for which bytes are estimated, "cpu" or "cuda". All tensors report the
+            CPU as their device. With "cuda", operators save for backward the tensors that they save
+            on CUDA (see `cuda_kernels`).
+        gpu: GPU that determines which attention kernels run, if the kind is "cuda". The default is
+            an H100 or H200.
+
+    Attributes:
+        looks: Number of times that values of a real tensor were read so far. If a step reads none,
+            its operators do not depend on the values in the batch's tensors.
     """
 
     @classmethod
@@ -85,43 +101,45 @@ class Symbolic(FakeTensorMode):
     def __init__(self, kind: str = "cpu", gpu: Gpu | None = None):
         super().__init__()
         self.kind, self.gpu = kind, gpu or Gpu()
-        # Attributes that all symbolic tensors on a device share.
+        # Maps each device to the attributes that all symbolic tensors on it have in common.
         self.attributes: dict[torch.device, dict[str, Any]] = {}
-        self.looks = 0  # number of times that the values of a real tensor were read
-        # Storages of real tensors whose values are no longer known.
+        # `_is_decomposing` is True while PyTorch runs an operator by decomposing it into others.
+        self.looks, self._is_decomposing = 0, False
+        # Storages of real tensors into which something symbolic was written.
         self._unknown: WeakSet[torch.UntypedStorage] = WeakSet()
-        # Storages of symbolic tensors with known values, and the functions that make these values.
-        # The values take memory only when such a function is called.
-        self._numbers: WeakKeyDictionary[torch.UntypedStorage, Callable[[], Tensor]] = (
+        # Maps the storages of symbolic tensors with known values to functions that make these
+        # values. The values take memory only when such a function is called.
+        self._values_functions: WeakKeyDictionary[torch.UntypedStorage, Callable[[], Tensor]] = (
             WeakKeyDictionary()
         )
-        self._cached = partial(shape_cache.dispatch_cached, self)
-        # True while PyTorch runs an operator by decomposing it into other operators.
-        self._inside = False
+        self._dispatch_cached = partial(shape_cache.dispatch_cached, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Symbolic:
-        # The copy of a symbolic tensor, whose attributes are copied, belongs to the same mode.
+        # A copy of a symbolic tensor, which refers to its mode, belongs to the same mode.
         return self
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # An operator is running that PyTorch decomposes. The operators into which it is decomposed
-        # must be symbolic too, because real numbers would be combined with symbolic tensors.
-        if self._inside:
+        # PyTorch is running an operator by decomposing it. All operators of the decomposition must
+        # return symbolic tensors, because real tensors cannot be combined with symbolic ones here.
+        if self._is_decomposing:
             return shape_cache.fake(self, func, types, args, kwargs or {})
-        # Autograd and conversions call this operator very often, so it comes first.
+        # Autograd and conversions call this operator very often, so it is handled first.
         if func is _DEVICE:
             return args[0].fake_device
-        self._inside = True
+        self._is_decomposing = True
         try:
             result = self._dispatch(func, types, args, kwargs or {})
             if self.kind == "cuda" and (rule := cuda_kernels.RULES.get(func)):
-                return rule(self._cached, result)
+                return rule(self._dispatch_cached, result)
             return result
         finally:
-            self._inside = False
+            self._is_decomposing = False
 
     def _dispatch(self, func, types, args, kwargs) -> Any:
-        """Run an operator by one of three methods: for symbolic, mixed or real inputs."""
+        """Run an operator and return its result.
+
+        The method depends on whether its inputs are symbolic, real, or some of each kind.
+        """
         if found := cpu_kernels.INEXACT.get(func):
             warnings.warn(f"{func} {found.reason}; {found.remedy}", stacklevel=2)
         if not isinstance(func, OpOverload):
@@ -130,96 +148,114 @@ class Symbolic(FakeTensorMode):
         real = [tensor for tensor in inputs if not isinstance(tensor, FakeTensor)]
         if inputs and not real:
             return self._run_on_symbolic(inputs, func, types, args, kwargs)
-        if not inputs and func in _MARKERS:
+        if not inputs and func in _PROFILER_MARKERS:
             return func(*args, **kwargs)
-        if not all(map(_is_whole, real)):
-            # PyTorch makes the result of `torch.tensor(0.5)` symbolic, and refuses other real
-            # floating-point tensors.
-            return self._cached(func, types, args, kwargs)
-        run = self._symbolically if len(real) < len(inputs) else self._run_on_real
+        if not all(map(_is_integer_or_bool, real)):
+            # A real floating-point tensor is either the number inside `torch.tensor(0.5)`, which
+            # becomes symbolic here, or it was made outside the mode. PyTorch rejects the latter.
+            return self._dispatch_cached(func, types, args, kwargs)
+        run = self._run_with_placeholders if len(real) < len(inputs) else self._run_on_real
         return run(func, types, args, kwargs)
 
     def _run_on_symbolic(self, inputs: list[Tensor], func, types, args, kwargs) -> Any:
-        if not self._numbers or not any(map(self._maker, inputs)):
-            return self._cached(func, types, args, kwargs)
-        result = self._symbolically(func, types, args, kwargs)
+        if not self._values_functions or not any(map(self._values_function, inputs)):
+            return self._dispatch_cached(func, types, args, kwargs)
+        result = self._run_with_placeholders(func, types, args, kwargs)
         return self._symbolic_result(func, result, inputs, args, kwargs)
 
-    def _maker(self, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """Return the function that makes a symbolic tensor's values, if they are known."""
+    def _values_function(self, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """Return the function that makes the values of a tensor's storage, or None.
+
+        The result is None if the values of the symbolic tensor are not known.
+        """
         # A sparse tensor has no storage of its own.
         strided = tensor.layout is torch.strided
-        return self._numbers.get(tensor.untyped_storage()) if strided else None
+        return self._values_functions.get(tensor.untyped_storage()) if strided else None
 
     def _run_on_real(self, func, types, args, kwargs) -> Any:
-        # A view is real whether or not its values are known.
+        # A view of a real tensor is real, even if something symbolic was written into its storage.
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
-        if all(map(self.knows, tensors_among(args, kwargs))):
-            return self._for_real(func, types, args, kwargs)
-        return self._symbolically(func, types, args, kwargs)
+        if all(map(self.has_known_values, tensors_among(args, kwargs))):
+            return self._run_on_known_values(func, types, args, kwargs)
+        return self._run_with_placeholders(func, types, args, kwargs)
 
-    def knows(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is real and nothing symbolic has been written into its
-        storage."""
+    def has_known_values(self, tensor: Tensor) -> bool:
+        """Return whether the values of a tensor are known.
+
+        This is the case if it is real and nothing symbolic has been written into its storage.
+        """
         return not isinstance(tensor, FakeTensor) and (
             tensor.untyped_storage() not in self._unknown
         )
 
-    def _for_real(self, func, types, args, kwargs) -> Any:
-        """Run the operator if its outputs are to be real, and return them. Otherwise return
-        symbolic outputs."""
-        looks = bool(_LOOKING & set(func.tags))
-        self.looks += looks
-        if func._schema.is_mutable or looks:
+    def _run_on_known_values(self, func, types, args, kwargs) -> Any:
+        """Run an operator whose inputs have known values, and return real or symbolic outputs.
+
+        The outputs are real if they are small initialized tensors of integers or booleans, if the
+        operator writes in place, or if it reads values, as `item` does. Otherwise they are
+        symbolic, so that they take no memory.
+        """
+        reads_values = bool(_TAGS_OF_VALUE_READS & set(func.tags))
+        self.looks += reads_values
+        if func._schema.is_mutable or reads_values:
             return func(*args, **kwargs)
-        outline, kind = self._symbolically(func, types, args, kwargs), func.overloadpacket
-        made = tensors_among((outline,))
-        if kind in _WITHOUT_VALUES or any(tensor.device.type != "cpu" for tensor in made):
-            return outline
-        if all(map(_is_small, made)):
+        result, kind = self._run_with_placeholders(func, types, args, kwargs), func.overloadpacket
+        outputs = tensors_among((result,))
+        if kind in _WITHOUT_VALUES or any(tensor.device.type != "cpu" for tensor in outputs):
+            return result
+        if all(map(_is_small_integer_or_bool, outputs)):
             return func(*args, **kwargs)
-        # Fix the dtype now, because the default dtype may have changed when the values are read.
-        if kind in _FILLED:
-            self._keep(outline, partial(func, *args, **kwargs | {"dtype": outline.dtype}))
-        number = (
-            isinstance(outline, Tensor) and outline.is_floating_point() and outline.numel() == 1
+        # The dtype is fixed now, because the default dtype may be another one when the values are
+        # read.
+        if kind in _CONSTANT_FILLS:
+            self._remember_values(result, partial(func, *args, **kwargs | {"dtype": result.dtype}))
+        is_number = (
+            isinstance(result, Tensor) and result.is_floating_point() and result.numel() == 1
         )
-        if kind in _LOOKED_AT or (number and tensors_among(args, kwargs)):
+        if kind in _VALUES_ARE_READ or (is_number and tensors_among(args, kwargs)):
             return self.fake_tensor_converter.from_real_tensor(
                 self, func(*args, **kwargs), make_constant=True
             )
-        return outline
+        return result
 
-    def _symbolic_result(self, func, outline: Tensor, met: list[Tensor], args, kwargs) -> Tensor:
-        """Return the result of an operator that reads only symbolic tensors.
+    def _symbolic_result(self, func, result: Tensor, inputs: list[Tensor], args, kwargs) -> Tensor:
+        """Return the result of an operator on symbolic inputs, some of which have known values.
 
         The result of a copy or a comparison is real if all inputs have known values and it is a
-        small tensor of integers or booleans. Otherwise it is `outline`, the symbolic result.
+        small tensor of integers or booleans. Otherwise it is the symbolic `result`, whose values
+        are remembered if it is a copy of known values.
         """
-        if func.overloadpacket not in _COPIED | _COMPARED:
-            return outline
-        makers = list(map(self._maker, met))
-        if None in makers or outline.device.type != "cpu":
-            return outline
-        parts = {tensor: _part(maker, tensor) for tensor, maker in zip(met, makers, strict=True)}
-        if _is_small(outline):
-            return func(*map_tensors(lambda tensor: parts[tensor](), args), **kwargs)
-        if func.overloadpacket in _COPIED:
-            of, *others = parts[args[0]], *args[1:]
-            self._keep(outline, lambda: func(of(), *others, **kwargs))
-        return outline
+        if func.overloadpacket not in _COPIES | _COMPARISONS:
+            return result
+        functions = list(map(self._values_function, inputs))
+        if None in functions or result.device.type != "cpu":
+            return result
+        values = {
+            tensor: _values_of_view(function, tensor)
+            for tensor, function in zip(inputs, functions, strict=True)
+        }
+        if _is_small_integer_or_bool(result):
+            return func(*map_tensors(lambda tensor: values[tensor](), args), **kwargs)
+        if func.overloadpacket in _COPIES:
+            source, *others = values[args[0]], *args[1:]
+            self._remember_values(result, lambda: func(source(), *others, **kwargs))
+        return result
 
-    def _keep(self, outline: Tensor, numbers: Callable[[], Tensor]) -> None:
-        storage = outline.untyped_storage()
-        if outline.is_floating_point() and storage.nbytes() <= MOST_BYTES * outline.itemsize:
-            self._numbers[storage] = numbers
+    def _remember_values(self, tensor: Tensor, values: Callable[[], Tensor]) -> None:
+        """Remember that the function `values` returns the values of a symbolic tensor.
 
-    def _symbolically(self, func, types, args, kwargs) -> Any:
-        """Run the operator with a symbolic tensor instead of each real one, and return its symbolic
-        result.
+        Tensors that are too large or not floating-point are ignored.
+        """
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.nbytes() <= MAX_REAL_BYTES * tensor.itemsize:
+            self._values_functions[storage] = values
 
-        A result that is one of the real tensors, written to in place, is returned as that tensor.
+    def _run_with_placeholders(self, func, types, args, kwargs) -> Any:
+        """Run an operator with a symbolic placeholder for each real tensor, and return its result.
+
+        The result is symbolic. If the operator writes into a real tensor in place and returns it,
+        the result is that real tensor, whose values are unknown from then on.
         """
         in_place_of: dict[Tensor, Tensor] = {}
 
@@ -228,86 +264,103 @@ class Symbolic(FakeTensorMode):
                 return tensor
             if tensor not in in_place_of:
                 in_place_of[tensor] = cpu_kernels.make_result(
-                    self._cached, tensor.size(), tensor.stride(), tensor
+                    self._dispatch_cached, tensor.size(), tensor.stride(), tensor
                 )
             return in_place_of[tensor]
 
-        # If the values of a mask are known, the number of elements that it selects is known too.
+        # The size of a result that a mask selects is known only if the mask's values are known.
         if func.overloadpacket in _INDEXING:
-            args = args[0], _known_places(self, args[1]), *args[2:]
+            args = args[0], _replace_known_masks(self, args[1]), *args[2:]
         # The size of one result of the CTC loss depends on the lengths of the targets.
-        if func is _aten._ctc_loss.Tensor and self.knows(args[3]):
-            func, args = _aten._ctc_loss.default, _with_lengths(args)
+        if func is _aten._ctc_loss.Tensor and self.has_known_values(args[3]):
+            func, args = _aten._ctc_loss.default, _with_target_lengths(args)
             self.looks += 1
-        result = self._cached(func, types, *map_tensors(placeholder, (args, kwargs)))
+        result = self._dispatch_cached(func, types, *map_tensors(placeholder, (args, kwargs)))
         if not func._schema.is_mutable:
             return result
         written = list(tensors_in([value for _, value in written_arguments(func, args, kwargs)]))
         for tensor in written:
-            self._numbers.pop(tensor.untyped_storage(), None)
+            self._values_functions.pop(tensor.untyped_storage(), None)
         back = {in_place_of[tensor]: tensor for tensor in written if tensor in in_place_of}
         self._unknown.update(tensor.untyped_storage() for tensor in back.values())
         return map_tensors(lambda tensor: back.get(tensor, tensor), result)
 
 
-def _known_places(mode: Symbolic, indices) -> list[Tensor | None]:
-    """Return the indices, with each mask of known values replaced by the indices that it
-    selects."""
-    found = []
+def _replace_known_masks(mode: Symbolic, indices) -> list[Tensor | None]:
+    """Return the indices of an indexing operator, with masks replaced by integer indices.
+
+    A mask is replaced by the indices of the elements that it selects, if its values are known.
+    """
+    replaced = []
     for index in indices:
-        mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-        known = mask and mode.knows(index)
-        mode.looks += known
-        found += index.nonzero().unbind(1) if known else [index]
-    return found
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        is_known_mask = is_mask and mode.has_known_values(index)
+        mode.looks += is_known_mask
+        replaced += index.nonzero().unbind(1) if is_known_mask else [index]
+    return replaced
 
 
-def _with_lengths(args) -> tuple:
-    """Return the arguments of a CTC loss, with the lengths of its targets as a list of numbers."""
+def _with_target_lengths(args) -> tuple:
+    """Return the arguments of a CTC loss, with the lengths of its targets as a list of integers."""
     return *args[:2], [], args[3].flatten().tolist(), *args[4:]
 
 
-def _part(maker: Callable[[], Tensor], of: Tensor) -> Callable[[], Tensor]:
-    """Return a function that returns the values of a symbolic tensor, computed from those of its
-    storage.
+def _values_of_view(whole_values: Callable[[], Tensor], view: Tensor) -> Callable[[], Tensor]:
+    """Return a function that returns the values of a symbolic tensor.
 
-    The function keeps no reference to the tensor.
+    Args:
+        whole_values: Function that returns a real tensor with the values of the whole storage.
+        view: The symbolic tensor, which may be a part of this storage. The returned function keeps
+            no reference to it.
     """
-    place, dtype = (of.storage_offset(), of.size(), of.stride()), of.dtype
-    return lambda: torch.empty(0, dtype=dtype, device="cpu").set_(maker().untyped_storage(), *place)
+    place, dtype = (view.storage_offset(), view.size(), view.stride()), view.dtype
+    return lambda: torch.empty(0, dtype=dtype, device="cpu").set_(
+        whole_values().untyped_storage(), *place
+    )
 
 
-def _is_small(made: Tensor) -> bool:
-    return _is_whole(made) and made.untyped_storage().nbytes() <= MOST_BYTES
+def _is_small_integer_or_bool(made: Tensor) -> bool:
+    """Return whether a tensor of integers or booleans has at most `MAX_REAL_BYTES` bytes.
+
+    Such a tensor is computed with its real values, not symbolically.
+    """
+    return _is_integer_or_bool(made) and made.untyped_storage().nbytes() <= MAX_REAL_BYTES
 
 
-def _is_whole(given: Tensor | torch.dtype | None) -> bool:
-    """Return whether the argument is an ordinary tensor of integers or booleans, or the dtype of
-    one."""
-    if isinstance(given, Tensor):
-        return type(given) in (Tensor, nn.Parameter, FakeTensor) and _is_whole(given.dtype)
-    return given is not None and not given.is_floating_point and not given.is_complex
+def _is_integer_or_bool(value: Tensor | torch.dtype | None) -> bool:
+    """Return whether a tensor or a dtype is one of integers or booleans.
+
+    The result is False for a tensor of a subclass that the user has defined.
+    """
+    if isinstance(value, Tensor):
+        ordinary = type(value) in (Tensor, nn.Parameter, FakeTensor)
+        return ordinary and _is_integer_or_bool(value.dtype)
+    return value is not None and not value.is_floating_point and not value.is_complex
 
 
 @contextmanager
 def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
-    """Return a context in which tensors have shapes, dtypes and storages, but take no memory. A
-    model can be built and trained for a step inside it.
+    """Return a context in which tensors are symbolic: they have shapes and storages, but no values.
 
-    A `MemoryMeter` inside the context counts the bytes that the same step takes on real tensors.
+    Symbolic tensors take no memory. A model can be built and trained for a step inside the context,
+    and a `MemoryMeter` inside it counts the bytes that the same step needs on real tensors.
     Everything that the step uses must be made inside the context, except for tensors of integers.
 
-    Tensors of integers and booleans, such as tokens, labels and masks, are real if they are on the
-    CPU and take at most 4 MiB each. A step that reads their values then takes the same branches as
-    the real step: for example, it drops a mask that is all ones. All other values are unknown, and
-    reading them raises PyTorch's own error, which names the operator. Where layers are dropped at
-    random, one random draw decides which. At the end of the context the random number generators
-    are restored to their earlier states. Functions and modules that `torch.compile` has compiled
-    run uncompiled inside the context, and run compiled again after it.
+    - **Integers.** Tensors of integers and booleans, such as tokens, labels and masks, are real if
+      they are on the CPU and take at most 4 MiB each. A step that reads their values then takes the
+      same branches as the real step: for example, it drops a mask that is all ones.
+    - **Other values** are unknown. Reading them raises PyTorch's own error, which names the
+      operator.
+    - **Random numbers.** Where a model drops layers at random, the random numbers are drawn, and
+      they decide which layers are dropped. At the end of the context the random number generators
+      are restored to their earlier states.
+    - **Compiled code.** Functions and modules that `torch.compile` has compiled run uncompiled
+      inside the context, and run compiled again after it.
 
     Args:
-        mode: The mode that an earlier `with symbolic() as mode` returned, to continue with its
-            tensors; or a new one, such as `Symbolic(kind="cuda")`.
+        mode: The mode to enter. By default a new `Symbolic()`. Pass the mode that an earlier
+            `with symbolic() as mode` returned to continue with its tensors, or pass a new one, such
+            as `Symbolic(kind="cuda")`.
 
     PyTorch's own counterpart of a meter in this context is
     `torch.distributed._tools.mem_tracker.MemTracker`.
@@ -323,12 +376,11 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
 
     Source: `torch._subclasses.FakeTensorMode`.
     """
-    # Real tensors, such as tokens, are drawn from the real generators, whose states are restored at
-    # the end.
+    # Random tensors of integers, such as tokens, are real and change the generators' states.
     state = AllRandomState(counted=False)
     try:
-        # `_no_grad_trunc_normal_` draws values outside the bounds again, for which it must read
-        # them. Symbolic weights need no values.
+        # `_no_grad_trunc_normal_` reads the drawn values to draw those outside the bounds again.
+        # Symbolic weights have no values, so the function is skipped.
         without_values = patch.object(
             nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor
         )
@@ -337,11 +389,13 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
             without_values,
             patch.object(nn.Module, "_apply", apply_to_module),
             patch.object(torch, "ctc_loss", _ctc_loss),
-            _compiled_code_set_aside(),
-            _count_looks(mode),
+            _run_compiled_code_eagerly(),
+            _count_value_reads(mode),
             mode,
             parameter_subclasses(),
-            cuda_kernels.chosen_as_on_cuda(mode.gpu) if mode.kind == "cuda" else nullcontext(),
+            cuda_kernels.choose_operators_as_on_cuda(mode.gpu)
+            if mode.kind == "cuda"
+            else nullcontext(),
         ):
             yield mode
     finally:
@@ -349,9 +403,11 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
 
 
 @contextmanager
-def _count_looks(mode: Symbolic) -> Iterator[None]:
-    """Count in `mode.looks`, inside the block, the calls that read a real tensor without an
-    operator."""
+def _count_value_reads(mode: Symbolic) -> Iterator[None]:
+    """Add the calls of `Tensor.numpy` and `Tensor.tolist` in a `with` block to `mode.looks`.
+
+    These methods read the values of a tensor without an operator, so the mode does not see them.
+    """
 
     def with_count(read: Callable) -> Callable:
         @wraps(read)
@@ -373,10 +429,11 @@ _torch_ctc_loss = torch.ctc_loss
 def _ctc_loss(
     log_probs, targets, input_lengths, target_lengths, blank=0, reduction=0, zero_infinity=False
 ) -> Tensor:
-    """Compute the mean of `torch.ctc_loss` for lengths in a list by operators.
+    """Run `torch.ctc_loss` so that its mean also works on symbolic tensors.
 
-    PyTorch writes these lengths into a new tensor without an operator, which a symbolic tensor does
-    not allow. All other losses are left to PyTorch.
+    If the lengths of the targets are a list and the loss is a mean, PyTorch writes the lengths into
+    a new tensor without an operator, which symbolic tensors do not allow. In this case, this
+    function computes the mean with operators. In all other cases it calls PyTorch's function.
 
     Source: aten/src/ATen/native/LossCTC.cpp (`get_clamped_target_length`).
     """
@@ -388,9 +445,8 @@ def _ctc_loss(
 
 
 @contextmanager
-def _compiled_code_set_aside() -> Iterator[None]:
-    """Run functions and modules that `torch.compile` has compiled without compilation inside the
-    block, and compiled again after it."""
+def _run_compiled_code_eagerly() -> Iterator[None]:
+    """Let functions that `torch.compile` has compiled run uncompiled inside a `with` block."""
     compile_ = torch.compile
     with ExitStack() as stack:
 

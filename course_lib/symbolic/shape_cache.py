@@ -1,5 +1,7 @@
-"""Cache of the symbolic tensors that operators return, keyed by the shapes, strides and dtypes of
-their inputs."""
+"""Cache the shapes and storages of operators' symbolic results, so that symbolic steps run faster.
+
+The keys of the cache are the operators with the shapes, strides and dtypes of their inputs.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,13 @@ from .._torch.symbolic import FakeTensor, FakeTensorMode, allow_data_pointers, r
 from .._torch.tensors import elements_spanned, tensors_in
 from . import cpu_kernels
 
-# Largest number of entries, after which the cache is cleared.
-MOST = 1 << 16
-# `unwrap` removes the guards against compilation that PyTorch puts around modes. They take a third
-# of a symbolic operator's time.
+# The cache is cleared when it has this number of entries.
+MAX_ENTRIES = 1 << 16
+# PyTorch's own method, which runs an operator on fake tensors. `unwrap` removes the guards against
+# compilation around it, which take a third of a symbolic operator's time.
 fake = unwrap(FakeTensorMode.__torch_dispatch__)
-_PLAIN = (
+# Types of arguments, other than tensors, that can be part of a key.
+_KEY_TYPES = (
     int,
     float,
     bool,
@@ -35,13 +38,17 @@ _PLAIN = (
 _LIFT = torch.ops.aten.lift_fresh.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ADD = torch.ops.aten.add_.Tensor
-_known: dict[tuple, tuple | None] = {}
+# The cache: maps keys to what `_outline_of` returns; None for results that cannot be cached.
+_entries: dict[tuple, tuple | None] = {}
 
 
 class Outline(NamedTuple):
-    """Description of a tensor that an operator returns.
+    """Description of a tensor that an operator returns, from which an equal tensor can be made.
 
-    `of` is the index of the tensor whose storage it shares, or None if its storage is new.
+    Attributes:
+        of: Index, among the operator's input tensors, of the tensor whose storage the result
+            shares; None if its storage is new.
+        size, stride, offset, dtype, device: As those of the tensor; `offset` is in elements.
     """
 
     of: int | None
@@ -53,59 +60,71 @@ class Outline(NamedTuple):
 
 
 def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
-    """Return the result of an operator as `FakeTensorMode` makes it, with the storages and strides
-    that the real result has.
+    """Run an operator on symbolic tensors and return its result, from the cache if possible.
 
-    `FakeTensorMode` has its own cache, whose keys contain more than is needed here. Calls with
-    sparse, quantized or constant tensors, and all other calls that cannot be cached here, are
-    passed on to it.
+    The result has the storages and the strides that the real result has. `FakeTensorMode` runs the
+    calls that are not in the cache and those that cannot be cached here, such as calls with sparse,
+    quantized or constant tensors. PyTorch's cache for such calls has larger keys than this one.
+
+    Args:
+        mode: The symbolic mode, an instance of `course_lib.symbolic.Symbolic`.
+        func, types, args, kwargs: The call, as a dispatch mode receives it.
     """
     if func is _LIFT and type(args[0]) is Tensor and args[0].dim() == 0:
-        return _constant(mode, args[0])
-    # Optimizers count their steps with these two operators.
-    if func in (_ITEM, _ADD) and (known := getattr(args[0], "constant", None)) is not None:
+        return _make_constant(mode, args[0])
+    # Optimizers count their steps with these two operators, on a tensor whose value is known.
+    if func in (_ITEM, _ADD) and (constant := getattr(args[0], "constant", None)) is not None:
         if func is _ITEM:
-            return known.item()
+            return constant.item()
         if len(args) == 2 and type(args[1]) in (int, float) and not kwargs:
             with DisableTorchDispatch():
-                known.add_(args[1])
+                constant.add_(args[1])
             return args[0]
-    given: list[Tensor] = []
+    inputs: list[Tensor] = []
     cacheable = _is_cacheable(func) and not torch.is_inference_mode_enabled()
-    key = _key(mode.kind, func, args, kwargs, given) if cacheable else None
+    key = _key(mode.kind, func, args, kwargs, inputs) if cacheable else None
     if key is None:
         if func.is_view and getattr(args[0], "constant", None) is not None:
-            return _part_of_known(mode, func, types, args, kwargs)
-        return _made_now(mode, func, types, args, kwargs)
-    made = _known.get(key, False)
-    if made:
-        return _recreate(mode, made, given)
-    result = _made_now(mode, func, types, args, kwargs)
-    if made is False:
-        if len(_known) >= MOST:
-            _known.clear()
-        _known[key] = _outline_of(func, result, given)
+            return _view_of_constant(mode, func, types, args, kwargs)
+        return _run_uncached(mode, func, types, args, kwargs)
+    entry = _entries.get(key, False)
+    if entry:
+        return _recreate(mode, entry, inputs)
+    result = _run_uncached(mode, func, types, args, kwargs)
+    if entry is False:
+        if len(_entries) >= MAX_ENTRIES:
+            _entries.clear()
+        _entries[key] = _outline_of(func, result, inputs)
     return result
 
 
 @cache
 def _is_cacheable(func) -> bool:
-    """Return whether an operator neither changes the view that a tensor is nor writes into a tensor
-    that its caller names."""
+    """Return whether calls of an operator can be cached.
+
+    They cannot if the operator changes the shape or strides of an input in place, as `t_` does, or
+    writes its result into an argument `out`.
+    """
     return torch.Tag.inplace_view not in func.tags and func._overloadname != "out"
 
 
-def _made_now(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
-    """Return the result of an operator without looking in the cache."""
+def _run_uncached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
+    """Run an operator on symbolic tensors, without the cache of this module."""
     dispatch = partial(dispatch_cached, mode)
     symbolically, kind = partial(fake, mode), mode.kind
-    return cpu_kernels.as_for_real(symbolically, dispatch, func, types, args, kwargs, kind=kind)
+    return cpu_kernels.with_real_strides(
+        symbolically, dispatch, func, types, args, kwargs, kind=kind
+    )
 
 
-def _constant(mode: FakeTensorMode, number: Tensor) -> FakeTensor:
+def _make_constant(mode: FakeTensorMode, number: Tensor) -> FakeTensor:
     """Return a symbolic tensor whose value is known, as PyTorch makes it for `torch.tensor(1.0)`.
 
-    Optimizers make one in each step, and PyTorch's own function takes five times as long.
+    Optimizers make such a tensor in each step, and PyTorch's own function takes five times as long.
+
+    Args:
+        mode: The symbolic mode.
+        number: Real tensor with the value.
     """
     outline = Outline(None, number.size(), number.stride(), 0, number.dtype, number.device)
     result = make_fake(mode, outline, [])
@@ -115,132 +134,167 @@ def _constant(mode: FakeTensorMode, number: Tensor) -> FakeTensor:
     return result
 
 
-def _part_of_known(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
-    """Return a view of a tensor whose values are known; the values of the view are known too.
+def _view_of_constant(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
+    """Run a view operator on a tensor with known values, so that the view has known values too.
 
-    PyTorch would forget the values of both tensors.
+    `FakeTensorMode` would discard the values of both tensors.
     """
-    whole, known = args[0], args[0].constant
-    whole.constant = None
+    base, values = args[0], args[0].constant
+    base.constant = None
     try:
         result = dispatch_cached(mode, func, types, args, kwargs)
     finally:
-        whole.constant = known
-    for part, numbers in zip(
-        tensors_in(result), tensors_in(func(known, *args[1:], **kwargs)), strict=True
+        base.constant = values
+    for view, view_values in zip(
+        tensors_in(result), tensors_in(func(values, *args[1:], **kwargs)), strict=True
     ):
-        part.constant = numbers
-        mode.fake_tensor_converter.add_constant_storage_mapping(part)
+        view.constant = view_values
+        mode.fake_tensor_converter.add_constant_storage_mapping(view)
     return result
 
 
-def _key(kind: str, func, args, kwargs, given: list[Tensor]) -> tuple | None:
-    """Return everything that determines the result of an operator, or None if the call cannot be
-    cached.
+def _key(kind: str, func, args, kwargs, inputs: list[Tensor]) -> tuple | None:
+    """Return the cache key of a call, which contains everything that determines its result.
 
-    The tensors among the arguments are appended to `given`.
+    Args:
+        kind: Kind of device of the symbolic mode, "cpu" or "cuda".
+        func, args, kwargs: The call, as a dispatch mode receives it.
+        inputs: List to which the tensors among the arguments are appended.
+
+    Returns:
+        The key, or None if the call cannot be cached.
     """
     try:
-        named = [(name, _look(kwargs[name], given)) for name in sorted(kwargs)] if kwargs else ()
+        named = [(name, _describe_argument(kwargs[name], inputs)) for name in sorted(kwargs or ())]
         return (
             kind,
             func,
             torch.get_default_dtype(),
-            *[_look(value, given) for value in args],
+            *[_describe_argument(value, inputs) for value in args],
             *named,
         )
     except TypeError:
         return None
 
 
-def _look(value: Any, given: list[Tensor]) -> Any:
-    """Return the part of the key that describes one argument.
+def _describe_argument(value: Any, inputs: list[Tensor]) -> Any:
+    """Return the part of a cache key that describes one argument.
+
+    Args:
+        value: The argument.
+        inputs: List to which the tensors in the argument are appended.
 
     Raises:
         TypeError: The argument cannot be part of a key.
     """
-    if type(value) is FakeTensor and _is_plain(value):
-        given.append(value)
+    if type(value) is FakeTensor and _is_plain_fake_tensor(value):
+        inputs.append(value)
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
     if isinstance(value, (list, tuple)):
-        return tuple([_look(item, given) for item in value])
-    if not isinstance(value, _PLAIN):
+        return tuple([_describe_argument(item, inputs) for item in value])
+    if not isinstance(value, _KEY_TYPES):
         raise TypeError
     return type(value), value
 
 
-def _outline_of(func, result: Any, given: list[Tensor]) -> tuple | None:
-    """Return a description of a result from which it can be made again, or None if the result is
-    not plain.
+def _outline_of(func, result: Any, inputs: list[Tensor]) -> tuple | None:
+    """Return a description of an operator's result, from which `_recreate` makes an equal result.
 
-    A result is one tensor, a tuple or list of tensors, or None.
+    Args:
+        func: The operator.
+        result: Its result: a tensor, a tuple or list of tensors, or None.
+        inputs: Its input tensors.
+
+    Returns:
+        The type of the container (None for a single tensor), and a list with one item per tensor:
+        an `Outline`, or the index of an input if the operator returned this input itself. The
+        result is None if the operator's result cannot be described in this way.
     """
     if result is None:
         return NoneType, []
-    kind = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)
-    storages = [_storage(tensor) for tensor in given]
-    made = []
-    for tensor in result if kind else [result]:
-        same = [i for i, other in enumerate(given) if other is tensor]
-        if bool(same) != func._schema.is_mutable or not _is_plain(tensor):
+    container = next((kind for kind in (tuple, list) if isinstance(result, kind)), None)
+    storages = [_storage_address(tensor) for tensor in inputs]
+    outlines = []
+    for tensor in result if container else [result]:
+        same = [i for i, other in enumerate(inputs) if other is tensor]
+        if bool(same) != func._schema.is_mutable or not _is_plain_fake_tensor(tensor):
             return None
-        storage = _storage(tensor)
+        storage = _storage_address(tensor)
         of = same[0] if same else storages.index(storage) if storage in storages else None
-        own = of is not None or (
+        can_be_described = of is not None or (
             tensor.untyped_storage().nbytes() == extent(tensor) and not tensor.storage_offset()
         )
-        # Not cached: a part of a storage that no input has, or a view of an earlier output.
-        if not own or (of is not None and of >= len(given)):
+        # A tensor that fills only a part of a new storage is not described, and neither is a view
+        # of an earlier output.
+        if not can_be_described or (of is not None and of >= len(inputs)):
             return None
-        made.append(of if same else Outline(of, *_look(tensor, [])))
+        outlines.append(of if same else Outline(of, *_describe_argument(tensor, [])))
         storages.append(storage)
-    return kind, made
+    return container, outlines
 
 
-def _is_plain(tensor: Any) -> bool:
-    """Return whether the argument is a strided fake tensor that has no known values and is neither
-    a lazy conjugate nor a lazy negative."""
+def _is_plain_fake_tensor(tensor: Any) -> bool:
+    """Return whether a value is a strided fake tensor without special properties.
+
+    Such a tensor has no known values, and it is not a lazy conjugate or a lazy negative.
+    """
     plain = (
         type(tensor) is FakeTensor and tensor.constant is None and tensor.layout is torch.strided
     )
     return plain and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage, which identifies it."""
     return tensor.untyped_storage()._cdata
 
 
 def extent(tensor: Tensor) -> int:
-    """Return the bytes of a storage that holds this tensor alone."""
+    """Return the bytes of the smallest storage that can hold a tensor with these strides."""
     return elements_spanned(tensor) * tensor.itemsize if tensor.numel() else 0
 
 
-def _recreate(mode: FakeTensorMode, known: tuple, given: list[Tensor]) -> Any:
-    """Return a new result of the form that the cache describes."""
-    kind, made = known
-    if kind is NoneType:  # as for `_foreach_add_`, which writes to its arguments
+def _recreate(mode: FakeTensorMode, entry: tuple, inputs: list[Tensor]) -> Any:
+    """Return a new result that equals the one described by an entry of the cache.
+
+    Args:
+        mode: The symbolic mode.
+        entry: Value of `_outline_of`.
+        inputs: Input tensors of the operator.
+    """
+    container, outlines = entry
+    if container is NoneType:  # as for `_foreach_add_`, which writes to its arguments
         return None
-    result = [given[x] if isinstance(x, int) else make_fake(mode, x, given) for x in made]
-    return kind(result) if kind else result[0]
+    result = [inputs[x] if isinstance(x, int) else make_fake(mode, x, inputs) for x in outlines]
+    return container(result) if container else result[0]
 
 
-def make_fake(mode: FakeTensorMode, made: Outline, given: list[Tensor]) -> FakeTensor:
-    """Make a `FakeTensor` with the attributes that PyTorch gives it, in a quarter of the time that
-    PyTorch takes."""
+def make_fake(mode: FakeTensorMode, outline: Outline, inputs: list[Tensor]) -> FakeTensor:
+    """Return a new `FakeTensor`, made in a quarter of the time that PyTorch's constructor takes.
+
+    Args:
+        mode: The symbolic mode.
+        outline: Description of the tensor.
+        inputs: Tensors to which `outline.of` refers.
+    """
     with DisableTorchDispatch():
-        if made.of is None:
-            bare = torch.empty_strided(made.size, made.stride, dtype=made.dtype, device="meta")
+        if outline.of is None:
+            bare = torch.empty_strided(
+                outline.size, outline.stride, dtype=outline.dtype, device="meta"
+            )
         else:
-            bare = torch.empty(0, dtype=made.dtype, device="meta")
-            bare.set_(given[made.of].untyped_storage(), made.offset, made.size, made.stride)
-    if (alike := mode.attributes.get(made.device)) is None:
-        alike = mode.attributes[made.device] = dict(vars(FakeTensor(mode, bare, made.device)))
-    like = {"dispatch_device": True, "device_for_backend_keys": made.device}
-    tensor = Tensor._make_subclass(FakeTensor, bare, False, **like)
-    # This setting allows access to the data pointer although there are no bytes behind it.
+            bare = torch.empty(0, dtype=outline.dtype, device="meta")
+            storage = inputs[outline.of].untyped_storage()
+            bare.set_(storage, outline.offset, outline.size, outline.stride)
+    if (attributes := mode.attributes.get(outline.device)) is None:
+        attributes = dict(vars(FakeTensor(mode, bare, outline.device)))
+        mode.attributes[outline.device] = attributes
+    options = {"dispatch_device": True, "device_for_backend_keys": outline.device}
+    tensor = Tensor._make_subclass(FakeTensor, bare, False, **options)
+    # This setting of the mode allows access to data pointers, although no bytes exist.
     if mode._allow_unsafe_data_ptr_access:
         allow_data_pointers(tensor)
     else:
         refuse_data_pointers(tensor)
-    vars(tensor).update(alike)
+    vars(tensor).update(attributes)
     return tensor

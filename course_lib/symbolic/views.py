@@ -1,9 +1,10 @@
-"""Gradient functions of views whose base was changed in place.
+"""Give symbolic views the gradient functions of real views after their base was changed in place.
 
-After such a change, autograd derives the gradient function of a view again. For real tensors it
-uses the view's geometry (`AsStridedBackward0`), whose gradient is computed in a new storage. For
-symbolic tensors, as for every tensor with a dispatch in Python, it repeats the operators that made
-the view instead, and their backward passes need less memory.
+After such a change, autograd makes a new gradient function for a view. For a real tensor this is
+`AsStridedBackward0`, which computes the gradient in a new storage. For a symbolic tensor, as for
+every tensor with a dispatch in Python, autograd repeats the operators that made the view instead.
+Their backward passes need less memory, so an estimate would be too small. Inside
+`views_by_geometry()` symbolic views have the gradient function `AsStridedBackward0`, too.
 
 Source: torch/csrc/autograd/variable.cpp (`VariableHooks::grad_fn`) and FunctionsManual.cpp
 (`as_strided_backward`).
@@ -22,20 +23,23 @@ from course_lib._torch.symbolic import FakeTensor
 
 
 def views_by_geometry() -> AbstractContextManager:
-    """Return a context in which symbolic views of changed bases have the gradient functions of real
-    ones.
+    """Return a context in which symbolic views have the gradient functions of real views.
 
-    Each call of PyTorch is slower in it, so estimates enter it for the forward pass and for
-    recomputations only.
+    This concerns views whose base was changed in place. Every call of a PyTorch function takes
+    longer inside the context, so estimates enter it only for the forward pass and recomputations.
     """
     active = any(isinstance(mode, _ViewsByGeometry) for mode in _get_current_function_mode_stack())
     return nullcontext() if active else _ViewsByGeometry()
 
 
 class _ViewsByGeometry(TorchFunctionMode):
-    """Mode that replaces such a view, where it is an argument, by an equal view that
-    `torch.as_strided` made of the base."""
+    """Function mode that replaces outdated views among the arguments of a function.
 
+    A view is outdated if its base was changed in place after the view was made. It is replaced by
+    an equal view that `torch.as_strided` makes of the base.
+    """
+
+    # Checkpoints enter a mode with this attribute again for the recomputation.
     when_recomputed = True
 
     def __torch_function__(
@@ -44,9 +48,9 @@ class _ViewsByGeometry(TorchFunctionMode):
         replaced = tuple(map(_by_geometry, args))
         result = func(*replaced, **(kwargs or {}))
         if args:
-            # If an operator changes a view in place, autograd derives the gradient function of
-            # the view immediately. A function that is created later would run earlier in the
-            # backward pass.
+            # If an operator changes a view in place, autograd makes the view's new gradient
+            # function immediately, and so does this call. A function that is made later would run
+            # earlier in the backward pass.
             _by_geometry(args[0])
         if isinstance(result, FakeTensor) and result._is_view():
             if args and result is replaced[0]:
@@ -56,11 +60,15 @@ class _ViewsByGeometry(TorchFunctionMode):
 
 
 def _by_geometry(argument: Any) -> Any:
-    """Return an equal view made by `torch.as_strided`, if the argument is a view that was made
-    before its base changed; lists and tuples may contain such views."""
+    """Return an argument of a function, with outdated views replaced as in `_ViewsByGeometry`.
+
+    Only views that require gradients are replaced. The argument may be a view, or a list or tuple
+    that contains views; any other argument is returned unchanged.
+    """
     if type(argument) in (list, tuple):
         return type(argument)(map(_by_geometry, argument))
-    # A placeholder, such as that for logits in chunks, refuses to be asked for its base.
+    # The order of these tests matters: a placeholder, such as that for logits in chunks, raises an
+    # error if its base is read.
     if (
         not isinstance(argument, FakeTensor)
         or not argument._is_view()
@@ -70,7 +78,7 @@ def _by_geometry(argument: Any) -> Any:
     attributes, version = vars(argument), argument._version
     if attributes.get("_version_when_made", version) == version:
         return argument
-    # One gradient function adds up the gradients of all uses until the next change.
+    # All uses of the view until the next change share one gradient function, as for real tensors.
     if "_by_geometry" not in attributes or attributes["_by_geometry"]._version != version:
         geometry = argument.size(), argument.stride(), argument.storage_offset()
         attributes["_by_geometry"] = torch.as_strided(argument._base, *geometry)
