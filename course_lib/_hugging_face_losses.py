@@ -1,8 +1,8 @@
-"""The loss that a model itself computes, as a sum with a weight.
+"""Compute the loss that a model itself defines, as a pair (sum of losses, weight).
 
-It comes from the model's method `loss_sum` or `loss`, or from a Hugging Face model's forward.
-
-Hugging Face models are recognized by their attributes, so their library is not needed.
+The weight is the number of items over which the sum goes, such as tokens. The loss comes from the
+model's method `loss_sum` or `loss`, or from the forward pass of a Hugging Face model. Hugging Face
+models are recognized by their attributes, so the package transformers is not needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ._batches import samples_in
 from ._check import describe, kind
 
-#: Ways to give a loss with a known weight, for error messages of functions and of commands.
+#: Advice, in error messages, on how to pass a loss whose weight is known.
 GIVE_LOSS_SUM = (
     "give the model a method loss_sum(batch) that returns (sum of losses, weight), or pass a"
     " function loss_sum(model, batch) that does (to a command, as the attribute loss_sum of the"
@@ -29,23 +29,30 @@ GIVE_LOSS_SUM = (
 
 
 def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tensor, float | Tensor]:
-    """Return the sum of losses of one of `micro_batches` micro-batches, and its weight.
+    """Compute a model's own loss for a batch, and return (sum of losses, weight).
 
-    A method `loss` is assumed to return a mean over samples. If their number is not known, its
-    weight is 1.
+    The weight is the number of tokens or samples in the sum. A model's method `loss_sum` returns
+    the sum and the weight. A method `loss` must return the mean over the samples, so the weight is
+    the number of samples, or 1 if that is not known. For other models, see `hugging_face_loss`.
+
+    Args:
+        model: A model with a method `loss_sum` or `loss`, or a Hugging Face model.
+        batch: The batch, or one of its micro-batches.
+        micro_batches: Number of micro-batches into which the batch was split.
     """
     if has_method(model, "loss_sum"):
-        return _call(model, "loss_sum", batch)
+        return _call_loss_method(model, "loss_sum", batch)
     if has_method(model, "loss"):
         weight = samples_in(batch) or 1
-        return checked_loss(model, _call(model, "loss", batch)) * weight, weight
+        return checked_loss(model, _call_loss_method(model, "loss", batch)) * weight, weight
     return hugging_face_loss(model, batch, micro_batches)
 
 
-def _call(model: nn.Module, name: str, batch: Any) -> Any:
-    """Call a method of the model, or a function that was assigned to it.
+def _call_loss_method(model: nn.Module, name: str, batch: Any) -> Any:
+    """Return the result of `model.loss(batch)` or `model.loss_sum(batch)`; `name` selects one.
 
-    If an assigned function raises an error, a note on the error names it.
+    The attribute may also be a function that was assigned to the model. If such a function raises
+    an error, a note on the error says so.
     """
     function, method = getattr(model, name), f"{type(wrapped_in(model)).__name__}.{name}"
     takes_arguments(method, function, "(batch), unless a loss_sum(model, batch) is passed", batch)
@@ -61,7 +68,14 @@ def _call(model: nn.Module, name: str, batch: Any) -> Any:
 
 
 def takes_arguments(name: str, function: Any, allowed: str, *arguments: Any) -> None:
-    """Raise if a function cannot be called with these arguments; `allowed` describes them."""
+    """Raise TypeError if a function cannot be called with these arguments.
+
+    Args:
+        name: Name of the function in the message.
+        function: The function or module. It is not called.
+        allowed: Description of the arguments in the message.
+        arguments: The arguments.
+    """
     try:
         signature = inspect.signature(
             function.forward if isinstance(function, nn.Module) else function
@@ -79,7 +93,7 @@ def takes_arguments(name: str, function: Any, allowed: str, *arguments: Any) -> 
 
 
 def checked_loss(model: nn.Module, loss: Any) -> Tensor:
-    """Return the result of a method `loss`, or raise if it is not a scalar with gradients."""
+    """Return the result of a model's method `loss`, or raise if it is not a scalar with a graph."""
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
         raise TypeError(
             f"{type(model).__name__}.loss must return a scalar tensor with gradients, the mean over"
@@ -89,24 +103,29 @@ def checked_loss(model: nn.Module, loss: Any) -> Tensor:
 
 
 def has_loss_sum(model: nn.Module) -> bool:
-    """Return whether the model's loss is a sum, or a mean over a known number of items."""
+    """Return whether the number of tokens or samples in the model's own loss is known.
+
+    It is known if the model has a method `loss_sum`, or if it is a Hugging Face model whose class
+    name shows that the loss is a mean over labels or samples, and that adds no loss of a router.
+    """
     if has_method(model, "loss") or has_method(model, "loss_sum"):
         return has_method(model, "loss_sum")
     names = " ".join(kind.__name__ for kind in type(wrapped_in(model)).__mro__)
     return (
         is_hugging_face(model)
         and re.search(MEAN_LOSS_CLASSES, names) is not None
-        and not adds_to_loss(model)
+        and not has_auxiliary_loss(model)
     )
 
 
 def has_method(model: nn.Module, name: str) -> bool:
-    """Return whether the model has the method `name`, which is "loss" or "loss_sum".
+    """Return whether the model's own loss is its method `name`, which is "loss" or "loss_sum".
 
-    A `loss` that the instance or a subclass defines hides an inherited `loss_sum`.
+    If a model has both, the one that the instance or the most derived class defines is its loss:
+    a subclass that defines `loss` does not use a `loss_sum` that it inherits.
 
-    Some Hugging Face models have an attribute `loss`, a function of outputs and targets. It is not
-    a method and is not called.
+    Some Hugging Face models have an attribute `loss`, a function of outputs and targets. It does
+    not count.
     """
     hugging_face = is_hugging_face(model)
     own = vars(model).keys() - ({"loss"} if hugging_face else set())
@@ -117,16 +136,17 @@ def has_method(model: nn.Module, name: str) -> bool:
                 if name == "loss_sum"
                 else callable(getattr(model, "loss", None))
             )
-    # The attribute belongs to a wrapped model, as under torch.compile, or is a submodule.
+    # The attribute may belong to a wrapped model, as with torch.compile, or it may be a submodule.
     found = getattr(model, name, None)
     return inspect.ismethod(found) or (callable(found) and not hugging_face)
 
 
 def wrapped_in(model: nn.Module) -> nn.Module:
-    """Return the model itself, without the wrappers of `torch.compile` and peft.
+    """Return the model inside the wrappers of `torch.compile` and peft.
 
-    A peft model with adapters is recognized by its attribute `peft_config` and its method
-    `get_base_model`. Its class shows the task only if a `task_type` was given.
+    A peft model is recognized by its attribute `peft_config` and its method `get_base_model`,
+    because its class depends on whether a `task_type` was given. A model without wrappers is
+    returned unchanged.
     """
     while True:
         inner = getattr(model, "_orig_mod", None)
@@ -139,8 +159,8 @@ def wrapped_in(model: nn.Module) -> nn.Module:
 
 # ---- Hugging Face models
 
-# Pattern of class names whose losses are means over labels or samples: causal and masked language
-# models, encoder-decoders and classifiers
+# Matches names of classes whose loss is a mean over labels or samples: causal and masked language
+# models, encoder-decoders and classifiers.
 MEAN_LOSS_CLASSES = (
     "CausalLM|LMHeadModel|MaskedLM|Seq2SeqLM|ForConditionalGeneration"
     "|For[A-Za-z]*Classification|MultipleChoice"
@@ -148,28 +168,36 @@ MEAN_LOSS_CLASSES = (
 
 
 def is_hugging_face(model: nn.Module) -> bool:
+    """Return whether a model counts as a Hugging Face model.
+
+    It does if the model inside its wrappers has an attribute `config` and a forward method.
+    """
     model = wrapped_in(model)
     return hasattr(model, "config") and type(model).forward is not nn.Module.forward
 
 
-def adds_to_loss(model: nn.Module) -> bool:
-    """Return whether the model adds a term to the mean, such as the loss of experts' routers."""
+def has_auxiliary_loss(model: nn.Module) -> bool:
+    """Return whether a Hugging Face model adds a loss of its experts' routers to the mean loss."""
     return bool(getattr(model.config, "output_router_logits", False))
 
 
-class _Means(TorchFunctionMode):
-    """A mode that records each loss that a model computes as a mean, with its labels."""
+class _MeanLossRecorder(TorchFunctionMode):
+    """Function mode that records each mean loss that a model computes, with its labels.
+
+    Attributes:
+        means: Tuples (mean loss, labels, label that is ignored or None).
+    """
 
     def __init__(self):
         super().__init__()
-        # (mean, its labels, the label that is ignored)
         self.means: list[tuple[Tensor, Tensor, int | None]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
         if func in (F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits):
             target = kwargs["target"] if "target" in kwargs else args[1]
-            # a mean over the labels that are not ignored, if all classes have the same weight
+            # The result is a mean over the labels that are not ignored, unless the classes have
+            # different weights or the labels are probabilities.
             by_class = func is F.cross_entropy
             unequal_weights = by_class and (
                 target.is_floating_point() or len(args) > 2 or kwargs.get("weight") is not None
@@ -184,10 +212,16 @@ class _Means(TorchFunctionMode):
 def hugging_face_loss(
     model: nn.Module, batch: Any, micro_batches: int = 1
 ) -> tuple[Tensor, int | Tensor]:
-    """Return the model's own loss times its weight, and the weight.
+    """Compute the loss of a Hugging Face model for a batch, and return (sum of losses, weight).
 
-    The weight is the number of labels over which the loss is a mean, or the number of samples if
-    that is not known, or 1 if neither is. The labels are counted as the model itself counts them.
+    The weight is the number of labels over which the model's loss is a mean, counted as the model
+    itself counts them. If the loss is not such a mean, the weight is the number of samples, or 1 if
+    that cannot be determined. The sum is the model's loss times the weight.
+
+    Args:
+        model: The model, which is called with the items of the batch as keyword arguments.
+        batch: A mapping, such as a dict, that contains the labels.
+        micro_batches: Number of micro-batches into which the batch was split.
 
     Raises:
         TypeError: The batch is not a mapping.
@@ -195,7 +229,7 @@ def hugging_face_loss(
             not a mean over labels.
     """
     kind("batch", batch, Mapping, "a dict of the model's arguments, including the labels")
-    with _Means() as recorder:
+    with _MeanLossRecorder() as recorder:
         output = model(**batch)
     loss = output.get("loss") if isinstance(output, Mapping) else output[0]
     name = type(model).__name__
@@ -215,7 +249,7 @@ def hugging_face_loss(
         return loss * weight, weight
     [(target, ignored)] = labels
     weight = target.numel() if ignored is None else (target != ignored).sum()
-    # 16-bit numbers would round the weight
+    # The multiplication is in fp32, because 16-bit numbers would round the weight.
     total = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
-    # a mean over no label is NaN
+    # If all labels are ignored, the model's mean is NaN, and the sum must be 0.
     return total if ignored is None else torch.where(weight > 0, total, 0.0), weight

@@ -1,7 +1,8 @@
-"""LoRA adapters on a frozen base, which may be quantized (QLoRA), by peft and bitsandbytes.
+"""Add LoRA adapters to a model with frozen weights, which may be quantized (QLoRA).
 
-`with_adapters` wraps a function that makes a model. Estimates, recipes and the command treat the
-model with adapters as any other: adapters belong to the model, not to the recipe.
+The adapters are those of peft, and the quantized layers are those of bitsandbytes. `with_adapters`
+wraps a function that makes a model. Adapters are part of the model, so estimates and recipes need
+no special support for them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import nn
 from course_lib._check import describe, one_of, whole
 from course_lib._torch.symbolic import is_symbolic
 
+# Formats of the frozen weights.
 BASES = ("fp32", "bf16", "int8", "nf4", "nf4-double")
 
 
@@ -30,31 +32,31 @@ def with_adapters(
     targets: str | Sequence[str] | None = None,
     base: str = "bf16",
 ) -> Callable[[], nn.Module]:
-    """Return a function that makes the model with a frozen base and trainable LoRA adapters.
+    """Return a function that makes the model with frozen weights and trainable LoRA adapters.
 
-    A layer with weights W (m, n) computes x W^T + s (x A^T) B^T with adapters A (rank, n) and B
+    A layer with weights W (m, n) computes x W^T + 2 (x A^T) B^T with adapters A (rank, n) and B
     (m, rank) in fp32. Only A and B have gradients and optimizer state: rank * (m + n) elements
     instead of m * n. Use recipes with `precision=None`, which keeps the dtypes of the model, or
     "autocast", which also keeps them and computes in bf16.
 
     **Checkpoints.** Gradients reach the adapters inside a checkpointed block even if the input of
     the block requires none, with this library's checkpoints and with PyTorch's if
-    `use_reentrant=False`. Reentrant checkpoints give no gradients there. With them, call
+    `use_reentrant=False`. With reentrant checkpoints, the adapters get no gradients unless you call
     `model.enable_input_require_grads()`, so that the output of the embedding requires a gradient.
-    `gradient_checkpointing_enable` of transformers 5.23 calls it itself.
+    `gradient_checkpointing_enable` of transformers 5.23 calls that method itself.
 
     Args:
         make_model: Function without arguments that returns a model in fp32.
         rank: Rank of the adapters.
         targets: Names of the layers that get adapters, as peft's `target_modules`; or
             "all-linear". None uses peft's choice for the architecture.
-        base: Format of the frozen weights. "fp32" and "bf16" apply to all of them. The other
-            formats apply to the linear layers, except the output head and the layers that
-            transformers lists in `_keep_in_fp32_modules`, and all other weights are in bf16: "int8"
-            takes 1 byte per weight and one fp32 scale per row; "nf4" half a byte per weight and one
-            fp32 scale per 64 weights; "nf4-double" stores these scales in 1 byte each, with one
-            fp32 scale per 256 of them. Except with "fp32", a model that takes floating-point
-            inputs needs them in bf16.
+        base: Format of the frozen weights. "fp32" and "bf16" apply to all weights. The other
+            formats apply to the weights of linear layers, except the output head and the layers
+            that transformers lists in `_keep_in_fp32_modules`; all other weights are in bf16.
+            "int8" takes 1 byte per weight and one fp32 scale per row. "nf4" takes half a byte per
+            weight and one fp32 scale per 64 weights. "nf4-double" is "nf4" with 1 byte per scale
+            and one fp32 scale per 256 scales. Except with "fp32", floating-point inputs of the
+            model must be in bf16.
 
     Returns:
         A function with the attributes `make_batch`, `loss_sum` and `split` of `make_model`. It
@@ -70,15 +72,16 @@ def with_adapters(
         raise TypeError(f"make_model must be a function, got {describe(make_model)}")
     if not isinstance(targets, (str, Sequence, type(None))):
         raise TypeError(f"targets must be a str, a list of names or None, got {describe(targets)}")
-    made = partial(_with_adapters, make_model, whole("rank", rank, 1), targets, base)
+    make_adapted = partial(_with_adapters, make_model, whole("rank", rank, 1), targets, base)
     one_of("base", base, BASES)
     for name in ("make_batch", "loss_sum", "split"):
         if hasattr(make_model, name):
-            setattr(made, name, getattr(make_model, name))
-    return made
+            setattr(make_adapted, name, getattr(make_model, name))
+    return make_adapted
 
 
 def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base) -> nn.Module:
+    """Make the model, freeze and convert its weights, and add adapters (see `with_adapters`)."""
     peft = _package("peft", "adapters")
     model = make_model()
     if not isinstance(model, nn.Module):
@@ -92,7 +95,7 @@ def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base
         # Otherwise the user's own model would be frozen.
         raise ValueError(
             "make_model must make a new model at each call for an estimate, got one that existed"
-            " before; pass a function that builds it"
+            " before; build the model inside the function"
         )
     model.requires_grad_(False)
     model.to(torch.float32 if base == "fp32" else torch.bfloat16)
@@ -104,22 +107,30 @@ def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base
     names = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     try:
         with warnings.catch_warnings():
-            # peft reads an attribute of transformers' models by its former name.
+            # peft reads an attribute of transformers' models under its old name, which warns.
             warnings.simplefilter("ignore", FutureWarning)
             return peft.get_peft_model(model, peft.LoraConfig(**settings))
     except (ValueError, re.error) as error:
-        given = "None, and peft has no default for this model" if targets is None else repr(targets)
+        shown = "None, and peft has no default for this model" if targets is None else repr(targets)
         raise ValueError(
             "targets must name layers of the model, such as its linear layers"
-            f" {', '.join(sorted(names))}, got {given} ({error})"
+            f" {', '.join(sorted(names))}, got {shown} ({error})"
         ) from error
 
 
 def _quantize(model: nn.Module, base: str) -> None:
-    """Replace the linear layers of a model, except the output head, by those of bitsandbytes."""
+    """Replace the linear layers of a model by quantized layers of bitsandbytes, in place.
+
+    The output head and layers that transformers keeps in fp32 are not replaced.
+
+    Args:
+        model: The model.
+        base: "int8", "nf4" or "nf4-double".
+    """
     bnb = _package("bitsandbytes", f"the base {base!r}")
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    # transformers lists layers that cast their input to the dtype of their weights.
+    # transformers lists layers here that cast their input to the dtype of their weights. They are
+    # not quantized, because the input would be cast to the dtype of the quantized weights.
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     layers = [
         (name, layer)
@@ -145,10 +156,14 @@ def _quantize(model: nn.Module, base: str) -> None:
 
 
 def _package(name: str, purpose: str) -> ModuleType:
-    """Return the imported package.
+    """Import a package and return it.
+
+    Args:
+        name: Name of the package.
+        purpose: Purpose for which it is needed, for the message.
 
     Raises:
-        ValueError: It is not installed.
+        ValueError: The package is not installed.
     """
     try:
         return import_module(name)

@@ -1,11 +1,12 @@
-"""Models with the shapes of a Hugging Face `config.json`, built from plain modules.
+"""Build models with the shapes that a Hugging Face `config.json` describes, from plain modules.
 
-Nothing is downloaded, and transformers is not imported. Every parameter has the shape of the
-published one, so their number is the published number. The bytes that a step saves for backward are
-those of the plain formulas below. They are within 1% of what transformers saves with eager
-attention; fused kernels save less. Attention is causal over all tokens (no sliding window), there
-is no dropout, the rotation of positions is not scaled, and routers are assumed to balance their
-experts.
+Nothing is downloaded, and transformers is not imported. Every parameter has the same shape as in
+the published model, so the number of parameters is the published one. The bytes that a step saves
+for backward are within 1% of those of transformers with eager attention; fused kernels save less.
+
+The models are simpler than those of transformers: attention is causal over all tokens (no sliding
+window), there is no dropout, the rotation of positions is not scaled, and each expert processes
+equally many tokens, as with a balanced router.
 
 Shapes use b for batch, s for sequence, h for hidden, a for heads, d for the features of a head and
 e for experts.
@@ -23,15 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from course_lib._check import any_of, describe, kind, must_be, whole
+from course_lib._check import any_of, argument_message, describe, kind, whole
 from course_lib.models import Attention, Decoder, Dropout, seed_generators
 
+# Values of `model_type` for which `Llama` is built, and all that are supported.
 LLAMAS = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 KNOWN = ("gpt2", *LLAMAS)
 
 
 def read_config(file: Path | str) -> dict[str, Any]:
-    """Read a `config.json`.
+    """Read a `config.json` and return its contents as a dict.
 
     Raises:
         ValueError: The file cannot be read, is not JSON (the message gives line and column), or
@@ -69,12 +71,13 @@ def model_from(config: Mapping[str, Any], *, sequence: int, seed: int = 0) -> De
     """Build the model that a Hugging Face configuration describes, with random weights, in fp32.
 
     Args:
-        config: Its `model_type` must be one of `KNOWN`.
+        config: Contents of a `config.json`. Its `model_type` must be one of `KNOWN`.
         sequence: Number of tokens per sample that the model must accept.
+        seed: Seed of the random weights.
 
     Raises:
-        ValueError: The kind of model is unknown, a size is missing or invalid, or the model accepts
-            only shorter sequences.
+        ValueError: The `model_type` is not supported, a size is missing or invalid, or the model
+            accepts only shorter sequences.
     """
     model, sizes = shape_of(config, sequence)
     return model(**sizes, seed=seed)
@@ -83,15 +86,18 @@ def model_from(config: Mapping[str, Any], *, sequence: int, seed: int = 0) -> De
 def shape_of(
     config: Mapping[str, Any], sequence: int
 ) -> tuple[type[Decoder | Llama], dict[str, Any]]:
-    """Check a configuration; return the class and the arguments of its model, except the seed."""
+    """Check a configuration, and return the class and the arguments with which to build its model.
+
+    The arguments and errors are those of `model_from`. The result does not contain the seed.
+    """
     name = config.get("model_type")
     if name not in KNOWN:
         raise ValueError(
-            f"model_type must be {any_of(map(repr, KNOWN))}, got {name!r}; the shapes of"
-            " other models are not known here"
+            f"model_type must be {any_of(map(repr, KNOWN))}, got {name!r}; other types"
+            " of models are not supported"
         )
     sequence = whole("sequence", sequence, 1)
-    longest = _size(
+    longest = _positive_setting(
         config, "n_positions" if name == "gpt2" else "max_position_embeddings", sequence
     )
     if sequence > longest:
@@ -101,7 +107,11 @@ def shape_of(
     return (Decoder, _gpt2(config)) if name == "gpt2" else (Llama, _llama(config, name))
 
 
-def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _positive_setting(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Return a setting of a configuration that must be a positive int.
+
+    The default replaces a missing value. Without a default, a missing value is an error.
+    """
     value = config.get(name)
     value = default if value is None else value
     if value is None:
@@ -109,41 +119,63 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     return whole(name, value, 1)
 
 
-def _flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+def _bool_setting(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Return a setting of a configuration that must be a bool."""
     value = config.get(name)
     return kind(name, default if value is None else value, bool, "true or false")
 
 
-def _expect(config: Mapping[str, Any], name: str, *values: Any) -> None:
+def _check_setting(config: Mapping[str, Any], name: str, *values: Any) -> None:
+    """Raise ValueError if a setting has an unsupported value.
+
+    `values` are the supported ones. The first one is the default of the setting.
+    """
     if config.get(name, values[0]) not in values:
-        raise ValueError(must_be(name, any_of(map(repr, values)), repr(config[name])))
+        raise ValueError(argument_message(name, any_of(map(repr, values)), repr(config[name])))
 
 
-def _head_width(config: Mapping[str, Any], width: str, parts: str, otherwise: str = "") -> int:
-    """Return the number of features of a head."""
-    hidden, heads = _size(config, width), _size(config, parts)
+def _head_width(
+    config: Mapping[str, Any], hidden_name: str, heads_name: str, exception: str = ""
+) -> int:
+    """Return the number of features per head, or raise if the heads do not divide the features.
+
+    Args:
+        config: The configuration.
+        hidden_name, heads_name: Names of its settings for the features and for the heads.
+        exception: Clause in the message on how to avoid this requirement.
+    """
+    hidden = _positive_setting(config, hidden_name)
+    heads = _positive_setting(config, heads_name)
     if hidden % heads:
         raise ValueError(
-            f"{width} must be a multiple of {parts} = {heads}{otherwise}, got {hidden}"
+            f"{hidden_name} must be a multiple of {heads_name} = {heads}{exception}, got {hidden}"
         )
     return hidden // heads
 
 
 def _gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {"vocabulary": "vocab_size", "hidden": "n_embd", "heads": "n_head", "layers": "n_layer"}
-    sizes = {
-        name: _size(config, key) for name, key in (sizes | {"sequence": "n_positions"}).items()
+    """Return the arguments of `Decoder` for the configuration of a GPT-2 model."""
+    names = {
+        "vocabulary": "vocab_size",
+        "hidden": "n_embd",
+        "heads": "n_head",
+        "layers": "n_layer",
+        "sequence": "n_positions",
     }
+    sizes = {argument: _positive_setting(config, name) for argument, name in names.items()}
     _head_width(config, "n_embd", "n_head")
-    _expect(config, "n_inner", None, 4 * sizes["hidden"])
-    return {**sizes, "tied": _flag(config, "tie_word_embeddings", True)}
+    _check_setting(config, "n_inner", None, 4 * sizes["hidden"])
+    return {**sizes, "tied": _bool_setting(config, "tie_word_embeddings", True)}
 
 
 def _llama(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    _expect(config, "hidden_act", "silu")
-    heads, bias = _size(config, "num_attention_heads"), _flag(config, "attention_bias")
+    """Return the arguments of `Llama` for a configuration whose `model_type` is `name`."""
+    _check_setting(config, "hidden_act", "silu")
+    heads = _positive_setting(config, "num_attention_heads")
+    bias = _bool_setting(config, "attention_bias")
+    is_mixtral = name == "mixtral"
     if config.get("head_dim") is not None or name == "qwen3":
-        head_dim = _size(config, "head_dim", 128)
+        head_dim = _positive_setting(config, "head_dim", 128)
     else:
         head_dim = _head_width(
             config, "hidden_size", "num_attention_heads", " unless head_dim is set"
@@ -154,20 +186,20 @@ def _llama(config: Mapping[str, Any], name: str) -> dict[str, Any]:
             " pairs of features"
         )
     return {
-        "vocabulary": _size(config, "vocab_size"),
-        "hidden": _size(config, "hidden_size"),
-        "layers": _size(config, "num_hidden_layers"),
+        "vocabulary": _positive_setting(config, "vocab_size"),
+        "hidden": _positive_setting(config, "hidden_size"),
+        "layers": _positive_setting(config, "num_hidden_layers"),
         "heads": heads,
-        "kv_heads": _size(config, "num_key_value_heads", heads),
+        "kv_heads": _positive_setting(config, "num_key_value_heads", heads),
         "head_dim": head_dim,
-        "feedforward": _size(config, "intermediate_size"),
-        "experts": _size(config, "num_local_experts") if name == "mixtral" else 0,
-        "experts_used": _size(config, "num_experts_per_tok") if name == "mixtral" else 0,
+        "feedforward": _positive_setting(config, "intermediate_size"),
+        "experts": _positive_setting(config, "num_local_experts") if is_mixtral else 0,
+        "experts_used": _positive_setting(config, "num_experts_per_tok") if is_mixtral else 0,
         "qkv_bias": bias or name == "qwen2",
         "out_bias": bias,
-        "feedforward_bias": _flag(config, "mlp_bias"),
+        "feedforward_bias": _bool_setting(config, "mlp_bias"),
         "head_norms": name == "qwen3",
-        "tied": _flag(config, "tie_word_embeddings"),
+        "tied": _bool_setting(config, "tie_word_embeddings"),
     }
 
 
@@ -175,7 +207,9 @@ def _llama(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalization: x / sqrt(mean(x²)) in fp32, times a weight.
+    """Root-mean-square normalization of the last dimension: x / sqrt(mean(x²)), times a weight.
+
+    The quotient is computed in fp32.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
@@ -192,10 +226,15 @@ class RMSNorm(nn.Module):
 
 
 def rotate_pairs(x: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotate each pair of features by an angle proportional to the position: (..., s, d).
+    """Rotate each pair of features by an angle proportional to the position (rotary embedding).
 
-    Source: Su et al. 2021, arXiv:2104.09864. The two features of a pair are d/2 apart, as in
-    Hugging Face's Llama.
+    The two features of a pair are d/2 apart, as in Hugging Face's Llama.
+
+    Args:
+        x: Queries or keys (..., s, d).
+        base: The first pair rotates by 1 radian per position, and the last one by about 1 / base.
+
+    Source: Su et al. 2021, arXiv:2104.09864.
     """
     s, d = x.shape[-2:]
     speeds = base ** (-torch.arange(0, d, 2, dtype=torch.float32, device=x.device) / d)
@@ -208,7 +247,9 @@ def rotate_pairs(x: Tensor, base: float = 10_000.0) -> Tensor:
 
 
 class GroupedAttention(Attention):
-    """Causal attention with query heads that share key and value heads: (b, s, h) -> (b, s, h).
+    """Causal grouped-query attention (GQA): (samples, tokens, features) -> the same shape.
+
+    Several query heads share one key and value head. The positions are encoded by `rotate_pairs`.
 
     Source: Ainslie et al. 2023, arXiv:2305.13245.
     """
@@ -257,6 +298,10 @@ class GroupedAttention(Attention):
         return self.out(context.transpose(1, 2).reshape(b, s, -1))
 
     def standard(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute attention with separate operators, which save the probabilities for backward.
+
+        The query has the shape (samples, heads, tokens, d); key and value may have fewer heads.
+        """
         if (times := q.shape[1] // k.shape[1]) > 1:
             k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
         s = q.shape[-2]
@@ -281,13 +326,20 @@ class GatedFeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated feed-forward networks, each for an equal number of tokens: (b, s, h) -> (b, s, h).
+    """Mixture of experts, each of which is a gated feed-forward network: (b, s, h) -> (b, s, h).
 
-    Each expert chooses the tokens with the highest scores, an equal number each. Shapes are
-    therefore static, and bytes and FLOPs are those of a balanced router.
+    Each expert chooses the tokens with the highest scores, and all experts choose the same number
+    of tokens, whereas in Mixtral the tokens choose their experts. Because the experts choose, all
+    shapes are static, and bytes and FLOPs are those of a balanced router.
 
-    Source: Zhou et al. 2022, arXiv:2202.09368 (experts choose); Jiang et al. 2024, arXiv:2401.04088
-    (Mixtral, where tokens choose).
+    Args:
+        hidden: Features per token.
+        feedforward: Width of each expert.
+        experts: Number of experts.
+        used: Number of experts per token, on average.
+
+    Source: Zhou et al. 2022, arXiv:2202.09368 (experts choose tokens); Jiang et al. 2024,
+    arXiv:2401.04088 (Mixtral).
     """
 
     def __init__(self, hidden: int, feedforward: int, experts: int, used: int):
@@ -315,7 +367,10 @@ class Experts(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and a feed-forward network, each with a norm before and a residual connection."""
+    """Pre-norm layer with attention and a feed-forward network: (b, s, h) -> (b, s, h).
+
+    Both have an `RMSNorm` in front and a residual connection around them.
+    """
 
     def __init__(self, hidden: int, attention: GroupedAttention, feedforward: nn.Module):
         super().__init__()
@@ -328,9 +383,23 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """A decoder like Llama and its relatives: tokens (b, s) -> logits (b, s, v).
+    """Decoder with the architecture of Llama, Mistral, Mixtral or Qwen: tokens (b, s) -> (b, s, v).
 
-    Norms, softmax and loss are in fp32, whatever the dtype of the parameters.
+    The result contains the logits of b samples of s tokens. Norms, softmax and loss are computed in
+    fp32, whatever the dtype of the parameters is.
+
+    Args:
+        vocabulary, hidden, layers, heads: Vocabulary size (v), features per token (h), number of
+            layers, and number of query heads (a).
+        kv_heads: Number of key and value heads.
+        head_dim: Features per head.
+        feedforward: Width of the feed-forward networks.
+        experts: Number of experts per layer; 0 for a single feed-forward network.
+        experts_used: Number of experts per token.
+        qkv_bias, out_bias, feedforward_bias: Whether these projections have biases.
+        head_norms: Whether the heads' queries and keys are normalized, as in Qwen3.
+        tied: Whether the output head uses the weight of the token embedding.
+        seed: Seed of the random weights.
 
     Source: Touvron et al. 2023, arXiv:2302.13971, and its code.
     """
@@ -383,11 +452,14 @@ class Llama(nn.Module):
         return self.head(self.norm(x))  # (b, s, v)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Return the mean cross-entropy of each next token: (b, s + 1) -> scalar."""
+        """Return the mean cross-entropy of predicting each next token: (b, s + 1) -> scalar."""
         total, count = self.loss_sum(tokens)
         return total / count
 
     def loss_sum(self, tokens: Tensor) -> tuple[Tensor, int]:
-        """Return the sum of the cross-entropies, and the number of tokens in it."""
+        """Return the sum of the cross-entropies of all predicted tokens, and their number.
+
+        The shape of `tokens` is (b, s + 1), and s tokens per sample are predicted.
+        """
         logits, targets = self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten()
         return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()

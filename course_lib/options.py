@@ -1,7 +1,8 @@
-"""Options that the commands of the library share, and conversions of their values.
+"""Command-line options that several commands of the library share, and conversions of their values.
 
-Each function that converts a value raises `argparse.ArgumentTypeError`, which argparse prints after
-the option's name.
+A conversion is a function from the text of an option to its value, for the argument `type` of
+`ArgumentParser.add_argument`. It raises `argparse.ArgumentTypeError` for an invalid text, and
+argparse prints the message after the option's name.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+# Map a unit, in upper case and without "B" for bytes, to its factor.
 BYTE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 BYTE_UNITS |= {f"{unit}I": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
 PARAMETER_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-FEWEST_BYTES_WITHOUT_UNIT = 10**6  # a smaller number without a unit almost certainly means GB
+# A smaller number of bytes must have a unit, because a bare 24 almost certainly means 24 GB.
+FEWEST_BYTES_WITHOUT_UNIT = 10**6
 
-#: Option -> arguments of `add_argument`.
+#: Maps each shared option to the arguments with which `add_argument` adds it.
 SHARED: dict[str, dict[str, Any]] = {
     "--config": {
         "metavar": "FILE",
@@ -42,10 +45,12 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def add_shared(parser: ArgumentParser, changes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add shared options to a command's parser.
+    """Add some of the shared options to a command's parser.
 
     Args:
-        changes: Option -> arguments of `add_argument` that replace or extend those in `SHARED`.
+        parser: The parser.
+        changes: Dict from option to the arguments of `add_argument` that replace or extend those in
+            `SHARED`. Only these options are added.
     """
     for option, changed in changes.items():
         parser.add_argument(option, **{**SHARED[option], **changed})
@@ -55,9 +60,9 @@ def add_shared(parser: ArgumentParser, changes: Mapping[str, Mapping[str, Any]])
 
 
 def byte_count(text: str) -> int:
-    """Convert a text to bytes: "80GiB" -> 85899345920, "24GB" and "24G" -> 24000000000.
+    """Convert a text such as "80GiB", "24GB" or "24G" to a number of bytes.
 
-    1 GB is 10**9 bytes, 1 GiB is 2**30 bytes.
+    1 GB, or 1 G, is 10**9 bytes, and 1 GiB is 2**30 bytes.
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     try:
@@ -86,7 +91,7 @@ def byte_count(text: str) -> int:
 
 
 def parameter_count(text: str) -> float:
-    """Convert a text to a number of parameters: "7B" and "7e9" -> 7e9, "124M" -> 124e6."""
+    """Convert a text such as "7B", "7e9" or "124M" to a number of parameters."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMBT]?)\s*", text, re.IGNORECASE)
     try:
         number = float(match[1]) * PARAMETER_UNITS[match[2].upper()]  # type: ignore[index]
@@ -100,7 +105,7 @@ def parameter_count(text: str) -> float:
 
 
 def whole_number(text: str) -> int:
-    """Convert a text to a whole number between 1 and 10,000,000."""
+    """Convert a text to an int, which must be between 1 and 10,000,000."""
     try:
         number = int(text)
     except ValueError:
@@ -113,24 +118,26 @@ def whole_number(text: str) -> int:
 def parse_name(
     names: Iterable[str],
     others: Mapping[str, str] | None = None,
-    refused: Mapping[str, str] | None = None,
+    disallowed: Mapping[str, str] | None = None,
 ) -> Callable[[str], str]:
     """Return a function that converts a text to one of the given names.
 
-    Case, spaces and hyphens do not matter.
+    In the text, case, spaces and hyphens do not matter, and a maker's name such as "NVIDIA" may be
+    left out or added.
 
     Args:
-        names: Names in the library.
-        others: Other name that people type -> the library's name.
-        refused: Name that people type -> the reason why it is not allowed.
+        names: Names that the function can return.
+        others: Dict from another name that people type to the name that the function returns.
+        disallowed: Dict from a name that people type to the reason why it is not allowed, for the
+            error message.
     """
     names = list(names)
-    known = {_plain(name): name for name in names}
-    known |= {_plain(other): name for other, name in (others or {}).items()}
-    reasons = {_plain(name): reason for name, reason in (refused or {}).items()}
+    known = {_normalize_name(name): name for name in names}
+    known |= {_normalize_name(other): name for other, name in (others or {}).items()}
+    reasons = {_normalize_name(name): reason for name, reason in (disallowed or {}).items()}
 
     def convert(text: str) -> str:
-        plain = _plain(text)
+        plain = _normalize_name(text)
         if plain in known:
             return known[plain]
         message = f"must be one of {', '.join(names)}, got {text!r}"
@@ -143,7 +150,7 @@ def parse_name(
     return convert
 
 
-def _plain(name: str) -> str:
-    """Return a name in lower case, without spaces, hyphens and its maker's name."""
+def _normalize_name(name: str) -> str:
+    """Return a name in lower case, only with letters and digits, without a maker's name."""
     name = re.sub(r"[^a-z0-9]", "", name.lower())
     return re.sub(r"^(nvidia|amd|geforce|tesla|instinct)+", "", name) or name

@@ -1,7 +1,8 @@
-"""Model and batch that command-line options specify: by a config.json, a user's function, or sizes.
+"""Make the model and the batch that the options of a command specify.
 
-A `config.json` of a kind that `course_lib.configs` knows is built from plain modules. Any other
-kind is built by `transformers`, if that is installed.
+The model is given by a `config.json`, by a user's function, or by sizes. `course_lib.configs`
+builds the model of a `config.json` from plain modules if it supports the type of model. For other
+types the package transformers must be installed, which then builds the model.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ from course_lib.labels import text, verbatim
 from course_lib.models import Attention, Decoder, random_tokens
 from course_lib.symbolic import symbolic
 
-HEAD_DIM = 128
-VOCABULARY = 32_000
-BY_SIZES = ("sequence", "batch", "vocabulary")  # options for a model given by sizes
+HEAD_DIM = 128  # features per head, for a model given by its number of parameters
+VOCABULARY = 32_000  # default of --vocabulary
+# Further options for a model that is given by sizes.
+BY_SIZES = ("sequence", "batch", "vocabulary")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Lines of code with which a script makes the model and the batch of a workload.
+    """Code that makes the model and the batch of a workload in a script that a command writes.
 
     Attributes:
-        imports: Import statements, each on one line.
-        lines: Lines that define the functions `make_model` and `make_batch`. They make the same
-            model and the same shapes as the functions of the workload.
-        by_transformers: Whether the model is a model of transformers, which returns its loss.
+        imports: Import statements, one per item.
+        lines: Lines of code that define the functions `make_model` and `make_batch`. The model and
+            the shapes of the batch are those of the workload.
+        by_transformers: Whether the model is one of transformers, which returns its own loss.
     """
 
     imports: tuple[str, ...]
@@ -53,18 +55,25 @@ class Source:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its batch, as arguments of `fit`, and their description.
+    """Model and batch for which a command estimates the memory, with their description.
 
     Attributes:
+        make_model: Function without arguments that returns the model.
+        make_batch: Function without arguments that returns the batch.
+        loss_sum: Function (model, batch) that returns (sum of losses, weight); None for the model's
+            own loss.
+        name: Label that describes the model.
+        batch: Label that describes the batch.
         samples: Number of samples in the batch; None if it is not known.
-        split: Function (batch, parts) -> list of `parts` batches, as in `estimate`, or None.
+        split: Function (batch, parts) that returns a list of `parts` batches; None to cut along the
+            first dimension.
         attention: Value of `Recipe.attention` for the baseline. None leaves the model unchanged,
             because it already calls PyTorch's `scaled_dot_product_attention`.
-        block_list: Name of the list of blocks in the model that the user trains, if that is not
-            `make_model`'s own: a config's model is built from the course's modules, but trained as
-            transformers' model.
-        source: Code with which a script makes the model and the batch; None if no framework was
-            given to write a script for.
+        block_list: Name of the list of blocks in the model that the user trains; None if the user
+            trains the model of `make_model`. For a config, the two models differ: `make_model` uses
+            the course's modules, but the user trains the model of transformers.
+        source: Code that makes the model and the batch in a script; None if the command writes no
+            script.
     """
 
     make_model: Callable[[], nn.Module]
@@ -79,18 +88,21 @@ class Workload:
     source: Source | None = None
 
     def parameters(self) -> int:
-        """Return the number of parameters; a quantized weight counts all its elements."""
+        """Return the number of the model's parameters, with all elements of quantized weights."""
         with symbolic():
-            return sum(map(_elements, self.make_model().parameters()))
+            return sum(map(_num_elements, self.make_model().parameters()))
 
 
 def workload_of(given: Namespace) -> Workload:
-    """Return the workload given by --config, by --model, or by sizes.
+    """Return the workload that a command's options specify with --config, --model, or sizes.
 
     A model built from a config or from sizes calls PyTorch's `scaled_dot_product_attention`, which
-    is also the default of transformers. A function's model is not changed. If `given.framework` is
-    set, transformers builds the model of a config, because a script has to name it, and the
-    workload has a `source`.
+    is also the default of transformers. A model that a user's function makes is not changed.
+
+    Args:
+        given: The parsed options. If `given.framework` is set, the command writes a script: the
+            workload then has a `source`, and transformers builds the model of a config, as the
+            script does.
 
     Raises:
         ValueError: An option is missing, names something that cannot be found, or cannot be
@@ -121,7 +133,8 @@ def workload_of(given: Namespace) -> Workload:
     if given.model:
         return _with_lora(_by_function(given), given)
     if given.config:
-        read_config(given.config)  # so that an unreadable file is reported before a missing option
+        # The file is read here so that an unreadable file is reported before a missing option.
+        read_config(given.config)
     for name in ("sequence", "batch"):
         if getattr(given, name) is None:
             raise ValueError(f"--{name} is missing: pass a whole number")
@@ -130,16 +143,17 @@ def workload_of(given: Namespace) -> Workload:
 
 @dataclass(frozen=True)
 class ConfiguredModel:
-    """The model of a `config.json`.
+    """Functions that make the model of a `config.json` and its batches.
 
     Attributes:
-        make_model: Function that builds it in fp32, with random weights.
+        make_model: Function without arguments that builds the model in fp32, with random weights.
         make_batch: Function (samples, seed) that returns a batch of random tokens for the model.
-        vocabulary: Number of tokens.
-        plain: Whether the model is made of the course's modules, which take tokens (b, s + 1).
-            Otherwise it is transformers', which takes {"input_ids": (b, s), "labels": (b, s)} and
-            returns its loss.
-        family: Class of transformers that builds the model, one of `FAMILIES`; None if it is plain.
+        vocabulary: Number of different tokens.
+        plain: Whether the model is made of the course's modules, whose batch is a tensor (b, s +
+            1). Otherwise it is a model of transformers, whose batch is a dict {"input_ids": (b, s),
+            "labels": (b, s)} and which returns its own loss.
+        family: Name of the class of transformers that builds the model, one of `FAMILIES`; None if
+            `plain`.
     """
 
     make_model: Callable[[], nn.Module]
@@ -152,19 +166,23 @@ class ConfiguredModel:
 def model_of_config(
     file: Path | str, sequence: int, by_transformers: bool = False
 ) -> ConfiguredModel:
-    """Return the model that a `config.json` describes, for samples of `sequence` tokens.
+    """Return functions that make the model of a `config.json` and its batches.
 
     Args:
-        by_transformers: Whether transformers builds the model even if the course knows its kind.
+        file: Path of the `config.json`.
+        sequence: Number of tokens per sample.
+        by_transformers: Whether transformers builds the model even if `course_lib.configs` supports
+            its type.
 
     Raises:
-        ValueError: The file is not a config, is of a kind that neither the course nor the installed
-            transformers knows, lacks a size, or accepts only shorter sequences.
+        ValueError: The file is not a config, its type of model is not supported (neither by
+            `course_lib.configs` nor by the installed transformers), a size is missing, or the model
+            accepts only shorter sequences.
     """
     config = read_config(file)
     if config.get("model_type") in KNOWN and not by_transformers:
         model, sizes = config_shape(config, sequence)
-        with symbolic():  # building one layer reports any other error in the config
+        with symbolic():  # a model with one layer is built to report any other error in the config
             model(**{**sizes, "layers": 1})
         vocabulary = sizes["vocabulary"]
         return ConfiguredModel(
@@ -187,17 +205,20 @@ def model_of_config(
     return ConfiguredModel(made, make_batch, vocabulary, plain=False, family=family)
 
 
-#: Families of transformers' models that take tokens and labels, the most likely first.
+#: Classes of transformers whose models take tokens and labels, in the order of their preference.
 FAMILIES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
 
 
-def _elements(parameter: nn.Parameter) -> int:
-    # The 4-bit weights of bitsandbytes are two to a byte, and their state has their shape.
+def _num_elements(parameter: nn.Parameter) -> int:
+    """Return the number of elements of a parameter, which may be quantized."""
+    # bitsandbytes packs two 4-bit weights into a byte. The attribute `quant_state` has the shape of
+    # the unpacked weights.
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def _check_adapters(given: Namespace) -> None:
+    """Raise ValueError if an option for adapters was given without --lora."""
     for option in ("lora_targets", "base"):
         if getattr(given, option, None) is not None and not given.lora:
             raise ValueError(
@@ -207,7 +228,7 @@ def _check_adapters(given: Namespace) -> None:
 
 
 def _with_lora(workload: Workload, given: Namespace) -> Workload:
-    """Add the adapters of --lora to the workload's model."""
+    """Return the workload with the adapters of --lora added to its model."""
     if not getattr(given, "lora", None):
         return workload
     targets, base = given.lora_targets, given.base or "bf16"
@@ -227,14 +248,20 @@ def _with_lora(workload: Workload, given: Namespace) -> Workload:
 def _by_transformers(
     config: Mapping[str, Any], sequence: int
 ) -> tuple[Callable[[], nn.Module], int, str]:
+    """Return (function that makes the model, size of its vocabulary, its class in `FAMILIES`).
+
+    Raises:
+        ValueError: transformers is not installed, does not support this type of model, or supports
+            only shorter sequences.
+    """
     name, known = config.get("model_type"), ", ".join(KNOWN)
     try:
         import transformers
     except ImportError:
         if name in KNOWN:
             raise ValueError(
-                "a model with adapters or for a script must be built by transformers, which is not"
-                " installed: pip install transformers peft"
+                "transformers must be installed to add adapters to this model, or to write a"
+                " script for it: pip install transformers peft"
             ) from None
         raise ValueError(
             f"model_type must be one of {known}, got {name!r}; with transformers installed"
@@ -265,6 +292,7 @@ def _by_transformers(
 
 
 def _by_config(given: Namespace) -> Workload:
+    """Return the workload whose model the file of --config describes."""
     adapted, scripted = bool(getattr(given, "lora", None)), _is_scripted(given)
     found = model_of_config(given.config, given.sequence, by_transformers=adapted or scripted)
     kind = json.loads(Path(given.config).read_text("utf-8-sig"))["model_type"]
@@ -281,7 +309,7 @@ def _by_config(given: Namespace) -> Workload:
         partial(found.make_batch, given.batch),
         None,
         name,
-        _samples(given),
+        _samples_label(given),
         samples=given.batch,
         block_list=block_list,
         source=_source_of_config(given, found) if scripted else None,
@@ -298,6 +326,10 @@ def with_fused_attention(make_model: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _by_function(given: Namespace) -> Workload:
+    """Return the workload whose model is made by the function that --model names.
+
+    The batch is made by the function of --batch-from, by default the first one's `make_batch`.
+    """
     make_model = named_function("--model", given.model)
     make_batch = getattr(make_model, "make_batch", None)
     if given.batch_from:
@@ -323,9 +355,10 @@ def _by_function(given: Namespace) -> Workload:
 
 
 def samples_of(make_batch: Any) -> int | None:
-    """Return the number of samples in a function's batch, without using memory.
+    """Return the number of samples in the batch that a function makes, without using memory.
 
-    The result is None if the tensors of the batch do not all begin with the samples.
+    The batch is made on symbolic tensors. The result is None if the first dimensions of its tensors
+    differ.
 
     Raises:
         TypeError: The argument is not a function without arguments.
@@ -347,6 +380,7 @@ def samples_of(make_batch: Any) -> int | None:
 
 
 def _by_sizes(given: Namespace) -> Workload:
+    """Return the workload of a decoder whose size --parameters, or --hidden and --layers give."""
     hidden, layers, vocabulary = given.hidden, given.layers, given.vocabulary or VOCABULARY
     if given.parameters is not None:
         wanted = shape_of(given.parameters, vocabulary)
@@ -362,32 +396,36 @@ def _by_sizes(given: Namespace) -> Workload:
     )
     return Workload(
         lambda: Decoder(**sizes, sequence=given.sequence, fused=True),
-        *_tokens(given, vocabulary),
+        *_token_batches(given, vocabulary),
         name,
-        _samples(given),
+        _samples_label(given),
         samples=given.batch,
         source=_source_of_sizes(given, sizes) if _is_scripted(given) else None,
     )
 
 
-def _tokens(given: Namespace, vocabulary: int) -> tuple[Callable[[], Any], None]:
+def _token_batches(given: Namespace, vocabulary: int) -> tuple[Callable[[], Any], None]:
+    """Return `make_batch` and `loss_sum` of a workload with random tokens."""
     return lambda: random_tokens(given.batch, given.sequence, vocabulary), None
 
 
-def _samples(given: Namespace) -> str:
+def _samples_label(given: Namespace) -> str:
+    """Return a label that describes the batch, such as "8 samples of 1024 tokens"."""
     one = "{count} sample of {sequence} tokens"
     many = "{count} samples of {sequence} tokens"
     return text(one if given.batch == 1 else many, count=given.batch, sequence=given.sequence)
 
 
-# ---- Code that makes the model and the batch
+# ---- Code that makes the model and the batch in a script
 
 
 def _is_scripted(given: Namespace) -> bool:
+    """Return whether the command writes a script, for which --framework is set."""
     return getattr(given, "framework", None) is not None
 
 
 def _source_of_config(given: Namespace, found: ConfiguredModel) -> Source:
+    """Return code that builds a config's model with transformers, and its batch."""
     return Source(
         ("import torch", f"from transformers import AutoConfig, {found.family}"),
         (
@@ -405,6 +443,7 @@ def _source_of_config(given: Namespace, found: ConfiguredModel) -> Source:
 
 
 def _source_of_sizes(given: Namespace, sizes: Mapping[str, int]) -> Source:
+    """Return code that builds a `Decoder` of these sizes, and its batch."""
     arguments = ", ".join(f"{name}={size}" for name, size in sizes.items())
     tokens = f"{given.batch}, {given.sequence}, {sizes['vocabulary']}"
     return Source(
@@ -420,7 +459,7 @@ def _source_of_sizes(given: Namespace, sizes: Mapping[str, int]) -> Source:
 
 
 def _source_of_function(given: Namespace, make_model: Callable[[], nn.Module]) -> Source:
-    """Return code that imports the user's functions."""
+    """Return code that imports the user's functions as `make_model` and `make_batch`."""
     named, imports, lines = {"make_model": given.model}, [], []
     if given.batch_from:
         named["make_batch"] = given.batch_from
@@ -437,15 +476,17 @@ def _source_of_function(given: Namespace, make_model: Callable[[], nn.Module]) -
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model is one of transformers, or one of these with adapters of peft."""
+    """Return whether a model is one of transformers, possibly with adapters of peft."""
     classes = [("transformers", "PreTrainedModel"), ("peft", "PeftModel")]
-    # Nothing is imported here: the class of a model is in a module that has been imported.
+    # Neither package is imported here. If the model is of one of these classes, its package has
+    # been imported already.
     found = [getattr(sys.modules.get(package), name, None) for package, name in classes]
     own, adapted = (isinstance(model, each) if each else False for each in found)
     return own or (adapted and is_of_transformers(model.get_base_model()))
 
 
 def _with_adapters_in(source: Source, rank: int, targets: Any, base: str) -> Source:
+    """Return the source with a line that adds adapters to `make_model`."""
     named = [str(rank), *([] if targets is None else [f"targets={_as_code(targets)}"])]
     line = f"make_model = with_adapters(make_model, {', '.join(named)}, base={_as_code(base)})"
     return replace(
@@ -456,15 +497,20 @@ def _with_adapters_in(source: Source, rank: int, targets: Any, base: str) -> Sou
 
 
 def _as_code(value: Any) -> str:
+    """Return a string, a path or a list of strings as Python code."""
     return json.dumps(value if isinstance(value, list) else str(value), ensure_ascii=False)
 
 
 def named_function(option: str, name: str) -> Callable[..., Any]:
-    """Return the function that "package.module:function" names.
+    """Import and return the function that a text such as "package.module:function" names.
+
+    Args:
+        option: Option with which the text was given, for the message.
+        name: The text.
 
     Raises:
-        ValueError: There is no function of that name. Errors of the module's own code are not
-            changed.
+        ValueError: There is no function of that name. Errors of the module's own code are raised
+            unchanged.
     """
     allowed = "package.module:function, which can be imported from here"
     if not name.partition(":")[2]:
@@ -490,10 +536,10 @@ def named_function(option: str, name: str) -> Callable[..., Any]:
 
 
 def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
-    """Return hidden and layers of a decoder with about `parameters` parameters.
+    """Return (hidden, layers) of a decoder with about the given number of parameters.
 
-    The embedding has v h parameters and each layer has 12 h^2. There is about one layer per 128
-    units of h.
+    The decoder has about one layer per 128 units of its hidden size h. The embedding has v h
+    parameters, where v is the size of the vocabulary, and each layer has 12 h^2.
     """
 
     def count(hidden: int, layers: int) -> int:
@@ -502,7 +548,7 @@ def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
     hidden = HEAD_DIM
     while count(hidden + HEAD_DIM, hidden // HEAD_DIM + 1) <= parameters:
         hidden += HEAD_DIM
-    # The number of layers is rounded, so the next larger width may come nearer.
+    # The number of layers is rounded, so the next larger width may give a closer total.
     shapes = [
         (h, max(1, round((parameters - vocabulary * h) / (12 * h**2))))
         for h in (hidden, hidden + HEAD_DIM)

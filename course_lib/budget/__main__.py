@@ -13,7 +13,7 @@ import torch
 
 from course_lib._check import InfeasibleBudget
 from course_lib._check import kind as of_kind
-from course_lib._origin import is_refusal, message, silence_operator_log
+from course_lib._origin import is_rejection, message, silence_operator_log
 from course_lib.adapters import BASES
 from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, run_command, translated_error
@@ -24,14 +24,14 @@ from course_lib.options import add_shared, byte_count, parameter_count, parse_na
 from course_lib.workload import Workload, named_function
 
 from .answer import (
-    OWN,
+    OWN_PRECISION,
     Machine,
-    for_each_framework,
+    framework_answers,
     search,
     with_spare_memory,
     workload_for,
 )
-from .check import check
+from .check import compare_with_estimate
 from .estimate import TIERS
 from .optimizers import OPTIMIZERS
 from .rates import DEVICE_NAMES, RATES, Rates, this_machine
@@ -41,10 +41,11 @@ from .scripts import FRAMEWORKS
 from .search.fit import COUNTS
 from .techniques.precision import PRECISIONS
 from .techniques.ranks import SHARDS
-from .waterfall import Way, waterfall
+from .waterfall import TechniqueSteps, waterfall
 
-THIS = "this"
-SECONDS_BETWEEN_LINES = 30
+# Value of --device for the machine on which the command runs.
+THIS_MACHINE = "this"
+SECONDS_BETWEEN_PROGRESS_LINES = 30
 #: Maps other common names of optimizers to keys of `OPTIMIZERS`.
 OPTIMIZER_NAMES = {alias: name for name, row in OPTIMIZERS.items() for alias in row.aliases}
 #: Maps other common names of frameworks to keys of `FRAMEWORKS`.
@@ -53,7 +54,8 @@ _NO_FP16 = (
     "fp16 needs loss scaling, which no recipe has, and its tensors have as many bytes as those of"
     " bf16"
 )
-NO_PRECISION = dict.fromkeys(("fp16", "float16", "half"), _NO_FP16)
+# Maps names of precisions that no recipe has to the reason.
+UNSUPPORTED_PRECISIONS = dict.fromkeys(("fp16", "float16", "half"), _NO_FP16)
 HELP = """Find the recipes that train a model within a byte budget, the cheapest first. Nothing
 is allocated or run, except with --check. The model comes from a Hugging Face
 config.json, from a function, or is the course's decoder (course_lib.models.Decoder)
@@ -65,10 +67,11 @@ EXAMPLE = """examples:
 exit status:
   0   at least one recipe fits
   1   no recipe fits, or your own code raises an error
-  2   an argument is refused"""
+  2   an argument is invalid"""
 
 
 def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = Parser(
         "python -m course_lib.budget",
         description=HELP,
@@ -110,8 +113,12 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--precision",
-        type=parse_name([*PRECISIONS, OWN], {"bfloat16": "bf16", "float32": "fp32"}, NO_PRECISION),
-        metavar="|".join([*PRECISIONS, OWN]),
+        type=parse_name(
+            [*PRECISIONS, OWN_PRECISION],
+            {"bfloat16": "bf16", "float32": "fp32"},
+            UNSUPPORTED_PRECISIONS,
+        ),
+        metavar="|".join([*PRECISIONS, OWN_PRECISION]),
         help=(
             "default bf16, which has fp32 master weights; --for trainer tries autocast, then"
             " bf16-only; autocast has fp32 weights and computes in bf16; bf16-only has no master"
@@ -130,7 +137,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--lora-targets",
-        type=_names,
+        type=_split_names,
         metavar="NAMES",
         help="layers with adapters, separated by commas, or all-linear; default peft's choice",
     )
@@ -152,7 +159,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device",
         "--machine",
-        type=_device,
+        type=_device_name,
         metavar="NAME",
         help=text(
             "machine whose rates are used, and whose memory where no budget is given: {names}; or"
@@ -168,7 +175,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--blocks",
-        type=_names,
+        type=_split_names,
         metavar="NAMES",
         help=(
             "modules to checkpoint, separated by commas; * matches the text between two dots, as in"
@@ -215,7 +222,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--plot",
-        type=_picture,
+        type=_figure_path,
         metavar="FILE",
         help="draw the way to the best recipe (needs matplotlib)",
     )
@@ -224,6 +231,7 @@ def arguments() -> argparse.ArgumentParser:
 
 @silence_operator_log()
 def main(argv: list[str] | None = None) -> int:
+    """Run the command, print its result, and return its exit status (see `EXAMPLE`)."""
     parser = arguments()
     given = parser.parse_args(argv)
     report: dict = {}
@@ -239,15 +247,16 @@ def main(argv: list[str] | None = None) -> int:
             "kind": machine.kind,
             "count": machine.count,
             "budget_bytes": machine.memory,
-            "room_bytes": machine.room,
+            "room_bytes": machine.step_budget_bytes,
             "framework": given.framework,
         }
-        # If `main` is called from Python, as in a notebook, it prints no progress.
-        progress = sys.stderr.isatty() or (argv is None and _lines_of_progress())
+        # In a terminal, `fit` shows a progress bar. Otherwise the command prints lines, and a call
+        # of `main` from Python, with `argv`, prints no progress.
+        progress = sys.stderr.isatty() or (argv is None and _progress_printer())
         found = search(given, model, machine, progress, framework)
-        answers = for_each_framework(given, model, machine, found)
+        answers = framework_answers(given, model, machine, found)
         result = Result(model, machine, found, answers, with_spare_memory(found, machine))
-        checked = check(model, found[0].recipe) if given.check else None
+        checked = compare_with_estimate(model, found[0].recipe) if given.check else None
         if given.json:
             report |= result.as_dict() | {"check": checked and checked.as_dict()}
     except InfeasibleBudget as error:
@@ -261,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except Exception as error:
         sentence = say(text("error: {sentence}", sentence=translated_error(message(error))))
-        parser.exit(2 if is_refusal(error) else 1, f"{sentence}\n")
+        parser.exit(2 if is_rejection(error) else 1, f"{sentence}\n")
     if given.json:
         print(json.dumps(report, indent=1, allow_nan=False))
     else:
@@ -269,13 +278,14 @@ def main(argv: list[str] | None = None) -> int:
         if checked:
             print(f"\n{checked}")
     if given.plot:
-        _plot(parser, given, model, result.way, machine.memory)
+        _plot(parser, given, model, result.steps, machine.memory)
     return 0
 
 
 def _machine(given: argparse.Namespace) -> Machine:
+    """Return the machine that the options choose, with its memory budget."""
     rates, tier = _rates(given)
-    kind = _kind(given, rates)
+    kind = _device_kind(given, rates)
     count = given.count or ("reserved" if kind == "cuda" else "tensors")
     # A budget for tensors alone does not include the memory that CUDA keeps.
     is_whole = count == "reserved" or given.budget is None
@@ -284,10 +294,10 @@ def _machine(given: argparse.Namespace) -> Machine:
     return Machine(name, rates, tier, kind, count, memory, is_whole, given.device is None)
 
 
-def _lines_of_progress() -> Callable[[Recipe], None]:
+def _progress_printer() -> Callable[[Recipe], None]:
     """Return a function that prints progress to stderr; it must be called before each estimate.
 
-    It prints at most one line per `SECONDS_BETWEEN_LINES` seconds.
+    It prints at most one line per `SECONDS_BETWEEN_PROGRESS_LINES` seconds.
     """
     began = last = time.monotonic()
     count = 0
@@ -295,7 +305,7 @@ def _lines_of_progress() -> Callable[[Recipe], None]:
     def watch(recipe: Recipe) -> None:
         nonlocal last, count
         now = time.monotonic()
-        if now - last >= SECONDS_BETWEEN_LINES:
+        if now - last >= SECONDS_BETWEEN_PROGRESS_LINES:
             values = {"count": count, "seconds": f"{now - began:.0f}", "recipe": str(recipe)}
             progress = text("recipes estimated in {seconds} s: {count}; now: {recipe}", **values)
             print(say(progress), file=sys.stderr, flush=True)
@@ -306,8 +316,8 @@ def _lines_of_progress() -> Callable[[Recipe], None]:
 
 
 def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
-    """Return the rates of the machine, and its lower tier."""
-    if given.device == THIS:
+    """Return the rates of the device that --device names, and the tier for offloaded tensors."""
+    if given.device == THIS_MACHINE:
         return this_machine(), given.tier or ("host" if torch.cuda.is_available() else "file")
     if ":" in (given.device or ""):
         own = named_function("--device", given.device)()
@@ -333,20 +343,31 @@ def _memory(given: argparse.Namespace, rates: Rates) -> int:
     return rates.memory_bytes
 
 
-def _device(name: str) -> str:
-    """Return the name of a device in `RATES`, THIS, or the name of a function unchanged."""
-    return name if ":" in name else parse_name([*RATES, THIS], DEVICE_NAMES)(name)
+def _device_name(name: str) -> str:
+    """Convert the value of --device to a key of `RATES` or to `THIS_MACHINE`.
+
+    A value with a colon names a function that returns `Rates`, and is returned unchanged.
+    """
+    return name if ":" in name else parse_name([*RATES, THIS_MACHINE], DEVICE_NAMES)(name)
 
 
-def _kind(given: argparse.Namespace, rates: Rates) -> str:
-    """Return the kind of the device, "cpu" or "cuda"; the user's own is a GPU if it says which."""
+def _device_kind(given: argparse.Namespace, rates: Rates) -> str:
+    """Return the kind of the device, "cpu" or "cuda".
+
+    If --device names a function, the kind is "cuda" if the rates that it returned have a `gpu`.
+    """
     if ":" in (given.device or ""):
         return "cuda" if rates.gpu else "cpu"
-    on_cpu = given.device == "laptop" or (given.device == THIS and not torch.cuda.is_available())
+    on_cpu = given.device == "laptop" or (
+        given.device == THIS_MACHINE and not torch.cuda.is_available()
+    )
     return "cpu" if on_cpu else "cuda"
 
 
-def _plot(parser, given: argparse.Namespace, model: Workload, way: Way, budget: int) -> None:
+def _plot(
+    parser, given: argparse.Namespace, model: Workload, steps: TechniqueSteps, budget: int
+) -> None:
+    """Draw the peaks from the baseline to the cheapest recipe, into the file that --plot names."""
     values = {"count": model.parameters(), "budget": bytes_text(budget)}
     words = {name: say(name) for name in (*CATEGORIES, "budget")} | {
         "optimizer": say(text("optimizer state"))
@@ -354,7 +375,10 @@ def _plot(parser, given: argparse.Namespace, model: Workload, way: Way, budget: 
     try:
         with course_font():
             ax = waterfall(
-                way, budget_bytes=budget, names=[say(name) for name, *_ in way.rows()], labels=words
+                steps,
+                budget_bytes=budget,
+                names=[say(name) for name, *_ in steps.rows()],
+                labels=words,
             )
             ax.set_title(say(text("{count:,} parameters into {budget}", **values)))
             ax.figure.savefig(given.plot, dpi=120)
@@ -365,12 +389,12 @@ def _plot(parser, given: argparse.Namespace, model: Workload, way: Way, budget: 
         print(f"\n{say(text('{file} shows the way from the plain step', file=file))}")
 
 
-def _names(text: str) -> list[str]:
+def _split_names(text: str) -> list[str]:
     """Convert names that are separated by commas to a list."""
     return [name.strip() for name in text.split(",")]
 
 
-def _picture(text: str) -> str:
+def _figure_path(text: str) -> str:
     """Check that a figure can be written to this path, and return the path.
 
     The check runs before the search, because the search may be long.

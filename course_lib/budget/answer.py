@@ -1,6 +1,7 @@
-"""What `python -m course_lib.budget` searches: a model, a machine, and recipes of a framework.
+"""Search for the recipes that `python -m course_lib.budget` prints.
 
-`report` prints the result.
+The functions read the options of the command, search for recipes that fit the memory of a machine,
+and find the cheapest recipe that each framework can run. The module `report` prints the result.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from .recipe import Recipe
 from .scripts import FRAMEWORKS, Framework
 from .search.fit import Estimates, fit
 
-# Value of --precision that stands for None in a recipe.
-OWN = "own"
-# Share of the budget. If the cheapest recipe leaves less of it unused, one that leaves more is
-# shown as well.
-SPARE = 0.05
+# Value of --precision for the recipe with precision=None, which keeps the dtypes of the model.
+OWN_PRECISION = "own"
+# If the cheapest recipe leaves less than this share of the budget unused, the command also shows
+# the cheapest recipe that leaves at least this share.
+SPARE_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a step, and the memory that the step must fit into.
+    """Machine for which recipes are searched, with the memory budget of a step on it.
 
     Attributes:
         name: Name of the device.
-        rates: Rates of the device.
-        tier: Lower tier, as in `fit`.
-        kind: "cpu" or "cuda".
-        count: Quantity that must fit, as in `fit`.
+        rates: Speeds of the device and size of its memory.
+        tier: Lower tier for offloaded tensors, "file" or "host".
+        kind: Kind of device, "cpu" or "cuda".
+        count: Quantity that must fit the budget, "tensors" or "reserved", as in `fit`.
         memory: Budget in bytes.
-        is_whole: Whether the budget includes the memory that CUDA keeps.
-        is_default: Whether no device was named.
+        is_whole: Whether the memory that CUDA and cuBLAS keep must fit into the budget as well.
+        is_default: Whether the default device is used, because --device was left out.
     """
 
     name: str
@@ -60,15 +61,15 @@ class Machine:
 
     @property
     def kept(self) -> int:
-        """Bytes of the budget that CUDA and cuBLAS keep."""
+        """Bytes of the budget that CUDA and cuBLAS keep; 0 if the budget does not include them."""
         return kept_bytes(self.rates) if self.kind == "cuda" and self.is_whole else 0
 
     @property
-    def room(self) -> int:
-        """Bytes of the budget that are left for the step.
+    def step_budget_bytes(self) -> int:
+        """Bytes of the budget that remain for the step, after subtracting `kept`.
 
         Raises:
-            ValueError: None are left.
+            ValueError: No bytes remain.
         """
         if self.memory <= self.kept:
             raise ValueError(
@@ -79,7 +80,10 @@ class Machine:
         return self.memory - self.kept
 
     def bytes_taken(self, found: Estimate) -> int:
-        """Return the bytes of the budget that a step takes, without those that CUDA keeps."""
+        """Return the bytes that an estimated step needs, not counting what CUDA and cuBLAS keep.
+
+        They are the bytes of live tensors or the reserved bytes, as the attribute `count` says.
+        """
         return found.peak_bytes if self.count == "tensors" else found.reserved_bytes()
 
 
@@ -90,16 +94,20 @@ def search(
     progress: bool | Callable[[Recipe], None],
     framework: Framework | None = None,
 ) -> Estimates:
-    """Return the recipes that fit, among those that a framework can run if one is given.
-
-    The precisions of the framework are tried in their order, until a recipe fits.
+    """Return the estimates of the recipes that fit the machine's budget, cheapest first.
 
     Args:
         given: Options of the command.
+        model: Model and batch.
+        machine: Machine, with the budget of a step.
+        progress: Whether to show a progress bar, or a function to call, as in `fit`.
+        framework: Framework that must be able to run the recipes; None allows all recipes. The
+            framework's precisions are tried one after the other, until a recipe fits.
 
     Raises:
-        InfeasibleBudget: No recipe fits. The error is that of the precision with the lowest peak.
-        ValueError: The framework cannot train the model, or cannot express what is given.
+        InfeasibleBudget: No recipe fits. If several precisions were tried, the error is that of the
+            precision with the lowest peak.
+        ValueError: The framework cannot train the model, or the options cannot be combined.
     """
     if framework is not None:
         _check_framework(given, model, machine, framework)
@@ -109,7 +117,7 @@ def search(
             found = fit(
                 model.make_model,
                 model.make_batch,
-                machine.room,
+                machine.step_budget_bytes,
                 base=base,
                 rates=machine.rates,
                 loss_sum=model.loss_sum,
@@ -133,7 +141,7 @@ def search(
 def _check_framework(
     given: Namespace, model: Workload, machine: Machine, framework: Framework
 ) -> None:
-    """Raise ValueError if the framework cannot train the model, or not with these options."""
+    """Raise ValueError if the framework cannot train the model with the given options."""
     if given.lora and framework.name == "fsdp2":
         raise ValueError(
             "--for fsdp2 cannot be combined with --lora; --for trainer and --for torch can run"
@@ -141,10 +149,11 @@ def _check_framework(
         )
     if given.check and framework.has_own_step:
         raise ValueError(
-            f"--check cannot be combined with --for {framework.name}, whose step is another one;"
-            " run the printed script under course_lib.memory.MemoryMeter"
+            f"--check cannot be combined with --for {framework.name}, whose step differs from the"
+            " step that --check runs; run the printed script under course_lib.memory.MemoryMeter"
         )
-    # The number of ranks comes first, because it decides which precisions there are.
+    # Only ranks and shard are checked here, with a precision that every framework can run. The
+    # precisions are checked during the search.
     ranks = Recipe("fp32", ranks=given.ranks or 1, shard=given.shard if given.ranks else None)
     own_tier = "host" if machine.kind == "cuda" else "file"
     if machine.tier != own_tier:
@@ -152,12 +161,16 @@ def _check_framework(
             f"--tier must be {own_tier} for a script, which offloads to a file on a CPU and to host"
             f" memory on a GPU, got {machine.tier}"
         )
-    if problem := framework.conflict(ranks) or framework.refuse(model):
+    if problem := framework.conflict(ranks) or framework.unsupported_reason(model):
         raise ValueError(problem)
 
 
-def lost_updates(given: Namespace, found: Estimates) -> list[str]:
-    """Return a sentence if only recipes without fp32 weights fit, as a list of at most one."""
+def lost_updates_warning(given: Namespace, found: Estimates) -> list[str]:
+    """Return a warning that rounding loses small updates, as a list of at most one text.
+
+    The list is empty unless the cheapest recipe that fits has weights in bf16 only and the user has
+    not chosen a precision.
+    """
     precision = found[0].recipe.precision
     if precision != "bf16-only" or given.precision:
         return []
@@ -171,7 +184,7 @@ def lost_updates(given: Namespace, found: Estimates) -> list[str]:
 
 
 def _bases(given: Namespace, model: Workload, framework: Framework | None) -> list[Recipe]:
-    """Return the recipe with the fields that the options set, for each precision to be tried.
+    """Return one base recipe per precision to be tried, with the fields that the options set.
 
     Raises:
         ValueError: Options cannot be combined.
@@ -198,7 +211,7 @@ def _bases(given: Namespace, model: Workload, framework: Framework | None) -> li
     if ranks > 1 and given.optimizer != "adam":
         raise ValueError(f"--optimizer must be adam when --ranks is {ranks}, got {given.optimizer}")
     precisions: Sequence[str | None] = framework.precisions if framework else ("bf16",)
-    if given.precision == OWN or (given.lora and not given.precision):
+    if given.precision == OWN_PRECISION or (given.lora and not given.precision):
         precisions = (None,)
     elif given.precision:
         precisions = (given.precision,)
@@ -209,13 +222,13 @@ def _bases(given: Namespace, model: Workload, framework: Framework | None) -> li
 
 
 def with_spare_memory(found: Estimates, machine: Machine) -> list[Estimate]:
-    """Return the cheapest recipe that leaves spare memory, as a list of at most one estimate.
+    """Return the cheapest recipe that leaves at least `SPARE_SHARE` of the budget unused.
 
-    The list is empty if the cheapest recipe overall already leaves a share of `SPARE`, or if no
-    recipe does. The spare memory covers what an estimate does not include, such as longer samples
-    or other processes.
+    The result is a list of at most one estimate. It is empty if the cheapest recipe of all already
+    leaves this share unused, or if no recipe does. The spare memory covers what an estimate does
+    not include, such as longer samples or other processes.
     """
-    most = machine.room - int(SPARE * machine.memory)
+    most = machine.step_budget_bytes - int(SPARE_SHARE * machine.memory)
     if machine.bytes_taken(found[0]) <= most or most < 1:
         return []
     try:
@@ -229,14 +242,14 @@ def with_spare_memory(found: Estimates, machine: Machine) -> list[Estimate]:
 
 
 @dataclass(frozen=True)
-class ForFramework:
+class FrameworkAnswer:
     """The cheapest recipe that a framework can run, or the reason why there is none.
 
     Attributes:
         framework: The framework.
-        model: Model and batch, as the framework trains them; None if it cannot train the model.
-        found: The recipes that fit; None if none does.
-        problem: Sentence on why none does; empty if one does.
+        model: Model and batch, as the framework trains them; None if they could not be made.
+        found: Estimates of the recipes that fit, cheapest first; None if no recipe fits.
+        problem: Sentence that explains why no recipe fits; empty if one fits.
     """
 
     framework: Framework
@@ -246,12 +259,12 @@ class ForFramework:
 
     @cached_property
     def script(self) -> str:
-        """Script of the cheapest recipe; only if a recipe fits."""
+        """Script that trains the model by the cheapest recipe. `found` must not be None."""
         assert self.found is not None and self.model is not None
         return self.framework.script(self.found[0].recipe, self.model)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the answer for JSON."""
+        """Return the answer as a dict for the JSON output of the command."""
         if self.found is None:
             return {"problem": str(self.problem)}
         best = self.found[0]
@@ -262,19 +275,22 @@ class ForFramework:
         }
 
 
-def for_each_framework(
+def framework_answers(
     given: Namespace, model: Workload, machine: Machine, found: Estimates
-) -> list[ForFramework]:
-    """Return the answer of each framework, the one whose recipe is the cheapest first.
+) -> list[FrameworkAnswer]:
+    """Return the answer for each framework, sorted by the cost of its cheapest recipe.
 
-    The searches for frameworks are quick ones.
+    Frameworks without a recipe that fits come last. A new search, as with --quick, is made for a
+    framework that cannot run the cheapest recipe in `found`, or for all if a config is given.
 
     Args:
         given: Options of the command. If they name a framework, its answer is the only one.
-        found: Recipes that fit, of the given framework or of the search among all.
+        model: Model and batch.
+        machine: Machine, with the budget of a step.
+        found: Result of `search`, which was limited to a framework only if `given` names one.
     """
     if given.framework:
-        return [ForFramework(FRAMEWORKS[given.framework], model, found)]
+        return [FrameworkAnswer(FRAMEWORKS[given.framework], model, found)]
     answers = [_answer(given, machine, found, each) for each in FRAMEWORKS.values()]
     return sorted(
         answers, key=lambda each: machine.rates.seconds(each.found[0]) if each.found else math.inf
@@ -283,15 +299,17 @@ def for_each_framework(
 
 def _answer(
     given: Namespace, machine: Machine, found: Estimates, framework: Framework
-) -> ForFramework:
+) -> FrameworkAnswer:
+    """Return the answer for one framework, from `found` if possible, or else by a new search."""
     own = None
     try:
         own = workload_for(given, framework)
-        # A script trains a config's model as transformers builds it.
+        # For a config, the script trains the model that transformers builds, so the recipe that was
+        # found for the course's model may not fit it.
         if given.config or not _can_run(given, own, found[0].recipe, framework):
             quick = Namespace(**vars(given) | {"quick": True})
             found = search(quick, own, machine, False, framework)
-        answer = ForFramework(framework, own, found)
+        answer = FrameworkAnswer(framework, own, found)
         _ = answer.script  # raises if a script cannot be written for this model
         return answer
     except InfeasibleBudget as error:
@@ -299,20 +317,27 @@ def _answer(
         if error.least_bytes is not None:
             least = bytes_text(error.least_bytes)
             problem = text("nothing was found that fits; the least found is {least}", least=least)
-        return ForFramework(framework, own, None, problem)
+        return FrameworkAnswer(framework, own, None, problem)
     except ValueError as error:
-        return ForFramework(framework, own, None, translated_error(message(error)))
+        return FrameworkAnswer(framework, own, None, translated_error(message(error)))
 
 
 def _can_run(given: Namespace, model: Workload, recipe: Recipe, framework: Framework) -> bool:
-    """Return whether a recipe of the search among all is one of a framework's, at the same cost."""
+    """Return whether a framework can run a recipe with the step that was estimated for it.
+
+    The result is False for a framework with a step of its own, which needs another estimate.
+    """
     precisions = [base.precision for base in _bases(given, model, framework)]
-    if framework.has_own_step or recipe.precision not in precisions or framework.refuse(model):
+    if (
+        framework.has_own_step
+        or recipe.precision not in precisions
+        or framework.unsupported_reason(model)
+    ):
         return False
     with symbolic():
         return framework.for_model(model.make_model()).conflict(recipe) is None
 
 
 def workload_for(given: Namespace, framework: Framework | None) -> Workload:
-    """Return the workload of the options, with a model that the framework trains."""
+    """Return the model and the batch of the options, as the framework would train them."""
     return workload_of(Namespace(**vars(given) | {"framework": framework and framework.name}))

@@ -21,7 +21,7 @@ from .step import build, default_dtype, micro_batches_of, train_step
 
 
 @dataclass(frozen=True, repr=False)
-class Check(Table):
+class MemoryComparison(Table):
     """Estimated and measured memory of one step.
 
     Attributes:
@@ -58,8 +58,10 @@ class Check(Table):
         return asdict(self)
 
 
-def check(workload: Workload, recipe: Recipe) -> Check:
-    """Run the step twice, once under a meter and once for the allocator's peak.
+def compare_with_estimate(workload: Workload, recipe: Recipe) -> MemoryComparison:
+    """Run the recipe's step on this machine, and return its estimated and measured peaks.
+
+    The step runs twice: under a `MemoryMeter`, and then without it to read the allocator's peak.
 
     Raises:
         MemoryError: The machine has less memory than the estimate.
@@ -90,7 +92,7 @@ def check(workload: Workload, recipe: Recipe) -> Check:
 
     with MemoryMeter(model, optimizer) as meter:
         step()
-    return Check(
+    return MemoryComparison(
         predicted, meter.peak_bytes, meter.entry_bytes + allocator_peak(step, device), str(device)
     )
 

@@ -1,7 +1,8 @@
-"""Memory that a step takes beyond its tensors on the GPU: reserved, kept by CUDA, on the host.
+"""Tables of all memory that a step needs on a GPU, and of its optimizer state on the host.
 
-An estimate's `peak_bytes` counts only the tensors on the GPU. `OnDevice` shows all of them, with
-the source of each row.
+An estimate's `peak_bytes` counts only the tensors on the GPU. `GpuMemory` also shows the memory
+that PyTorch's allocator reserves, and the memory that CUDA and cuBLAS keep, with the source of each
+number.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ def host_state_bytes(found: Estimate) -> int:
     which exist during a step, are not counted.
     """
     if not found.host_parameters:
-        # `host_state_bytes` would raise for an optimizer whose state cannot be offloaded.
+        # The row's `host_state_bytes` raises for an optimizer whose state cannot be offloaded.
         return 0
     return found.host_parameters * OPTIMIZERS[found.recipe.optimizer].host_state_bytes
 
 
 @dataclass(frozen=True, repr=False)
-class OnDevice(Table):
-    """GPU memory that one step needs, by holder, and the optimizer state in host memory.
+class GpuMemory(Table):
+    """Table of the GPU memory that one step needs, and of the optimizer state in host memory.
 
     Attributes:
         tensors: Estimated tensor bytes at the peak.
-        reserved: Largest number of bytes that PyTorch's allocator reserves. `CachingAllocator`
-            simulates it for one step. Before the step, the live tensors are laid out one after the
-            other.
+        reserved: Largest number of bytes that PyTorch's allocator reserves during the step.
+            `CachingAllocator` simulates the allocator. The simulation begins with the tensors that
+            are live before the step, laid out one after the other.
         reserved_expandable: Same as `reserved`, but with expandable segments.
-        workspace: Bytes that cuBLAS keeps.
+        workspace: Bytes of the workspace that cuBLAS keeps.
         context: Bytes of the CUDA context.
-        context_source: Source of `context`, as a label.
-        memory_bytes: Budget, or the device's memory if there is no budget; None if it is not known.
+        context_source: Text that names the source of `context`.
+        memory_bytes: Bytes of the device that the step may use; None if they are not known.
         host_state: Bytes of the offloaded optimizer state and its fp32 weights in host memory.
-        host_parameters: Number of parameters that they belong to.
+        host_parameters: Number of parameters whose state is offloaded.
     """
 
     tensors: int
@@ -64,8 +65,8 @@ class OnDevice(Table):
     @classmethod
     def from_estimate(
         cls, found: Estimate, device: str | Rates, memory_bytes: int | None
-    ) -> OnDevice:
-        """Return the table of an estimated step on a device of `RATES`, or of the given rates."""
+    ) -> GpuMemory:
+        """Return the table of an estimated step on a device: a name in `RATES`, or `Rates`."""
         reserved = [found.reserved_bytes(expandable) for expandable in (False, True)]
         source = rates_of(device).context_source
         kept = workspace_bytes(device), context_bytes(device), source
@@ -100,7 +101,7 @@ class OnDevice(Table):
         return found
 
     def caption(self) -> str:
-        parts = [self._left_in_words()] if self.left is not None else []
+        parts = [self._free_memory_label()] if self.left is not None else []
         if self.host_state:
             parts.append(
                 text(
@@ -112,7 +113,8 @@ class OnDevice(Table):
             )
         return join_labels(parts, "; ")
 
-    def _left_in_words(self) -> str:
+    def _free_memory_label(self) -> str:
+        """Return a label that says how many MB the step leaves free, or how many are missing."""
         values = {"memory": f"{self.memory_bytes / 1e6:,.1f}", "left": f"{self.left / 1e6:,.1f}"}
         if self.left < 0:
             values["left"] = f"{-self.left / 1e6:,.1f}"
@@ -120,16 +122,16 @@ class OnDevice(Table):
         return text("of the {memory} MB, {left} MB are left", **values)
 
 
-class EstimatesOnDevice(Estimates):
-    """Estimates as a table with two more columns for a GPU.
+class EstimatesOnGpu(Estimates):
+    """Table of estimates with two additional columns for a GPU.
 
-    One has the bytes that the allocator reserves for each step, and the other has the bytes of the
+    The columns show the memory that PyTorch's allocator reserves for each step, and the part of the
     budget that the step leaves unused.
 
     Args:
         found: The estimates.
-        rates: Rates of the machine, for the column of seconds.
-        room_bytes: Budget for the step, without the memory that CUDA keeps.
+        rates: Rates of the machine, which convert an estimate into seconds.
+        step_budget_bytes: Budget for the step, without the memory that CUDA keeps.
         count: Quantity that must fit, as in `fit`.
         title: Caption of the table.
     """
@@ -137,16 +139,23 @@ class EstimatesOnDevice(Estimates):
     columns = (Estimates.columns[0], "reserved (MB)", "left (MB)", *Estimates.columns[1:])
 
     def __init__(
-        self, found: Iterable[Estimate], rates: Rates, room_bytes: int, count: str, title: str
+        self,
+        found: Iterable[Estimate],
+        rates: Rates,
+        step_budget_bytes: int,
+        count: str,
+        title: str,
     ):
         super().__init__(found, rates, title)
-        self.room, self.count = room_bytes, count
+        self.step_budget_bytes, self.count = step_budget_bytes, count
 
     def rows(self) -> list[Sequence]:
         found = []
         for row, each in zip(super().rows(), self, strict=True):
             reserved = each.reserved_bytes()
-            left = self.room - (each.peak_bytes if self.count == "tensors" else reserved)
+            left = self.step_budget_bytes - (
+                each.peak_bytes if self.count == "tensors" else reserved
+            )
             megabytes = (f"{count / 1e6:,.1f}" for count in (reserved, left))
             found.append((row[0], *megabytes, *row[1:]))
         return found

@@ -1,27 +1,28 @@
 """Differences between a step on a GPU and one on a CPU.
 
-Every estimate runs on symbolic CPU tensors. With the kind "cuda", it counts what the step takes on
-a GPU:
+Every estimate runs on symbolic CPU tensors. With the kind "cuda", it counts the tensors that the
+step would have on a GPU:
 
-- Functions that choose their operator by the device run CUDA's operators (`cuda_kernels` of
-  `course_lib.symbolic`): attention, dropout and the norms. Which kernel of attention runs depends
-  on the GPU, the argument `gpu` of `estimate`. Flash attention of this package runs as a kernel and
-  has no tensors for its tiles.
-- 8-bit layers of bitsandbytes run the product that it runs on CUDA, by its source (0.50).
-- Under autocast more functions run in fp32 (`course_lib.symbolic.cuda_autocast`). This has not been
-  measured on a GPU.
+- Attention, dropout and the norms run the operators that PyTorch runs for them on CUDA
+  (`cuda_kernels` of `course_lib.symbolic`). The attention kernel depends on the GPU, which is the
+  argument `gpu` of `estimate`. `flash_attention` of this library runs as one kernel, so it has no
+  tensors for its tiles.
+- 8-bit layers of bitsandbytes run the matrix product that bitsandbytes 0.50 runs on CUDA according
+  to its source code.
+- Under autocast, more functions run in fp32 than on a CPU (`course_lib.symbolic.cuda_autocast`).
+  This has not been measured on a GPU.
 - If a recipe leaves the variant of the update to PyTorch, most optimizers use "foreach", which
   allocates temporary tensors as large as all the parameters. The attribute `default_on_cuda` of
   each row of `course_lib.budget.optimizers.OPTIMIZERS` states the rule of
   `torch.optim.optimizer._default_to_fused_or_foreach`.
-- What PyTorch keeps on the host does not count: the states of random generators, and an
+- Tensors that PyTorch keeps on the host are not counted: the states of random generators, and an
   optimizer's number of steps unless its update is fused.
 
-On an H200 with torch 2.11 all steps of `tests/h200_steps.csv` took what is estimated, to the byte,
-except for models that make some tensors on the CPU, or ask for their device, themselves.
+On an H200 with PyTorch 2.11, all steps of `tests/tools/h200_steps.csv` needed exactly the estimated
+number of bytes, except those of models that create tensors on the CPU or query their device.
 
-An operator may allocate more while it runs. This workspace is not a tensor and is not included. On
-the same H200:
+While an operator runs, it may allocate additional memory, its workspace. A workspace is not a
+tensor, so estimates do not include it. These workspaces were measured on the same H200:
 
 ======================================  =========================================================
 operator                                workspace
@@ -49,10 +50,14 @@ KINDS = ("cpu", "cuda")
 
 
 def on_kind(recipe: Recipe, kind: str) -> Recipe:
-    """Return the recipe with the variant of the update that PyTorch uses on a kind of device.
+    """Return the recipe with `update` set to the variant that PyTorch uses on a kind of device.
 
-    A recipe that sets `update` is returned unchanged, and so is one whose optimizer leaves some
-    parameters to another one, which may have other variants. The kind is "cpu" or "cuda".
+    The recipe is returned unchanged if it already sets `update`, or if its optimizer leaves some
+    parameters to a second optimizer, which may have other variants.
+
+    Args:
+        recipe: Recipe of the step.
+        kind: Kind of device, "cpu" or "cuda".
     """
     row = OPTIMIZERS[recipe.optimizer]
     if recipe.update is not None or row.rest is not None:

@@ -16,8 +16,8 @@ CUBLAS_LARGE_BYTES = 2 * (8 * 4096) << 10
 def workspace_bytes(device: str | Rates) -> int:
     """Return the bytes that cuBLAS keeps on a device for one stream; 0 without CUDA.
 
-    Up to PyTorch 2.11 only Hopper has the large workspace, and in 2.13 the major versions 9, 10 and
-    12 have it. Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`.
+    They are 64 MiB on Hopper and, after PyTorch 2.11, on compute capabilities 9, 10 and 12, and
+    16.25 MiB on other GPUs. Source: `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp.
     """
     gpu = rates_of(device).gpu
     if gpu is None:
@@ -31,8 +31,8 @@ def workspace_bytes(device: str | Rates) -> int:
 def context_bytes(device: str | Rates) -> int:
     """Return the bytes of the CUDA context.
 
-    The result is 0 without CUDA, also on AMD devices, because the memory that ROCm keeps is not
-    known.
+    The result is 0 without CUDA. It is also 0 on AMD devices, because the memory that ROCm keeps is
+    not known.
     """
     return rates_of(device).context_bytes or 0
 

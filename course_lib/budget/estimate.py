@@ -1,7 +1,7 @@
 """Estimate the memory and FLOPs of a recipe's step, and run the same step on real tensors.
 
 `estimate` runs the whole step on symbolic tensors, which need no memory, and reads the result from
-the trace of the step. For a search, `search.extrapolation` makes equal estimates with less work.
+the trace of the step. For a search, `search.extrapolation` computes the same results in less time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .loss import LossSum, check_loss
 from .rates import Rates, rates_of
 from .recipe import Recipe
 from .step import build, default_dtype, make_state, micro_batches_of, run_micro_batches
-from .symbolic_copies import functions_of, name_of
+from .symbolic_copies import functions_of, optimizer_name
 from .traces.process_trace import check_arguments, process_trace
 from .traces.rank_trace import rank_trace
 
@@ -51,8 +51,8 @@ class Estimate(Table):
             optimizer state, and all tensors that the step creates.
         at_peak: Mapping from category to live bytes at the peak.
         phase_peaks: Mapping from phase ("forward", "backward", "optimizer") to the largest number
-            of bytes that are live in it.
-        operator: Name of the operator that reaches the peak.
+            of bytes that are live in that phase.
+        operator: Name of the operator that runs when the peak is reached.
         flops: FLOPs of the matrix products in forward, backward, recomputation and the update of
             Muon, including those of fused attention.
         bytes_down: Bytes copied to the lower tier.
@@ -88,7 +88,7 @@ class Estimate(Table):
     def from_trace(
         cls, trace: Trace, recipe: Recipe, tier: str, host_parameters: int = 0, kind: str = "cpu"
     ) -> Estimate:
-        """Read the estimate of a recipe from the trace of its step."""
+        """Return the estimate of a recipe, computed from the trace of its step."""
         return cls(
             recipe,
             trace.peak_bytes,
@@ -104,7 +104,7 @@ class Estimate(Table):
             kind,
         )
 
-    def traced_by(self, run: Callable[[bool], Trace]) -> Estimate:
+    def with_trace_function(self, run: Callable[[bool], Trace]) -> Estimate:
         """Store the function with which `trace` runs the step again, and return the estimate.
 
         The function takes `places`, the argument of `trace`.
@@ -113,8 +113,8 @@ class Estimate(Table):
         object.__setattr__(self, "_run", run)
         return self
 
-    def repeated_by(self, again: Callable[[Gpu | None], Estimate]) -> Estimate:
-        """Store the function that makes this estimate for a GPU, and return the estimate."""
+    def with_gpu_estimator(self, again: Callable[[Gpu | None], Estimate]) -> Estimate:
+        """Store the function with which `fits` estimates the step for a GPU, and return `self`."""
         object.__setattr__(self, "_again", again)
         return self
 
@@ -138,47 +138,53 @@ class Estimate(Table):
     def reserved_bytes(self, expandable_segments: bool = False) -> int:
         """Return the largest number of bytes that PyTorch's allocator reserves for the step.
 
-        The allocator of a GPU is simulated by its rules. The first call runs the step again, as
-        `trace` does.
+        `CachingAllocator` simulates the allocator on the step's allocations. The first call runs
+        the step again to record them, as `trace` does.
 
         Args:
-            expandable_segments: As in `CachingAllocator`.
+            expandable_segments: Whether the allocator uses expandable segments, an option of
+                PyTorch's environment variable PYTORCH_CUDA_ALLOC_CONF.
         """
         # Estimates are compared by their fields, and `_reserved` is not a field.
-        known = vars(self).setdefault("_reserved", {})
-        if expandable_segments not in known:
+        cached = vars(self).setdefault("_reserved", {})
+        if expandable_segments not in cached:
             allocator = self.events().allocator(expandable_segments)
-            known[expandable_segments] = allocator.memory_stats()["reserved_bytes.all.peak"]
-        return known[expandable_segments]
+            cached[expandable_segments] = allocator.memory_stats()["reserved_bytes.all.peak"]
+        return cached[expandable_segments]
 
     def fits(self, device: str | Rates, memory_bytes: int | None = None) -> bool:
-        """Return whether the step fits into a device.
+        """Return whether the step fits into the memory of a device.
 
-        The bytes that the allocator reserves for the step, by the rules of `reserved_bytes`, are
-        added to those that CUDA and cuBLAS keep. Workspaces that operators allocate while they run
-        are not known; `course_lib.budget.device_kinds` lists some. If `estimate` made this
-        estimate, the step is estimated again with the kernels of that device, and offloaded state
-        is in host memory. An estimate of `fit` is used unchanged, and its kind must be "cuda". For
-        `Rates` without a GPU and an estimate of kind "cpu", only `peak_bytes` is compared.
+        It fits if the memory holds the bytes that PyTorch's allocator reserves for the step
+        (`reserved_bytes`) and the bytes that CUDA and cuBLAS keep. Workspaces that operators
+        allocate while they run are not known; `course_lib.budget.device_kinds` lists some.
+
+        If `estimate` made this estimate, the step is estimated again with the kernels of that
+        device, and offloaded state is in host memory. An estimate that `fit` has composed from
+        steps with few blocks is used unchanged, and its kind must be "cuda". For `Rates` without a
+        GPU and an estimate of kind "cpu", only `peak_bytes` is compared.
 
         Args:
             device: Name in `RATES`, such as "RTX 4090", or the rates of another device.
-            memory_bytes: Memory in bytes that may be used; by default that of the device.
+            memory_bytes: Memory in bytes that may be used; by default all memory of the device.
 
         Raises:
             ValueError: There is no such device, its memory is not known, or the estimate cannot be
                 made for it.
         """
         rates = rates_of(device)
-        room = rates.memory_bytes if memory_bytes is None else memory_bytes
-        if room is None:
+        memory = rates.memory_bytes if memory_bytes is None else memory_bytes
+        if memory is None:
             raise ValueError(f"memory_bytes must be given for {device}, whose memory is not known")
         if rates.gpu is None and self.kind == "cpu" and isinstance(device, Rates):
-            return self.peak_bytes <= room
-        return self._on(rates).reserved_bytes() + kept_bytes(rates) <= room
+            return self.peak_bytes <= memory
+        return self._for_device(rates).reserved_bytes() + kept_bytes(rates) <= memory
 
-    def _on(self, rates: Rates) -> Estimate:
-        """Return this estimate, or the one with the kernels of another device."""
+    def _for_device(self, rates: Rates) -> Estimate:
+        """Return the estimate of the same step with the kernels of a device's GPU.
+
+        An estimate that was not made by `estimate` is returned unchanged.
+        """
         again = getattr(self, "_again", None)
         if again is not None:
             return again(rates.gpu)
@@ -194,10 +200,10 @@ class Estimate(Table):
 
         The first call runs the step again, and later calls return the same trace.
         """
-        known = vars(self)
-        if "_events" not in known:
-            known["_events"] = self.trace(places=False)
-        return known["_events"]
+        cached = vars(self)
+        if "_events" not in cached:
+            cached["_events"] = self.trace(places=False)
+        return cached["_events"]
 
     def __getstate__(self) -> dict[str, Any]:
         # The function that runs the step again may not be picklable, and the events are large.
@@ -245,7 +251,7 @@ class Run:
 
     Attributes:
         result: Loss and other values of the step.
-        meter: Meter that measured the step.
+        meter: Meter under which the step ran, with the measured peak.
         traffic: Bytes copied to and from the lower tier.
     """
 
@@ -268,16 +274,16 @@ def estimate(
 ) -> Estimate:
     """Estimate the training step of a recipe by running it on symbolic tensors under a meter.
 
-    Symbolic tensors need no memory. The step is that of `train_step`, with two shortcuts. Among
-    micro-batches that run the same operators, only the last one is run, and also the first one of
-    the step, because all micro-batches after the first start with the same memory live. Flash
-    attention runs the tiles of one group of heads, because every group needs the same memory.
+    Symbolic tensors need no memory. The step is that of `train_step`, with two shortcuts. If
+    several micro-batches after the first one run the same operators, they start with the same live
+    bytes, and only the last of them is run. The course's flash attention runs only one group of
+    heads, because every group needs the same memory.
 
     **An existing model, batch or optimizer** is copied to symbolic tensors. The estimate changes
-    none of its weights, gradients and optimizer state, and no random generator. With an optimizer,
-    it is for the second step, so parameters that get no gradient have no state. Hooks of the
-    optimizer do not run; those of modules do. Code that keeps tensors outside of the model, in a
-    cache or a closure, keeps symbolic ones: clear such a cache after the estimate.
+    none of its weights, gradients and optimizer state, and no random generator. If `recipe` is an
+    optimizer, its second step is estimated, so parameters that get no gradient have no state.
+    Module hooks run, but hooks of the optimizer do not. If the model stores tensors in a cache or a
+    closure, clear it after the estimate, because it then has symbolic tensors.
 
     **Accuracy on a CPU.** A real step on a CPU uses the same number of tensor bytes, with one
     exception: in a model with dropout, an "optimal" schedule also keeps states of random generators
@@ -288,22 +294,21 @@ def estimate(
     H200 for every model and recipe that was measured there, except for models that make tensors on
     the CPU themselves. `course_lib.budget.device_kinds` has the details.
 
-    **Models without an estimate.** A model with `nn.LSTM` cannot be estimated, because the fused
-    operator of an LSTM on a CPU keeps a workspace. Without oneDNN it is not fused and can be
-    estimated. The same holds for models with sparse gradients or with any other operator of
-    `course_lib.symbolic.cpu_kernels.INEXACT`.
+    **Models without an estimate.** A model with `nn.LSTM` cannot be estimated, because its fused
+    operator on a CPU keeps a workspace. With oneDNN disabled, the operator is not fused and the
+    model can be estimated. Models with sparse gradients cannot be estimated (see
+    `course_lib.symbolic.cpu_kernels.INEXACT`).
 
     **Quantized weights.** Layers of bitsandbytes are estimated as they run on a CPU. The state of
     the quantization is counted, and so are the weights that backward and 8-bit layers dequantize.
     The forward pass of a 4-bit layer dequantizes its weight inside one operator, so these bytes are
-    allocated internally. An 8-bit layer keeps its input where the hooks of a non-reentrant
-    checkpoint do not see it, so such a checkpoint does not release it. With the kind "cuda", the
-    tensors are those of the source of bitsandbytes 0.50 for CUDA, and this has not been measured on
-    a GPU.
+    not counted. An 8-bit layer keeps its input, but not as a saved tensor of autograd, so a
+    non-reentrant checkpoint does not release this input. With the kind "cuda", the tensors are
+    those of the source of bitsandbytes 0.50 for CUDA, and this has not been measured on a GPU.
 
-    **Compiled models.** A model that `torch.compile` has compiled, or whose modules are compiled,
-    is estimated uncompiled. `train_step` runs it compiled, which can need less memory or more.
-    Measure that step with `course_lib.memory.measure`.
+    **Compiled models.** If the model or any of its modules is compiled, the estimate is that of the
+    uncompiled model. `train_step` runs it compiled, which can need less memory or more. Measure
+    that step with `course_lib.memory.measure`.
 
     **Several ranks.** For a recipe with several `ranks`, the estimate is for the rank that needs
     the most memory, with its share of the batch. From the second step on, it equals what
@@ -312,21 +317,21 @@ def estimate(
 
     Args:
         model: Function without arguments that returns the model in fp32, and is called in symbolic
-            mode; or a model.
+            mode; or an existing model.
         batch: Function without arguments that returns the batch, and is called in symbolic mode; or
-            a batch. With several ranks, this is the whole batch, which the ranks divide.
+            an existing batch. With several ranks, this is the whole batch, which the ranks divide.
         recipe: Recipe of the step; or an optimizer of the model; or a function that makes an
-            optimizer of a list of parameters, such as `torch.optim.AdamW`. With an optimizer, the
-            step uses no technique, and the model keeps its dtypes.
+            optimizer for a list of parameters, such as `torch.optim.AdamW`. With an optimizer or
+            such a function, the step uses no technique, and the model keeps its dtypes.
         loss_sum: Function (model, batch) -> (sum of losses, weight), as in `train_step`. A weight
             that is computed from the batch must be returned as a tensor, because symbolic tensors
             have no values.
         max_norm: Norm to which the gradient is clipped, as in `train_step`. The estimate includes
             the memory of clipping.
         split: Function (batch, parts) -> list of `parts` batches, as in `train_step`. With several
-            ranks, it also cuts the batch into their shares, and the step is that of the share with
-            the most bytes. In an estimate, tensors have shapes but no values, so `split` must take
-            the sizes of the parts from shapes or from Python numbers.
+            ranks, it also cuts the batch into the ranks' shares, and the step is that of the share
+            with the most bytes. Tensors of an estimate have shapes but no values, so `split` must
+            take the sizes of the parts from shapes or from Python numbers.
         tier: Lower tier: "file", as on a CPU, or "host", as on a GPU.
         kind: Kind of device, "cpu" or "cuda", as described in `course_lib.budget.device_kinds`.
         gpu: GPU and version of PyTorch that decide which kernel of attention runs, if the kind is
@@ -365,9 +370,9 @@ def estimate(
         trace = trace_again(events=False)
     found = Estimate.from_trace(trace, made.recipe, tier, on_host, kind)
     if make_optimizer is not None:
-        found = replace(found, optimizer=name_of(recipe))
+        found = replace(found, optimizer=optimizer_name(recipe))
     again = partial(estimate, model, batch, recipe, **options, tier="host", kind="cuda")
-    return found.traced_by(trace_again).repeated_by(lambda gpu: again(gpu=gpu))
+    return found.with_trace_function(trace_again).with_gpu_estimator(lambda gpu: again(gpu=gpu))
 
 
 @add_user_line()

@@ -11,7 +11,7 @@ from course_lib._check import whole
 from course_lib.labels import markup, say, text, verbatim
 
 if TYPE_CHECKING:
-    # Its module imports this one, so only a type checker can import it here.
+    # The module `recipe` imports this one, so only a type checker can import it here.
     from .recipe import Recipe
 
 #: Maps names in `OPTIMIZERS` to arguments of transformers' `TrainingArguments`.
@@ -25,20 +25,21 @@ OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "muon": {"optim": "adamw_torch"},  # the Trainer lacks Muon
 }
 _IN_BITSANDBYTES = ("lion", "adam8bit")
-_OF_OFFLOAD = {"min_bytes", "prefetch", "in_flight"}
+_OFFLOAD_OPTIONS = {"min_bytes", "prefetch", "in_flight"}
 _SET_BY_FSDP_LINES = ("precision", "ranks", "shard", "blocks")
 
 
 @dataclass(frozen=True, repr=False)
 class TrainerLines:
-    """Arguments of `transformers.TrainingArguments` for a recipe, and where the Trainer differs.
+    """Arguments of `TrainingArguments` for a recipe, and what the Trainer does differently.
 
-    It prints as the lines to paste.
+    Converted to a string, it is a call of `TrainingArguments`, with the differences as comments.
 
     Attributes:
-        arguments: Name of an argument -> its value. `TrainingArguments` needs `output_dir` as well.
-        differences: Sentences, as labels, about techniques that these arguments do not set.
-        recipe: The recipe without these techniques, to estimate the step of the Trainer.
+        arguments: Mapping from the name of an argument to its value. `TrainingArguments` needs
+            `output_dir` as well.
+        differences: Sentences about techniques of the recipe that these arguments do not set.
+        recipe: The recipe without these techniques, for an estimate of the Trainer's step.
     """
 
     arguments: Mapping[str, Any]
@@ -46,7 +47,8 @@ class TrainerLines:
     recipe: Recipe
 
     def _call(self) -> str:
-        lines = [f"    {name}={_code(value)}," for name, value in self.arguments.items()]
+        """Return the call of `TrainingArguments` as code."""
+        lines = [f"    {name}={_as_code(value)}," for name, value in self.arguments.items()]
         return "\n".join(["TrainingArguments(", '    output_dir="out",', *lines, ")"])
 
     def __str__(self) -> str:
@@ -61,12 +63,13 @@ class TrainerLines:
         )
 
 
-def _code(value: object) -> str:
+def _as_code(value: object) -> str:
+    """Return a value as Python code, with strings in double quotes."""
     return repr(value).replace("'", '"')
 
 
 def trainer_lines(recipe: Recipe, samples: int | None) -> TrainerLines:
-    """Return what to pass to Hugging Face's Trainer for the step of a recipe.
+    """Return the recipe as arguments of Hugging Face's `TrainingArguments`, with the differences.
 
     The names of the arguments are those of transformers 5.23, in which `gradient_checkpointing` is
     called `activation_checkpointing`.
@@ -76,12 +79,12 @@ def trainer_lines(recipe: Recipe, samples: int | None) -> TrainerLines:
         samples: Number of samples in the batch of all ranks; None if it is not known.
     """
     arguments: dict[str, Any] = {}
-    taken = None
+    samples_per_step = None
     if samples is not None:
         whole("samples", samples, 1)
         micro_batch = -(-samples // (recipe.ranks * recipe.micro_batches))
         arguments["per_device_train_batch_size"] = micro_batch
-        taken = micro_batch * recipe.ranks * recipe.micro_batches
+        samples_per_step = micro_batch * recipe.ranks * recipe.micro_batches
     arguments |= {
         "gradient_accumulation_steps": recipe.micro_batches,
         **OPTIMIZER_ARGUMENTS[recipe.optimizer],
@@ -90,17 +93,22 @@ def trainer_lines(recipe: Recipe, samples: int | None) -> TrainerLines:
         arguments["optim"] = "adamw_torch_fused"
     if recipe.precision in ("bf16", "autocast"):
         arguments["bf16"] = True
-    arguments |= _fsdp_arguments(recipe) | ({} if _fsdp_arguments(recipe) else _checkpoints(recipe))
-    differences = tuple(_differences(recipe, samples, taken))
-    return TrainerLines(arguments, differences, _without_missing(recipe))
+    arguments |= _fsdp_arguments(recipe) | (
+        {} if _fsdp_arguments(recipe) else _checkpoint_arguments(recipe)
+    )
+    differences = tuple(_differences(recipe, samples, samples_per_step))
+    return TrainerLines(arguments, differences, _as_trainer_runs_it(recipe))
 
 
 def _sets_update(recipe: Recipe) -> bool:
-    """Return whether the Trainer has an `optim` for the recipe's variant of the update."""
+    """Return whether the Trainer's argument `optim` can select the recipe's variant of the update.
+
+    The variant is `recipe.update`. The argument can select only the fused variant of AdamW.
+    """
     return recipe.optimizer == "adam" and recipe.update == "fused"
 
 
-def _without_missing(recipe: Recipe) -> Recipe:
+def _as_trainer_runs_it(recipe: Recipe) -> Recipe:
     """Return the recipe without the techniques that the Trainer does not have."""
     layers = recipe.checkpoint != "none"
     # Several ranks are not estimated under autocast.
@@ -126,7 +134,8 @@ def _without_missing(recipe: Recipe) -> Recipe:
     )
 
 
-def _checkpoints(recipe: Recipe) -> dict[str, Any]:
+def _checkpoint_arguments(recipe: Recipe) -> dict[str, Any]:
+    """Return the arguments that checkpoint all blocks, if the recipe has any checkpoint."""
     if recipe.checkpoint == "none":
         return {}
     found: dict[str, Any] = {"activation_checkpointing": True}
@@ -136,7 +145,7 @@ def _checkpoints(recipe: Recipe) -> dict[str, Any]:
 
 
 def _fsdp_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments for FSDP2, whose settings include the checkpoints."""
+    """Return the arguments for FSDP2, which include the checkpoints; empty without sharding."""
     if recipe.shard not in ("zero2", "zero3"):
         return {}
     settings = {"reshard_after_forward": recipe.shard == "zero3"}
@@ -145,18 +154,26 @@ def _fsdp_arguments(recipe: Recipe) -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": settings}
 
 
-def _differences(recipe: Recipe, samples: int | None, taken: int | None) -> Iterator[str]:
-    """Yield a sentence for each technique that the arguments do not set as the recipe has it."""
+def _differences(
+    recipe: Recipe, samples: int | None, samples_per_step: int | None
+) -> Iterator[str]:
+    """Yield a sentence for each technique that the arguments do not set as in the recipe.
+
+    Args:
+        recipe: The recipe.
+        samples: Number of samples in the batch of all ranks; None if it is not known.
+        samples_per_step: Number of samples in a step of the Trainer; None if it is not known.
+    """
     if samples is None:
         yield text(
             "set `per_device_train_batch_size` yourself, because the number of samples in the batch"
             " is not known"
         )
-    elif taken != samples:
+    elif samples_per_step != samples:
         yield text(
             "a step of the Trainer takes {taken} samples instead of {samples}, because all of its"
             " micro-batches have the same size",
-            taken=taken,
+            taken=samples_per_step,
             samples=samples,
         )
     if recipe.precision == "bf16":
@@ -196,12 +213,13 @@ def _differences(recipe: Recipe, samples: int | None, taken: int | None) -> Iter
             "the Trainer offloads activations only together with checkpoints; TRL's `SFTConfig` has"
             " `activation_offloading=True`"
         )
-    elif recipe.offload_activations and _OF_OFFLOAD & recipe.changed_fields().keys():
+    elif recipe.offload_activations and _OFFLOAD_OPTIONS & recipe.changed_fields().keys():
         yield text("the Trainer's offload has no `min_bytes`, `prefetch` or `in_flight`")
-    yield from _differences_of_the_optimizer(recipe)
+    yield from _differences_of_head_and_optimizer(recipe)
 
 
-def _differences_of_the_optimizer(recipe: Recipe) -> Iterator[str]:
+def _differences_of_head_and_optimizer(recipe: Recipe) -> Iterator[str]:
+    """Yield the sentences of `_differences` on the loss head and on the optimizer."""
     if recipe.head_chunk is not None:
         yield text(
             "the Trainer computes the loss of all tokens at once, or in parts with"
@@ -226,8 +244,9 @@ def _differences_of_the_optimizer(recipe: Recipe) -> Iterator[str]:
 def fsdp_lines(recipe: Recipe, blocks: Sequence[str]) -> str:
     """Return code that shards a model with FSDP2 as the recipe does, to paste before training.
 
-    The model is called `model`, and torchrun starts the processes. A recipe with checkpoints gets
-    one around every block. A comment at the end names the fields that the lines do not set.
+    The code expects a variable `model` and processes that torchrun has started. If the recipe has
+    checkpoints, the code puts one around every block. A comment at the end lists the fields of the
+    recipe that the code does not set.
 
     Args:
         recipe: A recipe with shard "zero2" or "zero3".

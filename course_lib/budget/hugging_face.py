@@ -10,14 +10,14 @@ from torch import nn
 
 
 def configs_of(model: nn.Module, name: str) -> list[Any]:
-    """Return the modules' configurations that have an attribute `name`, without duplicates."""
+    """Return the configurations of a model's modules that have an attribute `name`, each once."""
     found = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in found if hasattr(config, name)}.values())
 
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Turn off the cache of keys and values inside the `with` block.
+    """Turn off the cache of keys and values of Hugging Face models inside the `with` block.
 
     The cache speeds up the generation of text. Training does not read it.
     """

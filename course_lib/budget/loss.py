@@ -1,6 +1,7 @@
-"""Compute the loss of one micro-batch, by the model or a given function, as (sum, weight).
+"""Compute the loss of one micro-batch as a pair (sum of losses, weight).
 
-`check_loss` raises an error if the losses of several micro-batches cannot be added up.
+The loss is that of the model, or of the user's function `loss_sum`. `check_loss` raises an error if
+the losses of several micro-batches cannot be added up.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from course_lib.symbolic.views import views_by_geometry
 
 from .stages import CHAINED, runs_stages, staged_loss
 
-# This is `course_lib.budget.Recipe`, which cannot be imported here, because its techniques import
-# `stages`, which this module uses.
+# This is `course_lib.budget.Recipe`. It cannot be imported here, because its techniques import this
+# module.
 Recipe = Any
-# A classifier whose batch is (inputs, labels).
+# Example for error messages: the loss of a classifier whose batch is (inputs, labels).
 LOSS_SUM_EXAMPLE = (
     "def loss_sum(model, batch): return torch.nn.functional.cross_entropy(model(batch[0]),"
     " batch[1], reduction='sum'), len(batch[1])"
@@ -45,8 +46,12 @@ def loss_of(
 ) -> tuple[Tensor, float | Tensor]:
     """Return (sum of losses, weight) of one micro-batch.
 
+    Both are computed by `loss_sum(model, batch)` if this function is given. Otherwise, if
+    `runs_stages(model, recipe)`, they are computed by the model's own chain of stages, and in all
+    other cases by the model's own loss.
+
     Raises:
-        ValueError: The model's code uses a symbolic tensor that it has kept from an estimate.
+        ValueError: The model's code uses a symbolic tensor that it has kept since an estimate.
     """
     try:
         with views_by_geometry() if is_symbolic() else nullcontext():
@@ -81,7 +86,7 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
 
     Raises:
         TypeError: The model has no loss, or `loss_sum` is not a function of (model, batch).
-        ValueError: Recipe and loss cannot be combined.
+        ValueError: Recipe and loss cannot be combined, such as several micro-batches with a mean.
         RuntimeError: Gradients are switched off.
     """
     check_gradients_enabled()
@@ -113,7 +118,8 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     ):
         raise ValueError(
             f"offload_activations cannot be combined with checkpoint={recipe.checkpoint!r} for a"
-            f" {name}, whose blocks' inputs the schedule holds; use checkpoint='none' or 'layers'"
+            f" {name}, because the schedule itself holds the inputs of the blocks; use"
+            " checkpoint='none' or 'layers'"
         )
     if count > 1 and mixes_samples(model):
         raise ValueError(

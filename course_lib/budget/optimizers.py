@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from course_lib._check import one_of, whole
-from course_lib._torch.symbolic import FakeTensor, counted_kind, is_symbolic
+from course_lib._torch.symbolic import FakeTensor, is_symbolic, tracked_device_kind
 from course_lib.checkpoint.blocks import names_of
 
 LR = 1e-3
@@ -35,7 +35,7 @@ Settings = Mapping[str, Any]
 Updates = Mapping[str | None, Settings]
 
 # Maps each variant of the update to the arguments that choose it in a class of torch.optim.
-IN_PYTORCH: Updates = MappingProxyType(
+VARIANT_ARGUMENTS: Updates = MappingProxyType(
     {
         # Without arguments, PyTorch chooses by the device of the parameters.
         None: {},
@@ -44,15 +44,17 @@ IN_PYTORCH: Updates = MappingProxyType(
         "fused": {"fused": True},
     }
 )
-UNFUSED: Updates = MappingProxyType({name: IN_PYTORCH[name] for name in (None, "loop", "foreach")})
+UNFUSED_VARIANT_ARGUMENTS: Updates = MappingProxyType(
+    {name: VARIANT_ARGUMENTS[name] for name in (None, "loop", "foreach")}
+)
 ONLY_LOOP: Updates = MappingProxyType({None: {}, "loop": {}})
-UPDATES = tuple(IN_PYTORCH)
+UPDATE_VARIANTS = tuple(VARIANT_ARGUMENTS)
 
 
 # ---- Classes that torch.optim lacks, or that symbolic tensors cannot run
 
 
-class _AnyNumber(TorchFunctionMode):
+class _ItemReturnsOne(TorchFunctionMode):
     """Mode in which `item()` of a symbolic tensor returns 1.0 instead of raising an error."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -62,13 +64,14 @@ class _AnyNumber(TorchFunctionMode):
 
 
 class Adafactor(torch.optim.Adafactor):
-    """PyTorch's Adafactor, which also runs on symbolic tensors.
+    """PyTorch's Adafactor, changed so that it also runs on symbolic tensors.
 
-    It reads the values of norms to scale its steps. Its memory does not depend on these values.
+    Adafactor reads the values of norms to scale its steps, and symbolic tensors have no values. The
+    memory of a step does not depend on these values, so they are replaced by 1.0.
     """
 
     def step(self, closure=None):
-        with _AnyNumber():
+        with _ItemReturnsOne():
             return super().step(closure)
 
 
@@ -123,10 +126,10 @@ class Adam8bit(torch.optim.Optimizer):
 
     It runs on symbolic tensors and changes no parameter. Each of the two moments has one byte per
     element, one fp32 scale per 256 elements, and a table of 256 fp32 elements, which all parameters
-    share. Small parameters have fp32 moments, and so do the weights that a module has registered
-    for this with bitsandbytes, as its own `StableEmbedding` and `Embedding` do, or those of a group
-    with `optim_bits=32`. The step allocates no temporaries, because bitsandbytes runs it as one
-    operator.
+    share. Three kinds of parameters have fp32 moments instead: parameters with fewer than 4,096
+    elements, parameters of a group with `optim_bits=32`, and weights that a module has registered
+    with bitsandbytes for fp32 state, such as those of its `StableEmbedding` and `Embedding`. The
+    step allocates no temporaries, because bitsandbytes runs it as one operator.
 
     Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the limit and the registered weights
     are those of `bitsandbytes.optim.optimizer`.
@@ -136,9 +139,9 @@ class Adam8bit(torch.optim.Optimizer):
     elements is in memory that the driver may move to the host. An estimate counts it on the device.
     """
 
-    BLOCK = 256
-    SMALL = 4096
-    LEVELS = 256
+    BLOCK = 256  # elements per scale
+    SMALL = 4096  # smallest number of elements for state in 8 bits
+    LEVELS = 256  # elements of a table that all parameters share
 
     def __init__(self, params, lr: float = LR, **_):
         super().__init__(params, {"lr": lr, "optim_bits": 8})
@@ -161,10 +164,12 @@ class Adam8bit(torch.optim.Optimizer):
                 self._keep_in_8_bits(p)
 
     def _keep_in_fp32(self, p: Tensor) -> None:
+        """Allocate both moments of a parameter in fp32."""
         for moment in MOMENTS:
             self.state[p][moment] = torch.zeros_like(p, dtype=torch.float32)
 
     def _keep_in_8_bits(self, p: Tensor) -> None:
+        """Allocate both moments of a parameter in 8 bits, with their scales and tables."""
         scales = -(-p.numel() // self.BLOCK)
         for moment in MOMENTS:
             table = p.new_zeros(self.LEVELS, dtype=torch.float32)
@@ -188,6 +193,7 @@ def _registered_with_bitsandbytes() -> dict[Tensor, dict[str, Any]]:
 
 
 def _adamw_of_bitsandbytes() -> OptimizerClass:
+    """Return the class `AdamW8bit`, or raise ValueError if bitsandbytes is not installed."""
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
@@ -198,22 +204,23 @@ def _adamw_of_bitsandbytes() -> OptimizerClass:
     return AdamW8bit
 
 
-class Pair(torch.optim.Optimizer):
-    """Two optimizers that act as one: each of them updates its own groups of parameters.
+class TwoOptimizers(torch.optim.Optimizer):
+    """Optimizer that consists of two optimizers, each of which updates its own parameter groups.
 
     Args:
         params: Groups of parameters. The second optimizer updates those with the setting "rest".
-        lr: Learning rate of both.
-        first, second: Functions that return the optimizer of some groups.
+        lr: Learning rate of both optimizers.
+        first, second: Functions that take a list of parameter groups and return their optimizer.
     """
 
     def __init__(self, params, lr: float, first: OptimizerClass, second: OptimizerClass):
         self.parts = first, second
         super().__init__(params, {"lr": lr, "rest": False})
         for _ in self._optimizers():
-            pass  # they add their settings to their groups, and refuse parameters
+            pass  # creating the optimizers checks the parameters and adds settings to the groups
 
     def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """Create and yield the optimizers that have parameters; both share `self.state`."""
         for make, is_rest in zip(self.parts, (False, True), strict=True):
             if groups := [group for group in self.param_groups if group["rest"] is is_rest]:
                 optimizer = make(groups)
@@ -231,12 +238,12 @@ class Pair(torch.optim.Optimizer):
 def matrices_of_blocks(model: nn.Module) -> set[Tensor]:
     """Return the weights that Muon updates: the matrices of a model's blocks.
 
-    They are the trained parameters with two dimensions in the lists of like modules that
-    `course_lib.checkpoint.checkpoint_blocks` finds, except those of an embedding. Embeddings, the
-    output head and everything else outside of the blocks are not among them.
+    They are the trained parameters with two dimensions in the lists of blocks that
+    `course_lib.checkpoint.checkpoint_blocks` finds, except those of an embedding. The output head
+    and everything else outside of the blocks are not among them.
 
-    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon, which gives the first and the
-    last layer of a model, and all parameters that are not matrices, to AdamW.
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon, where AdamW updates the first and
+    the last layer of a model, and all parameters that are not matrices.
     """
     tables = nn.Embedding, nn.EmbeddingBag
     embedded = {p for m in model.modules() if isinstance(m, tables) for p in m.parameters()}
@@ -255,19 +262,20 @@ class OptimizerRow:
     """Class, settings and properties of one optimizer.
 
     Attributes:
-        base: Class that updates the parameters, on symbolic tensors too.
-        takes: Function that returns the parameters of a model that `base` updates; None if it
-            updates all of them.
-        rest: Name of the row that updates all other parameters; None if there are none.
+        base: Class that updates the parameters. It must also run on symbolic tensors.
+        select_parameters: Function of a model that returns the parameters that `base` updates; None
+            if it updates all of them.
+        rest: Name of the row whose optimizer updates all other parameters; None if there are none.
         load_base: Function that imports the class for real steps, if that class belongs to another
             package and `base` only allocates its state. It raises ValueError if the package is not
             installed. None if `base` also runs real steps.
-        settings: Arguments of the class, apart from the learning rate and the variant.
+        settings: Arguments of the class, apart from the learning rate and those in `updates`.
         updates: Mapping from each variant of the update to the arguments that choose it. One of the
             keys is None, the default of the class.
         default_on_cuda: Variant that the class uses by default for parameters on CUDA.
-        state_tensors: Number of tensors of the parameter's size that the state consists of. None if
-            it is not the same for all parameters, in which case the state cannot be offloaded.
+        state_tensors: Number of tensors in the state of a parameter, each as large as the
+            parameter. None if the number is not the same for all parameters, in which case the
+            state cannot be offloaded.
         shares_state: Whether parameters share a tensor of the state. The state of all parameters is
             then smaller than the sum of their individual states.
         aliases: Other names that the command line accepts.
@@ -275,11 +283,11 @@ class OptimizerRow:
     Raises:
         TypeError: An attribute is missing, or `state_tensors` is not a whole number or None.
         ValueError: `updates` does not contain `default_on_cuda` or None, `state_tensors` is
-            negative, or only one of `takes` and `rest` is None.
+            negative, or only one of `select_parameters` and `rest` is None.
     """
 
     base: OptimizerClass
-    takes: Callable[[nn.Module], set[Tensor]] | None
+    select_parameters: Callable[[nn.Module], set[Tensor]] | None
     rest: str | None
     load_base: Callable[[], OptimizerClass] | None
     settings: Settings
@@ -295,8 +303,10 @@ class OptimizerRow:
         one_of("default_on_cuda", self.default_on_cuda, list(self.updates))
         if self.state_tensors is not None:
             whole("state_tensors", self.state_tensors, 0)
-        if (self.takes is None) != (self.rest is None):
-            raise ValueError(f"rest must be None if and only if takes is, got {self.rest!r}")
+        if (self.select_parameters is None) != (self.rest is None):
+            raise ValueError(
+                f"rest must be None if and only if select_parameters is, got {self.rest!r}"
+            )
 
     @property
     def can_offload_state(self) -> bool:
@@ -305,7 +315,7 @@ class OptimizerRow:
 
     @property
     def host_update_bytes(self) -> int:
-        """Bytes per parameter that the host reads and writes in its memory to update it.
+        """Bytes per parameter that the host reads and writes in its memory for an update.
 
         The host reads the gradient, the weight and the state in fp32, and writes the weight and the
         state. With master weights the sum is the same: the gradient arrives in bf16, and the
@@ -325,14 +335,16 @@ class OptimizerRow:
     def host_state_bytes(self) -> int:
         """Bytes per parameter that stay in host memory if its state is offloaded to the host.
 
-        They are the weight and the state, both in fp32. During a step, copies of gradients and of
-        updated parameters are added to them.
+        These bytes are the weight and the state, both in fp32. During a step, the host also holds
+        copies of gradients and of updated parameters, which are not included.
 
         Raises:
             ValueError: The state cannot be offloaded.
         """
         if self.state_tensors is None:
-            raise ValueError("state_tensors must be a whole number for state on the host, got None")
+            raise ValueError(
+                "state_tensors must be a whole number to offload the state to the host, got None"
+            )
         return (1 + self.state_tensors) * torch.float32.itemsize
 
 
@@ -340,11 +352,11 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
     {
         "adam": OptimizerRow(
             base=torch.optim.AdamW,
-            takes=None,
+            select_parameters=None,
             rest=None,
             load_base=None,
             settings={},
-            updates=IN_PYTORCH,
+            updates=VARIANT_ARGUMENTS,
             default_on_cuda="foreach",
             state_tensors=2,
             shares_state=False,
@@ -352,11 +364,11 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
         ),
         "sgd": OptimizerRow(
             base=torch.optim.SGD,
-            takes=None,
+            select_parameters=None,
             rest=None,
             load_base=None,
             settings={},
-            updates=IN_PYTORCH,
+            updates=VARIANT_ARGUMENTS,
             default_on_cuda="foreach",
             state_tensors=0,
             shares_state=False,
@@ -364,11 +376,11 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
         ),
         "momentum": OptimizerRow(
             base=torch.optim.SGD,
-            takes=None,
+            select_parameters=None,
             rest=None,
             load_base=None,
             settings={"momentum": 0.9},
-            updates=IN_PYTORCH,
+            updates=VARIANT_ARGUMENTS,
             default_on_cuda="foreach",
             state_tensors=1,
             shares_state=False,
@@ -376,11 +388,11 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
         ),
         "adafactor": OptimizerRow(
             base=Adafactor,
-            takes=None,
+            select_parameters=None,
             rest=None,
             load_base=None,
             settings={},
-            updates=UNFUSED,
+            updates=UNFUSED_VARIANT_ARGUMENTS,
             default_on_cuda="loop",
             state_tensors=None,
             shares_state=False,
@@ -388,7 +400,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
         ),
         "adam8bit": OptimizerRow(
             base=Adam8bit,
-            takes=None,
+            select_parameters=None,
             rest=None,
             load_base=_adamw_of_bitsandbytes,
             settings={},
@@ -400,7 +412,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
         ),
         "lion": OptimizerRow(
             base=Lion,
-            takes=None,
+            select_parameters=None,
             rest=None,
             load_base=None,
             settings={},
@@ -412,7 +424,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
         ),
         "muon": OptimizerRow(
             base=torch.optim.Muon,
-            takes=matrices_of_blocks,
+            select_parameters=matrices_of_blocks,
             rest="adam",
             load_base=None,
             settings={},
@@ -443,6 +455,6 @@ def class_and_settings(optimizer: str, update: str | None) -> tuple[OptimizerCla
     if row.rest is None:
         return base, settings
     # Symbolic tensors are on the CPU, where PyTorch would not choose the variant for CUDA.
-    on_cuda = OPTIMIZERS[row.rest].default_on_cuda if counted_kind() == "cuda" else None
+    on_cuda = OPTIMIZERS[row.rest].default_on_cuda if tracked_device_kind() == "cuda" else None
     other, others = class_and_settings(row.rest, update or on_cuda)
-    return Pair, {"first": partial(base, **settings), "second": partial(other, **others)}
+    return TwoOptimizers, {"first": partial(base, **settings), "second": partial(other, **others)}

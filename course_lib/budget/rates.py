@@ -34,16 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rates:
-    """Work that a machine does per second, and the memory of its device.
+    """Speed of a machine in FLOPs and bytes per second, and the memory of its device.
 
-    `seconds` computes the cost of a step from it. For a device that is not in `RATES`, make one, or
-    change a row: `dataclasses.replace(RATES["A100"], memory_bytes=40 << 30)`.
+    `seconds` converts the estimate of a step into its duration. For a device that is not in
+    `RATES`, create an object of this class, or change one from the table:
+    `dataclasses.replace(RATES["A100"], memory_bytes=40 << 30)`.
 
     Attributes:
         fp32_flops: FLOPs per second of matrix products in fp32.
         bf16_flops: FLOPs per second of matrix products in bf16.
         link_bytes: Bytes per second, in each direction, between the device and its lower tier.
-        source: Source of the figures.
+        source: Text that names the source of these numbers.
         host_bytes: Bytes per second that the host reads and writes in its memory when it updates
             parameters. Infinity means that this work is not counted.
         memory_bytes: Memory of the device in bytes; None if it is not known.
@@ -51,18 +52,18 @@ class Rates:
         link_share: Share of `link_bytes` that a copy reaches.
         peer_bytes: Bytes per second from one device of a machine to another. Infinity means that
             this communication is not counted.
-        network_bytes: Bytes per second of one network card, in each direction. The cards count if
-            there are more ranks than `peers`, as `ring_rate` says.
+        network_bytes: Bytes per second of one network card, in each direction. It matters only if
+            there are more ranks than `peers` (see `ring_rate`).
         peers: Number of devices per machine.
         network_cards: Number of network cards per machine.
-        capability: Compute capability of an NVIDIA GPU, which decides what cuBLAS keeps and which
-            kernels of attention run; None for any other device.
-        context_bytes: Memory of the device in bytes that CUDA keeps for a process. An NVIDIA GPU
-            needs it.
-        context_source: Source of `context_bytes`, as a label.
+        capability: Compute capability of an NVIDIA GPU, on which the size of cuBLAS's workspace and
+            the attention kernels depend; None for any other device.
+        context_bytes: Bytes of the device's memory that CUDA keeps for a process. Required if
+            `capability` is given.
+        context_source: Text that names the source of `context_bytes`.
 
     Raises:
-        TypeError, ValueError: A figure has the wrong type or is out of its range, or
+        TypeError, ValueError: A value has the wrong type or is out of its range, or
             `context_bytes` is missing.
     """
 
@@ -106,17 +107,22 @@ class Rates:
 
     @property
     def gpu(self) -> Gpu | None:
-        """GPU whose kernels of attention an estimate counts; None for another device."""
+        """GPU whose attention kernels an estimate assumes; None if `capability` is None."""
         return None if self.capability is None else Gpu(self.capability)
 
     def parts(self, estimate: Estimate) -> dict[str, float]:
         """Return the seconds of each part of a step, as if each part ran alone.
 
-        "compute" is the time of the FLOPs. "down" and "up" are the copies of activations to the
-        lower tier and back, and with the tier "file" also those of optimizer state. With the tier
-        "host", "gradients" and "parameters" are the copies for the update on the host, and "update"
-        is this update. "ranks" is the communication between N ranks in rings, where each link
-        carries (N - 1)/N of the bytes at `ring_rate`. The start of each collective is not counted.
+        Returns:
+            A dict with these keys:
+
+            - "compute": the FLOPs of the step.
+            - "down" and "up": copies of activations to the lower tier and back. With the tier
+              "file", copies of optimizer state are included.
+            - "gradients", "update" and "parameters": with the tier "host", the copies of gradients
+              to the host, the update of parameters on the host, and the copies of parameters back.
+            - "ranks": communication between N ranks in rings, where each link carries (N - 1)/N of
+              the bytes at `ring_rate`. The latency of each collective is not counted.
         """
         recipe = estimate.recipe
         link = self.link_bytes * self.link_share
@@ -138,15 +144,17 @@ class Rates:
         }
 
     def ring_rate(self, ranks: int) -> float:
-        """Return the bytes per second at which rings pass through each device and machine.
+        """Return the bytes per second that a ring collective passes through each device.
 
-        The ranks fill one machine after the other, and the last one has the rest. NCCL makes
-        several rings, each of which enters and leaves every machine through another network card.
-        Together they pass all bytes through each device, so they are as fast as one device sends to
-        another, or as the cards of a machine together, whichever is less. A ring leaves a machine
-        from a device with a card of its own, so a machine does not use more cards than it has
-        ranks, and the machine with the fewest ranks limits all. For example, 9 ranks have a single
-        card to the second machine.
+        Each machine has `peers` ranks, except the last one, which has the rest. On a single
+        machine, the rate is `peer_bytes`.
+
+        On several machines, NCCL makes several rings, each of which enters and leaves every machine
+        through another network card. Every device passes on all bytes, and the cards that a machine
+        uses share them. The rate is therefore `peer_bytes` or the sum of `network_bytes` over these
+        cards, whichever is lower. A ring leaves a machine from a device with a card of its own, so
+        a machine does not use more cards than it has ranks, and the machine with the fewest ranks
+        limits the rate. For example, 9 ranks on machines with 8 devices use one card per machine.
 
         Source: github.com/NVIDIA/nccl, issue 412. According to a maintainer, NCCL uses several
         network cards at once if the devices of a machine exchange data as fast as all of these
@@ -160,12 +168,14 @@ class Rates:
     def seconds(self, estimate: Estimate) -> float:
         """Return the duration of the step in seconds.
 
-        If parts overlap, only the longest of them counts. All others are added up. With the tier
-        "file", nothing overlaps. With the tier "host", copies of activations overlap with the
-        compute, as far as `exposed_seconds` says, and so does the communication between ranks. In
-        the optimizer step, the copy of one parameter's gradient, the update of another parameter
-        and the copy of a third one overlap. They do not overlap with steps in backward, where only
-        one parameter is updated at a time.
+        Of parts that overlap, only the longest one counts. Parts that do not overlap are added up.
+
+        With the tier "file", nothing overlaps. With the tier "host", communication between ranks
+        overlaps with the compute, and so do copies of activations, except for the seconds that
+        `exposed_seconds` returns. In the optimizer step, the copy of one parameter's gradient, the
+        update of a second parameter and the copy of a third parameter overlap. If the optimizer
+        steps in backward, these three do not overlap, because only one parameter is updated at a
+        time.
         """
         part = self.parts(estimate)
         if estimate.tier == "file":
@@ -180,7 +190,7 @@ class Rates:
 def _host_update_bytes(estimate: Estimate) -> int:
     """Return the bytes that the host reads and writes to update the offloaded parameters."""
     if estimate.host_parameters == 0:
-        # `host_update_bytes` would raise for an optimizer whose state cannot be offloaded.
+        # The row's `host_update_bytes` raises for an optimizer whose state cannot be offloaded.
         return 0
     return estimate.host_parameters * OPTIMIZERS[estimate.recipe.optimizer].host_update_bytes
 
@@ -189,22 +199,29 @@ def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> f
     """Return the seconds in which the compute waits for copies of activations.
 
     The copies to the host take D seconds in total and overlap with forward, which takes F seconds.
-    The copies back take U seconds and overlap with backward, which takes G seconds. On average, n
-    storages are saved at the same moment, and the next operator runs after that. The last f of them
-    (f is `in_flight`) are copied while it runs, and forward waits for the others. Backward fetches
-    p storages (p is `prefetch`) ahead, and waits for the others:
+    The copies back take U seconds and overlap with backward, which takes G seconds. Storages are
+    saved in groups of n on average. While the operator after a group runs, the last f storages of
+    the group are still being copied (f is `in_flight`), and forward waits for the other copies.
+    Backward fetches p storages ahead (p is `prefetch`), and waits for the other copies:
 
         max(D - F, max(0, 1 - f/n) D) + max(U - G, max(0, 1 - p/n) U)
 
-    Without checkpoints n is 2, because a matrix product saves its input and the operator before it
-    saves its own, and F is a third of the compute. With checkpoints n is 1 (the input of a block),
-    and F is a quarter. If p and f are at least n, the formula counts, layer by layer, the longer of
-    compute and copy, as in vDNN (Rhu et al. 2016, arXiv:1602.08124).
+    Without checkpoints n is 2, because a matrix product and the operator before it each save their
+    input, and F is a third of the compute. With checkpoints n is 1 (the input of a block), and F is
+    a quarter. If p and f are at least n, the formula counts, layer by layer, the longer of compute
+    and copy, as in vDNN (Rhu et al. 2016, arXiv:1602.08124).
 
     The formula was compared with the clock of `SimulatedDevice`, on links where D is between half
-    of F and four times F, with p from 0 to 2 and f of 1 and 2. A step of an MLP of 16 layers takes
-    the computed time within 3%. A step of a decoder, whose matrix products differ in size, takes up
-    to 23% more (16% more with checkpoints around 8 layers), and hardly ever less.
+    of F and four times F, with p from 0 to 2 and f of 1 and 2. For a step of an MLP of 16 layers,
+    the clock agrees with the formula to within 3%. A step of a decoder, whose matrix products
+    differ in size, takes up to 23% longer than the formula says (16% longer with checkpoints around
+    8 layers), and hardly ever takes less time.
+
+    Args:
+        recipe: Recipe with `prefetch` and `in_flight`.
+        compute: Seconds of all FLOPs, F + G.
+        down: Seconds of all copies to the host, D.
+        up: Seconds of all copies back, U.
     """
     prefetch, in_flight = recipe.copies("host")
     together, share = (2, 1 / 3) if recipe.checkpoint == "none" else (1, 1 / 4)
@@ -231,11 +248,11 @@ _LINKS = {
     _PCIE4: (31.5e9, 24.8 / 31.5),
     _PCIE5: (63e9, 55.6 / 63),
 }
-# Measured on an H200 with PyTorch 2.11, CUDA 13.0 and driver 580.159, as what the device's memory
-# in use exceeds the reserved bytes by: 552,402,944 bytes when the context had been created,
-# 718,077,952 after a matrix product, and these after training steps in fp32 and bf16.
+# Measured on an H200 with PyTorch 2.11, CUDA 13.0 and driver 580.159, as the device's memory in use
+# minus the reserved bytes. The difference was 552,402,944 bytes when the context had been created,
+# 718,077,952 bytes after a matrix product, and this number after training steps in fp32 and bf16.
 _ON_H200 = 806_158_336, text("measured on an H200, PyTorch 2.11")
-# nvidia-smi showed this figure for a process with PyTorch 2.10 and CUDA 13.0 that had only created
+# nvidia-smi showed this number for a process with PyTorch 2.10 and CUDA 13.0 that had only created
 # its context, on an RTX 6000 Ada. Source: github.com/unslothai/unsloth-zoo, pull request 1053.
 # Kernels are loaded into the context when they are first used, so it grows. No other device was
 # measured.
@@ -261,7 +278,7 @@ def _gpu(
     capability: tuple[int, int] | None,
     context: tuple[int, str] = _ASSUMED,
 ) -> Rates:
-    """Return the rates of a GPU.
+    """Return the rates of a GPU, given the numbers of its data sheet.
 
     Args:
         teraflops: TFLOPs per second of dense matrix products in fp32 and in bf16, with sums in
@@ -272,7 +289,7 @@ def _gpu(
         peer_bytes: Bytes per second to another GPU of the machine, in one direction; by default the
             rate of the link.
         network_bytes: Bytes per second of one network card, in each direction. The default is a
-            round figure, 100 Gb/s.
+            round number, 100 Gb/s.
         network_cards: Number of network cards per machine.
         usable_bytes: Bytes that torch reports as the device's memory, where this was measured. The
             driver keeps the rest of `mebibytes`.
@@ -311,7 +328,8 @@ _ON_XEON = {"link": _PCIE5, "host": _XEON}
 # Machines of 8 GPUs with a network card per GPU. The DGX A100 datasheet states NVLink 3 and eight
 # single-port cards of 200 Gb/s for compute (NVIDIA ConnectX-6). The DGX H100 datasheet states
 # NVLink 4 and eight of 400 Gb/s (ConnectX-7), and so does NVIDIA's documentation of DGX BasePOD,
-# "Core Components", for DGX H100 and H200. DGX H100 User Guide, table 6, has the GPU of each card.
+# "Core Components", for DGX H100 and H200. Table 6 of the
+# DGX H100 User Guide lists which GPU each network card belongs to.
 _DGX_A100 = {**_ON_EPYC, "peer_bytes": 300e9, "network_bytes": 25e9, "network_cards": 8}
 _DGX_H100 = {**_ON_XEON, "peer_bytes": 450e9, "network_bytes": 50e9, "network_cards": 8}
 # The AMD MI300X data sheet states seven links of 64 GB/s in each direction. AMD's documentation of
@@ -323,7 +341,7 @@ RATES = {
         1e11,
         1e11,
         1e9,
-        text("round figures for two cores of a CPU and a disk, at their best"),
+        text("round numbers for two cores of a CPU and a disk, at their best"),
         peer_bytes=1e9,
         network_bytes=1e9,
     ),
@@ -398,10 +416,10 @@ DEVICE_NAMES = {
 
 
 def rates_of(device: str | Rates) -> Rates:
-    """Return the row of a device in `RATES` by its name, or the given rates themselves.
+    """Return the row of `RATES` for a device's name, or `device` itself if it is a `Rates`.
 
     Raises:
-        ValueError: There is no device of this name. The message says which name is nearest.
+        ValueError: There is no device of this name. The message gives the most similar name.
     """
     if isinstance(device, Rates):
         return device
@@ -415,7 +433,7 @@ def rates_of(device: str | Rates) -> Rates:
 
 
 def this_machine(file: Path | str | None = None) -> Rates:
-    """Return the rates of this machine, which the first call measures and stores in a file.
+    """Return the rates of this machine. The first call measures them and stores them in a file.
 
     Delete the file to measure them again. Rates that were measured on another device or with
     another version of PyTorch are not used.
@@ -426,7 +444,7 @@ def this_machine(file: Path | str | None = None) -> Rates:
     """
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     file = Path(file or Path(folder, "course_lib", "rates.json"))
-    here = _here()
+    here = _device_and_version()
     try:
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("measured_on") == here:
@@ -447,7 +465,7 @@ def this_machine(file: Path | str | None = None) -> Rates:
 
 
 def _with_this_gpu(rates: Rates) -> Rates:
-    """Return measured rates with the facts of this machine's GPU, if it has one of NVIDIA's."""
+    """Return measured rates with the properties of this machine's GPU, if it is from NVIDIA."""
     if not torch.cuda.is_available() or torch.version.hip:
         return rates
     capability, (count, source) = torch.cuda.get_device_capability(), _ASSUMED
@@ -461,7 +479,7 @@ def measured_rates(seconds: float = 2.0) -> Rates:
 
     The loops run matrix products in fp32 and bf16, copies to the lower tier and back, and an
     addition in host memory that reads two large tensors and writes a third one. The lower tier is
-    host memory on CUDA, and a file otherwise. A training step reaches less than these loops.
+    host memory on CUDA, and a file otherwise. A training step reaches lower rates than these loops.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size, turn = (8192, seconds / 5) if device.type == "cuda" else (1024, seconds / 5)
@@ -470,39 +488,42 @@ def measured_rates(seconds: float = 2.0) -> Rates:
         a = torch.ones(size, size, dtype=dtype, device=device)
         out = torch.empty_like(a)
         flops.append(
-            2 * size**3 / _fastest(lambda a=a, out=out: torch.mm(a, a, out=out), turn, device)
+            2 * size**3 / _fastest_call(lambda a=a, out=out: torch.mm(a, a, out=out), turn, device)
         )
     # Each tensor takes 32 MiB, which is more than the caches hold.
     a, b, out = (torch.ones(1 << 23) for _ in range(3))
-    host = 3 * a.nbytes / _fastest(lambda: torch.add(a, b, out=out), turn, torch.device("cpu"))
-    link = _link(device, turn)
+    host = 3 * a.nbytes / _fastest_call(lambda: torch.add(a, b, out=out), turn, torch.device("cpu"))
+    link = _link_rate(device, turn)
     memory = (
         torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     )
-    source = _measured_on(_here())
+    source = _measured_on(_device_and_version())
     return Rates(flops[0], flops[1], link, source, host_bytes=host, memory_bytes=memory)
 
 
 def _measured_on(machine: str) -> str:
-    """Return the label that names this machine as the source of rates."""
+    """Return a label that names this machine as the source of measured rates."""
     return text("measured on this machine, {machine}", machine=machine)
 
 
-def _link(device: torch.device, seconds: float) -> float:
-    """Return the bytes per second of copies to the lower tier and back."""
+def _link_rate(device: torch.device, seconds: float) -> float:
+    """Return the rate of copies to the lower tier and back, in bytes per second.
+
+    It is that of the fastest round trip within about `seconds` seconds.
+    """
     count = 1 << 26
     if device.type == "cuda":
-        above, below = (
+        on_device, on_host = (
             torch.ones(count, dtype=torch.uint8, device=device),
             torch.ones(count, dtype=torch.uint8),
         )
-        below = below.pin_memory()
+        on_host = on_host.pin_memory()
 
-        def there_and_back() -> None:
-            below.copy_(above, non_blocking=True)
-            above.copy_(below, non_blocking=True)
+        def round_trip() -> None:
+            on_host.copy_(on_device, non_blocking=True)
+            on_device.copy_(on_host, non_blocking=True)
 
-        return 2 * count / _fastest(there_and_back, seconds, device)
+        return 2 * count / _fastest_call(round_trip, seconds, device)
     data = bytes(count)
     with tempfile.TemporaryFile() as file:
 
@@ -514,11 +535,11 @@ def _link(device: torch.device, seconds: float) -> float:
             file.seek(0)
             file.read()
 
-        return 2 * count / _fastest(written_and_read, seconds, torch.device("cpu"))
+        return 2 * count / _fastest_call(written_and_read, seconds, torch.device("cpu"))
 
 
-def _fastest(work: Callable[[], object], seconds: float, device: torch.device) -> float:
-    """Return the duration of the fastest run in seconds, without the first run, which warms up."""
+def _fastest_call(work: Callable[[], object], seconds: float, device: torch.device) -> float:
+    """Call `work` for some seconds, and return the duration of the fastest call in seconds."""
     work()
     best = math.inf
     end = time.perf_counter() + seconds
@@ -531,8 +552,8 @@ def _fastest(work: Callable[[], object], seconds: float, device: torch.device) -
     return best
 
 
-def _here() -> str:
-    """Return a label of the device and the PyTorch version for which measured rates are valid."""
+def _device_and_version() -> str:
+    """Return a label of this device and PyTorch version, for which measured rates are valid."""
     device: str = text("a CPU with {count} threads", count=torch.get_num_threads())
     if torch.cuda.is_available():
         device = verbatim(torch.cuda.get_device_name())

@@ -48,9 +48,10 @@ class Recipe:
             the lower tier.
         attention: "flash" saves one number per row of scores. It works in any model that calls
             `F.scaled_dot_product_attention` without masks or dropout, or that is built from
-            `course_lib.models.Attention`. In the latter models, "standard" saves the softmax of the
-            scores; it leaves all others unchanged. None leaves all models unchanged. "eager" and
-            "sdpa" call the method `set_attn_implementation` of Hugging Face models.
+            `course_lib.models.Attention`. "standard" saves the softmax of the scores in models that
+            are built from `course_lib.models.Attention`, and leaves all other models unchanged.
+            None leaves all models unchanged. "eager" and "sdpa" call the method
+            `set_attn_implementation` of Hugging Face models.
         checkpoint: "none"; "layers" saves the input of every block; "selective" saves the matrix
             products of every block; "segments" saves the input of every segment, a run of
             consecutive blocks; "optimal" saves what the fastest schedule within `schedule_bytes`
@@ -61,9 +62,9 @@ class Recipe:
         blocks: Names of the blocks to checkpoint: one name with wildcards, such as
             "model.layers.*", or several. None selects all lists of blocks (see
             `course_lib.checkpoint.checkpoint_blocks`), for example both an encoder and a decoder.
-            If these do not form one chain, "segments" and "optimal" need a name.
-        first_blocks: Number of blocks to checkpoint, counted from the first block. Several lists of
-            blocks are counted one after the other. None checkpoints all blocks.
+            If these do not form one chain, "segments" and "optimal" need the names of one list.
+        first_blocks: Number of blocks to checkpoint, counted through all lists of blocks from the
+            first block on. None checkpoints all blocks.
         segments: Number of segments; only with checkpoint="segments". The last segment is not
             recomputed.
         schedule_bytes: Limit in bytes for the activations of one micro-batch; only with
@@ -71,15 +72,15 @@ class Recipe:
             the blocks count.
         offload_activations: Whether the tensors saved for backward are moved to the lower tier.
             Cannot be combined with checkpoint="selective" or "optimal".
-        min_bytes: Size in bytes of the smallest storage of activations that is offloaded.
+        min_bytes: Size in bytes of the smallest storage that `offload_activations` offloads.
         prefetch: Number of storages of offloaded activations that backward fetches ahead. None uses
             the default of the device, which is 1 on a CPU and 2 on CUDA. An estimate uses the
             default of the tier, which is 1 for "file" and 2 for "host".
         in_flight: Number of copies of activations to the lower tier that may be in flight at once.
             None uses the same defaults as `prefetch`. More copies in flight hide longer copies and
             need more memory.
-        page_bytes: Size in bytes of a page, the part of the optimizer state in a file, master
-            weights included, that is updated at once. The step holds three pages. A parameter with
+        page_bytes: Size in bytes of a page. Optimizer state in a file, master weights included, is
+            updated one page at a time, and the step holds three pages in memory. A parameter with
             more state is a page by itself. Master weights that stay on the device need their
             gradients in fp32, and these are also made in parts of this size.
         head_chunk: Number of tokens per chunk of the loss head. None runs it on all tokens at once.
@@ -137,9 +138,9 @@ class Recipe:
         for technique in TECHNIQUES:
             if problem := technique.conflict(self):
                 raise ValueError(problem)
-        self._refuse_several_hooks()
+        self._reject_several_hooks()
 
-    def _refuse_several_hooks(self) -> None:
+    def _reject_several_hooks(self) -> None:
         """Raise ValueError if several techniques put saved-tensor hooks around the forward pass.
 
         PyTorch would run only the innermost hooks.
@@ -162,7 +163,7 @@ class Recipe:
         )
 
     def for_tier(self, tier: str) -> Recipe:
-        """Return the recipe with None in `prefetch` and `in_flight` replaced as in `copies`.
+        """Return the recipe with `prefetch` and `in_flight` set to the result of `copies`.
 
         A recipe without offloaded activations is returned unchanged.
         """
@@ -174,7 +175,7 @@ class Recipe:
         )
 
     @property
-    def has_pages(self) -> bool:
+    def uses_offloaded_optimizer(self) -> bool:
         """Whether the optimizer is an `OffloadedOptimizer`.
 
         This is the case if some of its state is offloaded or if it has master weights.
@@ -187,7 +188,9 @@ class Recipe:
         return PRECISIONS.get(self.precision, torch.get_default_dtype())
 
     def as_training_arguments(self, samples: int | None) -> TrainerLines:
-        """Return arguments for Hugging Face's `TrainingArguments`, and where its step differs.
+        """Return this recipe as arguments of Hugging Face's `TrainingArguments`.
+
+        The result also lists the differences between the Trainer's step and the recipe's step.
 
         Example:
             >>> Recipe(checkpoint="layers", micro_batches=4).as_training_arguments(samples=8)
@@ -220,11 +223,11 @@ class Recipe:
         return f"Recipe({', '.join(fields)})"
 
     def __str__(self) -> str:
-        """Return a label: "bf16, adam, flash, checkpoint layers, 4 micro-batches"."""
-        return join_labels(words_of(self))
+        """Return a label such as "bf16, adam, flash, checkpoint layers, 4 micro-batches"."""
+        return join_labels(technique_labels(self))
 
     def changed_fields(self) -> dict[str, object]:
-        """Return the fields that differ from the baseline."""
+        """Return the fields that differ from the baseline, as a dict from name to value."""
         return {
             f.name: getattr(self, f.name)
             for f in fields(self)
@@ -232,6 +235,6 @@ class Recipe:
         }
 
 
-def words_of(recipe: Recipe) -> list[str]:
+def technique_labels(recipe: Recipe) -> list[str]:
     """Return the labels of the techniques that the recipe uses."""
-    return [word for technique in TECHNIQUES for word in technique.words(recipe)]
+    return [word for technique in TECHNIQUES for word in technique.labels(recipe)]

@@ -1,4 +1,4 @@
-"""Print the result of `python -m course_lib.budget`: the answer, a script, and tables."""
+"""Format the result of `python -m course_lib.budget`: the answer, a script, and tables."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from course_lib.memory.show import Table, bytes_text
 from course_lib.symbolic import symbolic
 from course_lib.workload import Workload
 
-from .answer import SPARE, ForFramework, Machine, lost_updates
-from .device import EstimatesOnDevice, OnDevice, host_state_bytes
+from .answer import SPARE_SHARE, FrameworkAnswer, Machine, lost_updates_warning
+from .device import EstimatesOnGpu, GpuMemory, host_state_bytes
 from .estimate import Estimate
 from .rates import Rates
 from .scripts import FRAMEWORKS, Framework
 from .search.fit import Estimates
 from .techniques import TECHNIQUES
-from .waterfall import Way
+from .waterfall import TechniqueSteps
 
 
 class PerFramework(Table):
-    """The cheapest recipe that each framework can run, or why there is none."""
+    """Table of each framework's cheapest recipe, or of the reason why it has none."""
 
     columns = (verbatim("--for"), "peak (MB)", "the cheapest recipe, or why there is none")
 
-    def __init__(self, answers: Sequence[ForFramework]):
+    def __init__(self, answers: Sequence[FrameworkAnswer]):
         self.answers = answers
 
     def rows(self) -> list[Sequence]:
@@ -54,41 +54,48 @@ class Result:
         model: Model and batch.
         machine: The machine, and the memory that the step must fit into.
         found: Recipes that fit, the cheapest first.
-        answers: The answer of each framework.
-        leaner: At most one recipe that leaves more memory than the cheapest.
+        answers: The cheapest recipe of each framework, or the reason why there is none.
+        leaner: Result of `with_spare_memory`: at most one recipe, which leaves more memory free
+            than the cheapest recipe does.
     """
 
     model: Workload
     machine: Machine
     found: Estimates
-    answers: Sequence[ForFramework]
+    answers: Sequence[FrameworkAnswer]
     leaner: Sequence[Estimate]
 
     @cached_property
-    def way(self) -> Way:
-        """Estimates from the baseline to the cheapest recipe."""
-        return self.found.way()
+    def steps(self) -> TechniqueSteps:
+        """Estimates from the baseline to the cheapest recipe, each with one more technique."""
+        return self.found.steps_from_baseline()
 
     @cached_property
-    def on_gpu(self) -> OnDevice | None:
+    def on_gpu(self) -> GpuMemory | None:
         """GPU memory of a step of the cheapest recipe; None on a CPU."""
         machine = self.machine
         if machine.kind != "cuda":
             return None
         memory = machine.memory if machine.is_whole else None
-        return OnDevice.from_estimate(self.found[0], machine.rates, memory)
+        return GpuMemory.from_estimate(self.found[0], machine.rates, memory)
 
     def as_text(self, given: Namespace) -> str:
-        """Return the answer in three lines, then the script, then tables."""
+        """Return the output of the command: the answer in three lines, a script, and tables."""
         parts = [
-            _lines([*fits(self.found[0], self.machine), *lost_updates(given, self.found)]),
+            _join_lines(
+                [
+                    *answer_lines(self.found[0], self.machine),
+                    *lost_updates_warning(given, self.found),
+                ]
+            ),
             *self._script(),
             *self._tables(),
-            *(self._details(given) if given.details else [_MORE]),
+            *(self._details(given) if given.details else [_DETAILS_HINT]),
         ]
         return _paragraphs(parts)
 
     def _script(self) -> list[str]:
+        """Return the script for the framework with the cheapest recipe, after a heading."""
         parts = []
         best = self.answers[0]
         if best.found is not None:
@@ -104,41 +111,46 @@ class Result:
         return parts
 
     def _tables(self) -> list[str | Table]:
+        """Return tables of the recipes that fit, and of those from the baseline to the cheapest."""
         parts: list[str | Table] = [
             _heading(self.model),
             self._table(self.found, self.found.title),
             *self.found.not_tried,
-            *_set_aside(self.machine),
+            *_kept_memory_note(self.machine),
             text("from the baseline to the cheapest recipe:"),
-            self.way,
+            self.steps,
         ]
         if self.leaner:
             explanation = text(
                 "the cheapest recipe leaves less than {share:.0%} of the budget; this one leaves"
                 " more:",
-                share=SPARE,
+                share=SPARE_SHARE,
             )
             parts += [explanation, self._table(self.leaner, "")]
         return parts
 
     def _table(self, estimates: Sequence[Estimate], title: str) -> Table:
+        """Return a table of estimates, with additional columns if the device is a GPU."""
         machine = self.machine
         if machine.kind != "cuda":
             return Estimates(estimates, machine.rates, title)
-        return EstimatesOnDevice(estimates, machine.rates, machine.room, machine.count, title)
+        return EstimatesOnGpu(
+            estimates, machine.rates, machine.step_budget_bytes, machine.count, title
+        )
 
     def _details(self, given: Namespace) -> list[str | Table]:
+        """Return the labels and tables that the option --details adds."""
         best, rates = self.found[0], self.machine.rates
         parts: list[str | Table] = [
             text(
                 "the seconds assume that a step reaches {flops:.0%} of the FLOPs per second of"
                 " {device} and {link:.0%} of its link; sources:\n- {source}",
-                device=_device(self.machine),
+                device=_device_label(self.machine),
                 source=rates.source,
                 flops=rates.flops_share,
                 link=rates.link_share,
             ),
-            *_between_machines(best, rates),
+            *_network_note(best, rates),
             text(
                 "the cheapest recipe: {recipe}; what is live at its peak, in {operator}:",
                 recipe=verbatim(repr(best.recipe)),
@@ -148,57 +160,69 @@ class Result:
         ]
         if self.on_gpu:
             parts += [text("GPU memory of a step of the cheapest recipe:"), self.on_gpu]
-        if given.framework or (given.model and FRAMEWORKS["trainer"].refuse(self.model)):
+        if given.framework or (
+            given.model and FRAMEWORKS["trainer"].unsupported_reason(self.model)
+        ):
             return parts
-        return [*parts, *_to_paste(self.found, self.model, given.blocks)]
+        return [*parts, *_code_to_paste(self.found, self.model, given.blocks)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything for JSON."""
+        """Return the result as a dict for the JSON output of the command."""
         rates, kind = self.machine.rates, self.machine.kind
         best = self.found[0]
         return {
             "fits": True,
-            "left_bytes": self.machine.room - self.machine.bytes_taken(best),
+            "left_bytes": self.machine.step_budget_bytes - self.machine.bytes_taken(best),
             "host_state_bytes": host_state_bytes(best),
             "parameters": self.model.parameters(),
-            "rates": _plain(rates),
-            "recipes": [_as_json(e, rates, kind) for e in self.found],
-            "leaner": [_as_json(e, rates, kind) for e in self.leaner],
+            "rates": _rates_as_json(rates),
+            "recipes": [_estimate_as_json(e, rates, kind) for e in self.found],
+            "leaner": [_estimate_as_json(e, rates, kind) for e in self.leaner],
             "not_tried": [*self.found.not_tried],
-            "way": [_as_json(e, rates) for e in self.way],
+            "way": [_estimate_as_json(e, rates) for e in self.steps],
             "on_device": self.on_gpu and asdict(self.on_gpu),
             "training_arguments": (best.recipe.as_training_arguments(self.model.samples).arguments),
             "frameworks": {each.framework.name: each.as_dict() for each in self.answers},
         }
 
 
-_MORE = text("more: --details shows what is live at the peak, and the sources of the seconds")
+_DETAILS_HINT = text(
+    "more: --details shows what is live at the peak, and the sources of the seconds"
+)
 
 
 # ---- The answer in three lines
 
 
-def fits(best: Estimate, machine: Machine) -> list[str]:
-    """Return whether a step fits, how much is left, and what it needs on the host."""
+def answer_lines(best: Estimate, machine: Machine) -> list[str]:
+    """Return the three lines of the answer if a recipe fits.
+
+    They say that the step fits, how much memory is left, and what the step stores in host memory or
+    in files.
+
+    Args:
+        best: Estimate of the cheapest recipe.
+        machine: Machine, with the budget of a step.
+    """
     needed = machine.bytes_taken(best) + machine.kept
     first = text(
         "it fits: a step of the cheapest recipe takes {needed} of {memory} ({device})",
-        needed=_short(needed),
-        memory=_short(machine.memory),
-        device=_device(machine),
+        needed=_bytes_label(needed),
+        memory=_bytes_label(machine.memory),
+        device=_device_label(machine),
     )
     left = machine.memory - needed
     share = left / machine.memory
-    second = text("left: {left}, {share:.0%} of the memory", left=_short(left), share=share)
-    return [first, second, _on_host(best)]
+    second = text("left: {left}, {share:.0%} of the memory", left=_bytes_label(left), share=share)
+    return [first, second, _storage_label(best)]
 
 
-def _on_host(best: Estimate) -> str:
-    """Return what the step keeps outside of the device."""
+def _storage_label(best: Estimate) -> str:
+    """Return a label that says what the step stores in host memory, or writes to files."""
     if best.tier == "file":
         if not best.bytes_down and not best.bytes_up:
             return text("in files: nothing")
-        moved = {"down": _short(best.bytes_down), "up": _short(best.bytes_up)}
+        moved = {"down": _bytes_label(best.bytes_down), "up": _bytes_label(best.bytes_up)}
         return text("in files: a step writes {down} and reads {up}", **moved)
     state = host_state_bytes(best)
     parts = []
@@ -207,26 +231,27 @@ def _on_host(best: Estimate) -> str:
         parts.append(
             text(
                 "{state} of optimizer state, {count} bytes per parameter",
-                state=_short(state),
+                state=_bytes_label(state),
                 count=each,
             )
         )
     if best.recipe.offload_activations:
-        parts.append(text("at most {moved} of activations", moved=_short(best.bytes_down)))
+        parts.append(text("at most {moved} of activations", moved=_bytes_label(best.bytes_down)))
     if not parts:
         return text("in host memory: nothing")
     return text("in host memory: {parts}", parts=join_labels(parts))
 
 
-def _short(count: int) -> str:
-    """Return bytes with one decimal: "17.9 GB", where 1 GB is 10**9 bytes."""
+def _bytes_label(count: int) -> str:
+    """Return a label of a number of bytes, such as "17.9 GB", where 1 GB is 10**9 bytes."""
     for size, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if count >= size:
             return verbatim(f"{count / size:,.1f} {unit}")
     return text("{count:,} bytes", count=count)
 
 
-def _device(machine: Machine) -> str:
+def _device_label(machine: Machine) -> str:
+    """Return a label that names the device of the machine."""
     device: str = verbatim(machine.name)
     if machine.name == "this":
         return text("this machine")
@@ -235,7 +260,8 @@ def _device(machine: Machine) -> str:
     return device
 
 
-def _lines(labels: Iterable[str]) -> str:
+def _join_lines(labels: Iterable[str]) -> str:
+    """Join labels in the user's language, with one label per line."""
     return verbatim("\n".join(map(say, labels)))
 
 
@@ -245,16 +271,16 @@ def _lines(labels: Iterable[str]) -> str:
 def nothing_fits(
     error: InfeasibleBudget, model: Workload, machine: Machine, framework: Framework | None
 ) -> str:
-    """Return the message of a search without a result.
+    """Return the message that the command prints if no recipe fits.
 
-    It says what is missing, and shows the recipe with the lowest peak, the bytes that are live at
-    this peak by category, and the techniques that act on the largest category.
+    The message says how much memory is missing. It shows the recipe with the lowest peak, the bytes
+    per category that are live at this peak, and techniques that reduce the largest category.
     """
     budget = bytes_text(error.budget_bytes)
     if error.least is None:
         return say(text("nothing was found that fits into {budget}", budget=budget))
     least = error.least
-    missing = machine.bytes_taken(least) - machine.room
+    missing = machine.bytes_taken(least) - machine.step_budget_bytes
     answer = [
         text(
             "nothing was found that fits into {budget}; the least found is {least}: {recipe}",
@@ -262,10 +288,10 @@ def nothing_fits(
             least=bytes_text(error.least_bytes),
             recipe=str(least.recipe),
         ),
-        text("missing: {missing}", missing=_short(missing)),
-        _on_host(least),
+        text("missing: {missing}", missing=_bytes_label(missing)),
+        _storage_label(least),
     ]
-    parts = [_lines(answer)]
+    parts = [_join_lines(answer)]
     if framework is not None:
         parts.append(
             text(
@@ -275,7 +301,7 @@ def nothing_fits(
         )
     parts += [
         _heading(model),
-        *_set_aside(machine),
+        *_kept_memory_note(machine),
         text("what is live at its peak, in {operator}:", operator=verbatim(least.operator)),
         least,
         *error.not_tried,
@@ -285,11 +311,12 @@ def nothing_fits(
 
 
 def _advice(least: Estimate, additions: Collection[str]) -> str:
-    """Return a sentence with the techniques that make the largest category of the peak smaller.
+    """Return a sentence that lists unused techniques for the largest category of the peak.
 
     Args:
         least: Estimate of the recipe with the lowest peak.
-        additions: Fields of the techniques that model and batch allow in addition to this recipe.
+        additions: Fields of the techniques that can be added to this recipe for the model and the
+            batch.
     """
     largest = max(least.at_peak, key=lambda name: least.at_peak[name])
     changed = least.recipe.changed_fields()
@@ -319,6 +346,7 @@ def _advice(least: Estimate, additions: Collection[str]) -> str:
 
 
 def _heading(model: Workload) -> str:
+    """Return a label with the model, its number of parameters, and the batch."""
     return text(
         "{model}: {count:,} parameters; {batch}",
         model=model.name,
@@ -328,15 +356,15 @@ def _heading(model: Workload) -> str:
 
 
 def _paragraphs(parts: Iterable[str | Table]) -> str:
-    """Join labels, in the reader's language, and tables, with an empty line between them."""
+    """Join labels, in the user's language, and tables, with an empty line between them."""
     return "\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts)
 
 
-def _set_aside(machine: Machine) -> list[str]:
-    """Return a sentence on the part of the budget that CUDA keeps, as a list of at most one."""
+def _kept_memory_note(machine: Machine) -> list[str]:
+    """Return a sentence about the memory that CUDA keeps, as a list of at most one label."""
     if not machine.kept:
         return []
-    values = {"kept": machine.kept, "memory": machine.memory, "room": machine.room}
+    values = {"kept": machine.kept, "memory": machine.memory, "room": machine.step_budget_bytes}
     return [
         text(
             "CUDA's context and cuBLAS keep {kept} of the {memory}, so {room} are left for the"
@@ -346,8 +374,11 @@ def _set_aside(machine: Machine) -> list[str]:
     ]
 
 
-def _between_machines(found: Estimate, rates: Rates) -> list[str]:
-    """Return a sentence about the network, if the ranks need several machines and it is counted."""
+def _network_note(found: Estimate, rates: Rates) -> list[str]:
+    """Return a sentence about the network between machines, as a list of at most one label.
+
+    The list is empty if one machine has all ranks, or if `rates` do not count the network.
+    """
     ranks = found.recipe.ranks
     if ranks <= rates.peers or rates.network_bytes == math.inf:
         return []
@@ -363,8 +394,13 @@ def _between_machines(found: Estimate, rates: Rates) -> list[str]:
     return [sentence]
 
 
-def _to_paste(found: Estimates, model: Workload, blocks: Sequence[str] | None = None) -> list[str]:
-    """Return the cheapest recipe as lines for other training code, each after a heading."""
+def _code_to_paste(
+    found: Estimates, model: Workload, blocks: Sequence[str] | None = None
+) -> list[str]:
+    """Return the cheapest recipe as code for the Trainer and, if it is sharded, for FSDP2.
+
+    The result is a list of labels, in which a heading comes before each block of code.
+    """
     recipe = found[0].recipe
     lines = recipe.as_training_arguments(model.samples)
     parts: list[str] = [text("the cheapest recipe as arguments of Hugging Face's Trainer:")]
@@ -379,14 +415,19 @@ def _to_paste(found: Estimates, model: Workload, blocks: Sequence[str] | None = 
 
 
 def _blocks_of(model: Workload, blocks: Sequence[str] | None) -> list[str]:
-    """Return the names of the blocks of the model that the user trains."""
+    """Return the names of the blocks in the model that the user trains.
+
+    For a config, that model is built by transformers, so its blocks have other names than those of
+    `model.make_model`. Then the result is a single name, which shows the name of the list.
+    """
     if model.block_list is not None and blocks is None:
         return [f"{model.block_list}.0"]
     with symbolic():
         return names_of(model.make_model(), blocks)
 
 
-def _as_json(estimate: Estimate, rates: Rates, kind: str = "cpu") -> dict:
+def _estimate_as_json(estimate: Estimate, rates: Rates, kind: str = "cpu") -> dict:
+    """Return an estimate as a dict for the JSON output of the command."""
     values = {
         **asdict(estimate),
         "in_words": str(estimate.recipe),
@@ -401,6 +442,6 @@ def _as_json(estimate: Estimate, rates: Rates, kind: str = "cpu") -> dict:
     }
 
 
-def _plain(rates: Rates) -> dict:
-    """Return the rates as a dict in which None replaces infinity, which JSON does not have."""
+def _rates_as_json(rates: Rates) -> dict:
+    """Return rates as a dict for JSON. None replaces infinity, which JSON does not have."""
     return {name: None if value == math.inf else value for name, value in asdict(rates).items()}

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from course_lib._check import InfeasibleBudget
 from course_lib._hugging_face_losses import takes_arguments
 from course_lib._torch.modes import autocast_of
-from course_lib._torch.modules import kind_of, look_of
+from course_lib._torch.modules import kind_of, module_signature
 from course_lib._torch.symbolic import is_symbolic
 from course_lib._torch.tensors import tensors_in
-from course_lib.checkpoint.comparison import ComparedFunction, Comparison
+from course_lib.checkpoint.comparison import Comparison, FunctionWithSavedTensorCheck
 from course_lib.checkpoint.repeatable import BlockState, Repeatable
 from course_lib.schedule import Chain, Schedule, ScheduledSequential, optimal
 from course_lib.schedule.chain import symbolic_chain
@@ -37,9 +37,10 @@ from course_lib.schedule.stages import as_modules
 # This is `course_lib.budget.Recipe`, which cannot be imported here, because its techniques import
 # this module.
 Recipe = Any
-# Values of `checkpoint` that run a chain, which is the model's own or consists of its blocks.
+# Values of `checkpoint` that run a chain: the model's own, or one that consists of its blocks.
 CHAINED = ("segments", "optimal")
-OWN_LOSS = ("forward", "loss", "loss_sum")
+# If a subclass overrides one of these methods, inherited stages may compute something else.
+LOSS_METHODS = ("forward", "loss", "loss_sum")
 
 
 def own_stages(model: nn.Module) -> Callable[[Any], Sequence[Callable]] | None:
@@ -55,27 +56,27 @@ def own_stages(model: nn.Module) -> Callable[[Any], Sequence[Callable]] | None:
         if "stages" in names:
             found = model.stages
             return found if callable(found) else None
-        if not names.keys().isdisjoint(OWN_LOSS):
+        if not names.keys().isdisjoint(LOSS_METHODS):
             return None
     return None
 
 
 def runs_stages(model: nn.Module, recipe: Recipe) -> bool:
-    """Return whether the recipe runs the model's own chain.
+    """Return whether a step of the recipe runs the chain of the model's method `stages`.
 
-    Otherwise the recipe runs the model's blocks, or no chain at all. Under autocast it runs the
-    blocks, because the stages do not call `model.forward`.
+    Otherwise the step calls the model itself, or runs a chain of the model's blocks. Under autocast
+    it runs the blocks, because the stages do not call `model.forward`.
     """
     chained = recipe.checkpoint in CHAINED and recipe.precision != "autocast"
     return chained and recipe.blocks is None and own_stages(model) is not None
 
 
 def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, float | Tensor]:
-    """Run the model's own chain by the recipe and return (sum of losses, weight)."""
+    """Run the model's own chain with the recipe's checkpoints, and return (loss sum, weight)."""
     x, stages = _split_into_stages(model, batch)
     if recipe.checkpoint == "optimal":
         schedule = fastest(chain_of_stages(model, batch, recipe), recipe.schedule_bytes)
-        chain = ScheduledSequential(_parts(stages), schedule)
+        chain = ScheduledSequential(_unpack_sequentials(stages), schedule)
         chain.advice = ADVICE if is_compared(model, recipe) else None
         return chain(x)
     inside = len(stages) - 2
@@ -99,19 +100,21 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
         segment = nn.Sequential(*stages[start : start + size])
         name = " to ".join(f"stage {i}" for i in sorted({start, start + size - 1}))
         comparison = Comparison(name, ADVICE) if is_compared(model, recipe) else None
-        function = segment if comparison is None else ComparedFunction(segment, comparison)
+        function = (
+            segment if comparison is None else FunctionWithSavedTensorCheck(segment, comparison)
+        )
         function = Repeatable(function, BlockState(segment, comparison, statistics=True))
         hidden = function.checkpoint((hidden,), {}, preserve_rng_state=may_draw(model))
     hidden = nn.Sequential(*stages[last:-1])(hidden)
-    # The input is kept until here, because `checkpoint_sequential` would keep it as well.
+    # The first segment's input is kept until here, because `checkpoint_sequential` keeps it too.
     del first
     return stages[-1](hidden)
 
 
-def most_segments(model: nn.Module, batch: Any) -> int:
-    """Return the largest number of segments of the model's own chain.
+def max_segments(model: nn.Module, batch: Any) -> int:
+    """Return the largest number of segments into which the model's own chain can be divided.
 
-    It is the number of stages without the first and the last.
+    This is the number of stages between the first and the last stage.
     """
     return len(_split_into_stages(model, batch)[1]) - 2
 
@@ -127,7 +130,7 @@ def _split_into_stages(model: nn.Module, batch: Any) -> tuple[Any, list[nn.Modul
     return batch, stages
 
 
-def _parts(stages: Sequence[nn.Module]) -> list[nn.Module]:
+def _unpack_sequentials(stages: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the stages, with each `nn.Sequential` replaced by its modules."""
     found: list[nn.Module] = []
     for stage in stages:
@@ -141,20 +144,21 @@ def _parts(stages: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 ADVICE = 'exclude it from checkpointing, with checkpoint="none" or other blocks'
+# Maps each model to the recipes whose recomputations have been compared.
 _compared: WeakKeyDictionary[nn.Module, set[Recipe]] = WeakKeyDictionary()
 
 
 def is_compared(model: nn.Module, recipe: Recipe) -> bool:
-    """Return whether recomputations are compared with first runs.
+    """Return whether this step compares each recomputation with the first run.
 
-    They are compared in the first step of a model with a recipe. Symbolic tensors have no values to
-    compare, but if their recomputation fails, the error names an argument that has changed.
+    It does in the first step of a model with a recipe, and in every symbolic step. A symbolic step
+    compares no values, but if its recomputation fails, the error names an argument that changed.
     """
     return is_symbolic() or recipe not in _compared.get(model, ())
 
 
-def note_compared(model: nn.Module, recipe: Recipe) -> None:
-    """Record that a step with the recipe has ended without a difference."""
+def record_comparison(model: nn.Module, recipe: Recipe) -> None:
+    """Record that a step found no difference, so that later steps are not compared."""
     if not is_symbolic():
         _compared.setdefault(model, set()).add(recipe)
 
@@ -162,8 +166,9 @@ def note_compared(model: nn.Module, recipe: Recipe) -> None:
 # ---- Schedules
 
 
+# Maps each model to its measured chains.
 _chains: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()
-_fastest = lru_cache(64)(optimal)
+_cached_optimal = lru_cache(64)(optimal)
 
 
 def fastest(chain: Chain, budget_bytes: int) -> Schedule:
@@ -176,14 +181,17 @@ def fastest(chain: Chain, budget_bytes: int) -> Schedule:
             recipe's field.
     """
     try:
-        return _fastest(chain, budget_bytes)
+        return _cached_optimal(chain, budget_bytes)
     except InfeasibleBudget as error:
         details = error.budget_bytes, error.least_bytes, error.reason, error.least
         raise InfeasibleBudget(*details, name="schedule_bytes") from None
 
 
 def chains_of(model: nn.Module, recipe: Recipe) -> dict[Any, Chain]:
-    """Return the cache of a model's measured chains for the recipe's attention."""
+    """Return the cache of a model's measured chains, which is a dict.
+
+    Each value of `Recipe.attention` has a cache of its own, because attention affects the costs.
+    """
     return _chains.setdefault(model, {}).setdefault(recipe.attention, {})
 
 
@@ -197,16 +205,16 @@ def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
             if copied is not module and module._compiled_call_impl is not None:
                 copied._compiled_call_impl = copied._call_impl
         x, stages = _split_into_stages(*probe)
-        return _parts(stages), x
+        return _unpack_sequentials(stages), x
 
     tensors = list(tensors_in(batch))
     compiled = tuple(module._compiled_call_impl is not None for module in model.modules())
-    look = recipe.head_chunk, look_of(model), compiled
+    look = recipe.head_chunk, module_signature(model), compiled
     key = *look, *map(kind_of, tensors), *map(autocast_of, tensors)
-    known = chains_of(model, recipe)
-    if key not in known:
-        known[key] = symbolic_chain(f"the {type(model).__name__}", (model, batch), stages_of)
-    return known[key]
+    chains = chains_of(model, recipe)
+    if key not in chains:
+        chains[key] = symbolic_chain(f"the {type(model).__name__}", (model, batch), stages_of)
+    return chains[key]
 
 
 def may_draw(model: nn.Module) -> bool:

@@ -38,8 +38,8 @@ from .stages import chain_of_stages, chains_of, runs_stages
 from .techniques import APPLIED, TECHNIQUES
 from .techniques.checkpoints import block_names
 from .techniques.micro_batches import counts_allowed
-from .techniques.precision import autocast_forward, converts
-from .techniques.technique import all_of
+from .techniques.precision import autocast_forward, sets_parameter_dtype
+from .techniques.technique import combine_checks
 
 
 def build(
@@ -75,7 +75,7 @@ def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
     check_recipe(recipe)
     with _CopiesOfSymbolic() if is_symbolic() else nullcontext():
         model = make_model()
-    if isinstance(model, nn.Module) and converts(recipe, model):
+    if isinstance(model, nn.Module) and sets_parameter_dtype(recipe, model):
         cast(model, recipe.dtype)
     check_model(model, recipe)
     return model
@@ -93,7 +93,7 @@ class _CopiesOfSymbolic(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:
-            # Copies of tensors that share a storage share one, too.
+            # Copies of tensors that share a storage also share a storage.
             storage, wholes = tensor.untyped_storage(), memo.setdefault("symbolic storages", {})
             if storage._cdata not in wholes:
                 elements = storage.nbytes() // tensor.itemsize
@@ -108,7 +108,12 @@ class _CopiesOfSymbolic(TorchFunctionMode):
 
 
 def optimizer_of(
-    model: nn.Module, recipe: Recipe, *, store=None, lr: float = LR, of: nn.Module | None = None
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    store=None,
+    lr: float = LR,
+    whole_model: nn.Module | None = None,
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer for the model's parameters that require gradients.
 
@@ -117,21 +122,21 @@ def optimizer_of(
         recipe: Recipe of the training step.
         store: Store for the offloaded optimizer state.
         lr: Learning rate.
-        of: The whole model, if `model` is a part of it.
+        whole_model: The whole model, if `model` is a part of it.
     """
     parameters: list[Any] = trainable_parameters(model)
-    if is_symbolic() and (code := _training_code(of or model)) is not None:
-        # A framework may sort the parameters into groups, and have another class.
-        made = code.optimizer(of or model, parameters, recipe, lr)
+    if is_symbolic() and (code := _framework_of(whole_model or model)) is not None:
+        # A framework may group the parameters, or use another class of optimizer.
+        made = code.optimizer(whole_model or model, parameters, recipe, lr)
         if made is not None:
             return made
-    if (takes := OPTIMIZERS[recipe.optimizer].takes) is not None:
-        taken = takes(of or model)
+    if (takes := OPTIMIZERS[recipe.optimizer].select_parameters) is not None:
+        taken = takes(whole_model or model)
         first, rest = ([p for p in parameters if (p in taken) is each] for each in (True, False))
         groups = {"params": first, "rest": False}, {"params": rest, "rest": True}
         parameters = [group for group in groups if group["params"]]
     base, settings = class_and_settings(recipe.optimizer, recipe.update)
-    if not recipe.has_pages:
+    if not recipe.uses_offloaded_optimizer:
         return base(parameters, lr=lr, **settings)
     options = {
         "fraction": recipe.offload_optimizer,
@@ -141,8 +146,8 @@ def optimizer_of(
     return OffloadedOptimizer(parameters, base, lr=lr, **options, **settings)
 
 
-def _training_code(model: nn.Module) -> Any:
-    """Return the `Framework` whose step is estimated, or None for that of `train_step`."""
+def _framework_of(model: nn.Module) -> Any:
+    """Return the `Framework` whose step an estimate of the model runs; None for `train_step`."""
     return getattr(model, "_training_code", None)
 
 
@@ -189,26 +194,26 @@ def train_step(
     **Compiled models.** A model that was compiled in place (`model.compile()`) runs compiled, and
     so do compiled blocks, even with `fullgraph=True`. Checkpoints inside a compiled model become
     PyTorch's own checkpoints in its graph. With "segments" and "optimal", the step calls the blocks
-    instead of the model, so the blocks must be compiled. "optimal" measures them uncompiled, and
-    raises an error for a block wrapped by `torch.compile(block)` whose copy would still compute
-    with the original. `torch.compile(model)` does not compile a method `loss` or `loss_sum` of the
-    model. If the model has one, the step warns that it runs uncompiled.
+    instead of the model, so the blocks must be compiled. "optimal" measures uncompiled copies of
+    them, and raises an error if the copy of a `torch.compile(block)` would still call the original
+    block. `torch.compile(model)` does not compile a method `loss` or `loss_sum` of the model. If
+    the step uses such a method, it warns that the method runs uncompiled.
 
     **Recomputation.** Before a checkpointed block runs again, the random generators (of PyTorch,
     Python, NumPy, and in attributes of its modules) and its attributes (tensors, arrays, numbers
-    and containers of these) are set to their values in the first run. For this, tensors in
-    attributes are copied during the first run, and copies of those that the block changes are kept.
-    The first step of a model with a recipe also compares checksums of both runs: of the tensors
-    that they save for backward (in a schedule, of their outputs), and of the block's parameters and
+    and containers of these) are set to their values before the first run. For this, tensors in
+    attributes are copied during the first run, and the copies of changed tensors are kept. The
+    first step of a model with a recipe also compares checksums of both runs: of the tensors that
+    they save for backward (in a schedule, of their outputs), and of the block's parameters and
     buffers. This takes time, but `MemoryMeter` does not count its memory. Later steps are not
-    compared, and neither are symbolic, sparse, nested and quantized tensors and tensor subclasses.
+    compared. Symbolic, sparse, nested and quantized tensors and tensor subclasses never are.
     Checkpoints inside a compiled model restore only PyTorch's random numbers, and compare nothing.
 
     Args:
         model: Model in the recipe's precision, as `build` returns it.
         optimizer: Optimizer, as `build` returns it.
         batch: Batch that the model's loss accepts. With one micro-batch, it may be any object. For
-            several, `course_lib.accumulation.split` must be able to split it, or `split` is given.
+            several, `course_lib.accumulation.split` must be able to split it if `split` is None.
         recipe: Recipe of the step. With "segments" and "optimal", the step runs the model's own
             chain if the model has a method `stages(batch)` in addition to its loss (see
             `course_lib.models.Decoder.stages`). Otherwise the blocks must form a chain (see
@@ -223,8 +228,8 @@ def train_step(
         max_norm: Norm to which the gradient is clipped, as in `AccumulatedStep`.
         split: Function (batch, parts) -> list of `parts` batches, for a batch whose tensors do not
             all begin with the samples, such as packed sequences, graphs and boxes of objects. It is
-            called for more than one micro-batch. An estimate leaves out the tensors that it makes,
-            as it leaves out the batch.
+            called only for several micro-batches. An estimate does not count the tensors that it
+            makes, nor the batch.
         store: Store for offloaded activations; by default that of `offload_activations`.
 
     Returns:
@@ -272,9 +277,9 @@ def run_micro_batches(
             for technique in APPLIED:
                 if technique.around == "forward" and technique.is_used(recipe):
                     stack.enter_context(technique.apply(recipe, model, store))
-            pair = loss_of(model, micro_batch, recipe, loss_sum)
+            loss_and_weight = loss_of(model, micro_batch, recipe, loss_sum)
         check()
-        return pair
+        return loss_and_weight
 
     with apply_techniques(model, recipe) as check:
         step = AccumulatedStep(
@@ -297,7 +302,7 @@ def apply_techniques(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], 
     """
     with ExitStack() as stack:
         stack.enter_context(without_cache(model))
-        if (code := _training_code(model)) is not None:
+        if (code := _framework_of(model)) is not None:
             stack.enter_context(code.around_step(model, recipe))
         entered = [
             stack.enter_context(each.apply(recipe, model))
@@ -306,41 +311,45 @@ def apply_techniques(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], 
         ]
         if recipe.precision == "autocast":
             entered.append(stack.enter_context(autocast_forward(model)))
-        yield all_of(entered)
+        yield combine_checks(entered)
 
 
 def chain_of(
     model: nn.Module, micro_batch: Any, recipe: Recipe, loss_sum: LossSum | None = None
 ) -> Chain:
-    """Return the chain of one micro-batch that the recipe's schedule is made for.
+    """Return the measured chain of one micro-batch, for which the recipe's schedule is computed.
 
-    It is the model's own chain if the recipe runs it, and otherwise the chain of its blocks. The
-    latter is measured in a forward pass, which ends when it reaches the first block.
+    It is the model's own chain if the recipe runs it, and otherwise the chain of the model's
+    blocks. The blocks are measured in a forward pass that ends when it reaches the first block.
     """
     found: list[Chain] = []
 
     def note_chain(chain: Chain) -> None:
         found.append(chain)
-        raise _Found
+        raise _ChainFound
 
     plain = replace(recipe, checkpoint="none", schedule_bytes=None, blocks=None)
     with apply_techniques(model, plain):
         if runs_stages(model, recipe):
             return chain_of_stages(model, micro_batch, recipe)
         names = names_of(model, block_names(recipe))
-        with suppress(_Found), ScheduledBlocks(model, names, note_chain, chains_of(model, recipe)):
+        with (
+            suppress(_ChainFound),
+            ScheduledBlocks(model, names, note_chain, chains_of(model, recipe)),
+        ):
             loss_of(model, micro_batch, plain, loss_sum)
     return found[0]
 
 
-class _Found(Exception):
-    """Exception that ends a forward pass when the chain has been found."""
+class _ChainFound(Exception):
+    """Exception with which `chain_of` ends a forward pass after it has got the chain."""
 
 
 def micro_batches_of(batch: Any, micro_batches: int, split: Split | None = None) -> list[Any]:
     """Return the batch as a list of micro-batches.
 
-    They have equal sizes, except for the last one, unless a function `split` cuts the batch.
+    The micro-batches have equal sizes, except for the last one, unless a function `split` makes
+    them.
 
     Raises:
         TypeError, ValueError: The batch cannot be split into this number of micro-batches. The
@@ -351,7 +360,7 @@ def micro_batches_of(batch: Any, micro_batches: int, split: Split | None = None)
         raise ValueError(
             f"batch must contain at least one sample, got {describe(batch)} without samples"
         )
-    _check_device(
+    _reject_meta_tensors(
         "batch",
         ["a tensor" for tensor in tensors_in(batch) if tensor.device.type == "meta"],
         'Leave out torch.device("meta") in make_batch. An estimate needs no memory for the batch',
@@ -367,13 +376,15 @@ def micro_batches_of(batch: Any, micro_batches: int, split: Split | None = None)
 # ---- Checks of model and recipe
 
 
-def check_function(name: str, made: Any) -> None:
-    if isinstance(made, nn.Module) or not callable(made):
-        raise TypeError(f"{name} must be a function without arguments, got {describe(made)}")
-    takes_arguments(name, made, "no arguments")
+def check_function(name: str, value: Any) -> None:
+    """Raise TypeError if an argument is not a function that can be called without arguments."""
+    if isinstance(value, nn.Module) or not callable(value):
+        raise TypeError(f"{name} must be a function without arguments, got {describe(value)}")
+    takes_arguments(name, value, "no arguments")
 
 
 def check_recipe(recipe: Any) -> None:
+    """Raise TypeError if an argument is not a `Recipe`."""
     kind("recipe", recipe, Recipe, "a Recipe")
 
 
@@ -387,30 +398,30 @@ def check_model(model: Any, recipe: Recipe) -> None:
         raise ValueError(
             f"model must have parameters that require gradients, got {describe(model)} without any"
         )
-    _check_device(
+    _reject_meta_tensors(
         "model",
         [name for name, tensor in _tensors_of(model) if tensor.device.type == "meta"],
         'Leave out torch.device("meta") in make_model, or call model.to_empty(device="cpu") there'
         " and initialize the model. An estimate needs no memory in either case",
     )
     for technique in TECHNIQUES:
-        if problem := technique.refuse(recipe, model):
+        if problem := technique.unsupported_reason(recipe, model):
             raise ValueError(problem)
 
 
-def _check_device(argument: str, on_meta: list[str], way_out: str) -> None:
+def _reject_meta_tensors(argument: str, on_meta: list[str], advice: str) -> None:
     """Raise ValueError if a tensor is on the meta device, where a step computes no values.
 
     Args:
         argument: Name of the argument that contains the tensors.
         on_meta: Descriptions of its tensors on the meta device.
-        way_out: Advice for the end of the message.
+        advice: Advice for the end of the message.
     """
     if on_meta:
         more = f" and {len(on_meta) - 1} more" if len(on_meta) > 1 else ""
         raise ValueError(
             f"{argument} must be on a device that holds values, got {on_meta[0]}{more} on the meta"
-            f" device. {way_out}"
+            f" device. {advice}"
         )
 
 
@@ -422,6 +433,7 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set PyTorch's default dtype inside the `with` block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,4 +1,4 @@
-"""Functions that make symbolic copies of a model, batch and optimizer that exist already.
+"""Make symbolic copies of an existing model, batch and optimizer.
 
 `estimate` runs the step on the copies, so the originals do not change.
 """
@@ -33,7 +33,7 @@ PASS_FUNCTIONS = (
 
 
 class Functions(NamedTuple):
-    """Functions from which an estimate makes its symbolic step.
+    """Functions that make the model, the batch and the optimizer of an estimated step.
 
     Attributes:
         make_model: Function without arguments that returns the model.
@@ -50,7 +50,9 @@ class Functions(NamedTuple):
 
 
 def functions_of(model: Any, batch: Any, recipe: Any) -> Functions:
-    """Return functions for the arguments of `estimate`, which may exist already.
+    """Convert the arguments of `estimate` to functions that make model, batch and optimizer.
+
+    If an argument is an existing object, its function makes a symbolic copy of the object.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, or the optimizer does not hold
@@ -72,40 +74,43 @@ def functions_of(model: Any, batch: Any, recipe: Any) -> Functions:
         _check_optimizer(existing, recipe)
         make_optimizer, recipe = copies.optimizer_for, UNCHANGED
     elif callable(recipe):
-        make_optimizer, recipe = _made_by(recipe), UNCHANGED
+        make_optimizer, recipe = _optimizer_maker(recipe), UNCHANGED
     check_recipe(recipe)
     return Functions(copies.model if existing else model, make_batch, recipe, make_optimizer)
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise ValueError if a copy of the model would run another step."""
+    """Raise ValueError if a copy of the model would run a different step than the model."""
     if names := blocks_in_place(model):
         raise ValueError(
             f"model must have no blocks that checkpoint_blocks or a schedule runs, got {names[0]}:"
-            " a copy has no checkpoints. Pass a function that returns the model with them, or the"
-            " model without them and a recipe such as Recipe(checkpoint='layers')"
+            " the estimate runs a copy of the model, which has no checkpoints. Pass a function that"
+            " returns the model with checkpoints, or the model without them and a recipe such as"
+            " Recipe(checkpoint='layers')"
         )
     for name, p in model.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"model must have no hooks on parameters, got some on {name}: a copy has none."
+                f"model must have no hooks on parameters, got some on {name}: the estimate runs a"
+                " copy of the model, and hooks are not copied."
                 f" {PASS_FUNCTIONS[0].upper()}{PASS_FUNCTIONS[1:]}"
             )
 
 
-#: Optimizers that read values -> the recipe's optimizer with their memory.
-_IN_RECIPES = {"Adafactor": "adafactor"}
-_IN_RECIPES |= dict.fromkeys(
+#: Maps names of classes that read values of tensors to names in `OPTIMIZERS` with equal memory.
+_RECIPE_OPTIMIZERS = {"Adafactor": "adafactor"}
+_RECIPE_OPTIMIZERS |= dict.fromkeys(
     ("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit"), "adam8bit"
 )
 
 
 def _check_estimable(optimizer: Optimizer) -> None:
+    """Raise ValueError if an optimizer cannot run on symbolic tensors."""
     name, home = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
-    if name in _IN_RECIPES:
+    if name in _RECIPE_OPTIMIZERS:
         raise ValueError(
             f"the optimizer must not read values of tensors, got {describe(optimizer)}; pass"
-            f" Recipe(precision=None, attention=None, optimizer={_IN_RECIPES[name]!r})"
+            f" Recipe(precision=None, attention=None, optimizer={_RECIPE_OPTIMIZERS[name]!r})"
         )
     if home == "bitsandbytes":
         raise ValueError(
@@ -114,12 +119,13 @@ def _check_estimable(optimizer: Optimizer) -> None:
         )
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         raise ValueError(
-            f"the optimizer must not wrap another one, got {describe(optimizer)}; pass its"
+            f"the optimizer must not wrap another optimizer, got {describe(optimizer)}; pass its"
             " attribute `optimizer`"
         )
 
 
 def _check_optimizer(model: nn.Module | None, optimizer: Optimizer) -> None:
+    """Raise an error if the optimizer is not one of the model, or cannot be estimated."""
     if model is None:
         raise TypeError(
             "recipe must be a Recipe or a function such as torch.optim.AdamW when model is a"
@@ -132,17 +138,19 @@ def _check_optimizer(model: nn.Module | None, optimizer: Optimizer) -> None:
     if not any(p in own for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "optimizer must hold parameters of the model, got"
-            f" {describe(optimizer)} with parameters of another one"
+            f" {describe(optimizer)} with parameters of another model"
         )
 
 
-def name_of(optimizer: Optimizer | Callable) -> str:
+def optimizer_name(optimizer: Optimizer | Callable) -> str:
     """Return the name of an optimizer's class, or of the function that makes it."""
     function = getattr(optimizer, "func", optimizer)
     return getattr(function, "__name__", type(optimizer).__name__)
 
 
-def _made_by(function: Callable[[list[nn.Parameter]], Optimizer]) -> Callable:
+def _optimizer_maker(function: Callable[[list[nn.Parameter]], Optimizer]) -> Callable:
+    """Return a function for `Functions.make_optimizer` that calls the user's `function`."""
+
     def make_optimizer(model: nn.Module, kind: str) -> Optimizer:
         made = function(trainable_parameters(model))
         if not isinstance(made, Optimizer):
@@ -152,15 +160,15 @@ def _made_by(function: Callable[[list[nn.Parameter]], Optimizer]) -> Callable:
             )
         _check_estimable(made)
         check_no_closure(made)
-        return _as_on(kind, made)
+        return _select_update_variant(kind, made)
 
     return make_optimizer
 
 
-def _as_on(kind: str, optimizer: Optimizer) -> Optimizer:
-    """Select the variant of the update that PyTorch uses on this kind of device.
+def _select_update_variant(kind: str, optimizer: Optimizer) -> Optimizer:
+    """Select the variant of the update that PyTorch uses on a kind of device.
 
-    PyTorch chooses it by the device of the parameters, and symbolic ones are on the CPU.
+    PyTorch itself chooses by the device of the parameters, and symbolic parameters are on the CPU.
     """
     if kind == "cuda":
         loops = [row.base for row in OPTIMIZERS.values() if row.default_on_cuda == "loop"]
@@ -172,10 +180,10 @@ def _as_on(kind: str, optimizer: Optimizer) -> Optimizer:
 
 
 class _Copies(TorchFunctionMode):
-    """Mode in which `copy.deepcopy` makes symbolic tensors of the real ones.
+    """Mode in which `copy.deepcopy` makes symbolic copies of real tensors.
 
-    Tensors that share a storage share one afterwards. Integers, booleans and single numbers keep
-    their values.
+    Copies of tensors that share a storage also share a storage. Tensors of integers or booleans,
+    and tensors with a single number, keep their values.
 
     Args:
         existing: Model to copy, or None.
@@ -187,7 +195,7 @@ class _Copies(TorchFunctionMode):
         self._model, self._optimizer = existing, optimizer
         # Maps the address of each real storage to a symbolic tensor of its bytes.
         self._storages: dict[int, Tensor] = {}
-        self._made: Optimizer | None = None
+        self._optimizer_copy: Optimizer | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not Tensor.__deepcopy__:
@@ -198,26 +206,37 @@ class _Copies(TorchFunctionMode):
         return memo[id(tensor)]
 
     def model(self) -> nn.Module:
-        """Return a copy of the model, and keep that of the optimizer for `optimizer_for`."""
+        """Return a symbolic copy of the model.
+
+        The optimizer is copied with it, and `optimizer_for` returns that copy.
+        """
         both = self._model, self._optimizer
         parameters = list(self._parameters())
-        model, self._made = self._copy("model and optimizer", both, parameters)
+        model, self._optimizer_copy = self._copy("model and optimizer", both, parameters)
         return model
 
     def _parameters(self) -> Iterable[nn.Parameter]:
+        """Yield the parameters of the model and of the optimizer."""
         yield from self._model.parameters()
         for group in self._optimizer.param_groups if self._optimizer is not None else ():
             yield from group["params"]
 
     def optimizer_for(self, model: nn.Module, kind: str) -> Optimizer:
         """Return the copy of the optimizer that belongs to the last copy of the model."""
-        return _as_on(kind, self._made)
+        return _select_update_variant(kind, self._optimizer_copy)
 
     def of_batch(self, batch: Any) -> Callable[[], Any]:
-        """Return a function that copies the batch."""
+        """Return a function that makes a symbolic copy of the batch."""
         return lambda: self._copy("batch", batch)
 
     def _copy(self, name: str, given: Any, parameters: Iterable[nn.Parameter] = ()) -> Any:
+        """Return a symbolic copy of an object.
+
+        Args:
+            name: Name of the object in error messages.
+            given: Object to copy.
+            parameters: Parameters in the object, which are copied first.
+        """
         self._storages = {}
         try:
             # PyTorch copies parameters without calling a function that this mode could replace.
@@ -234,13 +253,16 @@ class _Copies(TorchFunctionMode):
                 return copy.deepcopy(given, memo)
         except Exception as error:
             raise ValueError(
-                f"{name} must be copied by copy.deepcopy for an estimate, got"
+                f"{name} must support copy.deepcopy for an estimate, got"
                 f" {type(error).__name__} ({error}); {PASS_FUNCTIONS}"
             ) from error
 
     def _copy_optimizer(self, memo: dict[int, Any]) -> None:
-        """Copy the optimizer with its own attributes, which `copy.deepcopy` leaves out, but without
-        hooks and without the method `step` that a learning-rate scheduler has wrapped."""
+        """Copy the optimizer with all attributes, some of which `copy.deepcopy` leaves out.
+
+        Hooks are not copied. If a learning-rate scheduler has wrapped the method `step`, the copy
+        has the unwrapped method.
+        """
         made = memo[id(self._optimizer)] = object.__new__(type(self._optimizer))
         for name, value in vars(self._optimizer).items():
             if name != "step":
@@ -248,6 +270,10 @@ class _Copies(TorchFunctionMode):
                 vars(made)[name] = type(value)() if hooks else copy.deepcopy(value, memo)
 
     def _symbolic(self, tensor: Tensor) -> Tensor:
+        """Return the symbolic copy of a tensor.
+
+        Only integers, booleans and tensors of a single number keep their values.
+        """
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise TypeError(f"a tensor of PyTorch's own class is needed, not {describe(tensor)}")
         # Symbolic tensors are on the CPU, also those of an estimate for a GPU.
@@ -257,11 +283,15 @@ class _Copies(TorchFunctionMode):
                 return tensor.detach().to("cpu", copy=True)
             value = tensor.item() if tensor.dim() == 0 else None
         if value is not None:
-            # Optimizers read the number of steps in their state.
+            # A single number keeps its value, because optimizers read the number of steps.
             return torch.tensor(value, dtype=tensor.dtype)
         return self._without_values(tensor)
 
     def _without_values(self, tensor: Tensor) -> Tensor:
+        """Return a symbolic tensor with the dtype, shape and strides of a tensor.
+
+        Copies of tensors that share a storage share the copy of that storage.
+        """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8)

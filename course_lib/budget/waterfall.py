@@ -1,4 +1,4 @@
-"""Show the steps from the baseline to a recipe, one per technique, as a table and as a figure."""
+"""Show how a step changes as techniques are added one by one, in a table and a figure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from course_lib.memory import CATEGORIES, CATEGORY_COLORS, CATEGORY_HATCHES
 from course_lib.memory.show import Table, decimal
 
 from .estimate import Estimate
-from .recipe import Recipe, words_of
+from .recipe import Recipe, technique_labels
 from .techniques import APPLIED
 from .techniques.micro_batches import MicroBatches
 
-# Fields of the techniques, in the order in which `steps_to` adds them. Cheap ones come first.
-ORDER = tuple(tuple(technique.fields) for technique in APPLIED)
+# Fields of each technique, in the order in which `steps_to` adds the techniques. Cheap techniques
+# come first.
+TECHNIQUE_FIELDS = tuple(tuple(technique.fields) for technique in APPLIED)
 # Smallest change of the peak that is visible in the table, which shows tenths of a megabyte.
 VISIBLE_BYTES = 10**5
 
 
 def steps_to(recipe: Recipe) -> list[Recipe]:
-    """Return recipes from the baseline to the given one, each with one additional technique.
+    """Return the recipes from the baseline to the given recipe, each with one more technique.
 
     The first recipe is the baseline with the precision and the optimizer of the given recipe. With
     several ranks, its `shard` is "ddp".
@@ -44,7 +45,7 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
     first = [tuple(MicroBatches.fields)] if recipe.checkpoint == "optimal" else []
     if recipe.shard not in (None, "ddp"):
         steps.append(replace(steps[-1], shard=recipe.shard))
-    for names in dict.fromkeys([*first, *ORDER]):
+    for names in dict.fromkeys([*first, *TECHNIQUE_FIELDS]):
         values = {name: changed[name] for name in names if name in changed and name not in base}
         if values:
             steps.append(replace(steps[-1], **values))
@@ -53,12 +54,15 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
 
 def added_techniques(before: Recipe, after: Recipe) -> str:
     """Return a label for the techniques that the second recipe adds to the first one."""
-    had = words_of(before)
-    return join_labels([word for word in words_of(after) if word not in had])
+    had = technique_labels(before)
+    return join_labels([word for word in technique_labels(after) if word not in had])
 
 
-class Way(Table, list):
-    """List of estimates, each with one additional technique, that prints as a table."""
+class TechniqueSteps(Table, list):
+    """List of estimates from the baseline to a recipe, which prints as a table.
+
+    Each estimate has one technique more than the one before it.
+    """
 
     columns = ("step", "peak (MB)", "× FLOPs", "GB moved")
 
@@ -106,7 +110,8 @@ def waterfall(
         measured: Measured peak in bytes for each estimate, or None for a step that was not run.
         budget_bytes: Budget in bytes, drawn as a line. A budget above the top of the axes is
             written there with an arrow.
-        names: Names of the bars. By default, each bar names the techniques that its recipe adds.
+        names: Names of the bars. By default, the first bar has the name of its recipe, and each of
+            the others lists the techniques that its recipe adds.
         labels: Mapping from a category, "measured" or "budget" to its label.
         ax: Matplotlib axes to draw on; by default new ones.
 
@@ -143,7 +148,7 @@ def waterfall(
             *zip(*shown, strict=True), "kD", markersize=5, label=labels.get("measured", "measured")
         )
     for i, (estimate, height) in enumerate(zip(estimates, heights, strict=True)):
-        price = _price(estimate, estimates[0], height, unit, name)
+        price = _bar_text(estimate, estimates[0], height, unit, name)
         # A white background keeps the line of the budget from crossing the text.
         ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         ax.annotate(
@@ -166,7 +171,7 @@ def waterfall(
             f"{arrow}{labels.get('budget', 'budget')}\n{line:,.{1 if unit == 1e9 else 0}f} {name}"
         )
         ax.annotate(text, (1, min(line, top)), (4, 0), ha="left", va="center", fontsize=8, **where)
-    names = names or [name for name, *_ in Way(estimates).rows()]
+    names = names or [name for name, *_ in TechniqueSteps(estimates).rows()]
     ax.set_xticks(
         list(steps), ["\n".join(map(_wrap, str(each).split("\n"))) for each in names], fontsize=8
     )
@@ -178,10 +183,15 @@ def waterfall(
     return ax
 
 
-def _price(estimate: Estimate, first: Estimate, height: float, unit: float, name: str) -> str:
-    """Return the text above a bar: its peak, and its FLOPs relative to the first bar.
+def _bar_text(estimate: Estimate, first: Estimate, height: float, unit: float, name: str) -> str:
+    """Return the text above a bar: the peak, the relative FLOPs, and bytes moved if any are.
 
-    Bytes moved are added if there are any.
+    Args:
+        estimate: Estimate of the bar.
+        first: Estimate of the first bar, whose FLOPs count as 1.
+        height: Peak of the bar in the unit.
+        unit: Bytes per unit, 1e6 or 1e9.
+        name: Name of the unit, "MB" or "GB".
     """
     price = [
         f"{height:,.{2 if unit == 1e9 else 0}f} {name}",

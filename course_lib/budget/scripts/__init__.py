@@ -1,11 +1,11 @@
-"""Write a recipe as a script for the reader's framework: the Trainer, plain PyTorch, or FSDP2."""
+"""Write a recipe as a script for a framework: Hugging Face's Trainer, plain PyTorch, or FSDP2."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from .framework import Framework, Limits
+from .framework import Framework, FrameworkLimits
 from .fsdp2 import Fsdp2
 from .plain import Plain
 from .trainer import Trainer
@@ -15,4 +15,4 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
     {each.name: each for each in (Trainer(), Plain(), Fsdp2())}
 )
 
-__all__ = ["FRAMEWORKS", "Framework", "Limits"]
+__all__ = ["FRAMEWORKS", "Framework", "FrameworkLimits"]

@@ -13,8 +13,14 @@ from course_lib.labels import text
 
 from .lines import Lines
 from .loop import Loop, checked_lines
-from .loss import loss_sum
-from .settings import checkpoints, code_of, lists_of_blocks, names_in, settings
+from .loss import loss_function_code
+from .settings import (
+    block_list_names,
+    checkpoint_lines,
+    selected_block_names,
+    setting_lines,
+    string_code,
+)
 
 if TYPE_CHECKING:
     from course_lib.workload import Workload
@@ -33,7 +39,7 @@ class Fsdp2(Loop):
             "shard": (None, "zero2", "zero3"),  # None leaves the choice to `fit`
         }
     )
-    instead: Mapping[str, str] = MappingProxyType(
+    alternatives: Mapping[str, str] = MappingProxyType(
         {
             "precision": "only frameworks for a single rank can run it",
             "attention": "course_lib.distributed.Trainer can run it",
@@ -44,7 +50,7 @@ class Fsdp2(Loop):
 
     def script(self, recipe: Recipe, workload: Workload) -> str:
         if recipe.shard is None:
-            raise ValueError("shard must be 'zero2' or 'zero3' in a script, got None")
+            raise ValueError("shard must be 'zero2' or 'zero3' to write an FSDP2 script, got None")
         lines = checked_lines(self, recipe, workload)
         lines.use("torch.distributed.fsdp", "fully_shard")
         lines.use("course_lib.accumulation", "AccumulatedStep")
@@ -54,31 +60,31 @@ class Fsdp2(Loop):
                 "torch.manual_seed(0)  # all ranks make the same weights",
                 "model = make_model()",
             ],
-            settings(lines),
+            setting_lines(lines),
             [
                 'device = "cuda" if torch.cuda.is_available() else "cpu"',
                 f"mesh = torch.distributed.init_device_mesh(device, ({recipe.ranks},))",
             ],
             _shard_lines(lines, recipe),
-            checkpoints(lines, sharded=True),
+            checkpoint_lines(lines, sharded=True),
             [f"optimizer = torch.optim.AdamW({lines.trained_parameters()}, lr={LR}, fused=True)"],
-            _share(lines, recipe),
-            _loop(lines, recipe),
+            _share_lines(lines, recipe),
+            _loop_lines(lines, recipe),
         )
         return f"# torchrun --nproc-per-node {recipe.ranks} train.py\n{text}"
 
 
 def _shard_lines(lines: Lines, recipe: Recipe) -> list[str]:
-    """Return lines that shard the blocks and then everything else."""
+    """Return script lines that shard each block, and then the rest of the model."""
     options, before = "mesh=mesh", []
     if recipe.precision == "bf16":
         lines.use("torch.distributed.fsdp", "MixedPrecisionPolicy")
         before = ["policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)"]
         options += ", mp_policy=policy"
-    found = [f"model.{name}" if name else "model" for name in lists_of_blocks(lines)]
+    found = [f"model.{name}" if name else "model" for name in block_list_names(lines)]
     blocks = found[0] if len(found) == 1 else f"[{', '.join(f'*{name}' for name in found)}]"
     if not found:
-        blocks = f"map(model.get_submodule, {code_of(names_in(lines))})"
+        blocks = f"map(model.get_submodule, {string_code(selected_block_names(lines))})"
     return [
         *before,
         f"for block in {blocks}:",
@@ -87,8 +93,8 @@ def _shard_lines(lines: Lines, recipe: Recipe) -> list[str]:
     ]
 
 
-def _share(lines: Lines, recipe: Recipe) -> list[str]:
-    """Return lines that take this rank's share out of the batch."""
+def _share_lines(lines: Lines, recipe: Recipe) -> list[str]:
+    """Return script lines that take this rank's share out of the batch."""
     if lines.workload.split is not None:
         share = f"make_model.split(make_batch(), {recipe.ranks})"
     else:
@@ -98,15 +104,15 @@ def _share(lines: Lines, recipe: Recipe) -> list[str]:
     return [f"share = {own}"]
 
 
-def _loop(lines: Lines, recipe: Recipe) -> list[str]:
-    """Return the training loop, in which each micro-batch reduces its gradients over the ranks."""
+def _loop_lines(lines: Lines, recipe: Recipe) -> list[str]:
+    """Return the lines of the training loop, which reduces gradients after each micro-batch."""
     count, workload = recipe.micro_batches, lines.workload
     parts = "[share]"
     if count > 1 and workload.split is not None:
         parts = f"make_model.split(share, {count})"
     elif count > 1:
         parts = f"split(share, {workload.samples // (recipe.ranks * count)})"
-    defined, name = loss_sum(lines, parts=recipe.ranks * count)
+    defined, name = loss_function_code(lines, parts=recipe.ranks * count)
     return [
         *defined,
         f'train_step = AccumulatedStep(model, optimizer, {name}, sync="each")',

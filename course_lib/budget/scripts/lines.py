@@ -1,6 +1,6 @@
 """Lines of code that the scripts for several frameworks share.
 
-A script is printed and run by the reader, so it contains only public names of this library. The
+A script is printed and run by the user, so it contains only public names of this library. The
 names of blocks, and everything else that the lines depend on, are read from a symbolic copy of the
 model.
 """
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Lines:
-    """Lines of a script for a recipe and a workload, which its methods return.
+    """Builder of a script for a recipe and a workload.
+
+    Functions that return lines of the script register the imports of these lines with `use`.
 
     Attributes:
         recipe: Recipe of one rank's own step.
-        workload: The workload, with a `source`.
-        imports: Modules, with the names that the lines returned so far use of each.
+        workload: Model and batch, whose `source` is not None.
+        imports: Mapping from a module to the names that the script imports from it.
     """
 
     recipe: Recipe
@@ -40,13 +42,13 @@ class Lines:
     imports: dict[str, set[str]] = field(default_factory=dict)
 
     def use(self, module: str, *names: str) -> None:
-        """Import names of a module."""
+        """Make the script import some names from a module."""
         self.imports.setdefault(module, set()).update(names)
 
     def script(self, *parts: Sequence[str]) -> str:
-        """Return the script: imports, model and batch, and these parts."""
+        """Return the text of the script: imports, model and batch, and the lines of all parts."""
         if self.workload.source is None:
-            raise ValueError("workload must have a source for a script, got one without")
+            raise ValueError("workload must have a source for a script, got source=None")
         plain = {"import torch"}
         for line in self.workload.source.imports:
             start, _, names = line.partition(" import ")
@@ -74,19 +76,19 @@ class Lines:
             return self.workload.make_batch()
 
     def trained_parameters(self) -> str:
-        """Return the trained parameters of the model as an expression."""
+        """Return, as Python source, an expression for the trained parameters of the model."""
         if all(p.requires_grad for p in self.model.parameters()):
             return "model.parameters()"
         return "[p for p in model.parameters() if p.requires_grad]"
 
     def to_device(self, batch: str, dtype: torch.dtype | None = None) -> str:
-        """Return an expression that moves a batch to `device`.
+        """Return, as Python source, an expression that moves a batch to `device`.
 
         Args:
-            batch: Expression of the batch.
+            batch: Expression for the batch, as Python source.
             dtype: Dtype to which its floating-point tensors are converted; None keeps their dtypes.
         """
-        if problem := problem_of_batch(self.batch):
+        if problem := batch_problem(self.batch):
             raise ValueError(problem)
         floats = [tensor.is_floating_point() for tensor in tensors_in(self.batch)]
         target = "device"
@@ -101,7 +103,7 @@ class Lines:
         return f"[x.to({target}) for x in {batch}]"
 
 
-def problem_of_batch(batch: Any) -> str | None:
+def batch_problem(batch: Any) -> str | None:
     """Return an error message if a script cannot move the batch to a device, or else None."""
     values = [batch] if isinstance(batch, Tensor) else ()
     if isinstance(batch, Mapping):

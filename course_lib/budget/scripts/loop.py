@@ -12,25 +12,26 @@ from torch import nn
 
 from course_lib._check import any_of
 from course_lib.budget.recipe import Recipe
-from course_lib.budget.traces.rank_trace import single
+from course_lib.budget.traces.rank_trace import one_rank_recipe
 from course_lib.symbolic import symbolic
 
 from .framework import Framework
-from .lines import Lines, problem_of_batch
-from .settings import attentions, has_statistics
+from .lines import Lines, batch_problem
+from .settings import has_statistics, settable_attentions
 
 if TYPE_CHECKING:
     from course_lib.workload import Workload
 
 
 class Loop(Framework):
-    """A training loop in PyTorch, which the reader can change.
+    """Framework whose script is a training loop in PyTorch.
 
     Attributes:
-        instead: Mapping from a field in `only` to what can run other values.
+        alternatives: Mapping from a field in `only` to the end of an error message, which says what
+            can run other values of the field.
     """
 
-    instead: Mapping[str, str] = MappingProxyType({})
+    alternatives: Mapping[str, str] = MappingProxyType({})
 
     def conflict(self, recipe: Recipe) -> str | None:
         for name, allowed in self.only.items():
@@ -38,35 +39,36 @@ class Loop(Framework):
                 named = "at least 2" if isinstance(allowed, range) else _any_of(allowed)
                 return (
                     f"{name} must be {named} when framework is {self.name!r}, got {value!r};"
-                    f" {self.instead[name]}"
+                    f" {self.alternatives[name]}"
                 )
         return None
 
-    def refuse(self, workload: Workload) -> str | None:
+    def unsupported_reason(self, workload: Workload) -> str | None:
         with symbolic():
-            return problem_of_batch(workload.make_batch())
+            return batch_problem(workload.make_batch())
 
     def for_model(self, model: nn.Module) -> Framework:
-        """Return the framework with the attention and checkpoints that a script sets in a model."""
+        """Return the framework, restricted to attention and checkpoints that a script can set."""
         changed = copy(self)
-        only = {**self.only, "attention": attentions(model)}
-        if has_statistics(model):  # a checkpoint would update them twice
+        only = {**self.only, "attention": settable_attentions(model)}
+        if has_statistics(model):  # a checkpoint would update the running statistics twice
             only["checkpoint"] = ("none",)
         changed.only = MappingProxyType(only)
         return changed
 
 
 def checked_lines(framework: Loop, recipe: Recipe, workload: Workload) -> Lines:
-    """Return the `Lines` of a script, after checking that the framework can run the recipe.
+    """Return an empty `Lines` for a script, if the framework can run the recipe.
 
     Raises:
         ValueError: The framework cannot run the recipe.
     """
     if problem := framework.conflict(recipe):
         raise ValueError(problem)
-    one = recipe if recipe.ranks == 1 else single(recipe)
+    one = recipe if recipe.ranks == 1 else one_rank_recipe(recipe)
     return Lines(replace(one, micro_batches=recipe.micro_batches), workload)
 
 
 def _any_of(values: Collection[Any]) -> str:
+    """Return values as text for an error message, such as "'zero2' or 'zero3'"."""
     return any_of(map(repr, values))

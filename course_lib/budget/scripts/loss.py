@@ -1,4 +1,7 @@
-"""Lines of a script that compute the loss of a batch."""
+"""Lines of a script that compute the loss of a batch.
+
+The functions take the `Lines` of the script, and register the imports of their lines there.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,21 @@ from course_lib.budget.stages import may_draw, own_stages, runs_stages
 from course_lib.symbolic import symbolic
 
 from .lines import Lines
-from .settings import refuse_statistics
+from .settings import reject_statistics
 
 
-def is_mean(lines: Lines) -> bool:
-    """Return whether `loss` computes a mean, whose weight a single batch does not need."""
+def loss_is_mean(lines: Lines) -> bool:
+    """Return whether the script's loss is a mean, instead of a pair (sum of losses, weight)."""
     if lines.workload.loss_sum is not None or runs_stages(lines.model, lines.recipe):
         return False
     return not has_method(lines.model, "loss_sum")
 
 
-def loss(lines: Lines) -> tuple[list[str], str]:
-    """Return lines that prepare the loss of `batch`, and the expression that computes it.
+def loss_code(lines: Lines) -> tuple[list[str], str]:
+    """Return script lines that prepare the loss of `batch`, and the expression that computes it.
 
-    The expression is a mean if `is_mean` is true, and otherwise (sum of losses, weight).
+    The value of the expression is a mean if `loss_is_mean(lines)` is true, and otherwise a pair
+    (sum of losses, weight).
     """
     if lines.workload.loss_sum is not None:
         return [], "make_model.loss_sum(model, batch)"
@@ -36,19 +40,20 @@ def loss(lines: Lines) -> tuple[list[str], str]:
 
 
 def _segments(lines: Lines) -> tuple[list[str], str]:
-    """Return the loss of a model that defines its own chain of stages."""
+    """Return the same as `loss_code`, for a model whose own stages the script checkpoints."""
     model, recipe = lines.model, lines.recipe
     with symbolic():
         stages = own_stages(model)(lines.batch)
     modules = [stage for stage in stages if isinstance(stage, nn.Module)]
-    refuse_statistics(modules, recipe.checkpoint)
+    reject_statistics(modules, recipe.checkpoint)
     trained = [
         stage in modules and next(stage.parameters(), None) is not None for stage in stages[:2]
     ]
     if trained != [False, True]:
         raise ValueError(
-            "checkpoint='segments' in a script needs a model of whose stages only the first is a"
-            " function without parameters, which returns the inputs of a batch, got"
+            "model.stages must begin, for checkpoint='segments' in a script, with a function"
+            " without parameters that returns the inputs of a batch, and then a module with"
+            " parameters, got"
             f" {describe(model)}"
         )
     lines.use("torch.utils.checkpoint", "checkpoint_sequential")
@@ -59,21 +64,25 @@ def _segments(lines: Lines) -> tuple[list[str], str]:
     ], f"head(checkpoint_sequential(blocks, {recipe.segments}, x, use_reentrant=False{random}))"
 
 
-def loss_sum(lines: Lines, parts: int) -> tuple[list[str], str]:
-    """Return lines that define the loss of one of `parts` batches, and the expression of it.
+def loss_function_code(lines: Lines, parts: int) -> tuple[list[str], str]:
+    """Return script lines that define a loss function, and an expression for this function.
 
-    The loss is a function of model and batch that returns (sum of losses, weight).
+    The function takes model and batch, and returns (sum of losses, weight).
+
+    Args:
+        lines: The script.
+        parts: Number of batches into which the script splits the batch.
     """
-    prepared, expression = loss(lines)
-    if is_mean(lines) and has_method(lines.model, "loss"):
-        expression = f"{expression}, 1"  # the batch is not split, so any weight will do
-    elif is_mean(lines):
+    prepared, expression = loss_code(lines)
+    if loss_is_mean(lines) and has_method(lines.model, "loss"):
+        expression = f"{expression}, 1"  # the batch is not split, so the weight has no effect
+    elif loss_is_mean(lines):
         lines.use("course_lib.budget", "hugging_face_loss")
         expression = f"hugging_face_loss(model, batch, micro_batches={parts})"
-    around = contexts(lines)
+    around = loss_contexts(lines)
     if not around and lines.workload.loss_sum is not None:
         return [], "make_model.loss_sum"
-    if not around and expression == "model.loss_sum(batch)" and _is_of_class(lines.model):
+    if not around and expression == "model.loss_sum(batch)" and _has_loss_sum_method(lines.model):
         return [], "type(model).loss_sum"
     indent = " " * (8 if around else 4)
     return [
@@ -85,13 +94,13 @@ def loss_sum(lines: Lines, parts: int) -> tuple[list[str], str]:
     ], "loss_sum"
 
 
-def _is_of_class(model: nn.Module) -> bool:
+def _has_loss_sum_method(model: nn.Module) -> bool:
     """Return whether `loss_sum` is a method of the model's class."""
     return hasattr(type(model), "loss_sum") and "loss_sum" not in vars(model)
 
 
-def contexts(lines: Lines) -> list[str]:
-    """Return the context managers that surround the computation of the loss."""
+def loss_contexts(lines: Lines) -> list[str]:
+    """Return, as Python source, the context managers in which the script computes the loss."""
     recipe, found = lines.recipe, []
     if recipe.head_chunk is not None:
         lines.use("course_lib.budget", "chunked_head")

@@ -17,8 +17,8 @@ from course_lib.symbolic.quantization import quantization_state
 
 from .lines import Lines
 from .loop import Loop, checked_lines
-from .loss import contexts, is_mean, loss, loss_sum
-from .settings import checkpoints, settings
+from .loss import loss_code, loss_contexts, loss_function_code, loss_is_mean
+from .settings import checkpoint_lines, setting_lines
 
 if TYPE_CHECKING:
     from course_lib.workload import Workload
@@ -31,7 +31,7 @@ CLASSES: Mapping[str, tuple[str, str]] = {
     "adafactor": ("torch.optim", "Adafactor"),
     "lion": ("course_lib.budget.optimizers", "Lion"),
     "adam8bit": ("bitsandbytes.optim", "AdamW8bit"),
-    "muon": ("course_lib.budget.optimizers", "Pair"),
+    "muon": ("course_lib.budget.optimizers", "TwoOptimizers"),
 }
 
 
@@ -52,7 +52,7 @@ class Plain(Loop):
             "shard": (None,),
         }
     )
-    instead: Mapping[str, str] = MappingProxyType(
+    alternatives: Mapping[str, str] = MappingProxyType(
         {
             "precision": "framework='trainer' can run it",
             "attention": "course_lib.budget.train_step can run it",
@@ -66,21 +66,22 @@ class Plain(Loop):
         lines = checked_lines(self, recipe, workload)
         return lines.script(
             ['device = "cuda" if torch.cuda.is_available() else "cpu"'],
-            [f"model = make_model().to({_target(lines)})"],
-            settings(lines),
-            [f"batch = {lines.to_device('make_batch()', _dtype(recipe))}"],
-            checkpoints(lines),
+            [f"model = make_model().to({_to_arguments(lines)})"],
+            setting_lines(lines),
+            [f"batch = {lines.to_device('make_batch()', _input_dtype(recipe))}"],
+            checkpoint_lines(lines),
             _optimizer(lines),
             _accumulation_loop(lines) if _accumulates(recipe) else _plain_loop(lines),
         )
 
 
-def _dtype(recipe: Recipe) -> torch.dtype | None:
+def _input_dtype(recipe: Recipe) -> torch.dtype | None:
+    """Return the dtype to which the script converts floating-point inputs; None leaves them."""
     return torch.bfloat16 if recipe.precision in ("bf16", "bf16-only") else None
 
 
-def _target(lines: Lines) -> str:
-    """Return the arguments with which `to` moves the model to its device and converts it."""
+def _to_arguments(lines: Lines) -> str:
+    """Return, as Python source, the arguments of `model.to`: a device, and a dtype if needed."""
     if lines.recipe.precision is None:
         return "device"
     wanted = lines.recipe.dtype
@@ -93,18 +94,18 @@ def _target(lines: Lines) -> str:
 
 
 def _optimizer(lines: Lines) -> list[str]:
-    """Return lines that make the optimizer."""
+    """Return script lines that create the optimizer."""
     recipe = lines.recipe
     row = OPTIMIZERS[recipe.optimizer]
     module, name = CLASSES[recipe.optimizer]
     parameters = lines.trained_parameters()
     before: list[str] = []
     options = [_keywords({"lr": LR, **row.updates[recipe.update], **row.settings})]
-    if row.takes is not None:
-        lines.use(module, name, row.takes.__name__)
+    if row.select_parameters is not None:
+        lines.use(module, name, row.select_parameters.__name__)
         chosen = f"[p for p in {parameters} if (p in matrices) != rest]"
         before = [
-            f"matrices = {row.takes.__name__}(model)",
+            f"matrices = {row.select_parameters.__name__}(model)",
             f'groups = [{{"params": {chosen}, "rest": rest}} for rest in (False, True)]',
         ]
         parameters = "groups"
@@ -117,7 +118,7 @@ def _optimizer(lines: Lines) -> list[str]:
         lines.use(module, name)
     if module == "torch.optim":
         name = f"torch.optim.{name}"
-    if not recipe.has_pages:
+    if not recipe.uses_offloaded_optimizer:
         return [*before, f"optimizer = {name}({parameters}, {', '.join(options)})"]
     lines.use("course_lib.offload", "OffloadedOptimizer")
     options = [f"fraction={recipe.offload_optimizer}", *options]
@@ -127,6 +128,7 @@ def _optimizer(lines: Lines) -> list[str]:
 
 
 def _keywords(settings: Mapping[str, Any]) -> str:
+    """Return settings as keyword arguments, as Python source."""
     return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
@@ -134,26 +136,26 @@ def _keywords(settings: Mapping[str, Any]) -> str:
 
 
 def _accumulates(recipe: Recipe) -> bool:
-    """Return whether the training loop calls an `AccumulatedStep`."""
-    # The loss of a plain loop is live while the optimizer updates the parameters, and with segments
-    # it keeps the constant arguments of the blocks.
+    """Return whether the script's training loop must call an `AccumulatedStep`."""
+    # In a plain loop, the loss stays live while the optimizer updates the parameters. With
+    # segments, it would keep the constant arguments of the blocks in memory.
     scheduled = recipe.checkpoint == "segments"
     accumulated = recipe.micro_batches > 1 or recipe.accumulate is not None
     return accumulated or scheduled or recipe.in_backward
 
 
 def _plain_loop(lines: Lines) -> list[str]:
-    """Return the training loop of a single micro-batch, without an `AccumulatedStep`."""
+    """Return the lines of a training loop with a single micro-batch and no `AccumulatedStep`."""
     defined: list[str] = []
-    prepared, expression = loss(lines)
+    prepared, expression = loss_code(lines)
     if prepared:  # a function releases its tensors when it returns
-        defined, name = loss_sum(lines, parts=1)
+        defined, name = loss_function_code(lines, parts=1)
         expression = f"{name}(model, batch)"
     result, mean, shown = "loss, weight", "(loss / weight)", "(loss / weight)"
-    if is_mean(lines):
+    if loss_is_mean(lines):
         result, mean, shown = "loss", "loss", "loss"
     forward = [f"{result} = {expression}"]
-    around = contexts(lines)
+    around = loss_contexts(lines)
     if around and not prepared:
         forward = [f"with {', '.join(around)}:", *(f"    {line}" for line in forward)]
     inside = [*forward, f"{mean}.backward()", "optimizer.step()", "optimizer.zero_grad()"]
@@ -165,7 +167,7 @@ def _plain_loop(lines: Lines) -> list[str]:
 
 
 def _accumulation_loop(lines: Lines) -> list[str]:
-    """Return the training loop of an `AccumulatedStep`."""
+    """Return the lines of a training loop that calls an `AccumulatedStep`."""
     lines.use("course_lib.accumulation", "AccumulatedStep")
     recipe, workload = lines.recipe, lines.workload
     if recipe.micro_batches == 1:
@@ -177,7 +179,7 @@ def _accumulation_loop(lines: Lines) -> list[str]:
         parts = f"split(batch, {math.ceil(workload.samples / recipe.micro_batches)})"
     options = "" if recipe.accumulate is None else f', accumulate="{recipe.accumulate}"'
     options += ", in_backward=True" if recipe.in_backward else ""
-    defined, name = loss_sum(lines, parts=recipe.micro_batches)
+    defined, name = loss_function_code(lines, parts=recipe.micro_batches)
     return [
         *defined,
         f"train_step = AccumulatedStep(model, optimizer, {name}{options})",

@@ -10,23 +10,23 @@ from torch import nn
 from course_lib._check import any_of, describe
 from course_lib.budget.hugging_face import configs_of
 from course_lib.budget.stages import may_draw, runs_stages
-from course_lib.budget.techniques.attention import SWITCHED, attentions_of
+from course_lib.budget.techniques.attention import HUGGING_FACE_ATTENTIONS, attentions_of
 from course_lib.budget.techniques.checkpoints import block_names
 from course_lib.checkpoint.blocks import names_of
 from course_lib.checkpoint.state import statistics_of
 
 from .lines import Lines
 
-PRODUCTS = "[torch.ops.aten.addmm.default, torch.ops.aten.mm.default]"
+MATRIX_PRODUCTS_CODE = "[torch.ops.aten.addmm.default, torch.ops.aten.mm.default]"
 
 
-def settings(lines: Lines) -> list[str]:
-    """Return lines that set the cache and the attention of the model."""
-    return [*without_cache(lines.model), *_attention(lines)]
+def setting_lines(lines: Lines) -> list[str]:
+    """Return script lines that turn off the cache and set the attention of the model."""
+    return [*cache_lines(lines.model), *_attention(lines)]
 
 
-def without_cache(model: nn.Module) -> list[str]:
-    """Return lines that turn off the cache of keys and values."""
+def cache_lines(model: nn.Module) -> list[str]:
+    """Return script lines that turn off the cache of keys and values; empty without a cache."""
     found = configs_of(model, "use_cache")
     if not found:
         return []
@@ -40,15 +40,17 @@ def without_cache(model: nn.Module) -> list[str]:
 
 
 def _attention(lines: Lines) -> list[str]:
+    """Return script lines that set the attention of the model; empty if it stays unchanged."""
     wanted, own = lines.recipe.attention, attentions_of(lines.model)
-    if wanted not in attentions(lines.model):
+    allowed = settable_attentions(lines.model)
+    if wanted not in allowed:
         raise ValueError(
-            f"attention must be {any_of(map(repr, attentions(lines.model)))} in a script for"
+            f"attention must be {any_of(map(repr, allowed))} in a script for"
             f" {describe(lines.model)}, got {wanted!r}; 'flash' needs a model that is built"
             " from course_lib.models.Attention, and 'sdpa' and 'eager' need the method"
             " set_attn_implementation"
         )
-    if wanted in SWITCHED:
+    if wanted in HUGGING_FACE_ATTENTIONS:
         return [f'model.set_attn_implementation("{wanted}")']
     changes = ["module.fused = False"] if any(module.fused for module in own) else []
     if wanted == "flash":
@@ -65,20 +67,23 @@ def _attention(lines: Lines) -> list[str]:
     ]
 
 
-def attentions(model: nn.Module) -> tuple[str | None, ...]:
+def settable_attentions(model: nn.Module) -> tuple[str | None, ...]:
     """Return the values of `Recipe.attention` that a script can set in a model."""
     if attentions_of(model):
         return (None, "standard", "flash")
     switches = callable(getattr(model, "set_attn_implementation", None))
-    return (None, "standard", *(SWITCHED if switches else ()))
+    return (None, "standard", *(HUGGING_FACE_ATTENTIONS if switches else ()))
 
 
 # ---- blocks
 
 
-def lists_of_blocks(lines: Lines) -> list[str]:
-    """Return the names of the lists that the recipe's blocks form; empty if they form none."""
-    names = names_in(lines)
+def block_list_names(lines: Lines) -> list[str]:
+    """Return the names of the module lists that consist of exactly the recipe's blocks.
+
+    The result is empty if the blocks do not make up whole lists.
+    """
+    names = selected_block_names(lines)
     parents = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     modules = [lines.model.get_submodule(parent) for parent in parents]
     if not all(isinstance(module, (nn.ModuleList, nn.Sequential)) for module in modules):
@@ -91,32 +96,35 @@ def lists_of_blocks(lines: Lines) -> list[str]:
     return parents if sorted(inside) == sorted(names) else []
 
 
-def names_in(lines: Lines) -> list[str]:
-    """Return the names of the blocks that the recipe selects."""
+def selected_block_names(lines: Lines) -> list[str]:
+    """Return the names of the modules that the recipe's `blocks` select in the model."""
     return names_of(lines.model, block_names(lines.recipe))
 
 
-def checkpoints(lines: Lines, sharded: bool = False) -> list[str]:
-    """Return lines that checkpoint the blocks.
+def checkpoint_lines(lines: Lines, sharded: bool = False) -> list[str]:
+    """Return script lines that checkpoint the model's blocks; empty without checkpoints.
 
-    Sharded blocks are of another class, so the step of the library does not know that they draw no
-    random numbers.
+    Args:
+        lines: The script.
+        sharded: Whether FSDP2 has sharded the blocks, which changes their class. The script then
+            assumes, as the library's step does, that the blocks draw random numbers, because this
+            can no longer be detected.
     """
     recipe, model = lines.recipe, lines.model
     if recipe.checkpoint == "none" or runs_stages(model, recipe):
         return []
-    refuse_statistics(map(model.get_submodule, names_in(lines)), recipe.checkpoint)
+    reject_statistics(map(model.get_submodule, selected_block_names(lines)), recipe.checkpoint)
     blocks = _pattern(lines)
     if recipe.checkpoint == "segments":
         lines.use("course_lib.schedule", "Chain", "schedule_blocks", "segments")
-        chain = f"Chain.uniform({len(names_in(lines))})"
+        chain = f"Chain.uniform({len(selected_block_names(lines))})"
         return [f"schedule_blocks(model, {blocks}, schedule=segments({chain}, {recipe.segments}))"]
     lines.use("course_lib.checkpoint", "checkpoint_blocks")
     before, options = [], [blocks]
     if recipe.first_blocks is not None:
         options.append(f"first={recipe.first_blocks}")
     if recipe.checkpoint == "selective":
-        before = [f"products = {PRODUCTS}"]
+        before = [f"products = {MATRIX_PRODUCTS_CODE}"]
         options.append("policy=products")
     if not sharded and not may_draw(model):
         options.append("preserve_rng_state=False")
@@ -125,29 +133,32 @@ def checkpoints(lines: Lines, sharded: bool = False) -> list[str]:
 
 
 def _pattern(lines: Lines) -> str:
-    """Return the blocks as the argument of `checkpoint_blocks`, as code."""
+    """Return, as Python source, the argument that says which blocks are checkpointed.
+
+    It is a name or a list of names, such as `"model.layers.*"`.
+    """
     if lines.recipe.blocks is not None:
-        return code_of(block_names(lines.recipe))
-    lists = lists_of_blocks(lines)
-    found = [f"{name}.*" if name else "*" for name in lists] or names_in(lines)
-    return code_of(found[0] if len(found) == 1 else found)
+        return string_code(block_names(lines.recipe))
+    lists = block_list_names(lines)
+    found = [f"{name}.*" if name else "*" for name in lists] or selected_block_names(lines)
+    return string_code(found[0] if len(found) == 1 else found)
 
 
-def code_of(names: str | Sequence[str]) -> str:
-    """Return a name, or a list of names, as code with double quotes."""
+def string_code(names: str | Sequence[str]) -> str:
+    """Return a string, or a list of strings, as Python source with double quotes."""
     if isinstance(names, str):
         return f'"{names}"'
-    return f"[{', '.join(map(code_of, names))}]"
+    return f"[{', '.join(map(string_code, names))}]"
 
 
 def has_statistics(model: nn.Module) -> bool:
-    """Return whether a block of a model updates running statistics."""
+    """Return whether the forward pass of any block of a model updates running statistics."""
     with suppress(ValueError):  # the model has no list of blocks
         return any(statistics_of(model.get_submodule(name)) for name in names_of(model, None))
     return False
 
 
-def refuse_statistics(blocks: Iterable[nn.Module], checkpoint: str) -> None:
+def reject_statistics(blocks: Iterable[nn.Module], checkpoint: str) -> None:
     """Raise ValueError if a recomputation would update running statistics a second time."""
     if any(statistics_of(block) for block in blocks):
         raise ValueError(

@@ -1,17 +1,17 @@
-"""Scripts for Hugging Face's Trainer, and what its step does differently from `train_step`.
+"""Scripts for Hugging Face's Trainer, and the differences between its step and `train_step`.
 
-The Trainer trains models of transformers, also with adapters of peft. Its own step differs in these
-ways, which the estimates for it include (transformers 5.23):
+The Trainer trains models of transformers, also with adapters of peft. Estimates for the Trainer
+include these properties of its step (transformers 5.23):
 
-- The optimizer holds two groups: biases and weights of norms are in the second one.
-- Adafactor is the class of transformers. Lion keeps fp32 state, whatever the dtype of the weights.
-  8-bit AdamW keeps fp32 state for embeddings.
+- The optimizer has two parameter groups, and the second group has the biases and weights of norms.
+- Adafactor is the class of transformers. Lion keeps fp32 state for weights of any dtype. 8-bit
+  AdamW keeps fp32 state for embeddings.
 - With checkpoints, the output of the embedding requires a gradient even if the embedding is frozen,
   so backward runs through all blocks.
-- The gradients are clipped to the norm 1, unless `max_grad_norm` is another one.
+- The gradients are clipped to the norm 1, unless `max_grad_norm` has another value.
 
-Not counted are the batch of a step, which is in memory during the step, a few numbers for the log,
-and two tables of bitsandbytes (2,048 bytes) if no state is in 8 bits.
+The estimates do not include the batch, which is in memory during the step, a few numbers for the
+log, and two tables of bitsandbytes (2,048 bytes) if no state is in 8 bits.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from course_lib.budget.frameworks import OPTIMIZER_ARGUMENTS, trainer_lines
 from course_lib.budget.optimizers import Adam8bit, class_and_settings
 from course_lib.budget.recipe import Recipe
 from course_lib.budget.step import model_of
-from course_lib.budget.techniques.precision import converts
+from course_lib.budget.techniques.precision import sets_parameter_dtype
 from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import text
 from course_lib.symbolic import symbolic
 
 from .framework import Framework
-from .settings import without_cache
+from .settings import cache_lines
 
 if TYPE_CHECKING:
     from course_lib.workload import Source, Workload
 
-# Field -> frameworks that can run the values that the Trainer cannot.
+# Maps a field to the end of an error message, which says what can run the field's other values.
 _OTHERS = {
     "blocks": "framework='torch' can checkpoint some of the blocks",
     "ranks": "framework='fsdp2' can run several ranks",
@@ -55,7 +55,8 @@ _OTHERS = {
 class Trainer(Framework):
     """Hugging Face's Trainer in one process.
 
-    It can offload activations as well, but with copies that block the step and are not estimated.
+    The Trainer can also offload activations, but its copies block the step. Recipes with offloaded
+    activations are therefore not estimated for it.
     """
 
     name = "trainer"
@@ -98,7 +99,7 @@ class Trainer(Framework):
             )
         return None
 
-    def refuse(self, workload: Workload) -> str | None:
+    def unsupported_reason(self, workload: Workload) -> str | None:
         from course_lib.workload import is_of_transformers
 
         model = _symbolic_model(workload)
@@ -134,7 +135,7 @@ class Trainer(Framework):
 
     def script(self, recipe: Recipe, workload: Workload) -> str:
         if workload.source is None:
-            raise ValueError("workload must have a source for a script, got one without")
+            raise ValueError("workload must have a source for a script, got source=None")
         if problem := self.conflict(recipe):
             raise ValueError(problem)
         arguments = _training_arguments(recipe, workload.samples)
@@ -146,7 +147,7 @@ class Trainer(Framework):
             f"model, batch = make_model(){_cast(recipe, workload)}, make_batch()",
         ]
         with symbolic():
-            cache = without_cache(workload.make_model())
+            cache = cache_lines(workload.make_model())
         if len(cache) > 1:  # the Trainer itself turns off only the cache of `model.config`
             lines += cache
         if recipe.attention in ("sdpa", "eager"):
@@ -169,7 +170,7 @@ class Trainer(Framework):
 
     def model_maker(self, make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         if isinstance(make_model, nn.Module) or not callable(make_model):
-            return make_model  # `fit` refuses it
+            return make_model  # `fit` rejects it
 
         @wraps(make_model)
         def make_for_trainer() -> nn.Module:
@@ -215,21 +216,21 @@ def _symbolic_model(workload: Workload) -> nn.Module:
 
 
 def _cast(recipe: Recipe, workload: Workload) -> str:
-    """Return the call that converts the model to the dtype of the recipe."""
-    if not converts(recipe, _symbolic_model(workload)):
+    """Return, as Python source, the call that converts the model's dtype; empty if not needed."""
+    if not sets_parameter_dtype(recipe, _symbolic_model(workload)):
         return ""
     return ".bfloat16()" if recipe.dtype == torch.bfloat16 else ".float()"
 
 
 def _other_for(name: str, value: Any) -> str:
-    """Return what can run a recipe with a value that the Trainer cannot run."""
+    """Return the end of an error message: which code can run a value that the Trainer cannot."""
     if (name, value) == ("checkpoint", "optimal"):
         return "course_lib.budget.train_step can run it"
     return "framework='torch' can run it"
 
 
 def _training_arguments(recipe: Recipe, samples: int | None) -> list[str]:
-    """Return the lines that make the `TrainingArguments`."""
+    """Return script lines that create the `TrainingArguments`."""
     arguments = trainer_lines(recipe, samples).arguments
     names = ["per_device_train_batch_size", "gradient_accumulation_steps"]
     lines = [
@@ -247,13 +248,13 @@ def _training_arguments(recipe: Recipe, samples: int | None) -> list[str]:
 
 
 def _keywords(arguments: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return those of the arguments that are given, as code with double quotes."""
+    """Return, as Python source, the keyword arguments in `names` that `arguments` contains."""
     given = (f"{name}={arguments[name]!r}" for name in names if name in arguments)
     return ", ".join(given).replace("'", '"')
 
 
 def _imports(source: Source, arguments: Sequence[str]) -> list[str]:
-    """Return the imports of the source, and those of the lines that follow it."""
+    """Return all imports of the script: those of the source, and those of the other lines."""
     own, first = "Trainer, TrainingArguments", "from transformers import "
     lines = [f"{line}, {own}" if line.startswith(first) else line for line in source.imports]
     if lines == [*source.imports]:
@@ -264,12 +265,12 @@ def _imports(source: Source, arguments: Sequence[str]) -> list[str]:
 
 
 def _own_model(model: nn.Module) -> nn.Module:
-    """Return the model of transformers, without the wrapper of peft."""
+    """Return the model of transformers that a wrapper of peft contains, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _checkpoints_all_blocks(model: nn.Module) -> bool:
-    """Return whether the Trainer checkpoints the same blocks as a recipe."""
+    """Return whether the Trainer checkpoints the same blocks as a recipe with blocks=None."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     own: Any = _own_model(model)
@@ -288,10 +289,10 @@ def _checkpoints_all_blocks(model: nn.Module) -> bool:
 
 
 def _groups(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return the Trainer's two groups of some parameters: those with weight decay come first."""
+    """Return the Trainer's parameter groups: parameters with weight decay, and all others."""
     from transformers import Trainer as HuggingFaceTrainer
 
-    # The method reads nothing of the Trainer itself.
+    # The method does not use `self`, so no Trainer is created.
     names = set(HuggingFaceTrainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     decayed = {p for name, p in model.named_parameters() if name in names}
     first, rest = ([p for p in parameters if (p in decayed) is each] for each in (True, False))
@@ -299,7 +300,7 @@ def _groups(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[dict[s
 
 
 def _without_embeddings(model: nn.Module, group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the group in two parts: embeddings, whose state is in fp32, and everything else."""
+    """Split a parameter group into embeddings, whose state is in fp32, and all other parameters."""
     tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     first, rest = ([p for p in group["params"] if (p in tables) is each] for each in (True, False))
     return [{"params": first, "optim_bits": 32}, {"params": rest}]

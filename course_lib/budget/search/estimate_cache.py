@@ -1,7 +1,7 @@
 """Make and store the estimates of one model and batch.
 
-`extrapolation` composes an estimate from steps with few blocks. If a step cannot be composed, all
-blocks are run.
+The module `extrapolation` composes an estimate from steps with few blocks. If an estimate cannot be
+composed, `estimate` runs the step with all blocks.
 """
 
 from __future__ import annotations
@@ -18,36 +18,38 @@ from course_lib._batches import Split, has_batch_norm
 from course_lib._origin import explain_symbolic_errors
 from course_lib.budget.estimate import Estimate, estimate
 from course_lib.budget.recipe import Recipe
-from course_lib.budget.stages import most_segments, own_stages
+from course_lib.budget.stages import max_segments, own_stages
 from course_lib.budget.techniques import TECHNIQUES
 from course_lib.budget.techniques.micro_batches import counts_of_batch
 from course_lib.budget.traces.process_trace import process_trace
 from course_lib.checkpoint.blocks import names_of
 from course_lib.symbolic import symbolic
 
-from .extrapolation import BlockExtrapolator, NotComposable
+from .extrapolation import BlockExtrapolator, ExtrapolationError, can_extrapolate
 
 # Fields that determine the FLOPs of a step.
-COMPUTED = [field for each in TECHNIQUES if each.computes for field in each.fields]
+FLOPS_FIELDS = [field for each in TECHNIQUES if each.computes for field in each.fields]
 
 
 class EstimateCache:
-    """Estimates that have been made for one model and batch.
+    """Cache of the estimates of one model and batch.
 
-    Searches for several budgets can share one cache.
+    Searches for several budgets can share a cache.
 
     Attributes:
         base: Base recipe of the search, for a single rank. The fields in which the base recipe
             differs from the baseline are the same in every recipe of the search.
         blocks: Names of the blocks to checkpoint; None for all lists of blocks.
+        watch: Function that is called with each recipe before it is estimated.
         given: The functions that make the model and the batch.
         options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `split`, `tier`, `kind`
             and `gpu`.
         estimates: Mapping from each estimated recipe to its estimate.
-        held: Mapping from optimizer settings to the bytes that `lower_bounds.held_bytes` returns.
-        whole: Recipes of a single rank for which `estimate` ran all blocks, because their steps
-            cannot be composed.
-        composes: Whether estimates are composed from steps with few blocks, where possible.
+        held: Mapping from optimizer settings to the result of `lower_bounds.held_bytes`.
+        whole: Recipes of a single rank whose estimates could not be composed, so that the step ran
+            with all blocks.
+        composes: Whether estimates may be composed from steps with few blocks. It becomes False
+            when this has failed for the model.
     """
 
     def __init__(
@@ -80,11 +82,11 @@ class EstimateCache:
     # ---- Estimates
 
     def estimate(self, recipe: Recipe, shown: bool = True) -> Estimate:
-        """Return the estimate of a recipe. The first call computes it, and later calls reuse it.
+        """Return the estimate of a recipe, which is computed only once.
 
         Args:
             recipe: Recipe to estimate.
-            shown: Whether to report the recipe to the progress bar.
+            shown: Whether to call `watch` before a new estimate.
         """
         if recipe not in self.estimates:
             if shown:
@@ -95,26 +97,27 @@ class EstimateCache:
         return self.estimates[recipe]
 
     def _estimate(self, recipe: Recipe) -> Estimate:
-        composable = recipe.ranks == 1 and self.composes and BlockExtrapolator.takes(recipe)
+        """Compute an estimate from steps with few blocks if possible, and else with all blocks."""
+        composable = recipe.ranks == 1 and self.composes and can_extrapolate(recipe)
         if composable:
-            with suppress(NotComposable), explain_symbolic_errors():
+            with suppress(ExtrapolationError), explain_symbolic_errors():
                 found = self.composer_of(recipe).estimate(recipe)
                 run = partial(process_trace, *self.given, recipe, events=True, **self.options)
-                return found.traced_by(lambda places: run(places=places)[0])
+                return found.with_trace_function(lambda places: run(places=places)[0])
         found = estimate(*self.given, recipe, **self.options)
         if recipe.ranks == 1:  # `rank_trace` shortens the steps of several ranks itself
             self.whole.add(recipe)
-        # Only the whole step could run, so later estimates are not composed from steps with few
-        # blocks.
+        # The recipe could have been composed, but the steps with few blocks have failed. Later
+        # estimates do not try them again.
         self.composes &= not composable
         return found
 
-    def confirms(self, best: Estimate | None) -> bool:
-        """Return whether an estimate equals the estimate of the step with all blocks.
+    def confirm(self, best: Estimate | None) -> bool:
+        """Return whether a composed estimate agrees with the step that runs all blocks.
 
-        If the two differ, all stored estimates are discarded, and later estimates run all blocks.
-        The step is not run if `best` is None, has several ranks, was made with all blocks, or was
-        confirmed before. Then the result is True.
+        If they differ, all stored estimates are discarded, and later estimates run all blocks. The
+        result is True without a check if `best` is None, has several ranks, was made with all
+        blocks, or was confirmed before.
         """
         if best is None or best.recipe.ranks > 1:
             return True
@@ -164,10 +167,10 @@ class EstimateCache:
         return self.composer.max_norm
 
     def known_flops(self, recipe: Recipe) -> int | None:
-        """Return the fewest FLOPs of the estimates with the recipe's values in `COMPUTED`, or None.
+        """Return the fewest FLOPs of stored estimates with the same values of `FLOPS_FIELDS`.
 
-        `COMPUTED` has the fields that determine the FLOPs of a step. The result is None if there is
-        no such estimate.
+        These fields determine the FLOPs of a step. If no such estimate is stored, the result is
+        None.
         """
         return self._flops.get(_fields_of_flops(recipe))
 
@@ -175,11 +178,11 @@ class EstimateCache:
 
     @cached_property
     def counts_of_batch(self) -> tuple[list[int], str | None]:
-        """Numbers of micro-batches that can be tried, and a reason, as a pair.
+        """Numbers of micro-batches into which the batch can be split, and a text or None.
 
-        The reason is a label if the batch allows only one number, and otherwise None.
+        If the batch cannot be split, the text states the reason.
         """
-        # BatchNorm may have no statistics of a single sample.
+        # BatchNorm may raise an error for a single sample.
         least = 1 + has_batch_norm(self.model)
         with symbolic(self.composer.mode):
             return counts_of_batch(self.batch, self.split, least)
@@ -195,14 +198,14 @@ class EstimateCache:
 
     @cached_property
     def segments(self) -> int:
-        """Largest number of segments that can be formed.
+        """Largest number of segments into which the model can be divided for checkpoints.
 
         Segments consist of the model's own stages if `uses_own_stages` is true, and otherwise of
         the model's blocks.
         """
         if self.uses_own_stages:
             with symbolic(self.composer.mode):
-                return most_segments(self.composer.model, self.composer.batch)
+                return max_segments(self.composer.model, self.composer.batch)
         return self.layers
 
     @cached_property
@@ -211,18 +214,19 @@ class EstimateCache:
         own = own_stages(self.composer.model) is not None and self.composer.loss_sum is None
         return own and self.blocks is None and self.base.precision != "autocast"
 
-    def goes_with(self, **technique: Any) -> bool:
+    def supports(self, **technique: Any) -> bool:
         """Return whether the model supports a technique, given as fields of a recipe.
 
         For example, checkpoints need blocks, and a chunked head needs a head that can run in
         chunks.
         """
-        return self.refusal(**technique) is None
+        return self.unsupported_reason(**technique) is None
 
-    def refusal(self, **technique: Any) -> str | None:
-        """Return the first line of the error that the base recipe with a technique raises, or None.
+    def unsupported_reason(self, **technique: Any) -> str | None:
+        """Return the reason why the model does not support a technique, or None if it does.
 
-        The result is None if the model supports the technique.
+        The technique is given as fields of a recipe. The reason is the first line of the error that
+        an estimate of the base recipe with these fields raises.
         """
         tried = partial(self.estimate, shown=False)
         if self.uses_own_stages and self.base.checkpoint == "none":
@@ -241,5 +245,5 @@ class EstimateCache:
 
 
 def _fields_of_flops(recipe: Recipe) -> tuple:
-    """Return the fields that determine the FLOPs of a recipe's step."""
-    return tuple(getattr(recipe, name) for name in COMPUTED)
+    """Return the values of the fields that determine the FLOPs of a recipe's step."""
+    return tuple(getattr(recipe, name) for name in FLOPS_FIELDS)

@@ -1,11 +1,11 @@
 """Estimate the step of a model with many equal blocks from runs with only a few of them.
 
-Two runs are needed, the second one with one more block than the first. At each moment of the step,
-each block adds the same number of live bytes. Each block also adds the same FLOPs and bytes moved
-(`traces.equal_blocks` has the formula). This module runs forward and backward without an optimizer,
-and takes the memory of the optimizer from `optimizer_updates`. Therefore recipes that differ only
-in their optimizer settings share a run. The result equals that of `estimate`, which runs the whole
-step.
+Two runs are needed, the second one with one more block than the first. At each point of the step,
+that is, at each operator, each block adds the same number of live bytes. Each block also adds the
+same FLOPs and bytes moved (`traces.equal_blocks` has the formula). This module runs forward and
+backward without an optimizer, and takes the memory of the optimizer from `optimizer_updates`.
+Therefore recipes that differ only in their optimizer settings share a run. The result equals that
+of `estimate`, which runs the whole step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from course_lib.budget.recipe import Recipe
 from course_lib.budget.stages import fastest
 from course_lib.budget.step import chain_of, check_model, default_dtype, micro_batches_of, model_of
 from course_lib.budget.techniques import TECHNIQUES
-from course_lib.budget.traces.equal_blocks import Growth, Irregular, equal_blocks, shorten_blocks
+from course_lib.budget.traces.equal_blocks import (
+    Growth,
+    IrregularSteps,
+    equal_blocks,
+    shorten_blocks,
+)
 from course_lib.budget.traces.equal_micro_batches import groups_of
 from course_lib.budget.traces.process_trace import check_arguments, trace_step
 from course_lib.checkpoint.blocks import names_of
@@ -38,7 +43,7 @@ from course_lib.offload import SymbolicStore, chosen_below
 from course_lib.schedule import Cost, simulate
 from course_lib.symbolic import Gpu, Symbolic, symbolic
 
-from .optimizer_updates import Updates
+from .optimizer_updates import UpdateCache
 
 # The shortest run keeps two blocks, because the first and the last block may differ from the rest.
 FEW = 2
@@ -47,9 +52,9 @@ FEW = 2
 MANY = 2 * FEW + 2
 # Largest `prefetch` and `in_flight` for which the result was tested. With larger values, all blocks
 # are run.
-TRIED_COPIES = 2
+TESTED_COPIES = 2
 # Values of `checkpoint` that treat all blocks in the same way.
-ALIKE = ("none", "selective", "layers")
+UNIFORM_CHECKPOINTS = ("none", "selective", "layers")
 
 
 @dataclass
@@ -58,27 +63,46 @@ class StepTrace:
 
     Attributes:
         trace: Trace of the step.
-        due: Parameters to be updated at each moment of the trace. The entry of a moment is empty
-            unless `RecordingOptimizer` runs at this moment.
+        due: Parameters to be updated at each point (operator) of the trace. The entry of a point is
+            empty unless `RecordingOptimizer` runs at this point.
     """
 
     trace: Trace
     due: list[Sequence[Tensor]]
 
 
-class NotComposable(Exception):
-    """The step cannot run with some of the blocks, or on a model that has already run a step.
+class ExtrapolationError(Exception):
+    """Error: an estimate cannot be computed from steps with few blocks.
 
-    The exception's `__cause__` is the error that the step raised.
+    The step raises an error if the model has fewer blocks, or if it has already run a step. That
+    error is the `__cause__` of this one.
     """
 
 
+def can_extrapolate(recipe: Recipe) -> bool:
+    """Return whether the estimate of a recipe can be composed from steps with few blocks."""
+    return all(each.composable for each in TECHNIQUES if each.is_used(recipe))
+
+
 class BlockExtrapolator:
-    """Estimator for one model and batch. Its results equal those of `estimate` with less work.
+    """Estimator for one model and batch, whose results equal those of `estimate` in less time.
+
+    Args:
+        make_model, make_batch: Functions without arguments that return the model and the batch.
+        base: Base recipe of the search, whose precision the model has.
+        loss_sum, tier, max_norm, split, kind, gpu: Options as in `estimate`.
+
+    Attributes:
+        trained: Parameters that require gradients.
+        blocks: Longest list of equal blocks of the model.
+        segments_are_blocks: Whether the model's checkpoint segments are exactly these blocks.
+        parameters_of: Parameters of each equal block, as lists.
+        positions: Mapping from each parameter of an equal block to a pair (index of the block,
+            index of the parameter in the block).
 
     Raises:
-        NotComposable: The step cannot run with some of the blocks. Any method that runs a step may
-            raise it.
+        ExtrapolationError: The step fails if the model has fewer blocks. Any method that runs a
+            step may raise this error.
     """
 
     def __init__(
@@ -101,49 +125,41 @@ class BlockExtrapolator:
             with default_dtype(base.dtype):
                 self.batch = make_batch()
         self.trained, self.blocks = trainable_parameters(self.model), equal_blocks(self.model)
-        # Whether the equal blocks are also the blocks that make up segments.
-        self.runs_them = False
-        # ValueError means that the model has no list of blocks.
-        with suppress(ValueError):
-            self.runs_them = list(
-                map(self.model.get_submodule, names_of(self.model, None))
-            ) == list(self.blocks)
+        self.segments_are_blocks = _are_all_blocks(self.model, self.blocks)
         self.parameters_of = [list(block.parameters()) for block in self.blocks]
-        self.places = {
+        self.positions = {
             p: (i, k)
             for i, parameters in enumerate(self.parameters_of)
             for k, p in enumerate(parameters)
         }
-        self._moments: dict[Recipe, StepTrace] = {}
+        self._step_traces: dict[Recipe, StepTrace] = {}
         self._few: dict[tuple[Recipe, int], StepTrace] = {}
         self._groups: dict[int, list[list[int]]] = {}
-        self.updates = Updates(self.model, self.blocks, tier, kind)
+        self.updates = UpdateCache(self.model, self.blocks, tier, kind)
 
     def estimate(self, recipe: Recipe) -> Estimate:
+        """Return the estimate of a recipe; `can_extrapolate(recipe)` must be true."""
         # Forward and backward do not depend on where the optimizer state is kept.
         key = replace(
             recipe, offload_optimizer=Recipe.offload_optimizer, page_bytes=Recipe.page_bytes
         ).for_tier(self.tier)
-        with self.check_equal_blocks(recipe):
-            if key not in self._moments:
-                self._moments[key] = self.moments(key)
-            return self.with_optimizer(self._moments[key], recipe)
+        with self.symbolic_step(recipe):
+            if key not in self._step_traces:
+                self._step_traces[key] = self.forward_and_backward(key)
+            return self.with_optimizer(self._step_traces[key], recipe)
 
     @contextmanager
-    def check_equal_blocks(self, recipe: Recipe) -> Iterator[None]:
+    def symbolic_step(self, recipe: Recipe) -> Iterator[None]:
+        """Check the recipe and enable the symbolic mode inside the `with` block."""
         with symbolic(self.mode), silence_operator_log():
             check_model(self.model, recipe)
             check_loss(self.model, recipe, self.loss_sum)
             yield
 
-    @staticmethod
-    def takes(recipe: Recipe) -> bool:
-        return all(each.composable for each in TECHNIQUES if each.is_used(recipe))
-
     def schedule_cost(self, recipe: Recipe) -> Cost:
-        """Return the cost of the recipe's schedule: its bytes of activations and its time.
+        """Return the bytes of activations and the time of the recipe's schedule for a micro-batch.
 
-        The cost is that of the micro-batch that needs the most memory.
+        If micro-batches run different operators, the one that needs the most memory counts.
 
         Raises:
             InfeasibleBudget: No schedule fits into the recipe's `schedule_bytes`.
@@ -154,6 +170,7 @@ class BlockExtrapolator:
             return highest_cost(self.model, unlike, recipe, self.loss_sum)
 
     def micro_batches(self, count: int) -> list[Any]:
+        """Return the batch, split into `count` micro-batches."""
         return micro_batches_of(self.batch, count, self.split)
 
     def groups(self, recipe: Recipe) -> list[list[int]]:
@@ -165,12 +182,12 @@ class BlockExtrapolator:
 
     # ---- Forward and backward
 
-    def moments(self, recipe: Recipe) -> StepTrace:
-        """Return the moments of forward and backward, from runs with few blocks if possible.
+    def forward_and_backward(self, recipe: Recipe) -> StepTrace:
+        """Return the trace of forward and backward, composed from runs with few blocks if possible.
 
-        Otherwise all blocks are run. If only the first blocks have a checkpoint, the number of
-        blocks with a checkpoint and the number of blocks without one are reduced separately. This
-        takes up to four runs:
+        Otherwise all blocks are run. If only the first blocks have a checkpoint, the blocks with a
+        checkpoint and the blocks without one are extrapolated separately. This needs up to four
+        runs:
 
             blocks without a checkpoint    few with a checkpoint    few + 1 with a checkpoint
             few                            run                      run
@@ -184,14 +201,14 @@ class BlockExtrapolator:
         first = recipe.first_blocks or 0
         # Whether each block is a segment. If so, the last block differs from the rest, because the
         # last segment is not recomputed.
-        alone = recipe.segments == count and self.runs_them
-        reach = reach_of(recipe, self.tier, count)
+        alone = recipe.segments == count and self.segments_are_blocks
+        reach = blocks_in_flight(recipe, self.tier, count)
         few = FEW + alone + reach
         if (
             count < MANY + 2 * bool(first)
             or recipe.blocks
-            or not (recipe.checkpoint in ALIKE or alone)
-            # Copies of a block would still be in flight after the last block.
+            or not (recipe.checkpoint in UNIFORM_CHECKPOINTS or alone)
+            # There are too few blocks: copies of one would be in flight after the last block.
             or (reach and few > count - first)
         ):
             return self.measure(recipe, count)
@@ -204,19 +221,23 @@ class BlockExtrapolator:
                     fields = {"first_blocks": ones} if first else {}
                     if alone:
                         fields = {"segments": others}
-                    row.append(self.measure_few(replace(recipe, **fields), ones + others))
+                    row.append(self.measure_few_blocks(replace(recipe, **fields), ones + others))
                 rows.append(self.extend(row, first - few))
             return self.extend(rows, count - first - few)
-        except Irregular:
+        except IrregularSteps:
             return self.measure(recipe, count)
 
     def extend(self, runs: Sequence[StepTrace], blocks: int) -> StepTrace:
-        """Return the moments of the step with `blocks` more blocks than in the first of two runs.
+        """Return the trace of the step with `blocks` more blocks than the first run has.
 
-        The second run has one more block than the first. A single run already has all blocks of its
-        kind, so its moments are returned unchanged. In `due` of the result, each parameter of a
-        block is replaced by the same parameter of the block that runs at that moment in the longer
-        step.
+        Args:
+            runs: Traces of two steps, of which the second has one more block than the first; or
+                the trace of a step with all blocks, which is returned unchanged.
+            blocks: Number of additional blocks.
+
+        Returns:
+            The trace. Where a block that was run represents a later block, the parameters in `due`
+            are replaced by the corresponding parameters of that later block.
         """
         if len(runs) == 1:
             return runs[0]
@@ -226,43 +247,43 @@ class BlockExtrapolator:
         rows: list[Sequence[Tensor]] = []
         for trace, start, stop, by in growth.sources(blocks):
             rows += [
-                [self.further(p, by) for p in row] if row else row
+                [self.parameter_in_later_block(p, by) for p in row] if row else row
                 for row in due[id(trace)][start:stop]
             ]
         return StepTrace(growth.trace(blocks), rows)
 
-    def measure_few(self, recipe: Recipe, count: int) -> StepTrace:
+    def measure_few_blocks(self, recipe: Recipe, count: int) -> StepTrace:
+        """Return the result of `measure` with the first `count` blocks; the result is cached."""
         if (recipe, count) not in self._few:
             self._few[recipe, count] = self.measure(recipe, count)
         return self._few[recipe, count]
 
-    def measure(self, recipe: Recipe, count: int, repeats: bool = True) -> StepTrace:
-        """Run forward and backward with the first `count` blocks, and return the moments.
+    def measure(self, recipe: Recipe, count: int, skip_equal_stages: bool = True) -> StepTrace:
+        """Run forward and backward with the first `count` equal blocks, and return their trace.
 
         Args:
             recipe: Recipe of the step.
             count: Number of equal blocks to run.
-            repeats: Whether to run only one of several equal stages of a schedule.
+            skip_equal_stages: Whether to run only one of several equal stages of a schedule.
         """
-        store = SymbolicStore()
         optimizer = RecordingOptimizer(self.trained)
         micro_batches = self.micro_batches(recipe.micro_batches)
         try:
             with shorten_blocks(self.blocks, count):
-                options = self.loss_sum, store, self.max_norm, self.groups(recipe)
+                options = self.loss_sum, SymbolicStore(), self.max_norm, self.groups(recipe)
                 trace = trace_step(
                     self.model,
                     optimizer,
                     micro_batches,
                     recipe.for_tier(self.tier),
                     *options,
-                    repeats=repeats,
+                    skip_equal_stages=skip_equal_stages,
                 )[1:]
         except InfeasibleBudget:
             raise
         # A model that needs all its blocks may raise any exception.
         except Exception as error:
-            raise NotComposable(
+            raise ExtrapolationError(
                 f"the step does not run with {count} of {len(self.blocks)} blocks"
             ) from error
         due = iter(optimizer.due)
@@ -270,63 +291,78 @@ class BlockExtrapolator:
             trace, [next(due) if phase == "optimizer" else () for _, phase in trace.operators]
         )
 
-    def further(self, p: Tensor, by: int) -> Tensor:
-        """Return the parameter that corresponds to `p` in the block that is `by` blocks later.
+    def parameter_in_later_block(self, p: Tensor, by: int) -> Tensor:
+        """Return the parameter in the block `by` blocks later that corresponds to `p`.
 
         A parameter outside the blocks is returned unchanged.
         """
-        if p not in self.places:
+        if p not in self.positions:
             return p
-        i, k = self.places[p]
+        i, k = self.positions[p]
         return self.parameters_of[i + by][k]
 
     # ---- The optimizer
 
-    def with_optimizer(self, moments: StepTrace, recipe: Recipe) -> Estimate:
-        below = chosen_below(self.trained, recipe.offload_optimizer)
+    def with_optimizer(self, forward: StepTrace, recipe: Recipe) -> Estimate:
+        """Add the memory, FLOPs and copies of the recipe's optimizer, and return the estimate.
+
+        Args:
+            forward: Trace of forward and backward.
+            recipe: Recipe of the step.
+        """
+        offloaded = chosen_below(self.trained, recipe.offload_optimizer)
         stepping = on_kind(recipe, self.kind)
-        update = self.updates.of_all(stepping, below)
-        trace = moments.trace
-        live = moments.trace.live.copy()
+        update = self.updates.update_of_all(stepping, offloaded)
+        trace = forward.trace
+        live = forward.trace.live.copy()
         live[:, CATEGORIES.index("optimizer")] += update.held
         operators = list(trace.operators)
-        for row, due in enumerate(moments.due):
+        for row, due in enumerate(forward.due):
             if due:
                 own = (
-                    self.updates.update_of(due[0], stepping, due[0] in below)
+                    self.updates.update_of(due[0], stepping, due[0] in offloaded)
                     if recipe.in_backward
                     else update
                 )
-                # If the update runs no operator, a meter would count nothing at this moment.
+                # If the update runs no operator, a meter would count nothing at this point.
                 live[row] = (live[row] + own.more) if own.operator else 0
                 operators[row] = own.operator, operators[row][1]
         flops, down, up = np.array([trace.flops, trace.bytes_down, trace.bytes_up]) + update.totals
         totals = {"flops": int(flops), "bytes_down": int(down), "bytes_up": int(up)}
-        on_host = sum(p.numel() for p in below) if self.tier == "host" else 0
+        on_host = sum(p.numel() for p in offloaded) if self.tier == "host" else 0
         trace = Trace(operators, live, **totals)
         return Estimate.from_trace(trace, recipe, self.tier, on_host, self.kind)
 
 
-def reach_of(recipe: Recipe, tier: str, blocks: int) -> int:
-    """Return the number of other blocks during which copies of one block can be in flight.
+def _are_all_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """Return whether `blocks` is the complete, ordered list of blocks that a recipe checkpoints."""
+    with suppress(ValueError):  # the model has no list of blocks
+        return [model.get_submodule(name) for name in names_of(model, None)] == list(blocks)
+    return False
 
-    In backward, which runs the last block first, a storage of one block may be fetched while a
-    later block runs. In forward, a storage may be copied while later blocks run. The numbers were
-    found by experiment for up to two copies in each direction, in decoders and in chains with sums
-    between their blocks. They are the smallest numbers with which the extrapolated step equals, at
-    each moment, the step with all blocks. A smaller number would be enough for a block that keeps
-    more storages than its input.
+
+def blocks_in_flight(recipe: Recipe, tier: str, blocks: int) -> int:
+    """Return the number of other blocks that can run while copies of one block are in flight.
+
+    In forward, a storage of a block may still be copied to the lower tier while later blocks run.
+    In backward, which runs the last block first, it may be fetched while a later block runs. Steps
+    that are extrapolated must contain this number of additional blocks.
+
+    The numbers were found by experiment for up to two copies in each direction, in decoders and in
+    chains that add tensors between their blocks. They are the smallest numbers with which the
+    extrapolated step equals the step with all blocks at each point. A smaller number would be
+    enough for blocks that keep more storages than their input.
 
     Args:
         recipe: Recipe of the step.
         tier: Lower tier, "file" or "host".
         blocks: Number of equal blocks of the model. This number is returned if `prefetch` or
-            `in_flight` exceeds `TRIED_COPIES`.
+            `in_flight` exceeds `TESTED_COPIES`.
     """
     if not recipe.offload_activations:
         return 0
     prefetch, in_flight = recipe.copies(tier)
-    if max(prefetch, in_flight) > TRIED_COPIES:
+    if max(prefetch, in_flight) > TESTED_COPIES:
         return blocks
     if recipe.checkpoint == "layers":
         return 1 + 2 * in_flight + prefetch + (prefetch > 1)
@@ -334,15 +370,18 @@ def reach_of(recipe: Recipe, tier: str, blocks: int) -> int:
 
 
 def _run_counts(blocks: int, few: int) -> tuple[int, ...]:
-    """Return the numbers of blocks to run, from which the step with `blocks` blocks is computed."""
+    """Return the numbers of blocks in the runs from which `blocks` blocks are extrapolated."""
     return (blocks,) if blocks <= few + 1 else (few, few + 1)
 
 
 class RecordingOptimizer(torch.optim.Optimizer):
-    """Optimizer that updates no parameters, but records which of them are due for an update.
+    """Optimizer that updates no parameters, but records which of them have a gradient.
 
-    Each step calls `torch.empty(0)`. The meter records this operator as a moment of the optimizer
-    phase. `with_optimizer` adds the memory of the update to this moment.
+    Each step calls `torch.empty(0)`, which the meter records as one point of the optimizer phase.
+    `with_optimizer` later adds the memory of the update to this point.
+
+    Attributes:
+        due: Parameters to be updated, one list per step.
     """
 
     def __init__(self, parameters: list[Tensor]):
@@ -363,7 +402,7 @@ class RecordingOptimizer(torch.optim.Optimizer):
 def highest_cost(
     model: nn.Module, micro_batches: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None
 ) -> Cost:
-    """Return the cost of the schedule for the micro-batch that needs the most memory.
+    """Return the cost of the recipe's schedule for the micro-batch that needs the most memory.
 
     Raises:
         InfeasibleBudget: At least one micro-batch has no schedule that fits. If there are several,

@@ -1,7 +1,7 @@
 """Decide which families are searched, which are skipped, and which of their recipes are kept.
 
-A family is one combination of techniques. `best_numbers` finds the best values of the numbers in a
-family's recipe, such as the number of micro-batches.
+A family consists of the recipes with the same combination of techniques. `best_numbers` finds the
+best values of the numbers in which they differ, such as the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -21,12 +21,20 @@ from course_lib.budget.traces import rank_trace as rank
 from course_lib.symbolic import symbolic
 
 from .best_numbers import best_of, fewest_blocks, fewest_micro_batches, least_schedule
-from .candidates import Search
-from .lower_bounds import exceeds, floor_bytes, least_seconds, moves_nothing, recomputed_flops
+from .candidates import RecipeSearch
+from .lower_bounds import (
+    exceeds,
+    floor_bytes,
+    least_seconds,
+    offloads_no_activation,
+    recomputed_flops,
+)
 
 
-def fit_given(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate], list[Estimate]]:
-    """Return two lists: the estimates of the given recipes that fit, and the estimates of all.
+def fit_given_recipes(
+    search: RecipeSearch, recipes: Iterable[Recipe]
+) -> tuple[list[Estimate], list[Estimate]]:
+    """Return the estimates of the given recipes that fit, and the estimates of all of them.
 
     A recipe is left out if no schedule fits its own `schedule_bytes`.
     """
@@ -34,28 +42,34 @@ def fit_given(search: Search, recipes: Iterable[Recipe]) -> tuple[list[Estimate]
     for recipe in dict.fromkeys(recipes):
         # InfeasibleBudget means that no schedule fits the recipe's own schedule_bytes.
         with suppress(InfeasibleBudget):
-            tried.append(search.known.estimate(recipe))
+            tried.append(search.cache.estimate(recipe))
     return [e for e in tried if e.peak_bytes <= search.budget], tried
 
 
-def fit_on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
-    """Return two lists: the estimates that fit on several ranks, and all estimates that were made.
+def fit_on_ranks(search: RecipeSearch, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
+    """Return the estimates of recipes on several ranks: those that fit, and all that were made.
 
     Each value of `shard` is tried with the fewest micro-batches that fit. Checkpoints are added
     only if the step does not fit without them.
     """
-    known = search.known
-    make_model, make_batch = known.given
+    cache = search.cache
+    make_model, make_batch = cache.given
     with symbolic():
-        shapes = rank.shapes_of(model_of(make_model, rank.single(replace(base, shard="zero3"))))
-        allowed = rank.counts_for(replace(base, micro_batches=1), make_batch(), known.split)
-    counts = search.options("micro_batches", *search.limits.even_counts(allowed, base.ranks))
-    keeps = search.options("checkpoint", "none", "selective", "layers")
+        shapes = rank.shapes_of(
+            model_of(make_model, rank.one_rank_recipe(replace(base, shard="zero3")))
+        )
+        allowed = rank.micro_batch_counts_for(
+            replace(base, micro_batches=1), make_batch(), cache.split
+        )
+    counts = search.allowed_values(
+        "micro_batches", *search.limits.allowed_micro_batch_counts(allowed, base.ranks)
+    )
+    keeps = search.allowed_values("checkpoint", "none", "selective", "layers")
     keeps = tuple(keep for keep in keeps if search.limits.allow(checkpoint=keep))
     shards = [shard for shard in rank.MODES if search.limits.allow(shard=shard)]
     found = []
     for shard, keep, attention in product(shards, keeps, search.values("attention")):
-        blocks = None if keep == "none" else known.blocks
+        blocks = None if keep == "none" else cache.blocks
         family = replace(base, shard=shard, checkpoint=keep, blocks=blocks, attention=attention)
         if base.shard not in (None, shard) or rank.floor_bytes(shapes, family) > search.budget:
             continue
@@ -65,51 +79,53 @@ def fit_on_ranks(search: Search, base: Recipe) -> tuple[list[Estimate], list[Est
         if any(
             replace(e.recipe, micro_batches=1) == replace(without, micro_batches=1) for e in found
         ):
-            # This shard and this attention fit without checkpoints.
+            # A recipe with this shard and this attention already fits without checkpoints.
             continue
         try:
             best = fewest_micro_batches(search, family, counts)
         except ValueError:
             # The model may have no blocks to checkpoint, or its loss may not call the model itself.
-            # It is an error only for the first kind of checkpoint, and if `base` names the shard or
-            # each rank holds all parameters. In other cases this recipe is skipped.
+            # The error is raised only for the first value of `checkpoint`, and only if `base` sets
+            # the shard or if each rank holds all parameters. Otherwise this recipe is skipped.
             if keep == keeps[0] and (base.shard is not None or shard in rank.REPLICATED):
                 raise
             continue
         if best:
-            found.append(known.estimate(best))
-    tried = [e for recipe, e in known.estimates.items() if recipe.ranks > 1]
+            found.append(cache.estimate(best))
+    tried = [e for recipe, e in cache.estimates.items() if recipe.ranks > 1]
     if not tried:
         # Parameters, gradients and optimizer state alone exceed the budget.
         shard = base.shard or "zero3"
-        blocks = None if keeps[-1] == "none" else known.blocks
+        blocks = None if keeps[-1] == "none" else cache.blocks
         more = {
             "attention": search.values("attention")[-1],
             "micro_batches": counts[-1],
             "blocks": blocks,
         }
-        tried = [known.estimate(replace(base, shard=shard, checkpoint=keeps[-1], **more))]
+        tried = [cache.estimate(replace(base, shard=shard, checkpoint=keeps[-1], **more))]
     return found, tried
 
 
-def fit_families(search: Search) -> list[Estimate]:
-    """Return the estimates of the best recipes of the families that fit the budget.
+def fit_families(search: RecipeSearch) -> list[Estimate]:
+    """Return the estimate of the best recipe of each family that fits the budget.
 
-    Combinations with few techniques are tried first, because they decide which other ones are
-    skipped. A recipe is left out if another recipe that fits uses a subset of its techniques and
-    ranks ahead of it.
+    Families with few techniques are tried first, because a family is skipped if it only adds
+    techniques to a recipe that fits (see `_cannot_be_cheaper`). A recipe is left out of the result
+    if another recipe that fits uses a subset of its techniques and is sorted before it.
     """
-    known = search.known
+    cache = search.cache
     found: list[Recipe] = []
     too_large: set[Recipe] = set()
-    for family in sorted(search.families(), key=lambda f: (search.amounts(f), f.micro_batches)):
-        if exceeds(known, family, search.budget) or (
+    for family in sorted(
+        search.families(), key=lambda f: (search.technique_count(f), f.micro_batches)
+    ):
+        if exceeds(cache, family, search.budget) or (
             (leanest := search.least_memory_attention)
             and replace(family, attention=leanest[0]) in too_large
         ):
             too_large.add(family)
             continue
-        if _cannot_be_cheaper(search, family, found) or _moves_nothing(search, family):
+        if _cannot_be_cheaper(search, family, found) or _offloads_nothing(search, family):
             continue
         try:
             best = best_of(search, family)
@@ -125,48 +141,56 @@ def fit_families(search: Search) -> list[Estimate]:
         _find_least(search)
     else:
         _add_first_blocks(search, found)
-    found = [_with_large_pages(search, recipe) for recipe in found]
+    found = [_with_largest_pages(search, recipe) for recipe in found]
     return [
-        search.known.estimate(recipe)
+        search.cache.estimate(recipe)
         for recipe in found
-        if not _can_do_with_less(search, recipe, found)
+        if not _is_dominated(search, recipe, found)
     ]
 
 
-def _with_large_pages(search: Search, recipe: Recipe) -> Recipe:
-    """Return the recipe with the largest pages that fit.
+def _with_largest_pages(search: RecipeSearch, recipe: Recipe) -> Recipe:
+    """Return the recipe with the largest page size with which it fits.
 
-    Smaller pages would not be cheaper.
+    Smaller pages need less memory, but are not cheaper.
     """
     pages = (replace(recipe, page_bytes=size) for size in search.pages_for(recipe))
     return next(filter(search.fits, pages))
 
 
-def _cannot_be_cheaper(search: Search, family: Recipe, found: list[Recipe]) -> bool:
+def _cannot_be_cheaper(search: RecipeSearch, family: Recipe, found: list[Recipe]) -> bool:
     """Return whether a family can be skipped, because it cannot cost less than the recipes found.
 
-    A family is skipped if it extends a recipe that fits, because adding techniques usually raises
-    the cost. It may lower the cost in two cases: the smaller recipe offloads activations and the
-    family may offload fewer bytes of them; or the smaller recipe uses a schedule or segments, which
-    recompute less if memory is saved. In these cases, the family is skipped only if a lower bound
-    on its cost is not below the lowest cost found.
+    A family is skipped if it adds techniques to a recipe that fits, because additional techniques
+    usually raise the cost. They may lower the cost in two cases: if the recipe that fits offloads
+    activations, and the family may offload fewer bytes of them; or if the recipe that fits uses a
+    schedule or segments, which recompute less when more memory is free. In these cases, the family
+    is skipped only if a lower bound on its cost is at least the lowest cost found.
+
+    Args:
+        search: The search.
+        family: Recipe of the family.
+        found: Recipes that fit.
     """
-    smaller = [recipe for recipe in found if search.adds_to(family, recipe)]
+    smaller = [recipe for recipe in found if search.uses_techniques_of(family, recipe)]
     if any(
-        recipe.checkpoint not in CHAINED and _moves_as_much(family, recipe) for recipe in smaller
+        recipe.checkpoint not in CHAINED and _offloads_as_much(family, recipe) for recipe in smaller
     ):
         return True
-    return bool(smaller) and least_seconds(search.known, family, search.rates) >= min(
+    return bool(smaller) and least_seconds(search.cache, family, search.rates) >= min(
         map(search.seconds, found)
     )
 
 
-def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
-    """Return whether a recipe surely offloads at least as many bytes as the smaller recipe.
+def _offloads_as_much(recipe: Recipe, smaller: Recipe) -> bool:
+    """Return whether a recipe certainly offloads no fewer bytes of activations than `smaller`.
 
-    The recipe extends `smaller`, and bytes of activations count. The result is true if `smaller`
-    offloads no activations, or if both recipes keep the same activations in forward and have the
-    same number of micro-batches.
+    This is certain if `smaller` offloads no activations, or if both recipes keep the same
+    activations in forward and have the same number of micro-batches.
+
+    Args:
+        recipe: Recipe with the techniques of `smaller` and others.
+        smaller: Recipe to compare with.
     """
     names = [field for field, technique in BY_FIELD.items() if technique.in_forward]
     return not smaller.offload_activations or all(
@@ -174,40 +198,42 @@ def _moves_as_much(recipe: Recipe, smaller: Recipe) -> bool:
     )
 
 
-def _moves_nothing(search: Search, family: Recipe) -> bool:
-    """Return whether a family offloads activations, but no activation is large enough for that.
+def _offloads_nothing(search: RecipeSearch, family: Recipe) -> bool:
+    """Return whether a family would offload activations, but none of them is large enough.
 
     The answer is taken from estimates of the same family with fewer micro-batches, whose
     activations are larger. If there are no such estimates, the result is False.
     """
     fewer = (
         replace(family, micro_batches=count)
-        for count in search.counts_for(family)
+        for count in search.micro_batch_counts_for(family)
         if count < family.micro_batches
     )
-    tried = (recipe for recipe in fewer if recipe in search.known.estimates)
+    tried = (recipe for recipe in fewer if recipe in search.cache.estimates)
     return family.offload_activations and any(
-        moves_nothing(search.known, recipe) for recipe in tried
+        offloads_no_activation(search.cache, recipe) for recipe in tried
     )
 
 
-def _can_do_with_less(search: Search, recipe: Recipe, found: list[Recipe]) -> bool:
-    """Return whether another found recipe uses a subset of these techniques and ranks ahead."""
-    order = search.order(search.known.estimate(recipe))
-    others = (other for other in found if other != recipe and search.adds_to(recipe, other))
-    return any(search.order(search.known.estimate(other)) < order for other in others)
+def _is_dominated(search: RecipeSearch, recipe: Recipe, found: list[Recipe]) -> bool:
+    """Return whether a recipe that is sorted before this one uses a subset of its techniques."""
+    order = search.sort_key(search.cache.estimate(recipe))
+    others = (
+        other for other in found if other != recipe and search.uses_techniques_of(recipe, other)
+    )
+    return any(search.sort_key(search.cache.estimate(other)) < order for other in others)
 
 
-def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
-    """Append recipes that checkpoint only the first blocks to `found`.
+def _add_first_blocks(search: RecipeSearch, found: list[Recipe]) -> None:
+    """Try checkpoints around only the first few blocks, and append recipes that fit to `found`.
 
-    A recipe is appended only if it is cheaper than all recipes found before.
+    A recipe is appended only if it is cheaper than all recipes in `found`.
     """
-    known = search.known
+    cache = search.cache
     if (
         search.quick
         or not search.limits.allow(first_blocks=1)
-        or known.base.checkpoint != "none"
+        or cache.base.checkpoint != "none"
         or "layers" not in search.values("checkpoint")
     ):
         return
@@ -215,18 +241,18 @@ def _add_first_blocks(search: Search, found: list[Recipe]) -> None:
     for plain in search.families():
         if plain.checkpoint != "none" or plain.offload_activations:
             continue
-        if least_seconds(known, plain, search.rates) >= cheapest:
+        if least_seconds(cache, plain, search.rates) >= cheapest:
             continue
-        one = replace(plain, checkpoint="layers", blocks=known.blocks, first_blocks=1)
-        if exceeds(known, plain, search.budget) or search.seconds(one) >= cheapest:
+        one_block = replace(plain, checkpoint="layers", blocks=cache.blocks, first_blocks=1)
+        if exceeds(cache, plain, search.budget) or search.seconds(one_block) >= cheapest:
             continue
-        fewest = fewest_blocks(search, one, most_blocks(search, one, cheapest))
+        fewest = fewest_blocks(search, one_block, max_first_blocks(search, one_block, cheapest))
         if fewest and search.seconds(fewest) < cheapest:
             found.append(fewest)
             cheapest = search.seconds(fewest)
 
 
-def most_blocks(search: Search, one: Recipe, cheapest: float) -> int:
+def max_first_blocks(search: RecipeSearch, one_block: Recipe, cheapest: float) -> int:
     """Return how many of the first blocks can be checkpointed at less than the cost `cheapest`.
 
     If the blocks are equal, recomputing any block needs the same number of FLOPs as recomputing the
@@ -234,32 +260,32 @@ def most_blocks(search: Search, one: Recipe, cheapest: float) -> int:
 
     Args:
         search: The search.
-        one: Recipe that checkpoints the first block.
+        one_block: Recipe that checkpoints only the first block.
         cheapest: Cost in seconds.
     """
-    known = search.known
-    found = known.estimate(one)
-    equal = known.blocks is None and len(known.composer.blocks) == known.layers
-    each = recomputed_flops(known, one) if equal else 0
+    cache = search.cache
+    found = cache.estimate(one_block)
+    equal = cache.blocks is None and len(cache.composer.blocks) == cache.layers
+    each = recomputed_flops(cache, one_block) if equal else 0
     return sum(
         search.rates.seconds(replace(found, flops=found.flops + more * each)) < cheapest
-        for more in range(known.layers - 1)
+        for more in range(cache.layers - 1)
     )
 
 
-def _find_least(search: Search) -> None:
-    """Estimate the recipes that may have the lowest peak, so that an error can name this peak.
+def _find_least(search: RecipeSearch) -> None:
+    """Estimate the recipes that may have the lowest peak, so that an error can report this peak.
 
     Only the recipes that use the most techniques are estimated.
     """
-    known = search.known
+    cache = search.cache
     attentions = search.least_memory_attention or search.values("attention")
     # For these fields, the last candidate does not always need the least memory. For all other
     # fields, it does.
     either = {"attention", "checkpoint", "offload_activations", "in_backward", "offload_optimizer"}
     most = {field: search.values(field)[-1] for field in BY_FIELD if field not in either}
     families = dict.fromkeys(
-        replace(recipe, micro_batches=search.counts_for(recipe)[-1])
+        replace(recipe, micro_batches=search.micro_batch_counts_for(recipe)[-1])
         for recipe in search.families()
         if recipe.attention in attentions
         and all(getattr(recipe, field) == value for field, value in most.items())
@@ -267,10 +293,10 @@ def _find_least(search: Search) -> None:
     lean = [each for each in families if each.offload_activations or each.checkpoint == "optimal"]
     for recipe in sorted(lean or families, key=lambda each: -each.offload_optimizer):
         least = min(
-            e.peak_bytes for e in known.estimates.values() if not search.limits.conflict(e.recipe)
+            e.peak_bytes for e in cache.estimates.values() if not search.limits.conflict(e.recipe)
         )
-        if floor_bytes(known, recipe) >= least:
+        if floor_bytes(cache, recipe) >= least:
             continue
         # The step may raise these errors for the same reasons as in `fit_families`.
         with suppress(RuntimeError, InfeasibleBudget):
-            known.estimate(least_schedule(search, recipe) if recipe.schedule_bytes == 1 else recipe)
+            cache.estimate(least_schedule(search, recipe) if recipe.schedule_bytes == 1 else recipe)

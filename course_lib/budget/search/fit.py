@@ -18,17 +18,17 @@ from course_lib.budget.estimate import TIERS, Estimate
 from course_lib.budget.loss import LossSum
 from course_lib.budget.rates import RATES, Rates
 from course_lib.budget.recipe import Recipe
-from course_lib.budget.scripts import FRAMEWORKS, Framework, Limits
-from course_lib.budget.waterfall import Way, steps_to
+from course_lib.budget.scripts import FRAMEWORKS, Framework, FrameworkLimits
+from course_lib.budget.waterfall import TechniqueSteps, steps_to
 from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import join_labels, say, text
 from course_lib.memory.show import Table, bytes_text, decimal
 from course_lib.symbolic import Gpu
 from course_lib.workload import Workload
 
-from .candidates import ALL_RECIPES, Search, additions, not_tried
+from .candidates import ALL_RECIPES, RecipeSearch, addable_techniques, not_tried
 from .estimate_cache import EstimateCache
-from .families import fit_families, fit_given, fit_on_ranks
+from .families import fit_families, fit_given_recipes, fit_on_ranks
 
 COUNTS = ("tensors", "reserved")
 
@@ -44,11 +44,10 @@ class Estimates(Table, list):
             (see `Technique`). All other estimates were composed from steps with few blocks.
         estimate: Function that returns the estimate of a recipe. It reuses the estimates of the
             search.
-        within: Function of another budget in bytes that returns the `Estimates` that fit this
-            budget.
+        within: Function that takes another budget in bytes and returns the `Estimates` that fit it.
         known: Number of recipes that the search has estimated.
-        not_tried: Sentences on techniques that could not be tried for this model. A sentence gives
-            the reason, and says what to do about it.
+        not_tried: Sentences on techniques that could not be tried for this model. Each sentence
+            gives the reason, and says what to do about it.
     """
 
     columns = ("peak (MB)", "TFLOPs", "GB moved", "seconds", "recipe")
@@ -68,12 +67,9 @@ class Estimates(Table, list):
         self.rates, self.title, self.estimate, self.within = rates, title, estimate, within
         self.whole, self.known = whole, known
 
-    def way(self) -> Way:
-        """Return the estimates on the way from the baseline to the cheapest recipe.
-
-        Each estimate adds one technique to the one before it.
-        """
-        return Way(map(self.estimate, steps_to(self[0].recipe)))
+    def steps_from_baseline(self) -> TechniqueSteps:
+        """Return estimates from the baseline to the cheapest recipe, adding one technique each."""
+        return TechniqueSteps(map(self.estimate, steps_to(self[0].recipe)))
 
     def rows(self) -> list[Sequence]:
         return [
@@ -127,58 +123,28 @@ def fit(
     - Offloaded activations: alone or with checkpoint="layers". With the tier "host", 0 to 2
       storages are fetched ahead and 1 or 2 copies are in flight.
     - Loss head: all tokens at once, or in chunks.
-    - Optimizer: steps in backward, or any number of micro-batches. With offloaded activations, the
-      numbers of micro-batches are 1, numbers at least twice the previous one, and the largest.
+    - Optimizer steps: in backward, or after any number of micro-batches. With offloaded
+      activations, the numbers of micro-batches are 1, numbers at least twice the previous one, and
+      the largest.
     - Optimizer state: 0 to 4 quarters of it offloaded, in pages of 16, 4 or 1 MiB.
 
     A technique that cannot be tried for this model, such as checkpoints for a model without a list
     of blocks, is named with the reason in `not_tried` of the result.
 
     A recipe is left out of the result if another recipe that fits uses a subset of its techniques
-    and ranks ahead of it. Recipes of equal cost are ranked by fewer micro-batches, then by larger
+    and is sorted before it. Recipes of equal cost are sorted by fewer micro-batches, then by larger
     pages, then by fewer copies in flight.
 
-    **Recipes that are skipped.** Not every combination is estimated. These are skipped without
-    losing the cheapest recipe:
-
-    - A recipe whose optimizer step alone exceeds the budget. The memory of the optimizer step does
-      not depend on forward and backward. With steps in backward, the model and the optimizer state
-      must fit, because they are live throughout the step.
-    - A recipe that adds techniques to one that fits, because an added technique saves neither FLOPs
-      nor copies. There are two exceptions. With offloaded activations, a checkpoint, a chunked head
-      or more micro-batches leave fewer bytes to be copied. With "segments" and "optimal", any
-      memory that is saved lets the schedule recompute less. A recipe that extends a recipe of
-      these two kinds is skipped only if a lower bound on its cost is not below the lowest cost
-      found. The bound counts the fewest FLOPs that the recipe can have and the copies of its
-      optimizer state.
-    - A recipe with the kind of attention that needs more memory, if the same recipe with the other
-      kind did not fit. The peaks of forward and backward of `base` show which kind needs more
-      memory.
-    - A recipe with offloaded activations, if no activation was large enough to be offloaded in the
-      same recipe with fewer micro-batches. Smaller micro-batches have smaller activations.
-    - A recipe that checkpoints so many of the first blocks that it cannot cost less than the
-      cheapest recipe found.
-
-    **Assumptions.** The search assumes that a step does not need more memory with more
-    micro-batches (from two on), with more segments (up to the square root of the number of layers),
-    with one more checkpoint, with smaller pages, with fewer copies in flight, or with fewer bytes
-    for a schedule. Therefore the smallest number that fits is found by bisection, and a schedule is
-    found in a few rounds. `tests/brute_force_fit.py` compares the result with all recipes of a
-    grid.
-
-    **Estimates.** If the model has equal blocks and its step grows evenly with them, an estimate is
-    composed from the steps of a model with few blocks and from updates of few parameters
-    (`course_lib.budget.search.extrapolation`). It equals the estimate of the whole step. The
-    estimate of the cheapest recipe is compared with a step of all blocks. If they differ, the
-    search is repeated with whole steps.
+    Not every combination is estimated: docs/exact.md says which recipes are skipped, what the
+    search assumes, and how an estimate is composed from the steps of a model with few blocks.
 
     Args:
         make_model, make_batch, loss_sum: Functions as in `estimate`. More than one micro-batch is
             tried only if the weight of the loss is known and the batch can be split. If the batch
             cannot be split, the caption of the result says why.
         budget_bytes: Limit in bytes for all tensors of the step except the batch.
-        max_norm: Norm to which the gradient is clipped, as in `train_step`. Recipes with steps in
-            backward are then skipped.
+        max_norm: Norm to which the gradient is clipped, as in `train_step`. Recipes with optimizer
+            steps in backward are then skipped.
         split: Function of (batch, parts) that returns a list of `parts` batches, as in `estimate`.
             If it is given, 1, 2, 4, 8 and so on micro-batches are tried, up to the last number
             before `split` raises an error, returns a part without samples, or no longer makes the
@@ -186,11 +152,12 @@ def fit(
         blocks: Names of the blocks to checkpoint, as in `Recipe`.
         recipes: Recipes to choose from, instead of those listed above.
         base: Recipe with the fields that all recipes share, such as precision, optimizer and
-            `min_bytes`. With several `ranks`, each `shard` is tried unless `base` sets it.
+            `min_bytes`. If its field `ranks` is greater than 1, all values of its field
+            `shard` are tried, unless it sets one.
         framework: Name of the framework that must be able to run the recipes, a key of
             `course_lib.budget.scripts.FRAMEWORKS`. Its method `script` writes a recipe as a script.
-            The estimates are those of its step: "trainer" also clips the gradients, unless
-            `max_norm` is given, which needs the same memory. None allows all recipes.
+            The estimates are those of the framework's step: with "trainer", gradients are clipped
+            even if `max_norm` is None. Without a framework, all recipes are allowed.
         rates: Rates of the machine, or the name of an entry of `RATES`.
         tier: Lower tier, as in `estimate`. The default is "file" for the rates "laptop", and "host"
             for those of any other machine.
@@ -244,93 +211,104 @@ def fit(
         warnings.filterwarnings("ignore", "no activation was moved|policy keeps the outputs")
         options: dict[str, Any] = {"loss_sum": loss_sum, "max_norm": max_norm, "split": split}
         options |= {"tier": tier, "kind": kind, "gpu": gpu}
-        known = EstimateCache(make_model, make_batch, base, blocks=blocks, watch=watch, **options)
-        limits = ALL_RECIPES if code is None else _limits_of(code, known, loss_sum)
+        cache = EstimateCache(make_model, make_batch, base, blocks=blocks, watch=watch, **options)
+        limits = ALL_RECIPES if code is None else _limits_of(code, cache, loss_sum)
         # `blocks` are the blocks of all recipes with a checkpoint.
-        named = [] if blocks is None else [replace(base, checkpoint="layers", blocks=known.blocks)]
+        named = [] if blocks is None else [replace(base, checkpoint="layers", blocks=cache.blocks)]
         for recipe in (base, *named, *(recipes or ())):
-            limits.check(recipe)
-        search = Search(known, budget_bytes, rates, quick, limits)
+            limits.require(recipe)
+        search = RecipeSearch(cache, budget_bytes, rates, quick, limits)
         # The base is estimated first, because this raises the errors of an invalid model or batch.
-        known.estimate(known.base)
+        cache.estimate(cache.base)
         for name in (blocks,) if isinstance(blocks, str) else blocks or ():
             # A name that matches nothing is an error, although only checkpoints need it.
-            names_of(known.model, name)
+            names_of(cache.model, name)
 
-        def within(room: int) -> Estimates:
-            return search_by_tensors(search.within(room), base, recipes)
+        def within(tensor_budget: int) -> Estimates:
+            return search_by_tensors(search.within(tensor_budget), base, recipes)
 
-        def by_reserved(room: int) -> Estimates:
-            return search_by_reserved(room, within, quick)
+        def by_reserved(tensor_budget: int) -> Estimates:
+            return search_by_reserved(tensor_budget, within, quick)
 
-        def search_room(room: int) -> Estimates:
+        def search_tensor_budget(tensor_budget: int) -> Estimates:
             try:
-                found = within(room) if count == "tensors" else by_reserved(room)
+                found = within(tensor_budget) if count == "tensors" else by_reserved(tensor_budget)
             except InfeasibleBudget as error:
                 raise (_with_reasons(error, search) if recipes is None else error) from None
-            found.within = search_room
+            found.within = search_tensor_budget
             found.not_tried = not_tried(search) if recipes is None else ()
             return found
 
-        return search_room(budget_bytes)
+        return search_tensor_budget(budget_bytes)
 
 
-def _limits_of(framework: Framework, known: EstimateCache, loss_sum: LossSum | None) -> Limits:
-    """Return the limits of a framework: the recipes that it can run for the model and the batch.
+def _limits_of(
+    framework: Framework, cache: EstimateCache, loss_sum: LossSum | None
+) -> FrameworkLimits:
+    """Return the limits on recipes that a framework sets for the model and the batch.
 
     Raises:
         ValueError: The framework cannot run any recipe for them.
     """
-    samples = samples_in(known.batch)
-    problem = framework.refuse(Workload(*known.given, loss_sum, "", "", samples, known.split))
+    samples = samples_in(cache.batch)
+    problem = framework.unsupported_reason(
+        Workload(*cache.given, loss_sum, "", "", samples, cache.split)
+    )
     if problem:
         raise ValueError(problem)
-    return Limits(framework.for_model(known.model), samples)
+    return FrameworkLimits(framework.for_model(cache.model), samples)
 
 
-def _with_reasons(error: InfeasibleBudget, search: Search) -> InfeasibleBudget:
-    """Return the error with more information: techniques that were not tried, and further ones.
+def _with_reasons(error: InfeasibleBudget, search: RecipeSearch) -> InfeasibleBudget:
+    """Return a copy of the error that also says which techniques may help.
 
-    The reason names the techniques that could not be tried. The attribute `additions` has the
-    fields of the techniques that can be added to the recipe with the lowest peak.
+    Its reason and its attribute `not_tried` list the techniques that could not be tried. Its
+    attribute `additions` has the fields of the techniques that can be added to the recipe with the
+    lowest peak.
     """
     left_out = not_tried(search)
     reason = "; ".join((error.reason, *left_out))
     found = InfeasibleBudget(error.budget_bytes, error.least_bytes, reason, error.least)
     found.not_tried = left_out
-    found.additions = additions(search, error.least.recipe) if error.least else ()
+    found.additions = addable_techniques(search, error.least.recipe) if error.least else ()
     return found
 
 
 def search_by_tensors(
-    search: Search, base: Recipe, recipes: Sequence[Recipe] | None = None
+    search: RecipeSearch, base: Recipe, recipes: Sequence[Recipe] | None = None
 ) -> Estimates:
-    """Return the result of `fit` if live tensors are counted, for the budget of `search`.
+    """Return the recipes whose live tensors fit the budget of `search`, cheapest first.
 
-    The estimates of the search are reused.
+    Args:
+        search: The search, whose stored estimates are reused.
+        base: Base recipe, which may have several ranks.
+        recipes: Recipes to choose from. None searches all recipes.
+
+    Raises:
+        InfeasibleBudget: No recipe was found.
     """
-    known = search.known
+    cache = search.cache
     while True:
         if recipes is not None:
-            found, tried = fit_given(search, recipes)
+            found, tried = fit_given_recipes(search, recipes)
         elif base.ranks > 1:
             found, tried = fit_on_ranks(search, base)
         else:
             found = fit_families(search)
-            tried = [e for e in known.estimates.values() if not search.limits.conflict(e.recipe)]
-        found.sort(key=search.order)
+            tried = [e for e in cache.estimates.values() if not search.limits.conflict(e.recipe)]
+        found.sort(key=search.sort_key)
         least = min(tried, key=lambda e: e.peak_bytes, default=None)
-        if known.confirms(found[0] if found else least):
+        if cache.confirm(found[0] if found else least):
             break
     if not found:
         reason = "none was found"
         if least:
             reason = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
         raise InfeasibleBudget(search.budget, least and least.peak_bytes, reason, least)
-    count = len(known.estimates)
+    count = len(cache.estimates)
     title = _title_of(len(found), search.budget, count, search.quick)
     return Estimates(
-        found, search.rates, title, known.estimate, whole=len(known.whole), known=count
+        found, search.rates, title, cache.estimate, whole=len(cache.whole), known=count
     )
 
 
@@ -343,8 +321,7 @@ def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: b
 
     Args:
         budget_bytes: Limit in bytes for the memory that the allocator reserves.
-        within: Function of a limit in tensor bytes that returns the `Estimates` that fit this
-            limit.
+        within: Function that takes a limit in tensor bytes and returns the `Estimates` that fit it.
         quick: Whether to count the reserved bytes of only the cheapest recipe for each limit. All
             other recipes are then left out.
 
@@ -353,11 +330,11 @@ def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: b
             lowest peak of tensor bytes if even the tensors of no recipe fit.
     """
     taken: dict[Recipe, tuple[int, Estimate]] = {}
-    room = budget_bytes
+    tensor_budget = budget_bytes
     found = None
-    while room > 0:
+    while tensor_budget > 0:
         try:
-            found = within(room)
+            found = within(tensor_budget)
         except InfeasibleBudget:
             if found is None:
                 # The tensors alone exceed the budget, for all recipes.
@@ -369,7 +346,7 @@ def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: b
         reserved, first = taken[found[0].recipe]
         if reserved <= budget_bytes:
             break
-        room = first.peak_bytes - (reserved - budget_bytes)
+        tensor_budget = first.peak_bytes - (reserved - budget_bytes)
     kept = [each for reserved, each in taken.values() if reserved <= budget_bytes]
     if not kept:
         least, each = min(taken.values(), key=lambda pair: pair[0])
@@ -381,7 +358,7 @@ def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: b
 
 
 def _title_of(count: int, budget_bytes: int, known: int, quick: bool) -> str:
-    """Return the caption of a search's result, for tensor bytes as well as for reserved bytes.
+    """Return the caption of the table of a search's result.
 
     Args:
         count: Number of recipes that fit.
@@ -406,10 +383,10 @@ def _title_of(count: int, budget_bytes: int, known: int, quick: bool) -> str:
 def _progress(
     wanted: bool | Callable[[Recipe], None],
 ) -> Iterator[Callable[[Recipe], None]]:
-    """Yield the function that is called before each estimate.
+    """Yield a function of a recipe, to be called before the recipe is estimated.
 
-    It is the function `wanted`, if this is a function. Otherwise it advances a progress bar if
-    `wanted` is true and tqdm is installed, and does nothing if not.
+    If `wanted` is a function, it is yielded itself. Otherwise the yielded function advances a
+    progress bar if `wanted` is true and tqdm is installed, and does nothing if not.
     """
     if callable(wanted):
         yield wanted

@@ -30,10 +30,10 @@ class Update:
 
     Attributes:
         held: Bytes of optimizer state that are live before and after the update.
-        more: Bytes that are live at the peak of the update, minus the bytes that are live before
-            the update, per category of `course_lib.memory.CATEGORIES`; shape (categories,).
+        more: Additional live bytes at the peak of the update, compared with before the update. An
+            array of shape (categories,), with the categories of `course_lib.memory.CATEGORIES`.
         operator: Name of the operator at the peak; empty if no operator ran.
-        totals: FLOPs, bytes copied to the lower tier, and bytes copied from it; shape (3,).
+        totals: FLOPs, bytes copied to the lower tier, and bytes copied back, of shape (3,).
     """
 
     held: int
@@ -42,10 +42,8 @@ class Update:
     totals: np.ndarray
 
 
-class Updates:
-    """Updates of the parameters of one model, measured on symbolic tensors.
-
-    Each update is measured only once.
+class UpdateCache:
+    """Cache of the optimizer updates of one model, which are measured on symbolic tensors.
 
     Args:
         model: The model.
@@ -57,85 +55,94 @@ class Updates:
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], tier: str, kind: str = "cpu"):
         self.model, self.trained = model, trainable_parameters(model)
         self.blocks, self.tier, self.kind = blocks, tier, kind
-        self.known: dict[Any, Update] = {}
+        self.cache: dict[Any, Update] = {}
 
-    def of_all(self, recipe: Recipe, below: set[Tensor]) -> Update:
-        """Return the update of all parameters.
+    def update_of_all(self, recipe: Recipe, offloaded: set[Tensor]) -> Update:
+        """Return the update of all parameters of the model.
 
-        The parameters that `left_out` returns are not part of the measured update. Their state,
-        FLOPs and copies are added from the updates of single parameters.
+        It is measured without the parameters that `parameters_left_out` returns. Their state, FLOPs
+        and copies are added from the updates of single parameters.
 
         Args:
-            below: Parameters whose state is offloaded.
+            recipe: Recipe with the optimizer's settings.
+            offloaded: Parameters whose state is offloaded.
         """
         recipe = on_kind(recipe, self.kind)
         key = recipe.offload_optimizer, recipe.optimizer, recipe.update, recipe.page_bytes
-        if key not in self.known:
-            left_out = self.left_out(recipe, below)
+        if key not in self.cache:
+            parameters_left_out = self.parameters_left_out(recipe, offloaded)
             found = self.measure_update(
-                [p for p in self.trained if p not in left_out], recipe, below
+                [p for p in self.trained if p not in parameters_left_out], recipe, offloaded
             )
-            each = [self.update_of(p, recipe, p in below) for p in left_out]
+            each = [self.update_of(p, recipe, p in offloaded) for p in parameters_left_out]
             held = found.held + sum(e.held for e in each)
             totals = found.totals + sum(e.totals for e in each)
-            self.known[key] = Update(held, found.more, found.operator, totals)
-        return self.known[key]
+            self.cache[key] = Update(held, found.more, found.operator, totals)
+        return self.cache[key]
 
-    def left_out(self, recipe: Recipe, below: set[Tensor]) -> set[Tensor]:
-        """Return the parameters whose update cannot raise the peak.
+    def parameters_left_out(self, recipe: Recipe, offloaded: set[Tensor]) -> set[Tensor]:
+        """Return the parameters that a measured update can leave out without changing its peak.
 
         These parameters belong to blocks whose two predecessors and two successors have trainable
-        parameters of the same shapes. The shapes of parameters with offloaded state and those of
-        the other parameters are compared separately, so a block may be left out for only one of the
-        two kinds. The set is empty if all parameters are updated at once or share a tensor of the
-        state. Small parameters share a page with their neighbors. In a paged update, a block is
-        therefore left out only if one of its parameters is larger than a page.
+        parameters of the same shapes. Parameters with offloaded state and all other parameters are
+        compared separately, so only one of the two kinds may be left out for a block. In a paged
+        update, small parameters share a page with their neighbors. Therefore a block is left out
+        only if one of its parameters is larger than a page.
+
+        The set is empty if all parameters are updated at once or share a tensor of the state.
         """
         shares_state = OPTIMIZERS[recipe.optimizer].shares_state
         if on_kind(recipe, self.kind).update != "loop" or shares_state:
             return set()
         found: set[Tensor] = set()
-        for way in (True, False):
+        for is_offloaded in (True, False):
             rows = [
-                [p for p in block.parameters() if p.requires_grad and (p in below) == way]
+                [
+                    p
+                    for p in block.parameters()
+                    if p.requires_grad and (p in offloaded) == is_offloaded
+                ]
                 for block in self.blocks
             ]
             looks = [[p.shape for p in row] for row in rows]
             for i in range(2, len(rows) - 2):
-                ends = not recipe.has_pages or any(
+                ends = not recipe.uses_offloaded_optimizer or any(
                     4 * p.numel() > recipe.page_bytes for p in rows[i]
                 )
                 if ends and all(look == looks[i] for look in looks[i - 2 : i + 3]):
                     found.update(rows[i])
         return found
 
-    def update_of(self, p: Tensor, recipe: Recipe, below: bool) -> Update:
-        """Return the update of one parameter, whose state is offloaded if `below` is true."""
+    def update_of(self, p: Tensor, recipe: Recipe, offloaded: bool) -> Update:
+        """Return the update of one parameter, whose state is offloaded if `offloaded` is true."""
         recipe = on_kind(recipe, self.kind)
         # A single parameter is one page, so the result does not depend on page_bytes.
-        takes = OPTIMIZERS[recipe.optimizer].takes
+        takes = OPTIMIZERS[recipe.optimizer].select_parameters
         taken = takes is None or p in takes(self.model)
-        key = p.shape, p.dtype, below, recipe.optimizer, recipe.update, taken
-        if key not in self.known:
-            self.known[key] = self.measure_update(
-                [p], replace(recipe, offload_optimizer=float(below)), {p} if below else ()
+        key = p.shape, p.dtype, offloaded, recipe.optimizer, recipe.update, taken
+        if key not in self.cache:
+            self.cache[key] = self.measure_update(
+                [p], replace(recipe, offload_optimizer=float(offloaded)), {p} if offloaded else ()
             )
-        return self.known[key]
+        return self.cache[key]
 
     def measure_update(
-        self, parameters: Sequence[Tensor], recipe: Recipe, below: set[Tensor]
+        self, parameters: Sequence[Tensor], recipe: Recipe, offloaded: set[Tensor]
     ) -> Update:
-        """Measure an update of only these parameters, and return it as an `Update`.
+        """Run and measure an update of only the given parameters, whose state exists already.
 
-        Another update before it creates the state of the parameters. `below` has the parameters
-        whose state is offloaded.
+        Args:
+            parameters: Parameters to update.
+            recipe: Recipe with the optimizer's settings.
+            offloaded: Parameters whose state is offloaded.
         """
-        size, of_all = (
-            sum(p.numel() for p in parameters if p in group) for group in (below, set(parameters))
+        size, update_of_all = (
+            sum(p.numel() for p in parameters if p in group)
+            for group in (offloaded, set(parameters))
         )
         # The largest parameters are offloaded first. Half an element less than their total makes
-        # the optimizer choose exactly those in `below`, despite rounding.
-        recipe = replace(recipe, offload_optimizer=max(0.0, size - 0.5) / of_all)
+        # the optimizer choose exactly those in `offloaded`, despite rounding.
+        recipe = replace(recipe, offload_optimizer=max(0.0, size - 0.5) / update_of_all)
         part = nn.ParameterList(parameters)
         store = SymbolicStore()
         optimizer = symbolic_optimizer(part, recipe, store, self.tier, self.model)

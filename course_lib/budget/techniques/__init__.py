@@ -1,8 +1,8 @@
 """All memory-saving techniques of a recipe, one file per technique.
 
-`TECHNIQUES` is in the order in which tables name them. To add a technique, write a file with a
-subclass of `Technique` and add an instance to `TECHNIQUES`. Add its fields with their defaults to
-`Recipe`.
+`TECHNIQUES` has the order in which tables list the techniques. To add a technique, write a file
+with a subclass of `Technique` and add an instance to `TECHNIQUES`. Add its fields with their
+defaults to `Recipe`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Set the attention of any model for one step.
+"""Technique that sets the attention implementation of any model for one step.
 
-Depending on the model, this changes its `course_lib.models.Attention` modules, calls its method
-`set_attn_implementation` (Hugging Face), or replaces its calls of `F.scaled_dot_product_attention`.
+Depending on the model, this module changes the model's `course_lib.models.Attention` modules, calls
+its method `set_attn_implementation` (Hugging Face), or replaces its calls of
+`F.scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -21,33 +22,39 @@ from course_lib.labels import verbatim
 from course_lib.models import Attention
 
 from ..hugging_face import configs_of
-from .technique import Check, Recipe, Search, Technique, choice, fields_of
+from .technique import ForwardCheck, Recipe, RecipeSearch, Technique, choice, fields_of
 
 ATTENTIONS = ("standard", "flash")
 # Values that are passed to `set_attn_implementation` of a Hugging Face model.
-SWITCHED = ("eager", "sdpa")
+HUGGING_FACE_ATTENTIONS = ("eager", "sdpa")
 
 
 class AttentionKind(Technique):
-    """Flash attention or another implementation of attention.
+    """Attention implementation of the model, such as flash attention.
 
     The model must be built from `course_lib.models.Attention`, have the method
     `set_attn_implementation` (Hugging Face), or call `F.scaled_dot_product_attention`.
     """
 
-    fields = fields_of(attention=choice(*ATTENTIONS, *SWITCHED, None))
+    fields = fields_of(attention=choice(*ATTENTIONS, *HUGGING_FACE_ATTENTIONS, None))
     composable = True
     acts_on = frozenset({"activation", "temporary"})
 
     def is_used(self, recipe: Recipe) -> bool:
-        """Return whether the recipe sets the model's attention, as the default "standard" does."""
+        """Return whether the recipe sets the attention of a model.
+
+        Only None leaves the model's own attention. Even the default, "standard", sets it.
+        """
         return recipe.attention is not None
 
-    def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
-        """Return an error message if a problem can be detected before the model runs, or None."""
+    def unsupported_reason(self, recipe: Recipe, model: nn.Module) -> str | None:
+        """Return an error message if the model is known not to support the attention, or None.
+
+        Other problems are found only when the model runs.
+        """
         wanted = recipe.attention
         own = attentions_of(model)
-        if wanted in SWITCHED and (own or not _with_switch(model)):
+        if wanted in HUGGING_FACE_ATTENTIONS and (own or not _modules_with_setter(model)):
             return (
                 f"attention must be 'standard', 'flash' or None for {describe(model)} without"
                 f" set_attn_implementation, got {wanted!r}"
@@ -61,47 +68,47 @@ class AttentionKind(Technique):
 
     def apply(
         self, recipe: Recipe, model: nn.Module, store: Any = None
-    ) -> AbstractContextManager[Check]:
-        return attention_of(model, recipe.attention)
+    ) -> AbstractContextManager[ForwardCheck]:
+        return set_attention(model, recipe.attention)
 
-    def words(self, recipe: Recipe) -> list[str]:
+    def labels(self, recipe: Recipe) -> list[str]:
         return [] if recipe.attention in ("standard", None) else [verbatim(recipe.attention)]
 
-    def candidates(self, search: Search) -> list[Mapping[str, Any]]:
-        """Return the model's own attention, and fused attention unless the model already uses it.
+    def candidates(self, search: RecipeSearch) -> list[Mapping[str, Any]]:
+        """Return the model's own attention, and fused attention if the model does not use it yet.
 
-        A model that calls `F.scaled_dot_product_attention` uses it already.
+        A model that calls `F.scaled_dot_product_attention` already uses fused attention.
         """
         unchanged = {"attention": "standard"}
-        own = attentions_of(search.known.model)
+        own = attentions_of(search.cache.model)
         if own:
             fused = {"attention": "flash"}
-        elif "eager" in _implementations(search.known.model):
+        elif "eager" in _implementations(search.cache.model):
             fused = {"attention": "sdpa"}
         else:
             return [unchanged]
-        if drop_probability(own) or not search.known.goes_with(**fused):
+        if drop_probability(own) or not search.cache.supports(**fused):
             return [unchanged]
-        return sorted((unchanged, fused), key=lambda each: search.known.with_base(**each).flops)
+        return sorted((unchanged, fused), key=lambda each: search.cache.with_base(**each).flops)
 
 
 @contextmanager
-def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], None]]:
+def set_attention(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], None]]:
     """Set the model's attention to `wanted` inside the `with` block.
 
-    The yielded function raises ValueError if flash attention is wanted but no forward pass has used
-    it.
+    The yielded function must be called after a forward pass. It raises ValueError if flash
+    attention is wanted but no forward pass has used it.
     """
     own = attentions_of(model)
     with ExitStack() as stack:
         calls: list[bool] = []
         if own:
             stack.enter_context(_set_course_attention(own, wanted))
-        elif wanted in SWITCHED:
+        elif wanted in HUGGING_FACE_ATTENTIONS:
             stack.enter_context(_set_implementation(model, wanted))
         elif wanted == "flash":
             stack.enter_context(_set_implementation(model, "sdpa", "flash"))
-            stack.enter_context(_Flash(calls))
+            stack.enter_context(_FlashAttentionMode(calls))
 
         def check() -> None:
             if wanted == "flash" and not own and not calls:
@@ -114,7 +121,7 @@ def attention_of(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], 
 
 
 def attentions_of(model: nn.Module) -> list[Attention]:
-    """Return the modules of the class `course_lib.models.Attention`."""
+    """Return the modules of a model that are `course_lib.models.Attention`."""
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
@@ -151,27 +158,31 @@ def _implementations(model: nn.Module) -> set[str]:
     return {config._attn_implementation for config in configs_of(model, "_attn_implementation")}
 
 
-def _with_switch(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules with `set_attn_implementation`.
+def _modules_with_setter(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules that have a method `set_attn_implementation`.
 
-    The method also sets the modules inside them.
+    The method of a module also sets the modules inside it.
     """
     if callable(getattr(model, "set_attn_implementation", None)):
         return [model]
-    return [found for child in model.children() for found in _with_switch(child)]
+    return [found for child in model.children() for found in _modules_with_setter(child)]
 
 
 @contextmanager
-def _set_implementation(model: nn.Module, wanted: str, asked: str | None = None) -> Iterator[None]:
+def _set_implementation(
+    model: nn.Module, wanted: str, recipe_value: str | None = None
+) -> Iterator[None]:
     """Set a Hugging Face model's attention implementation to `wanted` inside the `with` block.
 
-    If the recipe's value differs from `wanted`, pass it as `asked`, and error messages show it
-    instead.
+    Args:
+        model: Model that contains Hugging Face modules.
+        wanted: Value for `set_attn_implementation`.
+        recipe_value: Value of `Recipe.attention` for error messages, if it is not `wanted`.
     """
     configs = configs_of(model, "_attn_implementation")
     before = [config._attn_implementation for config in configs]
     try:
-        for module in _with_switch(model):
+        for module in _modules_with_setter(model):
             problem = None
             try:
                 module.set_attn_implementation(wanted)
@@ -183,14 +194,14 @@ def _set_implementation(model: nn.Module, wanted: str, asked: str | None = None)
                     f"{config._attn_implementation!r} or None",
                     "whose set_attn_implementation rejects other values",
                 )
-                if asked == "flash":
+                if recipe_value == "flash":
                     allowed, reason = (
                         "'standard'",
                         "which has its own attention and does not switch to PyTorch's",
                     )
                 raise ValueError(
                     f"attention must be {allowed} for {describe(module)}, {reason}, got"
-                    f" {asked or wanted!r}"
+                    f" {recipe_value or wanted!r}"
                 ) from problem
         yield
     finally:
@@ -202,10 +213,13 @@ def _set_implementation(model: nn.Module, wanted: str, asked: str | None = None)
 # ---- Modules that call PyTorch's attention
 
 
-class _Flash(TorchFunctionMode):
+class _FlashAttentionMode(TorchFunctionMode):
     """Mode in which `F.scaled_dot_product_attention` runs `flash_attention`.
 
-    Masks and dropout are not supported: passing them raises ValueError.
+    Calls with a mask or with dropout raise ValueError, because `flash_attention` supports neither.
+
+    Args:
+        calls: List to which each call appends True.
     """
 
     # PyTorch does not enter the mode inside `backward`, so checkpoints enter it again.
@@ -231,6 +245,7 @@ class _Flash(TorchFunctionMode):
     def attention(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options
     ) -> Tensor:
+        """Run `flash_attention` with the arguments of `F.scaled_dot_product_attention`."""
         self.calls.append(True)
         for name, actual, plain in (("attn_mask", attn_mask, None), ("dropout_p", dropout_p, 0.0)):
             if actual is not plain and not (name == "dropout_p" and actual == plain):

@@ -1,4 +1,4 @@
-"""Activation checkpointing of blocks, or of a chain of stages that follows a schedule.
+"""Technique that checkpoints the blocks of a model, or runs a chain of stages by a schedule.
 
 Lessons 02 and 03 explain both.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib._check import any_of, kind, must_be
+from course_lib._check import any_of, argument_message, kind
 from course_lib.checkpoint import CheckpointedBlocks, checkpoint_blocks
 from course_lib.checkpoint.blocks import names_of, names_to_choose
 from course_lib.checkpoint.state import is_instance_norm, statistics_of
@@ -27,22 +27,32 @@ from ..stages import (
     fastest,
     is_compared,
     may_draw,
-    note_compared,
+    record_comparison,
     runs_stages,
 )
-from .technique import Check, Recipe, Search, Technique, all_of, choice, count_or_none, fields_of
+from .technique import (
+    ForwardCheck,
+    Recipe,
+    RecipeSearch,
+    Technique,
+    at_least_or_none,
+    choice,
+    combine_checks,
+    fields_of,
+)
 
 CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
 # Operators whose outputs "selective" keeps.
-PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
-# OF_KINDS maps a field to the values of `checkpoint` that allow it. NEEDED maps a field to the only
-# value of `checkpoint` that allows it, which also requires it.
-OF_KINDS = {"blocks": CHECKPOINTS[1:], "first_blocks": CHECKPOINTS[1:3]}
-NEEDED = {"segments": "segments", "schedule_bytes": "optimal"}
+MATRIX_PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+# ALLOWED_WITH maps a field to the values of `checkpoint` with which the field may be set.
+# REQUIRED_WITH maps a field to the only value of `checkpoint` with which it may be set, and with
+# which it must be set.
+ALLOWED_WITH = {"blocks": CHECKPOINTS[1:], "first_blocks": CHECKPOINTS[1:3]}
+REQUIRED_WITH = {"segments": "segments", "schedule_bytes": "optimal"}
 
 
-def _blocks(name: str, value: Any) -> None:
-    """Raise TypeError if a value is not a name, a tuple of names or None."""
+def _check_block_names(name: str, value: Any) -> None:
+    """Raise TypeError unless the field `blocks` is a name, a tuple of names or None."""
     for each in value if isinstance(value, tuple) and value else [value]:
         kind(name, each, (str, type(None)), "a name with wildcards, a tuple of such names or None")
 
@@ -52,31 +62,31 @@ class Checkpoint(Technique):
 
     fields = fields_of(
         checkpoint=choice(*CHECKPOINTS),
-        blocks=_blocks,
-        first_blocks=count_or_none(1),
-        segments=count_or_none(1),
-        schedule_bytes=count_or_none(1),
+        blocks=_check_block_names,
+        first_blocks=at_least_or_none(1),
+        segments=at_least_or_none(1),
+        schedule_bytes=at_least_or_none(1),
     )
     after = ("head_chunk",)
     composable = True
     acts_on = frozenset({"activation"})
 
     def conflict(self, recipe: Recipe) -> str | None:
-        for name, kinds in OF_KINDS.items():
+        for name, kinds in ALLOWED_WITH.items():
             value = getattr(recipe, name)
             if value is not None and recipe.checkpoint not in kinds:
                 return (
                     f"{name} must be None unless checkpoint is {any_of(map(repr, kinds))}, got"
                     f" {value!r} with checkpoint={recipe.checkpoint!r}"
                 )
-        for name, owner in NEEDED.items():
+        for name, owner in REQUIRED_WITH.items():
             if (getattr(recipe, name) is not None) != (recipe.checkpoint == owner):
                 allowed = f"a number when checkpoint is {owner!r}, and None otherwise"
                 actual = f"{getattr(recipe, name)} with checkpoint={recipe.checkpoint!r}"
-                return must_be(name, allowed, actual)
+                return argument_message(name, allowed, actual)
         return None
 
-    def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
+    def unsupported_reason(self, recipe: Recipe, model: nn.Module) -> str | None:
         if recipe.checkpoint in CHAINED:
             _check_chain(model, recipe)
         elif recipe.checkpoint != "none":
@@ -85,10 +95,10 @@ class Checkpoint(Technique):
 
     def apply(
         self, recipe: Recipe, model: nn.Module, store: Any = None
-    ) -> AbstractContextManager[Check]:
+    ) -> AbstractContextManager[ForwardCheck]:
         return _apply_checkpoints(recipe, model)
 
-    def words(self, recipe: Recipe) -> list[str]:
+    def labels(self, recipe: Recipe) -> list[str]:
         if recipe.checkpoint == "none":
             return []
         megabytes = f"{(recipe.schedule_bytes or 0) / 1e6:,.1f}"
@@ -105,48 +115,49 @@ class Checkpoint(Technique):
             words = text("{checkpoint} of {blocks}", checkpoint=words, blocks=verbatim(blocks))
         return [words]
 
-    def candidates(self, search: Search) -> list[Mapping[str, Any]]:
-        """Return the kinds of checkpoints that the model supports.
+    def candidates(self, search: RecipeSearch) -> list[Mapping[str, Any]]:
+        """Return one candidate for each kind of checkpoint that the model supports.
 
-        The candidates have the fewest segments and schedule bytes. The module `best_numbers` tries
-        larger numbers later.
+        The candidates have the fewest segments and schedule bytes. The module `best_numbers` finds
+        the best values of these numbers later.
         """
-        known = search.known
+        cache = search.cache
         found: list[Mapping[str, Any]] = [{"checkpoint": "none"}]
-        if known.goes_with(checkpoint="layers"):
+        if cache.supports(checkpoint="layers"):
             kinds = ("layers",) if search.quick else ("selective", "layers")
-            found += [{"checkpoint": name, "blocks": known.blocks} for name in kinds]
-        if not search.quick and known.goes_with(checkpoint="optimal", schedule_bytes=1 << 60):
-            found += [{"checkpoint": "optimal", "blocks": known.blocks, "schedule_bytes": 1}]
-            if known.segments > 1:
-                found += [{"checkpoint": "segments", "blocks": known.blocks, "segments": 2}]
+            found += [{"checkpoint": name, "blocks": cache.blocks} for name in kinds]
+        if not search.quick and cache.supports(checkpoint="optimal", schedule_bytes=1 << 60):
+            found += [{"checkpoint": "optimal", "blocks": cache.blocks, "schedule_bytes": 1}]
+            if cache.segments > 1:
+                found += [{"checkpoint": "segments", "blocks": cache.blocks, "segments": 2}]
         return found
 
-    def not_tried(self, search: Search) -> str | None:
-        known = search.known
-        if known.base.checkpoint != "none" or known.uses_own_stages:
+    def not_tried(self, search: RecipeSearch) -> str | None:
+        cache = search.cache
+        if cache.base.checkpoint != "none" or cache.uses_own_stages:
             return None
-        if not known.layers:
-            names = ", ".join(map(repr, names_to_choose(known.model)[:12]))
+        if not cache.layers:
+            names = ", ".join(map(repr, names_to_choose(cache.model)[:12]))
             return names and text(
                 "no checkpoint was tried, because the model has no list of blocks (nn.ModuleList);"
                 " name some of its modules with blocks= (--blocks in the command): {names}",
                 names=verbatim(names),
             )
         if search.has_listed(self.field) and len(search.candidates(self.field)) == 1:
-            reason = verbatim(known.refusal(checkpoint="layers"))
+            reason = verbatim(cache.unsupported_reason(checkpoint="layers"))
             return text(
-                "no checkpoint was tried, because the step refuses it: {reason}", reason=reason
+                "no checkpoint was tried, because a step with checkpoints fails: {reason}",
+                reason=reason,
             )
         return None
 
 
 @contextmanager
-def _apply_checkpoints(recipe: Recipe, model: nn.Module) -> Iterator[Check]:
+def _apply_checkpoints(recipe: Recipe, model: nn.Module) -> Iterator[ForwardCheck]:
     """Apply the recipe's checkpoints to the model inside the `with` block."""
-    checks: list[Check] = []
+    checks: list[ForwardCheck] = []
     with ExitStack() as stack:
-        # Otherwise the loss runs the model's own chain (`course_lib.budget.stages`).
+        # The model's own chain needs nothing here, because the loss runs it (`budget.stages`).
         if recipe.checkpoint in CHAINED and not runs_stages(model, recipe):
             handle = stack.enter_context(schedule_of_blocks(model, recipe))
             handle.advice = ADVICE if is_compared(model, recipe) else None
@@ -156,14 +167,14 @@ def _apply_checkpoints(recipe: Recipe, model: nn.Module) -> Iterator[Check]:
             handle.advice = ADVICE if is_compared(model, recipe) else None
             checks.append(handle.check)
             checks.append(
-                stack.enter_context(statistics_kept(model, handle.names, recipe.checkpoint))
+                stack.enter_context(keep_statistics(model, handle.names, recipe.checkpoint))
             )
-        yield all_of(checks)
-    note_compared(model, recipe)
+        yield combine_checks(checks)
+    record_comparison(model, recipe)
 
 
 def schedule_of_blocks(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
-    """Return the context manager that runs the model's blocks by the recipe's schedule."""
+    """Return a context manager in which the model's blocks run by the recipe's schedule."""
     names = names_of(model, block_names(recipe))
     if recipe.checkpoint == "segments":
         return ScheduledBlocks(model, names, segments(Chain.uniform(len(names)), recipe.segments))
@@ -172,34 +183,40 @@ def schedule_of_blocks(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
 
 
 def checkpoints_of_blocks(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
-    """Return the context manager that checkpoints the model's blocks."""
+    """Return a context manager in which the model's blocks are checkpointed."""
     return checkpoint_blocks(
         model,
         block_names(recipe),
         first=recipe.first_blocks,
-        policy=PRODUCTS if recipe.checkpoint == "selective" else None,
+        policy=MATRIX_PRODUCTS if recipe.checkpoint == "selective" else None,
         preserve_rng_state=may_draw(model),
         preserve_module_state=True,
-        compare=False,  # a step sets `advice` instead
+        compare=False,  # `_apply_checkpoints` turns on the comparison by setting `advice`
     )
 
 
 def block_names(recipe: Recipe) -> str | list[str] | None:
-    """Return the recipe's `blocks`, with a tuple turned into a list."""
+    """Return the recipe's `blocks` for `names_of`, which takes a list instead of a tuple."""
     return list(recipe.blocks) if isinstance(recipe.blocks, tuple) else recipe.blocks
 
 
 @contextmanager
-def statistics_kept(
+def keep_statistics(
     model: nn.Module, names: Sequence[str], checkpoint: str
 ) -> Iterator[Callable[[], None]]:
-    """Undo the second update of running statistics that recomputation makes.
+    """Undo the second update of running statistics, which a recomputation makes.
 
-    Norms in these blocks update their running statistics in the forward pass. A checkpoint repeats
-    the forward pass, but the statistics must be updated only once.
+    Norms such as BatchNorm update their running statistics in the forward pass. A checkpoint runs
+    the forward pass of a block a second time, but the statistics must be updated only once.
 
-    The yielded function must be called after the forward pass. It raises ValueError if other
-    buffers have changed, because the recomputed block might compute with the new values.
+    The yielded function must be called after the forward pass. It stores the statistics, which are
+    restored before the next forward pass and at the end of the `with` block. It raises ValueError
+    if other buffers have changed, because the recomputed block might compute with the new values.
+
+    Args:
+        model: Model with checkpointed blocks.
+        names: Names of the checkpointed blocks.
+        checkpoint: Value of `Recipe.checkpoint` for the error message.
     """
     blocks = {name: model.get_submodule(name) for name in names}
     statistics = {buffer for block in blocks.values() for buffer in statistics_of(block)}
@@ -208,9 +225,10 @@ def statistics_kept(
     kept: list[tuple[Tensor, Tensor]] = []
 
     def other_buffers() -> dict[str, tuple[int, int, int]]:
-        """Return the id, version and storage of each other buffer by name.
+        """Return values that reveal a change of any buffer except running statistics, by name.
 
-        The version counts changes in place, and assigning to `.data` replaces the storage.
+        The id changes if the buffer is replaced, the version if it is changed in place, and the
+        storage if `.data` is assigned.
         """
         found = {
             f"{name}.{key}": buffer
@@ -230,7 +248,7 @@ def statistics_kept(
                 )
         kept.extend((buffer, buffer.clone()) for buffer in statistics)
 
-    def put_back(*_: Any) -> None:
+    def restore_statistics(*_: Any) -> None:
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)
@@ -239,13 +257,17 @@ def statistics_kept(
     before = other_buffers()
     # The next micro-batch must begin with the statistics that the forward pass of the previous one
     # has left, without the second update.
-    hooks = [block.register_forward_pre_hook(put_back) for block in blocks.values() if statistics]
+    hooks = [
+        block.register_forward_pre_hook(restore_statistics)
+        for block in blocks.values()
+        if statistics
+    ]
     try:
         yield keep
     finally:
         for hook in hooks:
             hook.remove()
-        put_back()
+        restore_statistics()
 
 
 def _storage_of(tensor: Tensor) -> int:
@@ -257,7 +279,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _check_chain(model: nn.Module, recipe: Recipe) -> None:
-    """Raise ValueError if the model has fewer blocks than the recipe has segments."""
+    """Raise ValueError if the recipe has more segments than the model has blocks."""
     if runs_stages(model, recipe):
         # The number of stages is not known without a batch.
         return
@@ -269,7 +291,11 @@ def _check_chain(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
-    """Raise ValueError if a name matches several types of blocks, or if blocks are missing."""
+    """Raise ValueError if the model's blocks are not those that the recipe needs.
+
+    Each name must match blocks of a single type, unless all blocks that it matches are items of
+    `nn.ModuleList`s. `first_blocks` must not exceed the number of blocks.
+    """
     blocks = block_names(recipe)
     count = 0
     for name in blocks if isinstance(blocks, list) else [blocks]:
@@ -281,8 +307,8 @@ def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
         in_lists = all(isinstance(model.get_submodule(each), nn.ModuleList) for each in lists)
         if name is not None and len(kinds) > 1 and not in_lists:
             raise ValueError(
-                "blocks must match modules of one type, or of lists (nn.ModuleList), per name, got"
-                f" {name!r}, which matches {', '.join(kinds)}; pass several names"
+                "blocks must match modules of one type, or only items of nn.ModuleLists, with each"
+                f" name, got {name!r}, which matches {', '.join(kinds)}; pass several names"
             )
     if recipe.first_blocks is not None and recipe.first_blocks > count:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Chunked loss head for any model: the loss computes the logits of a few tokens at a time."""
+"""Technique that computes the logits and the loss of any model for a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from course_lib.checkpoint import checkpointed_loss
 from course_lib.checkpoint.blocks import names_of
 from course_lib.labels import text
 
-from .technique import Check, Recipe, Search, Technique, count_or_none, fields_of
+from .technique import ForwardCheck, Recipe, RecipeSearch, Technique, at_least_or_none, fields_of
 
 # Number of tokens per chunk that the search tries, or a sixteenth of the batch's tokens if that is
 # more. Smaller chunks save little additional memory.
@@ -26,42 +26,52 @@ HEAD_CHUNK = 512
 class ChunkedHead(Technique):
     """Logits and their loss, computed for `head_chunk` tokens at a time."""
 
-    fields = fields_of(head_chunk=count_or_none(1))
+    fields = fields_of(head_chunk=at_least_or_none(1))
     after = ("attention",)
     composable = True
     acts_on = frozenset({"activation", "temporary"})
 
-    def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
+    def unsupported_reason(self, recipe: Recipe, model: nn.Module) -> str | None:
         if recipe.head_chunk:
             head_of(model, recipe.head_chunk)
         return None
 
     def apply(
         self, recipe: Recipe, model: nn.Module, store: Any = None
-    ) -> AbstractContextManager[Check]:
+    ) -> AbstractContextManager[ForwardCheck]:
         return chunked_head(model, recipe.head_chunk)
 
-    def words(self, recipe: Recipe) -> list[str]:
+    def labels(self, recipe: Recipe) -> list[str]:
         if not recipe.head_chunk:
             return []
         return [text("head in chunks of {tokens}", tokens=recipe.head_chunk)]
 
-    def candidates(self, search: Search) -> list[Mapping[str, Any]]:
-        first = next(tensors_in(search.known.batch), None)
+    def candidates(self, search: RecipeSearch) -> list[Mapping[str, Any]]:
+        first = next(tensors_in(search.cache.batch), None)
         tokens = 0 if first is None or first.is_floating_point() else first.numel()
         chunk = max(HEAD_CHUNK, tokens // 16)
         found: list[Mapping[str, Any]] = [{self.field: None}]
-        return [*found, {self.field: chunk}] if search.known.goes_with(head_chunk=chunk) else found
+        return [*found, {self.field: chunk}] if search.cache.supports(head_chunk=chunk) else found
 
 
 @contextmanager
 def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], None]]:
-    """Make the model's head return `Logits` inside the `with` block.
+    """Compute the logits and the loss for a few tokens at a time inside the `with` block.
 
-    The yielded function raises ValueError if no `Logits` have reached a loss. The model's own
-    forward pass and loss run unchanged. They may apply only operations to the logits that treat
-    each token separately, so that loss and gradients equal the model's own. All other operations
-    raise ValueError.
+    The logits of all tokens then never exist at once. In this context, the model's head returns a
+    placeholder (`Logits`), and `F.cross_entropy` of this placeholder computes logits and loss in
+    chunks. Loss and gradients equal the model's own. Before the loss, the model may only reshape,
+    select or convert the logits of each token. Any other operation on them raises ValueError.
+
+    The yielded function must be called after the forward pass. It raises ValueError if no `Logits`
+    have reached `F.cross_entropy`.
+
+    Args:
+        model: Model whose head is changed (see `head_of`).
+        chunk: Number of tokens per chunk. None leaves the head unchanged.
+
+    Raises:
+        ValueError: The model has no head.
     """
     if chunk is None:
         yield lambda: None
@@ -88,10 +98,16 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
 
 
 class _ForwardInChunks:
-    """Replacement for the forward method of a head.
+    """Replacement for the method `forward` of a head, which returns `Logits`.
 
     It is a class and not a closure, so that a copy of the head has its own copy of the replacement.
     A schedule copies the head to measure the chain.
+
+    Args:
+        head: Head of the model.
+        chunk: Number of tokens per chunk.
+        about: Part of error messages that names the chunk and the class of the model.
+        used: List to which the loss appends True.
     """
 
     def __init__(self, head: nn.Module, chunk: int, about: str, used: list[bool]):
@@ -99,13 +115,13 @@ class _ForwardInChunks:
         self.forward = head.forward
         self.about = about
         self.used = used
-        # The head of an adapter may have dropout.
+        # The head of an adapter may have dropout, whose random numbers must be repeated.
         random = type(head) is not nn.Linear
         self.options = {"chunk": chunk, "preserve_rng_state": random}
 
     def __call__(self, hidden: Tensor) -> Logits:
         width = self.head.weight.shape[0]
-        # The loss may be computed after the end of an autocast block in which the head was called.
+        # The loss may be computed after the autocast context of the head's call has ended.
         autocast = AutocastState([hidden.device.type])
 
         def forward(hidden: Tensor) -> Tensor:
@@ -116,14 +132,20 @@ class _ForwardInChunks:
 
 
 def head_of(model: nn.Module, chunk: int) -> nn.Module:
-    """Return the model's output embedding, or else its widest `nn.Linear` outside the blocks.
+    """Return the module that computes a model's logits.
 
-    The last one is returned if several are equally wide.
+    This is the output embedding that a method `get_output_embeddings` returns. Otherwise it is the
+    `nn.Linear` outside the blocks with the most output features, or the last such module if several
+    are equally wide.
+
+    Args:
+        model: The model.
+        chunk: Value of `Recipe.head_chunk` for the error message.
 
     Raises:
         ValueError: The model has no such module.
     """
-    # The model may be a wrapper around the module that has the method.
+    # The module that has the method may be wrapped in other modules.
     for module in model.modules():
         found = getattr(module, "get_output_embeddings", lambda: None)()
         if isinstance(found, nn.Module) and isinstance(getattr(found, "weight", None), Tensor):
@@ -146,19 +168,19 @@ def head_of(model: nn.Module, chunk: int) -> nn.Module:
 
 
 # Functions that read only shape, dtype, device and similar properties of the logits.
-LOOKED_AT = {"__get__", "size", "dim", "numel", "__len__", "is_floating_point"}
-ALLOWED = {"float", "to", "contiguous", "view", "reshape", "flatten", "getitem"}
+METADATA_FUNCTIONS = {"__get__", "size", "dim", "numel", "__len__", "is_floating_point"}
+ALLOWED_OPERATIONS = {"float", "to", "contiguous", "view", "reshape", "flatten", "getitem"}
 
 
 class Logits(Tensor):
-    """Placeholder for `forward(hidden)`, which the loss computes in chunks of tokens.
+    """Placeholder for the logits `forward(hidden)`, which the loss computes in chunks of tokens.
 
-    Models of Hugging Face need it: they pass the logits of their head to a loss inside `forward`,
-    so there is no call from outside that could compute both together.
+    Hugging Face models need this placeholder: they pass the logits to a loss inside their `forward`
+    method, so no code outside of the model could compute both together.
 
     Attributes:
-        hidden: Input of the head. The model may have reshaped its logits; `hidden` has the same
-            shape except for the last dimension.
+        hidden: Input of the head. If the model reshapes the logits, `hidden` is reshaped in the
+            same way, except for the last dimension.
         casts: Dtypes to which the model has converted the logits, in order.
     """
 
@@ -177,7 +199,7 @@ class Logits(Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = func.__name__
         kwargs = kwargs or {}
-        if name in LOOKED_AT:
+        if name in METADATA_FUNCTIONS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         logits = next(x for x in (*args, *kwargs.values()) if isinstance(x, Logits))
@@ -185,7 +207,7 @@ class Logits(Tensor):
             return logits.loss(
                 *args[1:], **{key: value for key, value in kwargs.items() if value is not logits}
             )
-        allowed = name.strip("_") in ALLOWED and args and args[0] is logits
+        allowed = name.strip("_") in ALLOWED_OPERATIONS and args and args[0] is logits
         found = getattr(logits, f"_{name.strip('_')}")(*args[1:], **kwargs) if allowed else None
         if found is None:
             raise ValueError(
@@ -208,7 +230,7 @@ class Logits(Tensor):
         reduction="mean",
         label_smoothing=0.0,
     ) -> Tensor:
-        """Return `F.cross_entropy` of the logits, computed in chunks."""
+        """Return `F.cross_entropy` of the logits, computed in chunks of tokens."""
         if any(x is not None for x in (weight, size_average, reduce)) or label_smoothing:
             raise ValueError(
                 "head_chunk must be None unless F.cross_entropy is called with no options but"
@@ -236,6 +258,7 @@ class Logits(Tensor):
     # ---- Allowed operations on logits. They return None if the arguments are not allowed.
 
     def _with_hidden(self, hidden: Tensor, *dtypes: torch.dtype) -> Logits:
+        """Return a placeholder for another input of the head, with further conversions of dtype."""
         return Logits(hidden, (*self.casts, *dtypes), *self.rest)
 
     def _float(self) -> Logits:

@@ -1,4 +1,4 @@
-"""Optimizer steps in backward, so that the gradients never exist all at once (lesson 05)."""
+"""Technique that updates parameters in backward and releases their gradients (lesson 05)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 
 from course_lib.labels import text
 
-from .technique import Recipe, Search, Technique, fields_of, yes_or_no
+from .technique import Recipe, RecipeSearch, Technique, check_bool, fields_of
 
 
 class InBackward(Technique):
-    """Optimizer steps in backward, which `course_lib.budget.step` implements."""
+    """Optimizer that updates each parameter in backward, as soon as its gradient is complete.
 
-    fields = fields_of(in_backward=yes_or_no)
+    `run_micro_batches` of `course_lib.budget.step` passes the option to `AccumulatedStep`.
+    """
+
+    fields = fields_of(in_backward=check_bool)
     after = ("accumulate",)
     composable = True
     computes = False
@@ -28,10 +31,10 @@ class InBackward(Technique):
             )
         return None
 
-    def words(self, recipe: Recipe) -> list[str]:
+    def labels(self, recipe: Recipe) -> list[str]:
         return [text("steps in backward")] if recipe.in_backward else []
 
-    def candidates(self, search: Search) -> list[Mapping[str, Any]]:
-        base = search.known.base
-        one = search.known.max_norm is None and base.accumulate is None and base.micro_batches == 1
+    def candidates(self, search: RecipeSearch) -> list[Mapping[str, Any]]:
+        base = search.cache.base
+        one = search.cache.max_norm is None and base.accumulate is None and base.micro_batches == 1
         return [{self.field: inside} for inside in ((False, True) if one else (False,))]

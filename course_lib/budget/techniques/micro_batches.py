@@ -1,4 +1,4 @@
-"""Micro-batches whose gradients are accumulated (lesson 05)."""
+"""Technique that splits the batch and accumulates gradients of micro-batches (lesson 05)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from course_lib._batches import Split, has_samples, parts_of, samples_in, samples_to_split
+from course_lib._batches import Split, has_samples, num_splittable_samples, parts_of, samples_in
 from course_lib._torch.tensors import tensors_in
 from course_lib.labels import text, verbatim
 from course_lib.labels.command import translated_error
 
 from ..loss import check_loss
-from .technique import Recipe, Search, Technique, choice, count, fields_of
+from .technique import Recipe, RecipeSearch, Technique, at_least, choice, fields_of
 
 
 class MicroBatches(Technique):
     """Gradient accumulation over micro-batches, which `AccumulatedStep` runs."""
 
-    fields = fields_of(accumulate=choice("fp32", None), micro_batches=count(1))
+    fields = fields_of(accumulate=choice("fp32", None), micro_batches=at_least(1))
     after = ("checkpoint",)
     composable = True
     computes = False
@@ -32,25 +32,29 @@ class MicroBatches(Technique):
             )
         return None
 
-    def words(self, recipe: Recipe) -> list[str]:
+    def labels(self, recipe: Recipe) -> list[str]:
         words: list[str] = [text("fp32 sums")] if recipe.accumulate else []
         if recipe.micro_batches > 1:
             words.append(text("{count} micro-batches", count=recipe.micro_batches))
         return words
 
-    def not_tried(self, search: Search) -> str | None:
-        known = search.known
-        if search.counts != (1,) or known.base.in_backward or samples_in(known.batch) == 1:
+    def not_tried(self, search: RecipeSearch) -> str | None:
+        cache = search.cache
+        if (
+            search.micro_batch_counts != (1,)
+            or cache.base.in_backward
+            or samples_in(cache.batch) == 1
+        ):
             return None
         try:
-            check_loss(known.model, replace(known.base, micro_batches=2), known.composer.loss_sum)
+            check_loss(cache.model, replace(cache.base, micro_batches=2), cache.composer.loss_sum)
         except ValueError as error:
             return text("only one micro-batch was tried: {reason}", reason=verbatim(error))
-        return known.counts_of_batch[1]
+        return cache.counts_of_batch[1]
 
 
 def counts_allowed(samples: int) -> list[int]:
-    """Return the numbers of micro-batches into which the samples can be split.
+    """Return the numbers of micro-batches into which a number of samples can be split.
 
     All micro-batches have the same size except the last one.
     """
@@ -60,17 +64,20 @@ def counts_allowed(samples: int) -> list[int]:
 def counts_of_batch(
     batch: Any, split: Split | None, least: int = 1
 ) -> tuple[list[int], str | None]:
-    """Return the numbers of micro-batches that can be tried, and a label with the reason why the
-    batch cannot be split, or None if it can be.
+    """Return the numbers of micro-batches into which a batch can be split.
 
     Args:
         batch: The batch.
         split: The user's function `split`, or None.
         least: Fewest samples in one of several micro-batches, if `split` is None.
+
+    Returns:
+        The numbers, and a text with the reason why the batch cannot be split. The text is None if
+        the batch can be split.
     """
     if split is None:
         try:
-            samples = samples_to_split(batch)
+            samples = num_splittable_samples(batch)
         except (TypeError, ValueError) as error:
             reason = translated_error(str(error))
             return [1], text("only one micro-batch was tried: {reason}", reason=reason)
@@ -86,14 +93,15 @@ def counts_of_batch(
 
 
 def _samples_in_last(samples: int, micro_batches: int) -> int:
+    """Return the number of samples in the last micro-batch, which may be the smallest."""
     return samples - math.ceil(samples / micro_batches) * (micro_batches - 1)
 
 
 def counts_by_split(batch: Any, split: Split) -> list[int]:
     """Return the numbers of micro-batches, 1, 2, 4, 8 and so on, that a user's `split` can make.
 
-    The last number is the one before `split` raises an error, returns a part without samples, or no
-    longer makes the largest part smaller. An error for two parts is not caught.
+    The numbers end before `split` raises an error, returns a part without samples, or no longer
+    makes the largest part smaller. If `split` raises an error for two parts, so does this function.
     """
     counts, largest = [1], _elements(batch)
     while True:
@@ -112,4 +120,5 @@ def counts_by_split(batch: Any, split: Split) -> list[int]:
 
 
 def _elements(batch: Any) -> int:
+    """Return the number of elements of all tensors in a batch."""
     return sum(tensor.numel() for tensor in tensors_in(batch))

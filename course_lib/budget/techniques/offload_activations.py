@@ -1,4 +1,4 @@
-"""Activations offloaded to the lower tier (lesson 04)."""
+"""Technique that offloads activations to the lower tier (lesson 04)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from torch import nn
 from course_lib.labels import text
 from course_lib.offload import offload_activations
 
-from .technique import Recipe, Search, Technique, count, count_or_none, fields_of, yes_or_no
+from .technique import (
+    Recipe,
+    RecipeSearch,
+    Technique,
+    at_least,
+    at_least_or_none,
+    check_bool,
+    fields_of,
+)
 
 MIN_BYTES = 1 << 20
 
@@ -20,10 +28,10 @@ class OffloadedActivations(Technique):
     """Tensors saved for backward, moved to the lower tier until backward needs them."""
 
     fields = fields_of(
-        offload_activations=yes_or_no,
-        min_bytes=count(0),
-        prefetch=count_or_none(0),
-        in_flight=count_or_none(0),
+        offload_activations=check_bool,
+        min_bytes=at_least(0),
+        prefetch=at_least_or_none(0),
+        in_flight=at_least_or_none(0),
     )
     around = "forward"
     after = ("offload_optimizer",)
@@ -51,7 +59,7 @@ class OffloadedActivations(Technique):
             in_flight=recipe.in_flight,
         )
 
-    def words(self, recipe: Recipe) -> list[str]:
+    def labels(self, recipe: Recipe) -> list[str]:
         if not recipe.offload_activations:
             return []
         words: list[str] = [text("activations offloaded")]
@@ -63,5 +71,5 @@ class OffloadedActivations(Technique):
             words.append(text("{count} in flight", count=recipe.in_flight))
         return words
 
-    def candidates(self, search: Search) -> list[Mapping[str, Any]]:
+    def candidates(self, search: RecipeSearch) -> list[Mapping[str, Any]]:
         return [{self.field: down} for down in (False, True)]

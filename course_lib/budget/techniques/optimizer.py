@@ -1,4 +1,4 @@
-"""Optimizer, variant of its update, and offloading of its state (lesson 04)."""
+"""Techniques that choose the optimizer and offload its state (lesson 04)."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 
 from torch import nn
 
-from course_lib._check import any_of, describe, must_be, one_of
+from course_lib._check import any_of, argument_message, describe, one_of
 from course_lib.labels import text, verbatim
 from course_lib.offload.optimizer import PAGE_BYTES
 
-from ..optimizers import OPTIMIZERS, UPDATES
-from .technique import Recipe, Search, Technique, choice, count, fields_of, fraction
+from ..optimizers import OPTIMIZERS, UPDATE_VARIANTS
+from .technique import Recipe, RecipeSearch, Technique, at_least, choice, fields_of, fraction
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def _optimizer(name: str, value: Any) -> None:
-    """Check that a value is a key of `OPTIMIZERS`, and say in the error which one is AdamW."""
+def _check_optimizer_name(name: str, value: Any) -> None:
+    """Raise an error, which says that "adam" is AdamW, unless a value is in `OPTIMIZERS`."""
     try:
         one_of(name, value, OPTIMIZERS)
     except ValueError:
         names = any_of(map(repr, OPTIMIZERS)).replace("'adam'", "'adam' (AdamW)")
-        raise ValueError(must_be(name, names, describe(value))) from None
+        raise ValueError(argument_message(name, names, describe(value))) from None
 
 
 class Optimizer(Technique):
     """Optimizer and variant of its update, as listed in `OPTIMIZERS`."""
 
-    fields = fields_of(optimizer=_optimizer, update=choice(*UPDATES))
+    fields = fields_of(optimizer=_check_optimizer_name, update=choice(*UPDATE_VARIANTS))
     after = None
     composable = True
     computes = False
@@ -40,10 +40,10 @@ class Optimizer(Technique):
         if recipe.update in options:
             return None
         allowed = f"{any_of(map(repr, options))} when optimizer is {recipe.optimizer!r}"
-        return must_be("update", allowed, repr(recipe.update))
+        return argument_message("update", allowed, repr(recipe.update))
 
-    def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
-        takes = OPTIMIZERS[recipe.optimizer].takes
+    def unsupported_reason(self, recipe: Recipe, model: nn.Module) -> str | None:
+        takes = OPTIMIZERS[recipe.optimizer].select_parameters
         if takes is None or takes(model):
             return None
         return (
@@ -51,7 +51,7 @@ class Optimizer(Technique):
             f" two dimensions in a list of blocks, got {describe(model)}"
         )
 
-    def words(self, recipe: Recipe) -> list[str]:
+    def labels(self, recipe: Recipe) -> list[str]:
         name: str = verbatim(recipe.optimizer)
         if OPTIMIZERS[recipe.optimizer].load_base is not None:
             name = text("{optimizer} (by a formula)", optimizer=name)
@@ -61,9 +61,9 @@ class Optimizer(Technique):
 
 
 class OffloadedState(Technique):
-    """Offloaded optimizer state, for which `build` creates an `OffloadedOptimizer`."""
+    """Optimizer state in the lower tier, for which `build` creates an `OffloadedOptimizer`."""
 
-    fields = fields_of(offload_optimizer=fraction, page_bytes=count(1, of="bytes"))
+    fields = fields_of(offload_optimizer=fraction, page_bytes=at_least(1, of="bytes"))
     after = ("in_backward",)
     composable = True
     computes = False
@@ -87,18 +87,18 @@ class OffloadedState(Technique):
             f" no fixed number of bytes per element, got {recipe.offload_optimizer}"
         )
 
-    def words(self, recipe: Recipe) -> list[str]:
+    def labels(self, recipe: Recipe) -> list[str]:
         words: list[str] = []
         if recipe.offload_optimizer == 1:
             words.append(text("optimizer offloaded"))
         elif recipe.offload_optimizer:
             words.append(text("{share:.0%} of optimizer offloaded", share=recipe.offload_optimizer))
-        if recipe.page_bytes != PAGE_BYTES and recipe.has_pages:
-            words.append(text("pages of {size}", size=_binary(recipe.page_bytes)))
+        if recipe.page_bytes != PAGE_BYTES and recipe.uses_offloaded_optimizer:
+            words.append(text("pages of {size}", size=_binary_size(recipe.page_bytes)))
         return words
 
-    def candidates(self, search: Search) -> list[Mapping[str, Any]]:
-        base = search.known.base
+    def candidates(self, search: RecipeSearch) -> list[Mapping[str, Any]]:
+        base = search.cache.base
         tensors = OPTIMIZERS[base.optimizer].state_tensors
         # Without state, only the master weights of bf16 parameters can be offloaded.
         nothing = tensors is None or (tensors == 0 and base.precision in ("fp32", "autocast"))
@@ -107,8 +107,8 @@ class OffloadedState(Technique):
         return [{self.field: share} for share in (FRACTIONS[:1] if nothing else shares)]
 
 
-def _binary(nbytes: int) -> str:
-    """Return a size in the largest unit that divides it."""
+def _binary_size(nbytes: int) -> str:
+    """Return a number of bytes as text, in MiB, KiB or bytes, without a remainder."""
     units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
     size, unit = next((size, unit) for size, unit in units if nbytes % size == 0)
     return f"{nbytes // size:,} {unit}"

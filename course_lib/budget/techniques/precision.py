@@ -1,4 +1,4 @@
-"""Dtype of parameters, gradients and activations."""
+"""Technique that sets the dtype of parameters, gradients and activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from course_lib._check import describe
-from course_lib._torch.symbolic import counted_kind
+from course_lib._torch.symbolic import tracked_device_kind
 from course_lib._torch.tensors import map_tensors
 from course_lib.labels import text
 from course_lib.symbolic.cuda_autocast import CudaCasts, in_fp32
@@ -19,6 +19,7 @@ from course_lib.symbolic.quantization import is_quantized
 
 from .technique import Recipe, Technique, choice, fields_of
 
+# Maps each precision to the dtype of the parameters.
 PRECISIONS = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -28,7 +29,7 @@ PRECISIONS = {
 
 
 class Precision(Technique):
-    """Precision of the model. `build` converts it, and `autocast_forward` applies "autocast"."""
+    """Precision of the model. `build` converts the model, and `autocast_forward` runs autocast."""
 
     fields = fields_of(precision=choice(*PRECISIONS, None))
     after = None
@@ -36,8 +37,8 @@ class Precision(Technique):
     computes = False
     acts_on = frozenset({"parameter", "gradient", "activation", "temporary"})
 
-    def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
-        for p in model.parameters() if converts(recipe, model) else ():
+    def unsupported_reason(self, recipe: Recipe, model: nn.Module) -> str | None:
+        for p in model.parameters() if sets_parameter_dtype(recipe, model) else ():
             if p.is_floating_point() and p.dtype != recipe.dtype and not is_quantized(p):
                 return (
                     f"precision must be that of the model's parameters, got {recipe.precision!r}"
@@ -45,7 +46,7 @@ class Precision(Technique):
                 )
         return None
 
-    def words(self, recipe: Recipe) -> list[str]:
+    def labels(self, recipe: Recipe) -> list[str]:
         if recipe.precision == "autocast":
             return [text("bf16 autocast")]
         if recipe.precision == "bf16-only":
@@ -53,7 +54,7 @@ class Precision(Technique):
         return [recipe.precision or text("own precision")]
 
 
-def converts(recipe: Recipe, model: nn.Module) -> bool:
+def sets_parameter_dtype(recipe: Recipe, model: nn.Module) -> bool:
     """Return whether the recipe sets the dtype of a model's parameters.
 
     Under autocast, a model with frozen parameters keeps its dtypes, because the frozen base of
@@ -68,14 +69,14 @@ def autocast_forward(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Run `model.forward` under autocast in bf16 inside the `with` block, and return fp32 outputs.
 
     Floating-point tensors in 16 bits in the output are converted to fp32, as Hugging Face's Trainer
-    does with `bf16=True`. The yielded function raises ValueError if `model.forward` has not been
-    called.
+    does with `bf16=True`. The block gets a check, to be called after the loss is computed. It
+    raises ValueError if the loss function has not called the model, so that autocast had no effect.
 
     Source: `accelerate.Accelerator.prepare_model`.
     """
     own, forward = vars(model).get("forward"), model.forward
     device = next(model.parameters()).device.type
-    on_cuda = counted_kind() == "cuda"
+    on_cuda = tracked_device_kind() == "cuda"
     calls: list[bool] = []
 
     @wraps(forward)

@@ -1,6 +1,6 @@
 """Base class of the memory-saving techniques, and checks for the fields of a recipe.
 
-Each technique is a row of the table `course_lib.budget.techniques.TECHNIQUES`.
+`course_lib.budget.techniques.TECHNIQUES` has one instance of each technique.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from course_lib._check import kind, number, one_of, whole
 
 if TYPE_CHECKING:
     from course_lib.budget.recipe import Recipe
-    from course_lib.budget.search.candidates import Search
+    from course_lib.budget.search.candidates import RecipeSearch
 else:
     # Their modules import the techniques, so only a type checker can import them here.
-    Recipe = Search = Any
+    Recipe = RecipeSearch = Any
 
-Check = Callable[[], None]
+# Function to call after a forward pass: it raises an error if the pass has bypassed a technique.
+ForwardCheck = Callable[[], None]
 
 
 class Technique:
@@ -36,24 +37,24 @@ class Technique:
             not allowed.
         around: Part of the training that `apply` surrounds: the whole step, or the forward pass
             of each micro-batch.
-        after: First fields of the techniques that are applied to a model before this one. For
-            example, the head must be found before its blocks are wrapped. The steps from the
-            baseline to a recipe add techniques in the same order, with cheap ones first. None means
-            that the technique is not applied to a model and that the baseline already has it, such
-            as the precision.
+        after: Techniques that are applied to a model before this one, each given by its first
+            field. For example, the head must be found before its blocks are wrapped.
+            `course_lib.budget.waterfall` adds techniques to the baseline in this order too, so
+            cheap ones come first. None means that the technique, such as the precision, is not
+            applied to a model, because the baseline already has it.
         composable: Whether the step of a recipe with this technique grows evenly with the equal
             blocks of a model, so that `course_lib.budget.search.extrapolation` can compose its
-            estimate from steps with few blocks. Recipes that use any other technique are estimated
-            by their whole steps.
+            estimate from steps with few blocks. A recipe with a technique that is not composable is
+            estimated by its whole step.
         computes: Whether the technique changes which operators run, and with them the FLOPs.
-        graded: Whether each candidate uses more of the technique than the one before. Otherwise the
-            candidates exclude one another.
+        graded: Whether each candidate uses more of the technique than the one before, such as a
+            larger fraction of offloaded state. Otherwise the candidates exclude one another.
         in_forward: Whether the technique changes which activations a forward pass keeps, and
             therefore which ones are offloaded.
         acts_on: Categories of live bytes that the technique makes smaller.
         hooks_saved_tensors: Whether `apply` puts `torch.autograd.graph.saved_tensors_hooks`, or a
             context manager that is built on them, around each forward pass. PyTorch runs only the
-            innermost of such hooks, so a `Recipe` refuses two techniques of this kind. Checkpoints
+            innermost of such hooks, so a `Recipe` rejects two techniques of this kind. Checkpoints
             of blocks do not count: their hooks are inside the forward pass, and nest on purpose.
     """
 
@@ -73,17 +74,14 @@ class Technique:
         return next(iter(self.fields))
 
     def is_used(self, recipe: Recipe) -> bool:
-        """Return whether a recipe uses the technique.
-
-        A recipe uses the technique if any of the technique's fields differs from its default.
-        """
+        """Return whether a recipe uses the technique: one of its fields is not the default."""
         return not self.fields.keys().isdisjoint(recipe.changed_fields())
 
     def conflict(self, recipe: Recipe) -> str | None:
         """Return an error message if fields of the recipe cannot be combined, or else None."""
         return None
 
-    def refuse(self, recipe: Recipe, model: nn.Module) -> str | None:
+    def unsupported_reason(self, recipe: Recipe, model: nn.Module) -> str | None:
         """Return an error message if the model does not support the recipe, or else None.
 
         May raise ValueError if the model's blocks or its head cannot be found.
@@ -92,7 +90,7 @@ class Technique:
 
     def apply(
         self, recipe: Recipe, model: nn.Module, store: Any = None
-    ) -> AbstractContextManager[Check | None]:
+    ) -> AbstractContextManager[ForwardCheck | None]:
         """Return a context manager inside which the model uses the technique.
 
         This method is called only for recipes that use the technique (see `is_used`). The context
@@ -101,27 +99,24 @@ class Technique:
         """
         return nullcontext()
 
-    def words(self, recipe: Recipe) -> list[str]:
-        """Return labels for a table that describe how the recipe uses the technique.
-
-        The list is empty if the recipe does not use it.
-        """
+    def labels(self, recipe: Recipe) -> list[str]:
+        """Return labels that describe how a recipe uses the technique; empty if it does not."""
         return []
 
-    def candidates(self, search: Search) -> Sequence[Mapping[str, Any]]:
-        """Return values of the technique's fields that `fit` tries for the model.
+    def candidates(self, search: RecipeSearch) -> Sequence[Mapping[str, Any]]:
+        """Return the candidates of the technique that `fit` tries for the model.
 
-        The first candidate has the fewest FLOPs and copies. `fit` does not call this method if the
-        base sets the technique.
+        A candidate is a mapping from fields of the technique to values. The first candidate has the
+        fewest FLOPs and copies. `fit` does not call this method if the base recipe sets `field`.
         """
         return ({},)
 
-    def not_tried(self, search: Search) -> str | None:
-        """Return a sentence on why `fit` could not try the technique, with a remedy, or None."""
+    def not_tried(self, search: RecipeSearch) -> str | None:
+        """Return a sentence on why `fit` could not try the technique and what to do, or None."""
         return None
 
 
-def all_of(checks: Iterable[Check | None]) -> Check:
+def combine_checks(checks: Iterable[ForwardCheck | None]) -> ForwardCheck:
     """Return one check that runs all given checks, ignoring None."""
     actual_checks = [check for check in checks if check is not None]
 
@@ -133,31 +128,35 @@ def all_of(checks: Iterable[Check | None]) -> Check:
 
 
 def fields_of(**checks: Callable[[str, Any], object]) -> Mapping[str, Callable[[str, Any], object]]:
-    """Return an immutable mapping from each field to its check."""
+    """Return the checks of several fields as an immutable mapping, for `Technique.fields`."""
     return MappingProxyType(checks)
 
 
 def choice(*options: Any) -> Callable[[str, Any], object]:
-    """Return a check that a value is one of the options."""
+    """Return a check of a field that raises an error unless the value is one of the options."""
     return partial(_one_of, options)
 
 
 def _one_of(options: tuple, name: str, value: Any) -> None:
+    """Raise an error unless a value is one of the options."""
     one_of(name, value, options)
 
 
-def yes_or_no(name: str, value: Any) -> None:
-    """Check that a value is True or False."""
+def check_bool(name: str, value: Any) -> None:
+    """Raise TypeError unless a value is True or False."""
     kind(name, value, bool, "True or False")
 
 
-def count(least: int, of: str = "") -> Callable[[str, Any], object]:
-    """Return a check that a value is a whole number of at least `least`."""
+def at_least(least: int, of: str = "") -> Callable[[str, Any], object]:
+    """Return a function (name, value) that raises an error unless value is an integer >= `least`.
+
+    `of` is the unit in the message, such as "bytes".
+    """
     return partial(whole, least=least, of=of)
 
 
-def count_or_none(least: int) -> Callable[[str, Any], object]:
-    """Return a check that a value is None or a whole number of at least `least`."""
+def at_least_or_none(least: int) -> Callable[[str, Any], object]:
+    """Return a check of a field for None or a whole number of at least `least`."""
 
     def check(name: str, value: Any) -> None:
         if value is not None:
@@ -167,5 +166,5 @@ def count_or_none(least: int) -> Callable[[str, Any], object]:
 
 
 def fraction(name: str, value: Any) -> None:
-    """Check that a value is between 0 and 1."""
+    """Raise an error unless a value is a number between 0 and 1."""
     number(name, value, 0, 1)

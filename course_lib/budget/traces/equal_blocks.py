@@ -1,8 +1,7 @@
 """Compute the trace of a model with many equal blocks from the traces of steps with few blocks.
 
-The functions find the equal blocks of a model, and run the model with only some of them. The trace
-of the whole step is computed from two traces: of a step with a few blocks, and of a step with one
-more block.
+Two steps are enough: one with a few of the equal blocks, and one with one more block. Their
+difference shows what each block adds. A point of a trace is one operator of the step.
 """
 
 from __future__ import annotations
@@ -15,18 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from course_lib._torch.modules import look_of
+from course_lib._torch.modules import module_signature
 from course_lib.memory import Trace
 
 
 def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
-    """Return the longest list of blocks with the same modules, tensors and settings.
+    """Return the longest list of equal blocks in a model.
 
-    If the model has no such list, the result is an empty `nn.ModuleList`.
+    Equal blocks have the same modules, settings, and shapes and dtypes of tensors. If the model has
+    no such list, the result is an empty `nn.ModuleList`.
     """
     lists = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
     return max(
-        (part for part in lists if len(set(map(look_of, part))) == 1),
+        (part for part in lists if len(set(map(module_signature, part))) == 1),
         key=len,
         default=nn.ModuleList(),
     )
@@ -34,7 +34,7 @@ def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
 
 @contextmanager
 def shorten_blocks(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterator[None]:
-    """Keep only the first `count` blocks of the list inside the `with` block."""
+    """Shorten a list to its first `count` blocks; the context manager restores it on exit."""
     rest = list(blocks)[count:]
     del blocks[count:]
     try:
@@ -43,25 +43,25 @@ def shorten_blocks(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterato
         blocks.extend(rest)
 
 
-class Irregular(Exception):
-    """Raised when the trace of a step cannot be composed.
+class IrregularSteps(Exception):
+    """Error: a trace cannot be computed from shorter steps.
 
-    The reason is that parts of the step that should be equal are not.
+    Parts of the two steps that should be equal are not.
     """
 
 
 class Pass(NamedTuple):
-    """A pass through the blocks, forward or backward, in two steps.
+    """Position of one pass through the blocks, forward or backward, in two traces.
 
-    The shorter step has a few blocks, and the longer step has one more block.
+    The trace of the shorter step has a few blocks, and that of the longer step has one more block.
 
     Attributes:
-        few: First moment of the pass in the shorter step.
-        more: First moment of the pass in the longer step.
-        length: Number of moments of the pass in the shorter step.
-        cut: Number of moments from the start of the pass to the place where the longer step has one
+        few: Index of the pass's first point in the shorter step.
+        more: Index of the pass's first point in the longer step.
+        length: Number of points of the pass in the shorter step.
+        cut: Number of points from the start of the pass to the place where the longer step has one
             more block.
-        block: Number of moments of the additional block.
+        block: Number of points of the additional block.
     """
 
     few: int
@@ -74,42 +74,45 @@ class Pass(NamedTuple):
 class Growth:
     """Growth of a step with the number of equal blocks in its model, computed from two steps.
 
-    The step of the trace `few` has a of these blocks, and the step of the trace `more` has a + 1.
+    The step of the trace `few` has m of these blocks, and the step of the trace `more` has m + 1.
+    In the following, live(t; n) is the number of live bytes at point t of the step with n blocks.
 
-    Each pass through the blocks is cut in two inside the part with equal blocks, and n - a blocks
-    are inserted at the cut. With g(t) = live(t; a + 1) - live(t; a) at a moment t of the step with
-    a blocks,
+    Each pass through the blocks is cut in two inside the part with equal blocks, and n - m blocks
+    are inserted at the cut. With g(t) = live(t; m + 1) - live(t; m) at a point t of the step with
+    m blocks,
 
-        live(t; n) = live(t; a) + (n - a) g(t)
+        live(t; n) = live(t; m) + (n - m) g(t)
 
-    because each of the inserted blocks adds the same number of live bytes g(t) at moment t. While
-    the i-th of the new blocks runs, i = 0 ... n - a - 1, i of the other new blocks are in the state
+    because each of the inserted blocks adds the same number of live bytes g(t) at point t. While
+    the i-th of the new blocks runs, i = 0 ... n - m - 1, i of the other new blocks are in the state
     after the cut, and the rest of them are in the state before the cut:
 
-        live(t; n) = live(t; a + 1) + (n - a - 1 - i) g(t - block) + i g(t + block)
+        live(t; n) = live(t; m + 1) + (n - m - 1 - i) g(t - block) + i g(t + block)
 
-    where t is a moment of the new block in `more`. FLOPs and bytes moved grow linearly with n.
+    where t is a point of the new block in `more`, and t - block and t + block are the same operator
+    in the blocks before and after it. FLOPs and bytes moved grow linearly with n.
 
     Raises:
-        Irregular: The passes of the two steps do not differ by one block.
+        IrregularSteps: The passes of the two steps do not differ by one block.
     """
 
     def __init__(self, few: Trace, more: Trace):
         self.few, self.more = few, more
         shorter, longer = _passes(few.operators), _passes(more.operators)
         if len(shorter) != len(longer):
-            raise Irregular
+            raise IrregularSteps
         self.passes = [
             _cut(few.operators, more.operators, *ours, *others)
             for ours, others in zip(shorter, longer, strict=True)
         ]
 
     def sources(self, blocks: int) -> Iterator[tuple[Trace, int, int, int]]:
-        """Yield the parts of the step with `blocks` more blocks than the step of `self.few`.
+        """Yield the parts of a longer step in order.
 
-        Each part is a tuple (trace, start, stop, following). It stands for the moments of `trace`
-        from `start` up to, but not including, `stop`. `following` is the number of inserted blocks
-        that come after the part in the same pass.
+        The longer step has `blocks` more blocks than the step of `self.few`. Each part is a tuple
+        (trace, start, stop, following): the points of `trace` from `start` up to, but not
+        including, `stop`. `trace` is `self.few` or `self.more`. `following` is the number of the
+        additional blocks that come after the part in the same pass.
         """
         for at in self.passes:
             new = at.more + at.cut
@@ -156,22 +159,26 @@ def _cut(few: list, more: list, start: int, stop: int, begin: int, end: int) -> 
     longer step has one more block.
 
     Raises:
-        Irregular: The passes do not differ by one block.
+        IrregularSteps: The passes do not differ by one block.
     """
     ours, others = few[start:stop], more[begin:end]
     block = len(others) - len(ours)
-    # If a block begins with the same operators as the part after the blocks, the equal part is a
-    # block or more too long.
-    head, tail = (_alike(*pair) - block for pair in ((ours, others), (ours[::-1], others[::-1])))
+    # If a block begins with the same operators as the part after the blocks, the part that both
+    # passes share is a block or more too long. Therefore the length of a block is subtracted.
+    head, tail = (
+        _common_prefix_length(*pair) - block
+        for pair in ((ours, others), (ours[::-1], others[::-1]))
+    )
     if min(block, head, tail) < 0 or head + tail < len(ours):
-        raise Irregular
+        raise IrregularSteps
     cut = (head + len(ours) - tail) // 2 if block else 0
     if block and not block <= cut <= len(ours) - block:
-        raise Irregular
+        raise IrregularSteps
     return Pass(start, begin, len(ours), cut, block)
 
 
-def _alike(ours: list, others: list) -> int:
+def _common_prefix_length(ours: list, others: list) -> int:
+    """Return the number of leading elements that two lists have in common."""
     return sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, others, strict=False))
     )

@@ -19,7 +19,11 @@ from course_lib.budget.recipe import Recipe
 
 
 class OpSignature(TorchDispatchMode):
-    """Dispatch mode that hashes the operators that run and the shapes of their outputs."""
+    """Dispatch mode that hashes the operators that run and the shapes of their outputs.
+
+    Attributes:
+        seen: Hash of all operators that have run.
+    """
 
     def __init__(self):
         super().__init__()
@@ -36,11 +40,13 @@ def groups_of(
 ) -> list[list[int]]:
     """Return groups of micro-batches that run the same operators, as lists of indices.
 
-    This function must be called in symbolic mode. Micro-batches are in one group if their tensors
-    have the same shapes. If the model looks at values of its batch, for example of an attention
-    mask, or if the micro-batches contain different values other than tensors, the forward passes of
-    a group must also run the same operators. If there are only one or two micro-batches, they are
-    not compared, and each of them is a group by itself.
+    A trace needs to run only one micro-batch of a group. Micro-batches are in one group if their
+    tensors have the same shapes. In two cases, their forward passes are run as well, and must run
+    the same operators: if the model reads values of its batch, for example of an attention mask, or
+    if the micro-batches contain different objects that are not tensors. One or two micro-batches
+    are not compared, so each of them is a group by itself.
+
+    This function must be called in symbolic mode.
     """
     if len(micro_batches) < 3:
         return [[i] for i in range(len(micro_batches))]
@@ -74,20 +80,21 @@ def groups_of(
 
 
 def _shapes(micro_batch: Any) -> tuple:
+    """Return the shapes of all tensors in a micro-batch."""
     return tuple(tensor.shape for tensor in tensors_in(micro_batch))
 
 
 def _differ_in_values(micro_batches: Sequence[Any]) -> bool:
-    """Return whether the objects in the micro-batches other than tensors differ.
+    """Return whether micro-batches differ in objects that are not tensors, such as arrays.
 
-    Such objects are, for example, arrays.
+    Only the same object counts as equal.
     """
-    first, *others = (list(_values(each)) for each in micro_batches)
+    first, *others = (list(_other_objects(each)) for each in micro_batches)
     return any(len(each) != len(first) or any(map(is_not, first, each)) for each in others)
 
 
-def _values(value: Any) -> Iterator[Any]:
+def _other_objects(value: Any) -> Iterator[Any]:
     """Yield the objects in a batch that are neither tensors nor containers."""
     if not isinstance(value, Tensor):
         items = items_in(value)
-        yield from chain.from_iterable(map(_values, items)) if items else (value,)
+        yield from chain.from_iterable(map(_other_objects, items)) if items else (value,)

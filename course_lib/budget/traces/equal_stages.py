@@ -1,11 +1,11 @@
-"""Forward passes of equal stages, of which a symbolic step runs only one per kind.
+"""Run only one of several equal forward passes of stages in a symbolic step.
 
 A schedule runs most of its stages several times without gradients, and the blocks of a model are
 often equal. Each run of equal stages has the same operators, FLOPs and temporaries, and leaves one
 output of the same size. Therefore only the first run of each kind of stage is computed. For each
-later run, the same moments are added to the meter's ledger again, and the output is created without
-running the operators. The ledger then equals, moment by moment, the ledger of a step that runs all
-operators.
+later run, the points of the first run are added to the meter's tracker again, and the output is
+created without running the operators. A point is one operator. The tracker then equals, point by
+point, the tracker of a step that runs all operators.
 
 Runs that keep tensors for a backward pass, and the backward passes, are always computed.
 """
@@ -25,26 +25,27 @@ from course_lib._torch.modules import attributes_of
 from course_lib._torch.symbolic import FakeTensor
 from course_lib._torch.tensors import tensors_in
 from course_lib.memory.categories import CategoryTracker
-from course_lib.memory.timeline import CATEGORIES, Ledger, Record
+from course_lib.memory.timeline import CATEGORIES, Record, StorageTracker
 from course_lib.symbolic.shape_cache import Outline, extent, make_fake
 
 
 @dataclass(frozen=True)
 class ForwardRun:
-    """Moments and records that one run of a stage adds to a ledger.
+    """Points and records that one run of a stage adds to a tracker.
 
-    A moment is one operator. Moments are numbered from the first one of the run.
+    A point is one operator. Points are numbered from the first one of the run.
 
     Attributes:
-        operators: Pair (operator, phase) of each moment.
-        flops: Dict from moment to FLOPs.
-        temporaries: Bytes of the storages that the run creates and releases, an int64 array of
-            shape (moments, categories).
+        operators: Pair (operator, phase) of each point.
+        flops: Dict from point to FLOPs.
+        temporaries: Live bytes, at each point and per category, of the storages that the run both
+            creates and releases. An int64 array of shape (points, categories).
         outline: Shape, strides, dtype and device of the output.
-        role, made_in: Attributes of the record of the output's storage.
-        born: Moment at which the output's storage is created.
+        role, made_in: Attributes `role` and `made_in` of the `Record` of the output's storage.
+        born: Point at which the output's storage is created.
         drew: Whether the run drew random numbers.
-        result: The stage's attribute `result`, or None if it has none.
+        result: Value that the run stored in `stage.result`, and that each replay stores there; None
+            if the stage has no such attribute.
     """
 
     operators: list[tuple[Any, str]]
@@ -58,23 +59,28 @@ class ForwardRun:
     result: Any
 
 
-class Repeats:
-    """Cache of forward passes that records repeated passes in a meter's ledger.
+class ForwardPassCache:
+    """Cache of the forward passes of stages, which are replayed for equal stages.
+
+    To replay a pass means to add its points to the meter's tracker without running its operators.
 
     Args:
-        ledger, usage: The meter's ledger and category tracker.
+        tracker, usage: The meter's tracker of storages, and its tracker of their categories.
         kind_of: Function that returns everything that determines how a stage runs, except the
             stage's input. It returns None for a stage that is equal to no other stage.
     """
 
     def __init__(
-        self, ledger: Ledger, usage: CategoryTracker, kind_of: Callable[[nn.Module], Hashable]
+        self,
+        tracker: StorageTracker,
+        usage: CategoryTracker,
+        kind_of: Callable[[nn.Module], Hashable],
     ):
-        self.ledger, self.usage, self.kind_of = ledger, usage, kind_of
-        # The keys are weak, because stages hold arguments of their call.
+        self.tracker, self.usage, self.kind_of = tracker, usage, kind_of
+        # The keys are weak, so that stages, which hold arguments of their call, can be released.
         self.kinds: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
-        # None stands for a run that cannot be recorded.
-        self.known: dict[Hashable, ForwardRun | None] = {}
+        # None marks a run that must be computed each time.
+        self.cache: dict[Hashable, ForwardRun | None] = {}
 
     def forward(
         self,
@@ -93,20 +99,20 @@ class Repeats:
             given: Tensors that the stage reads, except its parameters.
             context: All other values that determine the result.
             compute: Function that runs the stage and returns its result.
-            drawing: Object whose attribute `seen` is set to True if random numbers are drawn, or
-                None.
+            drawing: Object whose attribute `seen` becomes True if the stage draws random numbers,
+                or None.
         """
         key = self._key(stage, given, context)
-        if key not in self.known:
+        if key not in self.cache:
             return self._compute(key, stage, given, compute, drawing)
-        found = self.known[key]
+        found = self.cache[key]
         if found is None:
             return compute()
         if hasattr(drawing, "seen"):
             drawing.seen |= found.drew
         if hasattr(stage, "result"):
             stage.result = found.result
-        with self.ledger.lock:
+        with self.tracker.lock:
             return self._replay_record(found)
 
     def _key(self, stage: nn.Module, given: Sequence[Tensor], context: Hashable) -> Hashable:
@@ -122,42 +128,43 @@ class Repeats:
         if kind is None:
             return None
         in_backward = current_node() is not None
-        return kind, context, in_backward, tuple(map(self._state, given))
+        return kind, context, in_backward, tuple(map(self._input_signature, given))
 
-    def _state(self, tensor: Tensor) -> Hashable:
-        """Return the properties of an input tensor that determine the moments of the run."""
+    def _input_signature(self, tensor: Tensor) -> Hashable:
+        """Return the properties of an input tensor that determine the points of the run."""
         record = self._record(tensor)
         about = record and (record.role, record.made_in, record.saved is None)
         look = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
         return look, about
 
     def _record(self, tensor: Tensor) -> Record | None:
-        return self.ledger.find(tensor.untyped_storage())
+        """Return the tracker's record of the tensor's storage, or None."""
+        return self.tracker.find(tensor.untyped_storage())
 
     # ---- The first run of a kind
 
     def _compute(self, key, stage, given, compute, drawing) -> Any:
-        """Run the stage and return its result, and store the moments that the run adds."""
+        """Run the stage, store its points in the cache, and return its result."""
         if key is None:
             return compute()
-        ledger = self.ledger
-        with ledger.lock:
-            ledger.bury()
-            start, first = len(ledger.operators), len(ledger.records)
+        tracker = self.tracker
+        with tracker.lock:
+            tracker.confirm_released()
+            start, first = len(tracker.operators), len(tracker.records)
         result = compute()
-        with ledger.lock:
+        with tracker.lock:
             self.usage.settle()
-            ledger.bury()
-        self.known[key] = None
-        new = ledger.records[first:]
+            tracker.confirm_released()
+        self.cache[key] = None
+        new = tracker.records[first:]
         output = self._record(result) if type(result) is FakeTensor else None
-        if output is None or not self._can_be_made(result, output, new):
+        if output is None or not self._can_be_recreated(result, output, new):
             return result
 
-        stop = len(ledger.operators)
-        self.known[key] = ForwardRun(
-            operators=ledger.operators[start:stop],
-            flops={m - start: ledger.flops[m] for m in range(start, stop) if m in ledger.flops},
+        stop = len(tracker.operators)
+        self.cache[key] = ForwardRun(
+            operators=tracker.operators[start:stop],
+            flops={m - start: tracker.flops[m] for m in range(start, stop) if m in tracker.flops},
             temporaries=_temporaries(new, start, stop),
             outline=Outline(None, result.size(), result.stride(), 0, result.dtype, result.device),
             role=output.role,
@@ -168,7 +175,7 @@ class Repeats:
         )
         return result
 
-    def _can_be_made(self, result: Tensor, output: Record, new: list[Record]) -> bool:
+    def _can_be_recreated(self, result: Tensor, output: Record, new: list[Record]) -> bool:
         """Return whether later runs can create the output without running the operators.
 
         This is possible if the run leaves only the output's storage, and the output fills this
@@ -176,23 +183,23 @@ class Repeats:
         """
         left = [record for record in new if record.died is None and record.bytes]
         fills = result.storage_offset() == 0 and extent(result) == output.nbytes
-        on_device = all(record.account is self.ledger.main for record in new)
+        on_device = all(record.account is self.tracker.main for record in new)
         return left == [output] and fills and on_device
 
     # ---- Later runs
 
     def _replay_record(self, found: ForwardRun) -> Tensor:
-        """Add the moments of an earlier, equal run to the ledger, and return a new output."""
-        ledger, usage = self.ledger, self.usage
+        """Add the points of an earlier, equal run to the tracker, and return a new output."""
+        tracker, usage = self.tracker, self.usage
         usage.inputs(None, (), {}, current_node())
-        ledger.bury()
-        start = len(ledger.operators)
-        ledger.operators += found.operators[: found.born + 1]
+        tracker.confirm_released()
+        start = len(tracker.operators)
+        tracker.operators += found.operators[: found.born + 1]
         output = make_fake(usage.fake_mode, found.outline, [])
-        ledger.add(output.untyped_storage(), ledger.main, found.role, found.made_in)
-        ledger.operators += found.operators[found.born + 1 :]
-        ledger.flops |= {start + moment: flops for moment, flops in found.flops.items()}
-        ledger.repeated.append((start, found.temporaries))
+        tracker.add(output.untyped_storage(), tracker.main, found.role, found.made_in)
+        tracker.operators += found.operators[found.born + 1 :]
+        tracker.flops |= {start + point: flops for point, flops in found.flops.items()}
+        tracker.repeated.append((start, found.temporaries))
         return output
 
 
@@ -207,9 +214,14 @@ def _holds_tensors(stage: nn.Module) -> bool:
 
 
 def _temporaries(new: list[Record], start: int, stop: int) -> np.ndarray:
-    """Return the live bytes of the storages that the run created and released.
+    """Return the live bytes of the storages that a run both created and released, at each point.
 
-    The result is an array of shape (moments, categories).
+    Args:
+        new: Records of the storages that the run created.
+        start, stop: Bounds of the run's points in the tracker.
+
+    Returns:
+        An int64 array of shape (points, categories).
     """
     change = np.zeros((stop - start + 1, len(CATEGORIES)), dtype=np.int64)
     for record in new:

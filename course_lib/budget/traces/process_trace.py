@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from course_lib._batches import Split
 from course_lib._origin import MEASURE
-from course_lib._torch.modules import look_of
+from course_lib._torch.modules import module_signature
 from course_lib._torch.steps import not_collecting
-from course_lib._torch.symbolic import counted_kind
+from course_lib._torch.symbolic import tracked_device_kind
 from course_lib._torch.tensors import tensors_in
 from course_lib.attention.symbolic import TILES
 from course_lib.budget.device_kinds import on_kind
@@ -34,12 +34,12 @@ from course_lib.budget.step import (
 from course_lib.memory import Trace
 from course_lib.memory.meter import UnguardedMeter
 from course_lib.offload import OffloadedOptimizer, SymbolicStore, Traffic, chosen_below
-from course_lib.schedule.executor import forwards_run_by
+from course_lib.schedule.executor import use_forward_runner
 from course_lib.symbolic import Gpu, Symbolic, symbolic
 from course_lib.symbolic.cpu_kernels import INEXACT
 
 from .equal_micro_batches import groups_of
-from .equal_stages import Repeats
+from .equal_stages import ForwardPassCache
 
 
 def check_arguments(make_model, make_batch, recipe) -> None:
@@ -74,8 +74,8 @@ def process_trace(
         kind: Kind of device, one of `KINDS`.
         gpu: GPU, which determines the attention kernels that run, as in
             `course_lib.budget.estimate`.
-        make_optimizer: Function of (model, kind) that returns the optimizer. If it is None, the
-            optimizer of the recipe is used.
+        make_optimizer: Function of (model, kind) that returns the user's own optimizer. If it is
+            None, the optimizer of the recipe is used.
         events: Whether to record when each storage is allocated and released.
         places: Whether to also record the module and the source line of each operator. With these
             records, the step takes about 1.5 times as long.
@@ -108,19 +108,28 @@ def process_trace(
             events=events,
             places=places,
         )
-        return trace, sum(p.numel() for p in getattr(optimizer, "below", ()))
+        return trace, sum(p.numel() for p in getattr(optimizer, "on_host", ()))
 
 
 def symbolic_optimizer(
-    model: nn.Module, recipe: Recipe, store: SymbolicStore, tier: str, of: nn.Module | None = None
+    model: nn.Module,
+    recipe: Recipe,
+    store: SymbolicStore,
+    tier: str,
+    whole_model: nn.Module | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer for a symbolic step. Offloaded state is kept in `tier`.
+    """Return the recipe's optimizer for a symbolic step.
 
-    If `model` is only a part of a model, `of` is the whole model.
+    Args:
+        model: Model, or a part of one.
+        recipe: Recipe of the step.
+        store: Symbolic store for offloaded state.
+        tier: Lower tier, "file" or "host".
+        whole_model: The whole model, if `model` is a part of it.
     """
     if tier == "host" and recipe.offload_optimizer:
         return _PartlyOnHost(model, recipe, store)
-    return optimizer_of(model, recipe, store=store, of=of)
+    return optimizer_of(model, recipe, store=store, whole_model=whole_model)
 
 
 def trace_step(
@@ -133,20 +142,23 @@ def trace_step(
     max_norm: float | None,
     groups: list[list[int]] | None = None,
     events: bool = False,
-    repeats: bool = False,
+    skip_equal_stages: bool = False,
     places: bool = False,
 ) -> Trace:
     """Run the step under a meter and return its trace.
 
-    The first micro-batch of the step is always run. Among the later micro-batches of a group, which
-    run the same operators, only the last one is run. When it starts, the tensors that the skipped
-    ones would have left are in memory. FLOPs and bytes moved are the totals of all micro-batches.
+    The first micro-batch of the step is always run. The later micro-batches of a group all run the
+    same operators, so only the last one is run. Before it starts, a tensor replaces the losses that
+    the skipped micro-batches would have left in memory. FLOPs and bytes moved are totals of all
+    micro-batches.
 
     Args:
+        model, optimizer, micro_batches, recipe, loss_sum, store, max_norm: Model, optimizer, batch
+            and options, as in `run_micro_batches`.
         groups: Groups of micro-batches that run the same operators, as lists of indices. The
             default is the result of `groups_of`.
         events: Whether to record events, as in `process_trace`.
-        repeats: Whether to run only one of several equal stages of a schedule.
+        skip_equal_stages: Whether to run only one of several equal stages of a schedule.
         places: Whether to record places, as in `process_trace`.
     """
     groups = groups_of(model, micro_batches, loss_sum) if groups is None else groups
@@ -164,21 +176,28 @@ def trace_step(
     # is a tensor.
     kept_bytes = 0
 
-    def so_far() -> tuple[int, int, int]:
+    def totals() -> tuple[int, int, int]:
         return meter.flops, store.stats.bytes_down, store.stats.bytes_up
 
     def kept_loss(model, micro_batch):
         nonlocal kept_bytes
-        pair = loss_of(model, micro_batch, recipe, loss_sum)
-        kept_bytes = sum(tensor.nbytes for tensor in tensors_in(pair))
-        return pair
+        loss_and_weight = loss_of(model, micro_batch, recipe, loss_sum)
+        # The storage of a loss may be larger than the loss, as with `F.mse_loss`. The batch is not
+        # counted, so neither is a weight that is a view of it.
+        storages = {
+            x.untyped_storage()._cdata: x.untyped_storage() for x in tensors_in(loss_and_weight)
+        }
+        for tensor in tensors_in(micro_batch):
+            storages.pop(tensor.untyped_storage()._cdata, None)
+        kept_bytes = sum(storage.nbytes() for storage in storages.values())
+        return loss_and_weight
 
     def sampled_micro_batches() -> Iterator[Any]:
         # These tensors replace the losses of the micro-batches that are not run.
         losses = []
         previous = -1
         for i in sorted(stands_for):
-            before.append(so_far())
+            before.append(totals())
             skipped = i - previous - 1
             if skipped:
                 like = next(model.parameters())
@@ -186,20 +205,21 @@ def trace_step(
             yield micro_batches[i]
             previous = i
         del losses
-        before.append(so_far())
+        before.append(totals())
 
     with (
         not_collecting(),
         StepMeter(model, optimizer, recipe, module_paths=places, source_lines=places) as meter,
-        meter.skip_repeats() if repeats else nullcontext(),
+        meter.run_equal_stages_once() if skip_equal_stages else nullcontext(),
     ):
         run_micro_batches(
             model, optimizer, sampled_micro_batches(), recipe, kept_loss, store, max_norm
         )
-    # The work of each micro-batch counts once for each one that it represents, and the work of the
-    # optimizer counts once. dtype=object keeps Python integers, because FLOPs may exceed 64 bits.
+    # FLOPs and bytes of a micro-batch are multiplied by the number of micro-batches that it
+    # represents, and those of the optimizer by 1. dtype=object keeps Python integers, because FLOPs
+    # may exceed 64 bits.
     counts = [*(stands_for[i] for i in sorted(stands_for)), 1]
-    added = np.diff(np.array([*before, so_far()], dtype=object), axis=0)
+    added = np.diff(np.array([*before, totals()], dtype=object), axis=0)
     totals = np.array(counts, dtype=object) @ added
     trace = meter.trace(events=events)
     trace.flops, trace.bytes_down, trace.bytes_up = map(int, totals)
@@ -209,8 +229,8 @@ def trace_step(
 class StepMeter(UnguardedMeter):
     """Meter that raises ValueError for operators that cannot be measured symbolically.
 
-    On CUDA, optimizers without a fused update keep the numbers of steps on the host, so these
-    numbers are not counted.
+    On CUDA, optimizers without a fused update keep their step counters in host memory, so the meter
+    does not count these tensors.
     """
 
     def __init__(self, model, optimizer, recipe: Recipe, **options: Any):
@@ -218,14 +238,16 @@ class StepMeter(UnguardedMeter):
         self.recipe = recipe
 
     def _belongings(self) -> Iterator[tuple[Tensor, str]]:
-        steps_on_host = counted_kind() == "cuda" and self.recipe.update != "fused"
+        steps_on_host = tracked_device_kind() == "cuda" and self.recipe.update != "fused"
         for tensor, category in super()._belongings():
             if not (steps_on_host and category == "optimizer" and tensor.dim() == 0):
                 yield tensor, category
 
-    def skip_repeats(self) -> AbstractContextManager[None]:
+    def run_equal_stages_once(self) -> AbstractContextManager[None]:
         """Return a context in which only one of several equal stages of a schedule is run."""
-        return forwards_run_by(Repeats(self._ledger, self._usage, look_of).forward)
+        return use_forward_runner(
+            ForwardPassCache(self._tracker, self._usage, module_signature).forward
+        )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if found := INEXACT.get(func):
@@ -241,7 +263,7 @@ class StepMeter(UnguardedMeter):
             )
         if func is TILES:
             # This operator represents many others, and its argument names the largest of them.
-            self._ledger.operators[-1] = args[3], self._ledger.operators[-1][1]
+            self._tracker.operators[-1] = args[3], self._tracker.operators[-1][1]
         return result
 
 
@@ -255,19 +277,21 @@ class _PartlyOnHost(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, recipe: Recipe, store: SymbolicStore):
         parameters = trainable_parameters(model)
         super().__init__(parameters, {"lr": LR})
-        self.below = chosen_below(parameters, recipe.offload_optimizer)
+        self.on_host = chosen_below(parameters, recipe.offload_optimizer)
         self.traffic = store
-        above = [p for p in parameters if p not in self.below]
+        on_device = [p for p in parameters if p not in self.on_host]
         base, settings = class_and_settings(recipe.optimizer, recipe.update)
         options = {"fraction": 0.0, "page_bytes": recipe.page_bytes, "lr": LR}
-        self.rest = OffloadedOptimizer(above, base, **options, **settings) if above else None
+        self.rest = (
+            OffloadedOptimizer(on_device, base, **options, **settings) if on_device else None
+        )
 
     def held_tensors(self) -> Iterator[Tensor]:
         return self.rest.held_tensors() if self.rest is not None else iter(())
 
     @torch.no_grad()
     def step(self, closure=None):
-        for p in self.below:
+        for p in self.on_host:
             if p.grad is not None:
                 self.traffic.stats.bytes_down += p.grad.nbytes
                 self.traffic.stats.bytes_up += p.nbytes

@@ -3,9 +3,9 @@
 No process is started: the step of `course_lib.distributed.Trainer` runs on symbolic tensors. If the
 model has equal blocks and its step grows evenly with them, only a few blocks are run.
 
-"zero2" is FSDP2 with gathered parameters that are kept until backward has used them, because no
-engine of PyTorch implements ZeRO-2 itself. Therefore each rank holds its own shard of the
-parameters in addition to the gathered ones.
+PyTorch has no implementation of ZeRO-2. Therefore "zero2" is FSDP2 that keeps the gathered
+parameters after forward, until backward has used them. Each rank then holds its own shard of the
+parameters in addition to the gathered parameters.
 
 The optimizer updates all parameters with one fused operator, which needs no temporaries. In bf16,
 "ddp" and "zero1" keep bf16 parameters and fp32 master weights, whereas "zero2" and "zero3" keep
@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from course_lib._batches import Split, parts_of, samples_to_split
+from course_lib._batches import Split, num_splittable_samples, parts_of
 from course_lib._batches import split as cut
 from course_lib._check import any_of
 from course_lib._hugging_face_losses import GIVE_LOSS_SUM
@@ -36,7 +36,7 @@ from course_lib.memory import CATEGORIES, Trace
 from course_lib.symbolic import symbolic
 from course_lib.symbolic.quantization import quantization_state
 
-from .equal_blocks import Growth, Irregular, equal_blocks
+from .equal_blocks import Growth, IrregularSteps, equal_blocks
 
 # Maps each value of `shard` to the engine of `course_lib.distributed` that implements it. "zero1"
 # runs forward and backward as "ddp" does.
@@ -47,8 +47,9 @@ MODES = {"ddp": "ddp", "zero1": "ddp", "zero2": "fsdp-keep", "zero3": "fsdp"}
 FEW = 4
 # Smallest number of blocks for which the step is extrapolated.
 MANY = 2 * FEW + 2
-# Number of micro-batches that are run. Later ones start with the same memory live as the second.
-SHOWN = 2
+# Largest number of micro-batches that are run. Later micro-batches start with as many live bytes as
+# the second one.
+MOST_MICRO_BATCHES_RUN = 2
 
 
 def rank_trace(
@@ -76,33 +77,33 @@ def rank_trace(
         raise ValueError(f"shard must be {any_of(MODES)} when ranks is {recipe.ranks}, got None")
     with _explain_sharded_parameters(recipe):
         with symbolic():
-            model = model_of(make_model, single(recipe))
-            check_model(model, single(recipe))
-            _check(model, recipe, loss_sum)
+            model = model_of(make_model, one_rank_recipe(recipe))
+            check_model(model, one_rank_recipe(recipe))
+            _check_on_ranks(model, recipe, loss_sum)
             shapes = shapes_of(model, recipe.blocks)
             count = len(equal_blocks(model))
             if split is None:
                 # Raises if the batch cannot be split evenly among the ranks, or a rank's samples
                 # among the micro-batches.
-                counts_for(recipe, make_batch())
+                micro_batch_counts_for(recipe, make_batch())
         given = make_model, make_batch, recipe, loss_sum, max_norm, events
         measured = partial(_measure, *given, split=split)
         trace = None
         if count >= MANY and not events:
-            with suppress(Irregular):
+            with suppress(IrregularSteps):
                 trace = Growth(measured(FEW, 2), measured(FEW + 1, 2)).trace(count - FEW)
         trace = measured(count) if trace is None else trace
         return _with_state(trace, shapes, recipe, _micro_batches_run(recipe, split))
 
 
-def _check(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
+def _check_on_ranks(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) -> None:
     """Raise TypeError or ValueError if the model or the loss cannot be used on several ranks."""
     if any(True for _ in quantization_state(model)):
         raise ValueError(
             "ranks must be 1 for a model with quantized weights of bitsandbytes, got"
             f" {recipe.ranks}; measure the step of a rank with course_lib.memory.MemoryMeter"
         )
-    check_loss(model, single(recipe), loss_sum)
+    check_loss(model, one_rank_recipe(recipe), loss_sum)
     if loss_sum is None and not has_loss_sum(model):
         raise ValueError(
             f"ranks must be 1 for a {type(model).__name__}, got {recipe.ranks}: its loss is a mean,"
@@ -122,8 +123,15 @@ def _measure(
     steps: int = 1,
     split: Split | None = None,
 ) -> Trace:
-    """Run the rank's step with the first `count` of the equal blocks, and return the trace."""
-    alone = single(recipe)
+    """Run the step of one rank with some of the equal blocks, and return its trace.
+
+    Args:
+        make_model, make_batch, recipe, loss_sum, max_norm, events, split: As in `rank_trace`.
+        count: Number of equal blocks to run.
+        steps: Number of steps to run with FSDP. The last step is traced. The first step prepares
+            each block once, which adds operators to its trace.
+    """
+    alone = one_rank_recipe(recipe)
 
     def make_short() -> nn.Module:
         model = model_of(make_model, alone)
@@ -168,18 +176,19 @@ def _measure(
 
 
 def _micro_batches_run(recipe: Recipe, split: Split | None) -> int:
-    """Return the number of micro-batches that are run.
+    """Return the number of a rank's micro-batches that are run for the trace.
 
-    All micro-batches are run if the user's function `split` makes them.
+    All of them are run if the user's function `split` makes them, because they may differ.
     """
-    return recipe.micro_batches if split is not None else min(recipe.micro_batches, SHOWN)
+    return (
+        recipe.micro_batches
+        if split is not None
+        else min(recipe.micro_batches, MOST_MICRO_BATCHES_RUN)
+    )
 
 
 def largest_share(batch: Any, ranks: int, split: Split | None) -> Any:
-    """Return the largest of the ranks' shares of the batch.
-
-    The size of a share is the number of bytes of its tensors.
-    """
+    """Split the batch among the ranks, and return the share with the most bytes."""
     shares = parts_of(batch, ranks, split)
     return max(shares, key=lambda share: sum(tensor.nbytes for tensor in tensors_in(share)))
 
@@ -187,7 +196,11 @@ def largest_share(batch: Any, ranks: int, split: Split | None) -> Any:
 def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe, shown: int) -> Trace:
     """Return the trace of all micro-batches, with the largest optimizer state of any rank.
 
-    The given trace has `shown` micro-batches and the optimizer state of the first rank.
+    Args:
+        trace: Trace of `shown` micro-batches, with the optimizer state of the first rank.
+        shapes: Shapes of the model's parameters.
+        recipe: Recipe with several ranks.
+        shown: Number of micro-batches in the trace.
     """
     live = trace.live.copy()
     if trace.spans is None:
@@ -212,7 +225,7 @@ def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe, shown: int) -> Tra
 
 @contextmanager
 def _explain_sharded_parameters(recipe: Recipe) -> Iterator[None]:
-    """Turn the RuntimeError of a loss that uses sharded parameters into a clear ValueError."""
+    """Replace the RuntimeError of a loss that uses sharded parameters by a clear ValueError."""
     try:
         yield
     except RuntimeError as error:
@@ -225,7 +238,7 @@ def _explain_sharded_parameters(recipe: Recipe) -> Iterator[None]:
         ) from error
 
 
-def single(recipe: Recipe) -> Recipe:
+def one_rank_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe of one rank's own step, with a single micro-batch.
 
     If the parameters are sharded (FSDP2), the model stays in fp32 even if it computes in bf16.
@@ -262,8 +275,8 @@ def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
     )
 
 
-def counts_for(recipe: Recipe, batch: Any, split: Split | None = None) -> list[int]:
-    """Return the numbers of micro-batches into which a rank's share of the batch can be split.
+def micro_batch_counts_for(recipe: Recipe, batch: Any, split: Split | None = None) -> list[int]:
+    """Return all numbers of micro-batches into which a rank's share of the batch can be split.
 
     Raises:
         ValueError: The batch cannot be split evenly among the ranks, or a rank's samples cannot be
@@ -271,7 +284,7 @@ def counts_for(recipe: Recipe, batch: Any, split: Split | None = None) -> list[i
     """
     if split is not None:
         return counts_by_split(largest_share(batch, recipe.ranks, split), split)
-    samples = samples_to_split(batch)
+    samples = num_splittable_samples(batch)
     if samples % recipe.ranks:
         divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)
         raise ValueError(
