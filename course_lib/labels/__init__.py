@@ -1,16 +1,17 @@
 """Labels: the text that the course's code shows, in English or in Chinese.
 
-The code contains only the English. All Chinese is in `zh.toml` next to this file, but messages of
-exercises are in both languages in their lesson's `messages.toml` (`course_lib.teaching`).
+The code contains only the English. The Chinese is in `zh.toml` next to this file, except for the
+messages of exercises, which are in both languages in their lesson's `messages.toml`
+(`course_lib.teaching`).
 
     text("{n:,} tokens", n=1024)  # "1,024 tokens", a string that can be translated later
     say("peak (MB)")              # plain text in the current language
     markup("peak (MB)")           # HTML in both languages; a page shows one of them
     verbatim("sgd")               # the same in both languages, such as the name of an option
 
-A label is looked up by its English text, so it is still translated after an f-string or matplotlib
-has turned it into an ordinary string. This module imports only the standard library, since every
-part of the course may import it.
+A label is found by its English text, so it is still translated after an f-string or matplotlib has
+turned it into an ordinary string. This module imports only the standard library, because every part
+of the course may import it.
 """
 
 import html
@@ -23,16 +24,18 @@ from functools import cache, reduce
 from pathlib import Path
 
 LANGUAGES = ("en", "zh", "both")
+# File next to the learner's lessons with the language that was chosen by `make lab LANGUAGE=zh`.
+SETTING = Path(".course-language")
 CATALOG = Path(__file__).parent / "zh.toml"
-_MOST_MADE = 4096
-# English -> label. `_fixed` holds the labels that are in the catalog and have no values. `_made`
-# holds the other labels that `text` created, at most `_MOST_MADE` of them.
+_MAX_MADE = 4096
+# Labels by their English text. `_fixed` has the labels that are in the catalog and have no
+# placeholders. `_made` has the other labels that were created, at most `_MAX_MADE` of them.
 _fixed: dict[str, "Label"] = {}
 _made: dict[str, "Label"] = {}
-# None until `choose` or `choose_only` is called; until then `current` reads the environment
+# None until `choose` or `choose_only` is called. Until then `current` reads the environment.
 _chosen: str | None = None
-# Languages in which HTML and figures are written. With both, the page's switch hides one of them;
-# `choose_only` leaves only one.
+# Languages in which HTML and figures are written. If there are two, the page's switch hides one of
+# them. After `choose_only` there is only one.
 _shown: tuple[str, ...] = ("en", "zh")
 
 # Text that is the same in every language: code, math, placeholders and addresses.
@@ -45,7 +48,7 @@ _HAN = re.compile("[\u3400-\u9fff]")
 
 
 class LabelError(ValueError):
-    """Error for missing Chinese, for placeholders that differ, or for an entry in two sections."""
+    """Error in a label: it has no Chinese, its placeholders differ, or it is in two sections."""
 
 
 # The current language
@@ -53,20 +56,39 @@ class LabelError(ValueError):
 
 
 def choose(default: str) -> str:
-    """Set the language of plain text to COURSE_LANG if that is set, else to `default`; return it.
+    """Set the language of plain text to the user's setting, and return it.
+
+    Args:
+        default: Language if the user has no setting: "en", "zh" or "both".
 
     Raises:
-        ValueError: The environment variable or `default` is not "en", "zh" or "both".
+        ValueError: The setting or `default` is not one of these.
     """
     global _chosen
-    _chosen = _from_environment() or _checked_language(default, "default")
+    _chosen = user_language() or _checked_language(default, "default")
     return _chosen
+
+
+def user_language() -> str | None:
+    """Return the language that the user has set, or None.
+
+    It is the value of the environment variable COURSE_LANG. Without it, it is the content of the
+    file `SETTING` in the working directory.
+
+    Raises:
+        ValueError: The setting is not "en", "zh" or "both".
+    """
+    if chosen := _from_environment():
+        return chosen
+    if SETTING.is_file():
+        return _checked_language(SETTING.read_text(encoding="utf-8").strip(), str(SETTING))
+    return None
 
 
 def choose_only(language: str) -> None:
     """Set the language of plain text, HTML and figures, for a page in a single language.
 
-    COURSE_LANG is ignored.
+    The environment variable COURSE_LANG is ignored.
 
     Raises:
         ValueError: The language is neither "en" nor "zh".
@@ -83,16 +105,18 @@ def shown_languages() -> tuple[str, ...]:
 
 
 def current() -> str:
-    """Return the current language: "en", "zh" or "both"."""
+    """Return the current language of plain text: "en", "zh" or "both"."""
     return _chosen or _from_environment() or "en"
 
 
 def _from_environment() -> str | None:
+    """Return the language in the environment variable COURSE_LANG, or None if it is not set."""
     value = os.environ.get("COURSE_LANG")
     return _checked_language(value, "COURSE_LANG") if value else None
 
 
 def _checked_language(value: str, name: str) -> str:
+    """Return a language; raise a ValueError with the name of its setting if it is unknown."""
     if value not in LANGUAGES:
         raise ValueError(f'{name} must be "en", "zh" or "both", got {value!r}')
     return value
@@ -103,14 +127,14 @@ def _checked_language(value: str, name: str) -> str:
 
 
 class Label(str):
-    """English text that keeps the template and the values from which it was made.
+    """English text with the template and the values from which it was made.
 
-    A notebook shows it in both languages, unless `choose_only` has left one.
+    A notebook shows it in both languages, unless `choose_only` was called.
 
     Attributes:
-        template: English with placeholders, a key of the catalog.
-        values: Name of a placeholder -> its value.
-        own_chinese: Chinese of the template if it is not in the catalog but was given (`pair`).
+        template: English text with placeholders, a key of the catalog.
+        values: Values of the placeholders, by name.
+        own_chinese: Chinese of the template if it was passed to `pair` and is not in the catalog.
     """
 
     template: str
@@ -118,28 +142,29 @@ class Label(str):
     own_chinese: str | None = None
 
     def in_chinese(self) -> str | None:
-        """Return the Chinese text with its values, or None if a translation is needed but missing.
+        """Return the Chinese text, filled with the values; None if the translation is missing.
 
         Raises:
-            LabelError: A value is English without Chinese, and COURSE_LABELS is "strict".
+            LabelError: A value is English text that has no Chinese translation, and
+                COURSE_LABELS is "strict".
         """
         zh = self.own_chinese or catalog().get(self.template)
         if zh is None:
             if is_english(self.template):
                 return None
             zh = self.template
-        values = {name: self._value(value) for name, value in self.values.items()}
+        values = {name: self._translated_value(value) for name, value in self.values.items()}
         return zh.format(**values) if values else zh
 
-    def _value(self, value: object) -> object:
+    def _translated_value(self, value: object) -> object:
         """Return a value as the Chinese text shows it: its translation, or the value itself."""
         if value == self or not isinstance(value, str):
             return value
         found = chinese(value)
         if found is None and _is_strict() and is_english(value):
             raise LabelError(
-                f"{value!r}, a value of {self.template!r}, has no Chinese: give it an entry in"
-                f" {CATALOG.name}, or `verbatim` if it is the same in every language"
+                f"{value!r}, a value of {self.template!r}, has no Chinese: add an entry to"
+                f" {CATALOG.name}, or use `verbatim` if it is the same in every language"
             )
         return value if found is None else found
 
@@ -152,17 +177,19 @@ class Verbatim(str):
 
 
 def verbatim(words: object) -> Verbatim:
-    """Mark words that need no Chinese, such as a file name, an option or a message of Python."""
+    """Mark words that need no translation, such as a file name, an option or an error of Python."""
     return Verbatim(words)
 
 
 def text(english: str, /, **values: object) -> Label:
-    """Create a label from English with placeholders, which are filled as by `str.format`.
+    """Create a label from English text, whose Chinese is in the catalog.
 
-    Values may be labels themselves.
+    Args:
+        english: The text, with placeholders as for `str.format`.
+        values: Values of the placeholders, which may be labels themselves.
 
     Raises:
-        LabelError: Values are given, and their names differ from those of the placeholders.
+        LabelError: Values are given, but their names differ from those of the placeholders.
     """
     if values and placeholders(english) != set(values):
         raise LabelError(
@@ -173,7 +200,13 @@ def text(english: str, /, **values: object) -> Label:
 
 
 def pair(english: str, chinese: str, /, **values: object) -> Label:
-    """Create a label from English and its Chinese, as a lesson's file of messages has them.
+    """Create a label from its English and its Chinese, for a text that is not in the catalog.
+
+    The texts in a lesson's `messages.toml` are such texts.
+
+    Args:
+        english, chinese: The text in both languages, with the same placeholders.
+        values: Values of the placeholders, which may be labels themselves.
 
     Raises:
         LabelError: The placeholders of the two languages differ, or are not those of the values.
@@ -187,6 +220,7 @@ def pair(english: str, chinese: str, /, **values: object) -> Label:
 
 
 def _made_label(english: str, values: dict[str, object], zh: str | None = None) -> Label:
+    """Create and store a label; `zh` is its Chinese if it is not in the catalog."""
     label = Label(english.format(**values) if values else english)
     label.template, label.values, label.own_chinese = english, values, zh
     _remember(label)
@@ -194,22 +228,22 @@ def _made_label(english: str, values: dict[str, object], zh: str | None = None) 
 
 
 def _remember(label: Label) -> None:
-    """Store a label, so that `chinese` finds it by its English.
+    """Store a label, so that `chinese` finds it by its English text.
 
-    A label that is in the catalog and has no values is always kept, since there are few such
-    labels. Only the newest `_MOST_MADE` of the other labels are kept.
+    Labels that are in the catalog and have no placeholders are always kept, because they are few.
+    Only the newest `_MAX_MADE` of the other labels are kept.
     """
     if not label.values and (label.own_chinese or label in catalog()):
         _fixed[str(label)] = label
         return
     _made.pop(label, None)
     _made[str(label)] = label
-    if len(_made) > _MOST_MADE:
+    if len(_made) > _MAX_MADE:
         _made.pop(next(iter(_made)), None)
 
 
 def join_labels(words: Iterable[object], separator: str = ", ") -> str:
-    """Join labels into one label; the catalog has the Chinese form of each separator."""
+    """Join labels into one label, with a separator whose Chinese form is in the catalog."""
     template = f"{{first}}{separator}{{rest}}"
     items = [str(each) if not isinstance(each, str) else each for each in words]
     return (
@@ -218,12 +252,15 @@ def join_labels(words: Iterable[object], separator: str = ", ") -> str:
 
 
 def _is_strict() -> bool:
-    """Return whether English without Chinese is an error, as in builds and tests of the course."""
+    """Return whether missing Chinese is an error, as in builds and tests of the course."""
     return os.environ.get("COURSE_LABELS") == "strict"
 
 
 def chinese(words: object) -> str | None:
-    """Return the Chinese of a label, or of a string with labels in it; None without a translation.
+    """Return the Chinese of a label, or of a string that contains labels.
+
+    Returns:
+        The Chinese, or None if there is no translation.
 
     Raises:
         LabelError: A value in the label is English without Chinese, and COURSE_LABELS is "strict".
@@ -234,23 +271,23 @@ def chinese(words: object) -> str | None:
         return words
     made = words if isinstance(words, Label) else _made.get(words) or _fixed.get(words)
     found = made.in_chinese() if made is not None else None
-    return found or catalog().get(words) or _piecewise(words)
+    return found or catalog().get(words) or _translate_labels_in(words)
 
 
 def in_both_languages(words: object) -> tuple[str, str]:
     """Return (English, Chinese) of a label, or the English twice if there is no Chinese.
 
     Raises:
-        LabelError: The words, or a value in them, are English without Chinese, and the environment
+        LabelError: The label, or a value in it, is English without Chinese, and the environment
             variable COURSE_LABELS is "strict". It is set only to build and test the course, because
-            a learner's own labels are not an error.
+            a learner may write labels without Chinese.
     """
     words = words if isinstance(words, str) else str(words)
     zh = chinese(words)
     if zh is None and _is_strict() and is_english(words):
         raise LabelError(
-            f"{words!r} has no Chinese: give it an entry in {CATALOG.name}, or `backquotes` if it"
-            " is code"
+            f"{words!r} has no Chinese: add an entry to {CATALOG.name}, or put code in it between"
+            " backquotes, such as `x.grad`"
         )
     return str(words), str(words) if zh is None else zh
 
@@ -258,16 +295,16 @@ def in_both_languages(words: object) -> tuple[str, str]:
 def say(words: object, separator: str = " ") -> str:
     """Return a label as plain text in the current language.
 
-    For "both" that is the English, the separator and the Chinese.
+    If the current language is "both", this is the English, the separator and the Chinese.
     """
     en, zh = in_both_languages(words)
     return {"en": en, "zh": zh, "both": en if en == zh else f"{en}{separator}{zh}"}[current()]
 
 
 def markup(words: object) -> str:
-    """Return a label as HTML, escaped, with `backquotes` as code.
+    """Return a label as escaped HTML, in which text in `backquotes` is shown as code.
 
-    If the languages differ, there is one element per language, one above the other.
+    If English and Chinese differ, there is one element per language, one above the other.
     """
     en, zh = (
         re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(each))
@@ -277,17 +314,18 @@ def markup(words: object) -> str:
         return en
     if _shown == ("zh",):
         return zh
-    # A viewer may remove the styles. The space then separates the two languages.
+    # The space separates the two languages if a viewer of the notebook removes the styles.
     return (
         f'<span lang="en" style="display: block">{en}</span> <span lang="zh" style="display:'
         f' block">{zh}</span>'
     )
 
 
-def _piecewise(words: str) -> str | None:
-    """Translate each label that the words contain.
+def _translate_labels_in(words: str) -> str | None:
+    """Return a string in which each label is translated.
 
-    Return None if there is none, or if English words would remain.
+    Returns:
+        The string, or None if it contains no label or if English words would remain.
     """
     if not is_english(words):  # in code, a name such as `input` is not translated
         return None
@@ -313,9 +351,9 @@ def _piecewise(words: str) -> str | None:
 
 
 def is_english(words: str) -> bool:
-    """Return whether the words need a Chinese translation.
+    """Return whether a text needs a Chinese translation.
 
-    They do if they contain no Chinese, and an English word that is neither code nor in `same()`.
+    A text needs one if it has an English word that is neither code nor in `same()`, and no Chinese.
     """
     return not _HAN.search(words) and any(
         word not in same() for word in _WORD.findall(_NOT_WORDS.sub(" ", words))
@@ -323,43 +361,50 @@ def is_english(words: str) -> bool:
 
 
 def placeholders(template: str) -> set[str]:
-    """Return the names in a template's braces."""
+    """Return the names of the placeholders in a template."""
     return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
 
 
 @cache
 def catalog() -> dict[str, str]:
-    """Return the catalog, English -> Chinese.
+    """Return the catalog of labels: a dict from English to Chinese.
 
     Raises:
         LabelError: An entry is in two sections, or its Chinese has other placeholders.
     """
-    return entries({name: words for name, words in _read().items() if name != "errors"})
+    return entries({name: words for name, words in _read_catalog().items() if name != "errors"})
 
 
 @cache
 def sentences() -> dict[str, str]:
-    """Return the sentences of errors, English -> Chinese; the commands translate errors with them.
+    """Return the catalog of error messages: a dict from English to Chinese.
+
+    Commands translate errors with it.
 
     Raises:
         LabelError: As for `catalog`.
     """
-    return entries({"errors": _read()["errors"]})
+    return entries({"errors": _read_catalog()["errors"]})
 
 
 @cache
 def same() -> frozenset[str]:
-    """Return the words that are the same in both languages."""
-    return frozenset(_read()["same"])
+    """Return the English words that are not translated in Chinese text."""
+    return frozenset(_read_catalog()["same"])
 
 
 @cache
-def _read() -> dict:
+def _read_catalog() -> dict:
+    """Return the content of the catalog's file, by section."""
     return tomllib.loads(CATALOG.read_text(encoding="utf-8"))
 
 
 def entries(sections: dict) -> dict[str, str]:
-    """Return the entries of all sections of a catalog as one dict, with the checks of `catalog`."""
+    """Return the entries of all sections of a catalog as one dict from English to Chinese.
+
+    Raises:
+        LabelError: As for `catalog`.
+    """
     found: dict[str, str] = {}
     for section, words in sections.items():
         for en, zh in words.items() if isinstance(words, dict) else ():

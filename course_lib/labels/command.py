@@ -1,4 +1,7 @@
-"""Command lines in the reader's language: `Parser` translates help, usage and errors."""
+"""Command lines in the user's language: `Parser` translates help, usage and errors.
+
+`run_command` runs a command's `main` function and ends the process with its exit status.
+"""
 
 import argparse
 import os
@@ -12,7 +15,7 @@ from typing import Any, NoReturn
 
 from . import current, in_both_languages, sentences, text, verbatim
 
-# argparse's own texts that are translated; argparse passes each of them to gettext
+# argparse's own texts that are translated. argparse passes each of them to gettext.
 _ARGPARSE_TEXTS = (
     "usage: ",
     "options",
@@ -33,7 +36,8 @@ CLOSED_PIPE = 128 + 13
 class Parser(argparse.ArgumentParser):
     """An argparse parser that translates argparse's own text and the help that is passed to it.
 
-    With COURSE_LANG=both all text is in English, because a terminal has no room for two languages.
+    With COURSE_LANG=both all text is in English, because two languages need too much space in a
+    terminal.
 
     Attributes:
         options: Names of the options that were added.
@@ -44,14 +48,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, description: str = "", epilog: str = "", **options: Any) -> None:
         try:
             current()
-        except ValueError as error:  # the language is unknown, so this is in English
+        except ValueError as error:  # COURSE_LANG is invalid, so the error is in English
             sys.stderr.write(f"error: {error}\n")
             raise SystemExit(2) from None
         with _translated_argparse():
             super().__init__(
                 *args, description=_translate(description), epilog=_translate(epilog), **options
             )
-        # A value such as -5GB is refused by its own check, and not taken for an option.
+        # A value such as -5GB must not be parsed as an option, so that its own check rejects it.
         self._negative_number_matcher = re.compile(r"-\d")
 
     def add_argument(self, *names: str, help: str = "", **options: Any) -> argparse.Action:
@@ -66,7 +70,7 @@ class Parser(argparse.ArgumentParser):
             return parsed
 
     def _with_suggestion(self, others: list[str]) -> str:
-        """Return the arguments that belong to no option, with a suggestion for the first one."""
+        """Return the unknown arguments as a string, with a suggestion for the first one."""
         words, first = " ".join(others), others[0]
         if not first.startswith("-"):
             is_config = first.endswith(".json") and "--config" in self.options
@@ -85,11 +89,11 @@ class Parser(argparse.ArgumentParser):
             return super().format_usage()
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help, and raise an error if it cannot be written; argparse would ignore it."""
+        """Print the help; if it cannot be written, raise the error, which argparse would ignore."""
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Print the error in one line; argparse would print all options first."""
+        """Print an error in one line, without the list of all options, and exit with status 2."""
         sentence = text("error: {sentence} (see --help)", sentence=translated_error(message))
         self.exit(2, f"{_translate(sentence)}\n")
 
@@ -97,8 +101,11 @@ class Parser(argparse.ArgumentParser):
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and end the process with its exit status.
 
-    If the reader of its output has closed the pipe, the command ends without a message, as other
-    commands do. If the output cannot be written, it prints one line.
+    If the program that reads the command's output has closed the pipe, the command ends without a
+    message, as other commands do. If the output cannot be written, the command prints one line.
+
+    Args:
+        main: Function that runs the command, and returns its exit status or None for 0.
     """
     status: Any = 1
     try:
@@ -113,7 +120,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         status = CLOSED_PIPE
         _discard_output()
     except OSError as error:
-        # An error that names a file is not about the output.
+        # An error with a file name is not an error of writing the output.
         if error.filename is not None:
             raise
         sentence = text("error: the output cannot be written ({reason})", reason=verbatim(error))
@@ -124,15 +131,15 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _discard_output() -> None:
-    """Discard the output that is not written yet; Python would try to write it at its end."""
+    """Discard output that is not written yet, which Python would otherwise try to write at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def translated_error(message: str) -> str:
-    """Return an error in the reader's language if the catalog has its sentence, else unchanged.
+    """Return an error message in the user's language.
 
-    An error's English is written where it is raised; `zh.toml` has its Chinese under [errors], with
-    a placeholder for each value.
+    An error's English is written where it is raised. Its Chinese is in the section [errors] of
+    `zh.toml`, with a placeholder for each value. A message without Chinese is returned unchanged.
     """
     if current() != "zh":
         return verbatim(message)
@@ -140,33 +147,50 @@ def translated_error(message: str) -> str:
         return verbatim(lead[0] + translated_error(message[lead.end() :]))
     for pattern, chinese in _patterns():
         if found := pattern.fullmatch(message):
-            return verbatim(chinese.format(**found.groupdict()))
+            values = found.groupdict()
+            if options := values.get("options"):
+                values["options"] = options.replace(", ", "、").replace(" or ", " 或 ")
+            if given := values.get("given"):
+                values["given"] = re.sub(r"an? (?=\w+$)", "", given)  # as in "a Decoder"
+            return verbatim(chinese.format(**values))
     return verbatim(message)
 
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    """Return each sentence under [errors] as (pattern with one group per value, Chinese).
+    """Return a pair (pattern, Chinese text) for each error message in the catalog's [errors].
 
-    Sentences with the most fixed text come first. A sentence with little fixed text matches many
-    messages, because a placeholder matches any text.
+    A pattern matches the English message, and has one group per value. The value {options} is an
+    enumeration such as "'none' or 'layers'", without English words; any other value may be any
+    text.
+
+    Messages with the most fixed text come first. A message with little fixed text matches many
+    others, because a placeholder matches any text.
     """
     templates = sorted(
         sentences().items(), key=lambda entry: -len(re.sub(r"\{\w+\}", "", entry[0]))
     )
     return [
-        (re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(english)), re.S), zh)
+        (re.compile(re.sub(r"\\\{(\w+)\\\}", _group_pattern, re.escape(english)), re.S), zh)
         for english, zh in templates
     ]
 
 
+def _group_pattern(placeholder: re.Match[str]) -> str:
+    """Return a regular expression for the value of a placeholder."""
+    one = r"(?:'[^']*'|-?\d[\w.]*|None|True|False|torch\.\w+)"
+    value = rf"(?:{one}, )*{one}(?: or {one})?" if placeholder[1] == "options" else ".+?"
+    return f"(?P<{placeholder[1]}>{value})"
+
+
 def _translate(words: str) -> str:
+    """Return the Chinese of a label if the language is Chinese, otherwise the label itself."""
     return in_both_languages(words)[1] if current() == "zh" and words else words
 
 
 @contextmanager
 def _translated_argparse() -> Iterator[None]:
-    """Translate argparse's own text inside the block.
+    """Translate argparse's own text inside a `with` block.
 
     argparse calls `argparse._`, its name for gettext, each time that it shows a text.
     """

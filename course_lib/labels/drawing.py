@@ -1,4 +1,4 @@
-"""Drawing with labels: the optional import of matplotlib, and the font for Chinese labels."""
+"""Drawing with labels: the optional import of matplotlib, and a font with Chinese characters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,13 +7,13 @@ from types import ModuleType
 
 FONT = "Course Sans SC"
 _FILE = Path(__file__).parents[1] / "teaching" / "fonts" / "CourseSansSC-Regular.otf"
-#: In a string with math, matplotlib draws all other text in the first font. So the first font is
-#: the one with Chinese characters.
+#: In a string with math, matplotlib uses only the first font for all other text, so the first font
+#: must be the one with Chinese characters.
 FAMILY = [FONT, "DejaVu Sans"]
 
 
 def pyplot() -> ModuleType:
-    """Import matplotlib's pyplot.
+    """Import and return `matplotlib.pyplot`.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed. The message says how to install it.
@@ -32,7 +32,7 @@ def pyplot() -> ModuleType:
 
 
 def add_font() -> None:
-    """Register the font with matplotlib."""
+    """Register the course's font with matplotlib, if it is not registered yet."""
     from matplotlib import font_manager
 
     if not any(entry.fname == str(_FILE) for entry in font_manager.fontManager.ttflist):
@@ -41,7 +41,7 @@ def add_font() -> None:
 
 @contextmanager
 def course_font() -> Iterator[None]:
-    """Use the course's font for figures that are drawn and saved inside the block."""
+    """Use the course's font for figures that are drawn and saved inside a `with` block."""
     import matplotlib
 
     add_font()
