@@ -1,20 +1,21 @@
-"""A simulated device that checks, on any machine, that operators and copies wait for one another.
+"""A simulated GPU that checks whether operators and copies on several streams wait for one another.
 
-It also computes when each stream is busy.
+It runs on any machine. It also computes when each stream would be busy on a real GPU.
 
     with SimulatedDevice() as device:
         model, x = device.move(model), device.move(x)
         with offload_activations():
             loss = model(x).sum()
         loss.backward()
-    # leaving the block raises a Race that lists all races that were found
+    # the end of the block raises a Race that lists all races that were found
 
-Device memory is CPU memory, and the most recently freed block is reused first. Each stream runs its
-tasks in order. An actor is a stream or a thread of the host. It waits for other actors through
-events, and its vector clock records how far it has waited for each of them. An access to memory is
-a race if its actor has not waited for the last write to these bytes, even if another tensor owned
-them at that time. A write is also a race if its actor has not waited for the reads since the last
-write.
+Device memory is CPU memory, and the most recently freed block is reused first. An actor is a stream
+or a thread of the host. Each stream runs its tasks in order. An actor waits for other actors
+through events, and its vector clock records which of their tasks it has waited for.
+
+An access to memory is a race if its actor has not waited for the last write to the same bytes. This
+holds even if the bytes belonged to another tensor at the time of the write. A write is also a race
+if its actor has not waited for the reads since the last write.
 
 Source: Fidge 1988 and Mattern 1989 for the clocks. PyTorch's CUDA sanitizer checks device memory in
 the same way.
@@ -40,6 +41,7 @@ from .lanes import draw_bytes, draw_lanes
 from .operators import HostReads, Operators
 from .race_detector import COPIES, AccessLog, Actor, Arena, Event
 
+# Names of the options that set the device's rates.
 RATES = (
     "flops_per_second",
     "bytes_per_second",
@@ -51,14 +53,22 @@ RATES = (
 
 
 class Race(RuntimeError):
-    """An error about accesses to the same memory that are not ordered by a wait.
+    """Error that reports accesses to the same memory in no defined order.
 
-    Two accesses are a race if at least one of them is a write and neither waits for the other.
+    Two accesses to the same bytes are a race if at least one of them is a write and neither waits
+    for the other.
     """
 
 
 class _Streams(Device):
-    """A `Device` whose streams are actors of an access log; each thread has a current stream."""
+    """The part of `SimulatedDevice` that implements streams, events and waits.
+
+    Streams are actors of an access log. Each thread of the host has its own current stream, as in
+    PyTorch.
+
+    Args:
+        log: The access log.
+    """
 
     def __init__(self, log: AccessLog):
         super().__init__(torch.device("cpu"))
@@ -95,35 +105,36 @@ class _Streams(Device):
             self.log.host.run()
 
     def run_all(self, actor: Actor) -> None:
-        """Make an actor wait for the host, and run all of the actor's pending tasks.
+        """Run all pending tasks of an actor, after everything that the host has done so far.
 
-        The caller can then run the actor's next task immediately.
+        Afterwards the caller can run the actor's next task immediately.
         """
         actor.wait_for(self.log.host.event())
         actor.run()
 
 
 class SimulatedDevice(_Streams):
-    """A `Device` that runs operators on the CPU and checks their order; a context manager.
+    """Simulated GPU that runs operators on the CPU and detects races; used as a context manager.
 
-    Inside the block, `Device.of` recognizes the device's tensors: those that `move` and `up`
+    Inside the block, `Device.of_tensor` finds the device's tensors: those that `move` and `up`
     return, results of operators on them, and new tensors made without an input tensor
     (`torch.zeros(3)`). Host tensors are those made before the block, those that `pinned` returns,
-    and results of operators on host tensors. A tensor of a single number can be combined with
+    and results of operators on host tensors. A tensor with a single element can be combined with
     both, as on CUDA. All tensors report the CPU as their device, so `.cpu()` and `.to(device)` copy
     nothing. The program must copy through the methods of `Device`.
 
-    If the program waits wherever it must, all numbers are correct bit for bit. A missing wait is
-    reported as a race, and the numbers may still be correct by chance. Two modes run the same
-    program in another order that its waits allow, so that the numbers become wrong too:
+    If the program waits wherever it must, all results are correct bit for bit. A missing wait is
+    reported as a race, but the results may still be correct by chance. With one of the following
+    options, operators and copies run in another order that the program's waits allow, so that a
+    missing wait also makes results wrong:
 
-    - `late`: Copies run as late as possible. Code gets wrong numbers if it uses a copy, or reuses
+    - `late`: Copies run as late as possible. Code gets wrong results if it uses a copy, or reuses
       the memory of the copy's source, too early.
     - `early`: Operators, copies and reads by the host run as early as possible: they read the
       values that their tensors had before any write that they do not wait for. Code gets wrong
-      numbers if it uses the result of an operator or copy too early.
+      results if it uses the result of an operator or copy too early.
 
-    Limits:
+    The simulation has these limits:
 
     - Operators never run late. If code writes to memory that an operator is still reading, this is
       reported, but the numbers stay correct.
@@ -133,37 +144,38 @@ class SimulatedDevice(_Streams):
       `numpy`, and printing. In hooks during a backward pass, these methods and printing are not
       observed. Accesses through a storage, such as those of `torch.save` and pickle, are not
       observed, and neither are later accesses through an array that `numpy` returned. Making a view
-      does not count as a read, except if an index selects a single number of a host tensor, as in
+      does not count as a read, except if an index selects a single element of a host tensor, as in
       `x[0]`.
-    - Each thread of the host is an actor. Synchronization between threads is not observed. When a
-      thread makes its first access, everything that other threads have done so far counts as
-      ordered before it.
+    - Each thread of the host is treated like a stream. Synchronization between threads is not
+      observed. When a thread makes its first access, everything that other threads have done so far
+      counts as ordered before it.
     - Each stream has the full rates of the device, so two streams that compute at the same time do
       not slow each other down. Caches, launching operators, Python and views take no time. An
       operator that indexes a tensor counts as reading all of it.
 
     Args:
-        late, early: Whether to use that mode; at most one can be True.
-        memory_bytes: Bytes of device memory, and also of pinned memory. Only the part that is used
-            takes memory of this machine.
+        late, early: Whether to change the order as described above; at most one can be True.
+        memory_bytes: Size of the device memory in bytes, and also of the pinned host memory. Only
+            the part that is used takes memory of this machine.
         flops_per_second, bytes_per_second: Rates of the device. An operator takes the time of its
             FLOPs or of the bytes that it reads and writes, whichever is longer. FLOPs are counted
-            by PyTorch, for matrix products and attention. An expanded tensor counts with its bytes
-            in memory. By default an operator takes no time.
-        up_bytes_per_second: Rate of copies from the host to the device. By default they take no
-            time.
-        down_bytes_per_second: Rate of copies from the device to the host. By default they take no
-            time.
+            by PyTorch's formulas, for matrix products, convolutions and attention. An expanded
+            tensor counts with its bytes in memory. By default an operator takes no time.
+        up_bytes_per_second: Rate of copies from the host to the device (H2D). By default they take
+            no time.
+        down_bytes_per_second: Rate of copies from the device to the host (D2H). By default they
+            take no time.
         host_flops_per_second, host_bytes_per_second: Rates of operators on host tensors, such as an
-            optimizer update on the host. Device tasks that the host starts later begin after them.
+            optimizer update on the host. A device task that the host starts after such an operator
+            begins after it. By default these operators take no time.
 
     Attributes:
         races: One sentence per race. If you expect races, clear this list before the block ends.
-        spans: One `Span` per operator or copy that took time. The stream of a host operator is
-            "host".
-        samples: Pairs of simulated seconds and live bytes, one after each operator that allocated
-            device memory.
-        seconds: Simulated time at which all tasks so far are finished.
+        spans: One `Span` per operator or copy that took simulated time. The stream of a host
+            operator is "host".
+        samples: Pairs (simulated seconds, live bytes of device memory), one after each operator
+            that allocated device memory.
+        seconds: Simulated time in seconds at which all tasks so far are finished.
         live_bytes: Bytes of device memory that are live now.
         peak_bytes: Largest number of bytes of device memory that were live at once.
 
@@ -223,19 +235,24 @@ class SimulatedDevice(_Streams):
 
     @property
     def seconds(self) -> float:
+        """Simulated time in seconds at which all tasks so far are finished."""
         return max(actor.seconds for actor in self.log.actors)
 
     @property
     def live_bytes(self) -> int:
+        """Bytes of device memory that are live now."""
         self.memory.collect()
         return self.memory.live_bytes
 
     @property
     def peak_bytes(self) -> int:
+        """Largest number of bytes of device memory that were live at once."""
         return self.memory.peak_bytes
 
     def move(self, thing: Any) -> Any:
-        """Move a module's parameters and buffers in place, or return device copies of tensors.
+        """Copy a module's parameters and buffers, or tensors, to device memory.
+
+        A module is changed in place.
 
         Args:
             thing: A module, a tensor, or a nested container of tensors.
@@ -252,10 +269,11 @@ class SimulatedDevice(_Streams):
         return thing
 
     def plot(self, ax=None, *, since: float = 0.0):
-        """Draw when each stream was busy from second `since` on, one lane per stream.
+        """Draw one lane per stream that shows when the stream was busy.
 
         Args:
             ax: Matplotlib axes; by default new ones.
+            since: Simulated time in seconds at which the plot begins.
 
         Returns:
             The axes.
@@ -263,17 +281,18 @@ class SimulatedDevice(_Streams):
         return draw_lanes(self.spans, ax, since)
 
     def plot_bytes(self, ax=None, *, since: float = 0.0):
-        """Draw the device's live bytes from second `since` on, on the time axis of `plot`.
+        """Draw the live bytes of device memory over simulated time, on the time axis of `plot`.
 
         Args:
             ax: Matplotlib axes; by default new ones.
+            since: Simulated time in seconds at which the plot begins.
 
         Returns:
             The axes.
         """
         return draw_bytes(self.samples, ax, since, self.seconds)
 
-    # ---- the methods of a Device
+    # ---- methods of `Device`, whose docstrings explain them
 
     def holds(self, tensor: Tensor) -> bool:
         return self.memory.block_of(tensor) is not None
@@ -299,7 +318,7 @@ class SimulatedDevice(_Streams):
     def transfer(self, target: Tensor, source: Tensor) -> None:
         up, stream = self.holds(target), self.current()
         host, name = (source, "up") if up else (target, "down")
-        # A copy that has not run yet must not keep its tensors from being freed, so it gets
+        # A pending copy must not keep the memory of its tensors from being reused, so it works on
         # aliases.
         target_alias, source_alias = (
             self.memory.alias(self.host_memory.alias(tensor)) for tensor in (target, source)
@@ -312,16 +331,24 @@ class SimulatedDevice(_Streams):
                 stream.run()
             self.log.record_access(stream, COPIES[name], [source], [target], seconds)
             if (block := self.host_memory.block_of(host)) is None:
-                self.finish(stream.event())  # CUDA also waits if the host memory is not pinned
+                # As on CUDA, the host waits for the copy if the host memory is not pinned.
+                self.finish(stream.event())
             else:
-                block.used_by.add(stream)  # PyTorch also records the streams of pinned memory
+                # As in PyTorch, pinned memory is not reused before the copy is finished.
+                block.used_by.add(stream)
 
     def _copy(self, stream: Actor, target: Tensor, source: Tensor) -> None:
+        """Run a copy as a task of a stream."""
         with disable_current_modes(), self.log.run_early(stream, [target, source], [target]):
             target.copy_(source)
 
 
 def _checked_rates(rates: dict[str, float | None]) -> dict[str, float]:
+    """Return a dict with all `RATES`; a rate that is missing or None is infinite.
+
+    Raises:
+        TypeError, ValueError: There is no such option, or a rate is not a positive number.
+    """
     if unknown := rates.keys() - set(RATES):
         raise TypeError(
             "the options of a SimulatedDevice must be late, early, memory_bytes,"

@@ -1,4 +1,4 @@
-"""Plots of a simulated device: when each stream was busy, and how many bytes were live."""
+"""Plot when each stream of a simulated device was busy, and how many bytes were live."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from course_lib.labels.drawing import pyplot
 
 from .race_detector import Span
 
-#: Kind of work -> color. The colors differ from those of the categories of bytes. Those of
-#: "compute", "up" and "down" also differ from one another in grayscale.
+#: Maps each kind of work (`Span.kind`) to a color. The colors differ from those of the categories
+#: of bytes. Those of "compute", "up" and "down" also differ from one another in grayscale.
 LANE_COLORS = {"compute": "#004488", "down": "#997700", "up": "#EECC66", "host": "#994455"}
-#: Stream -> label, in the order in which the lanes are drawn.
+#: Maps each stream to the label of its lane, in the order in which the lanes are drawn.
 LANE_NAMES = {
     "compute": text("compute"),
     "down": text("to the host (D2H)"),
@@ -26,9 +26,15 @@ LANE_NAMES = {
 
 
 def draw_lanes(spans: Iterable[Span], ax: Any, since: float) -> Any:
-    """Draw one lane per stream, with the streams of `LANE_NAMES` first, in that order.
+    """Draw one lane per stream with a bar for each operator or copy, and return the axes.
 
-    The color of a bar shows the kind of work (see `Span.kind`), whichever stream did it.
+    The streams of `LANE_NAMES` come first, in that order. The color of a bar shows the kind of work
+    (see `Span.kind`), whichever stream did it.
+
+    Args:
+        spans: Operators and copies with their simulated times.
+        ax: Matplotlib axes; None for new ones.
+        since: Simulated time in seconds at which the plot begins.
     """
     ax = ax or _new_axes()
     spans = [span for span in spans if span.end > since]
@@ -46,10 +52,16 @@ def draw_lanes(spans: Iterable[Span], ax: Any, since: float) -> Any:
 
 
 def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float, until: float) -> Any:
-    """Draw live megabytes over time as steps; the last value continues to second `until`."""
+    """Draw live megabytes (10**6 bytes) over simulated time as a step plot, and return the axes.
+
+    Args:
+        samples: Pairs (simulated seconds, live bytes).
+        ax: Matplotlib axes; None for new ones.
+        since, until: Simulated times in seconds at which the plot begins and ends.
+    """
     ax = ax or _new_axes()
-    # The samples are in the order in which the host called the operators. Sort them by time,
-    # because streams run at the same time.
+    # The samples are in the order in which the host called the operators. That may differ from the
+    # order in time, because streams run at the same time.
     samples = sorted(samples, key=lambda sample: sample[0])
     before = [live for seconds, live in samples if seconds <= since][-1:]
     after = [(seconds - since, live) for seconds, live in samples if seconds > since]
@@ -68,4 +80,5 @@ def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float, unti
 
 
 def _new_axes() -> Any:
+    """Return new axes in the size of both plots."""
     return pyplot().subplots(figsize=(7, 1.8), layout="constrained")[1]

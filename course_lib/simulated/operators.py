@@ -1,4 +1,4 @@
-"""Modes that report operators and reads by the host to the access log of a simulated device."""
+"""Modes that run PyTorch operators on a simulated device and report them to its access log."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from course_lib._torch.operators import written_arguments
 from course_lib._torch.tensors import tree_map
 
 aten = torch.ops.aten
-#: Operators that write a tensor without reading it, although their schema does not show this.
+#: Operators that write a tensor without reading it. Their schema does not show this.
 ONLY_WRITE = (aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_)
-#: Operators that access no bytes, although the schema of `set_` says that it writes.
+#: Operators that access no bytes of their tensors, although the schema of `set_` says otherwise.
 WITHOUT_ACCESS = (aten.set_, aten.is_pinned, aten.is_same_size)
 #: Methods by which the host accesses a tensor's bytes without an operator.
 HOST_READS = {
@@ -28,9 +28,13 @@ HOST_READS = {
 
 
 class HostReads(TorchFunctionMode):
-    """A mode that observes the methods by which the host reads a tensor without an operator.
+    """Function mode that reports the methods by which the host reads a tensor without an operator.
 
-    A method that reads device memory makes the host wait, as on CUDA.
+    If such a method, for example `tolist`, reads device memory, the host waits for the current
+    stream, as on CUDA.
+
+    Args:
+        device: The simulated device.
     """
 
     def __init__(self, device: Any):
@@ -54,10 +58,13 @@ class HostReads(TorchFunctionMode):
 
 
 class Operators(TorchDispatchMode):
-    """A mode that runs operators on the device's tensors.
+    """Dispatch mode that runs each operator as a task of the simulated device or of the host.
 
-    Results are put into device memory. Operators count as tasks of the current stream, which gives
-    them their order and their time.
+    An operator on device tensors is a task of the current stream, and its results are put into
+    device memory. An operator on host tensors is a task of the host.
+
+    Args:
+        device: The simulated device.
     """
 
     def __init__(self, device: Any):
@@ -65,7 +72,7 @@ class Operators(TorchDispatchMode):
         self.device = device
 
     @classmethod
-    # PyTorch's default imports the compiler's guards, which takes longer than a small step.
+    # PyTorch's own method imports the compiler's guards, which takes longer than a small step.
     def _should_skip_dynamo(cls) -> bool:
         return False
 
@@ -76,6 +83,7 @@ class Operators(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run an operator, record its accesses and its simulated time, and return its result."""
         if func.overloadpacket in WITHOUT_ACCESS:
             return func(*args, **kwargs)
         device, tensors = self.device, _tensors((args, kwargs))
@@ -102,7 +110,8 @@ class Operators(TorchDispatchMode):
             result = func(*args, **kwargs)
         results = _tensors(result)
         new = _new_storages(results, tensors)
-        # Making a view reads nothing, but a view of a single number is usually read, so it counts.
+        # Making a view reads nothing. A view of a single element of a host tensor counts as a read,
+        # because the program usually reads it next without an operator.
         if results and not changed and not new:
             if not on_device and func is aten.select.int and result.numel() == 1:
                 device.log.record_access(actor, str(func), results, [])
@@ -127,10 +136,14 @@ class Operators(TorchDispatchMode):
     def _into_device_memory(
         self, result: Any, new: dict[int, UntypedStorage]
     ) -> tuple[Any, list[Tensor]]:
-        """Copy new storages into device memory.
+        """Copy the new storages of an operator's result into device memory.
+
+        Args:
+            result: Result of the operator.
+            new: Its new storages, by the address of their C++ object.
 
         Returns:
-            The operator's result on the copies, and the copies as tensors of bytes.
+            The same result on the copies, and the copies as tensors of bytes.
         """
         log, copies = self.device.log, {}
         for key, storage in new.items():
@@ -157,14 +170,25 @@ class Operators(TorchDispatchMode):
     def _seconds(
         self, func: Callable, args: tuple, kwargs: dict, result: Any, nbytes: int, prefix: str
     ) -> float:
+        """Return the simulated time of an operator in seconds.
+
+        Args:
+            func, args, kwargs, result: The operator's call and its result.
+            nbytes: Bytes that the operator reads and writes.
+            prefix: "host_" for the rates of the host, "" for those of the device.
+        """
         rate = self.device.rates[f"{prefix}flops_per_second"]
         count = flop_registry.get(func.overloadpacket) if rate < math.inf else None
         flops = count(*args, **kwargs, out_val=result) if count else 0
         return max(flops / rate, nbytes / self.device.rates[f"{prefix}bytes_per_second"])
 
 
-def _check_all_on_device(func: Callable, tensors: list[Tensor]) -> None:
-    for tensor in tensors:
+def _check_all_on_device(func: Callable, host_tensors: list[Tensor]) -> None:
+    """Raise RuntimeError if an operator on device tensors also has a host tensor as input.
+
+    A host tensor with a single element is allowed.
+    """
+    for tensor in host_tensors:
         if tensor.numel() > 1:
             raise RuntimeError(
                 f"all tensors of {func} must be on the device, got one on the host with shape"
@@ -173,9 +197,9 @@ def _check_all_on_device(func: Callable, tensors: list[Tensor]) -> None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in an operator's arguments or results, including nested containers.
+    """Return the tensors in an operator's arguments or results, which may be nested containers.
 
-    PyTorch's pytrees are not used, because they take longer than small operators.
+    This function does not use PyTorch's pytrees, which take longer than a small operator.
     """
     if isinstance(value, Tensor):
         return [value]
@@ -190,14 +214,15 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _without(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    """Return the tensors that are not among `others`, compared by identity."""
     return [tensor for tensor in tensors if not any(tensor is other for other in others)]
 
 
 def _new_storages(results: list[Tensor], inputs: list[Tensor]) -> dict[int, UntypedStorage]:
-    """Return the storages that an operator created, by the address of their C++ object.
+    """Return a dict of the storages that an operator created, by the address of their C++ object.
 
-    Single numbers that were created without an input tensor are left out, because they can be
-    combined with any tensor.
+    A tensor with a single element that was created without an input tensor is left out, because it
+    can be combined with tensors on the host and on the device.
     """
     old = {tensor.untyped_storage()._cdata for tensor in inputs}
     created = (value.untyped_storage() for value in results if inputs or value.numel() > 1)
@@ -209,7 +234,7 @@ def _new_storages(results: list[Tensor], inputs: list[Tensor]) -> dict[int, Unty
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """Return the bytes that tensors take in memory: an expanded dimension counts once."""
+    """Return the bytes that tensors take in memory; an expanded dimension counts as size 1."""
     return sum(
         tensor.itemsize
         * math.prod(n for n, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
@@ -222,8 +247,7 @@ def _written_tensors(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that an operator writes, and those among them that it does not read."""
     changed = written_arguments(func, args, kwargs)
-    # The schema of fused optimizers says that they write gradients, but without grad_scale they
-    # only read them.
+    # By their schema, fused optimizers write the gradients. Without grad_scale they only read them.
     if kwargs.get("grad_scale") is None:
         changed = [(argument, value) for argument, value in changed if argument.name != "grads"]
     if func.overloadpacket not in ONLY_WRITE:

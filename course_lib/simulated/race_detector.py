@@ -1,9 +1,12 @@
-"""A race detector: actors with vector clocks, memory arenas, and a log of accesses.
+"""Detect races: accesses to the same memory by several actors that do not wait for one another.
 
-An access happens before another one if the second actor has waited for it. Two accesses to the same
-bytes, at least one of them a write, are a race if neither happens before the other.
-`AccessLog.run_early` makes the consequence visible: an actor that has not waited for a write reads
-the values from before that write.
+An `Actor` is a stream or a thread of the host. An `Arena` is memory in which tensors are allocated.
+The `AccessLog` records the actors' accesses to the arenas.
+
+An access happens before another one if the actor of the second access has waited for the first.
+Two accesses to the same bytes, at least one of them a write, are a race if neither happens before
+the other. `AccessLog.run_early` makes the consequence visible: an actor that has not waited for a
+write reads the values from before that write.
 """
 
 from __future__ import annotations
@@ -27,22 +30,24 @@ from torch import Tensor
 from course_lib._torch.modes import disable_current_modes
 from course_lib._torch.tensors import elements_spanned
 
-ACTORS = 512  # largest number of actors
-ROUNDED = 512  # block sizes are multiples of it (bytes), as in PyTorch's allocator
-HOST, ALLOCATOR = "the host", "the allocator"
+MAX_ACTORS = 512  # largest number of actors
+# Block sizes in bytes are multiples of this number, as in PyTorch's allocator.
+BLOCK_MULTIPLE = 512
+HOST, ALLOCATOR = "the host", "the allocator"  # names in messages
 HOST_LANE = "host"  # value of `Span.stream` for work of the host
+# Names of the copies in both directions.
 COPIES = {"up": "a host-to-device copy (H2D)", "down": "a device-to-host copy (D2H)"}
 
 
 @dataclass(frozen=True)
 class Event:
-    """A point in the tasks of an actor, for which other actors can wait.
+    """Point in an actor's sequence of tasks, for which other actors can wait, as a CUDA event is.
 
     Attributes:
         actor: The actor that recorded the event.
-        position: Number of tasks that the actor had been given before the event.
-        clock: The actor's clock at that time. An actor that waits for the event takes it over.
-        seconds: Simulated time at which the actor finishes these tasks.
+        position: Number of tasks that were submitted to the actor before the event.
+        clock: The actor's vector clock at the event.
+        seconds: Simulated time in seconds at which the actor finishes these tasks.
     """
 
     actor: Actor
@@ -52,37 +57,45 @@ class Event:
 
 
 class Actor:
-    """A stream or a thread of the host.
+    """A stream or a thread of the host, which runs its tasks in order.
+
+    Args:
+        name: Name of the stream, or `HOST`.
+        index: Index of the actor in `AccessLog.actors`.
 
     Attributes:
-        seconds: Simulated time at which it finishes the tasks that it has been given.
-        clock: `clock[i]` is the number of recorded tasks of actor i that this actor has waited for.
-        pending: Tasks that it has not run yet.
-        submitted, finished: Number of tasks that it has been given, and that it has run.
+        seconds: Simulated time in seconds at which the actor finishes its tasks so far.
+        clock: Vector clock. `clock[i]` is the number of tasks of actor i for which this actor has
+            waited; for its own index it is the number of its own tasks. Tasks are counted when
+            `AccessLog.record_access` records them.
+        pending: Tasks that were submitted and have not run yet.
+        submitted, finished: Numbers of tasks that were submitted, and that have run.
     """
 
     def __init__(self, name: str, index: int):
         self.name, self.index, self.seconds = name, index, 0.0
         self.label = HOST if name == HOST else f"stream {name!r}"  # for messages
-        self.clock = np.zeros(ACTORS, np.int64)
+        self.clock = np.zeros(MAX_ACTORS, np.int64)
         self.pending: deque[Callable[[], None]] = deque()
         self.submitted = self.finished = 0
 
     def event(self) -> Event:
+        """Record an event after all tasks that were submitted so far."""
         return Event(self, self.submitted, self.clock.copy(), self.seconds)
 
     def wait_for(self, event: Event) -> None:
-        """Wait for an event: everything that this actor does next is ordered after it."""
+        """Make all later tasks of this actor run after an event of another actor."""
         np.maximum(self.clock, event.clock, out=self.clock)
         self.seconds = max(self.seconds, event.seconds)
         self.submit(partial(event.actor.run, event.position))
 
     def submit(self, task: Callable[[], None]) -> None:
+        """Append a task, which `run` will run."""
         self.pending.append(task)
         self.submitted += 1
 
     def run(self, until: int | None = None) -> None:
-        """Run the tasks in order, up to a position; by default all of them."""
+        """Run pending tasks in order until `until` tasks have run in total; by default run all."""
         while self.finished < (self.submitted if until is None else until):
             self.finished += 1
             self.pending.popleft()()
@@ -90,14 +103,14 @@ class Actor:
 
 @dataclass
 class Block:
-    """A part of an arena that is in use.
+    """Part of an arena that holds a tensor.
 
     Attributes:
-        start, nbytes: Position and size in the arena.
-        pool: Number of the pool to which the block returns: 0 for the host, else the index of the
-            stream that allocated it.
+        start, nbytes: Position of the block in the arena, and its size in bytes.
+        pool: Number of the pool to which the block returns when it is freed: 0 for the host, else
+            the index of the stream that allocated it.
         used_by: Other streams that use the block. It is reused only after these streams have
-            finished the tasks that they had been given before the block was freed.
+            finished the tasks that were submitted to them before the block was freed.
     """
 
     start: int
@@ -107,10 +120,13 @@ class Block:
 
 
 class Access(NamedTuple):
-    """An actor's last access to the bytes from `start` to `end` of an arena.
+    """An actor's last access to some bytes of an arena.
 
-    `position` is the number of the actor's task that made the access. `name` is the name of the
-    operator or copy.
+    Attributes:
+        start, end: First byte in the arena, and first byte after the access.
+        actor: The actor.
+        position: Number of the task that made the access, as the actor's vector clock counts tasks.
+        name: Name of the operator or copy.
     """
 
     start: int
@@ -120,44 +136,56 @@ class Access(NamedTuple):
     name: str
 
     def is_concurrent_with(self, actor: Actor) -> bool:
+        """Return whether another actor has not waited for this access."""
         return self.position > actor.clock[self.actor.index]
 
 
 class Arena:
-    """Memory in blocks that are reused after they are freed, with the last accesses to each byte.
+    """Simulated memory: allocates and reuses blocks, and stores the last accesses to each byte.
 
-    A freed block returns to its own pool. Before an actor reuses the block, it waits for the
-    streams in `used_by`. A later block at the same start has the same rounded size, so accesses are
-    stored by the start of their block.
+    A freed block returns to its pool. Before an actor reuses the block, it waits for the streams in
+    `Block.used_by`. All blocks that begin at the same position have the same rounded size, so
+    accesses are stored by the start of their block.
 
     Args:
         name: Name of the memory in messages.
-        nbytes: Size of the memory.
-        keeps_old_values: Whether to keep the value of each byte from before the last write.
+        nbytes: Size of the memory in bytes.
+        keeps_old_values: Whether to keep the value of each byte from before its last write, which
+            `AccessLog.run_early` needs.
     """
 
     def __init__(self, name: str, nbytes: int, keeps_old_values: bool = False):
         self.name, self.memory = name, np.zeros(nbytes, np.uint8)
-        self.origin = self.memory.ctypes.data  # stored, because reading the attribute is slow
+        # Address of the first byte. It is stored because reading `ctypes.data` is slow.
+        self.origin = self.memory.ctypes.data
         self.old_values = np.zeros(nbytes, np.uint8) if keeps_old_values else None
         self.top = self.live_bytes = self.peak_bytes = 0
-        self.blocks: dict[int, Block] = {}  # start -> block
+        # Maps the start of each block that is in use to the block.
+        self.blocks: dict[int, Block] = {}
+        # Dropped blocks that `collect` has not yet made available, with the events that must be
+        # waited for before they are reused.
         self.freed: deque[tuple[Block, list[Event]]] = deque()
-        # (pool, size) -> (start, events to wait for) of free blocks
+        # Maps (pool, rounded size) to the free blocks, as pairs (start, events to wait for).
         self.free: dict[tuple[int, int], list[tuple[int, list[Event]]]] = {}
-        self.writes: dict[int, list[Access]] = {}  # block -> last writes, at most one per byte
-        self.reads: dict[int, list[Access]] = {}  # block -> last reads, one per byte and actor
+        # Map the start of a block to the last writes (at most one per byte) and to the last reads
+        # (at most one per byte and actor).
+        self.writes: dict[int, list[Access]] = {}
+        self.reads: dict[int, list[Access]] = {}
 
     def block(self, nbytes: int, actor: Actor, pool: int) -> Tensor:
-        """Allocate a block from a pool, as a tensor of bytes.
+        """Allocate a block and return it as a tensor of bytes.
 
-        `actor` first waits until the block's previous users have finished.
+        Args:
+            nbytes: Size of the tensor in bytes.
+            actor: Actor that uses the block. If the block is reused, this actor first waits until
+                the streams that used it have finished.
+            pool: Number of the pool from which the block is taken.
 
         Raises:
-            torch.OutOfMemoryError: No free block is large enough.
+            torch.OutOfMemoryError: The memory is full, and the pool has no free block of this size.
         """
         self.collect()
-        size = -(-nbytes // ROUNDED) * ROUNDED
+        size = -(-nbytes // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
         if free := self.free.get((pool, size)):
             start, events = free.pop()
             for event in events:
@@ -176,28 +204,35 @@ class Arena:
         self.blocks[start] = block = Block(start, nbytes, pool)
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(view, self._on_drop, block).atexit = False
+        weakref.finalize(view, self._note_dropped_block, block).atexit = False
         return torch.from_numpy(view)
 
-    def _on_drop(self, block: Block) -> None:
-        # Garbage collection may call this in any thread, so it leaves the work to `collect`.
+    def _note_dropped_block(self, block: Block) -> None:
+        """Record that the tensor of a block is no longer referenced.
+
+        Garbage collection may call this method in any thread, so `collect` frees the block later.
+        """
         self.freed.append((block, [actor.event() for actor in block.used_by]))
 
     def collect(self) -> None:
-        """Make dropped blocks available again."""
+        """Make the blocks whose tensors are no longer referenced available for reuse."""
         while self.freed:
             block, events = self.freed.popleft()
             del self.blocks[block.start]
             self.live_bytes -= block.nbytes
-            size = -(-block.nbytes // ROUNDED) * ROUNDED
+            size = -(-block.nbytes // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
             self.free.setdefault((block.pool, size), []).append((block.start, events))
 
     def block_of(self, tensor: Tensor) -> Block | None:
+        """Return the block that holds a tensor's storage, or None if it is not in this arena."""
         storage = tensor.untyped_storage()
         return self.blocks.get(storage.data_ptr() - self.origin) if storage.nbytes() else None
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the same bytes that does not keep them from being reused."""
+        """Return a tensor on the same bytes that does not keep its block from being freed.
+
+        A tensor that is not in this arena is returned unchanged.
+        """
         block = self.block_of(tensor)
         if block is None:
             return tensor
@@ -207,14 +242,18 @@ class Arena:
             return torch.empty(0, dtype=tensor.dtype).set_(bytes_.untyped_storage(), *place)
 
     def extent(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return (start, end) of a tensor's bytes, or None if it has none in this arena."""
+        """Return the range (start, end) of a tensor's bytes in this arena.
+
+        The range goes from the tensor's first to its last byte, including bytes that its strides
+        skip. The result is None if the tensor is empty or not in this arena.
+        """
         if not tensor.numel() or self.block_of(tensor) is None:
             return None
         first = tensor.data_ptr() - self.origin
         return first, first + elements_spanned(tensor) * tensor.itemsize
 
     def concurrent_writes(self, tensor: Tensor, actor: Actor) -> list[Access]:
-        """Return the last writes to a tensor's bytes that the actor has not waited for."""
+        """Return the last writes to a tensor's bytes for which an actor has not waited."""
         if (extent := self.extent(tensor)) is None:
             return []
         written = _clip_accesses(self.writes.get(self.block_of(tensor).start, ()), *extent)
@@ -223,10 +262,17 @@ class Arena:
     def record(
         self, tensor: Tensor, actor: Actor, name: str, writes: bool
     ) -> list[tuple[Access, str]]:
-        """Record an access, and return the earlier accesses with which it forms a race.
+        """Record an access to a tensor, and return the earlier accesses with which it is a race.
+
+        Args:
+            tensor: The tensor. If it is not in this arena, nothing is recorded.
+            actor: The actor that accesses it.
+            name: Name of the operator or copy.
+            writes: Whether the access is a write.
 
         Returns:
-            Pairs (access, "written" or "read"): at most one write, and at most one read per actor.
+            Pairs (earlier access, "written" or "read"): at most one write, and at most one read per
+            actor.
         """
         if (extent := self.extent(tensor)) is None:
             return []
@@ -243,18 +289,18 @@ class Arena:
                 (access, "read")
                 for access in {access.actor: access for access in reversed(concurrent)}.values()
             ]
-            self.reads[place] = _outside(reads, *extent)
-            kept = _outside(self.writes.get(place, []), *extent)
+            self.reads[place] = _remove_range(reads, *extent)
+            kept = _remove_range(self.writes.get(place, []), *extent)
         else:
             own = [access for access in reads if access.actor is actor]
             others = [access for access in reads if access.actor is not actor]
-            kept = others + _outside(own, *extent)
+            kept = others + _remove_range(own, *extent)
         log[place] = [*kept, Access(*extent, actor, int(actor.clock[actor.index]), name)]
         return found
 
 
 def _clip_accesses(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
-    """Return the parts of accesses that lie between the bytes `start` and `end`."""
+    """Return the parts of accesses that are inside the range of bytes from `start` to `end`."""
     cut = (
         access._replace(start=max(access.start, start), end=min(access.end, end))
         for access in accesses
@@ -262,8 +308,8 @@ def _clip_accesses(accesses: Iterable[Access], start: int, end: int) -> list[Acc
     return [access for access in cut if access.start < access.end]
 
 
-def _outside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
-    """Return the parts of accesses that lie outside the bytes from `start` to `end`."""
+def _remove_range(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
+    """Return the parts of accesses that are outside the range of bytes from `start` to `end`."""
     cut = []
     for access in accesses:
         before, after = min(access.end, start), max(access.start, end)
@@ -273,11 +319,12 @@ def _outside(accesses: Iterable[Access], start: int, end: int) -> list[Access]:
 
 @dataclass(frozen=True)
 class Span:
-    """Work of a stream, or of the host, from `start` to `end` in simulated seconds.
+    """Period in which a stream or the host runs an operator or a copy.
 
     Attributes:
         stream: Name of the stream; "host" for every thread of the host.
         name: Name of the operator, or one of the values of `COPIES`.
+        start, end: Simulated times in seconds.
     """
 
     stream: str
@@ -293,7 +340,17 @@ class Span:
 
 
 class AccessLog:
-    """A log of the actors, their accesses to arenas, and their times."""
+    """Record of all actors, of their accesses to memory, and of their simulated times.
+
+    Args:
+        arenas: Memories in which accesses are recorded.
+
+    Attributes:
+        lock: Lock that a caller holds while it changes the log or an arena.
+        actors: All actors, by their index.
+        races: One sentence per race that was found.
+        spans: One `Span` per task that took simulated time.
+    """
 
     def __init__(self, arenas: list[Arena]):
         self.keeps_old_values = all(arena.old_values is not None for arena in arenas)
@@ -304,17 +361,23 @@ class AccessLog:
 
     @property
     def host(self) -> Actor:
-        """The actor of the current thread."""
+        """The `Actor` that stands for the current host thread. It is created at the first use."""
         if not hasattr(self._local, "host"):
             self._local.host = self.actor(HOST)
         return self._local.host
 
     def actor(self, name: str) -> Actor:
-        """Create an actor that has waited for everything that the host's threads have done."""
+        """Create an actor.
+
+        Everything that the host's threads have done so far is ordered before its first task.
+
+        Raises:
+            RuntimeError: There are too many actors.
+        """
         with self.lock:
-            if len(self.actors) == ACTORS:
+            if len(self.actors) == MAX_ACTORS:
                 raise RuntimeError(
-                    f"a SimulatedDevice can have at most {ACTORS} streams and threads; create a"
+                    f"a SimulatedDevice can have at most {MAX_ACTORS} streams and threads; create a"
                     " new one"
                 )
             actor = Actor(name, len(self.actors))
@@ -325,9 +388,10 @@ class AccessLog:
             return actor
 
     def new(self, arena: Arena, actor: Actor, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Allocate memory of an arena for an actor.
+        """Return a new tensor in an arena, with values that are not defined.
 
-        The allocation counts as a write, so other actors must be ordered after it.
+        The allocation counts as a write by `actor`, so other actors must wait for it before they
+        use the tensor.
         """
         with self.lock, disable_current_modes():
             pool = 0 if actor.name == HOST else actor.index
@@ -341,17 +405,17 @@ class AccessLog:
     def run_early(
         self, actor: Actor, tensors: list[Tensor], written: list[Tensor]
     ) -> Iterator[None]:
-        """Run the code inside the block as if the actor ran as early as its waits allow.
+        """Run a `with` block as if the actor ran it as early as its waits allow.
 
-        This has an effect only if the arenas keep old values. The block reads the values that its
-        tensors had before the writes that the actor has not waited for. At the end of the block
-        these writes are restored, because they count as later. They replace values that the block
-        wrote to the same bytes.
+        Inside the block, tensors have the values from before the writes for which the actor has not
+        waited. At the end of the block the values of these writes are restored, because the writes
+        count as later. They replace values that the block wrote to the same bytes. If the arenas
+        keep no old values, this method does nothing.
 
         Args:
             actor: The stream or thread that runs the block.
-            tensors: All tensors that it reads or writes.
-            written: The tensors that it writes, whose old values are kept.
+            tensors: All tensors that the block reads or writes.
+            written: The tensors that the block writes.
         """
         later_writes = []
         for arena in self.arenas if self.keeps_old_values else ():
@@ -377,13 +441,13 @@ class AccessLog:
         writes: list[Tensor],
         seconds: float = 0.0,
     ) -> None:
-        """Record a task of an actor, report its races, and advance the actor's time.
+        """Record the accesses of a task, add its races to `races`, and advance the actor's time.
 
         Args:
             actor: The stream or thread that runs the task.
             name: Name of the operator or copy.
             reads, writes: Tensors that the task reads and writes.
-            seconds: Simulated duration of the task.
+            seconds: Simulated duration of the task in seconds.
         """
         actor.clock[actor.index] += 1
         for arena in self.arenas:
@@ -399,17 +463,29 @@ class AccessLog:
             actor.seconds += seconds
 
     def _report(self, access: str, actor: str, past: str, task: str, other: str) -> None:
+        """Add a sentence about a race to `races`, unless the list contains it already.
+
+        Args:
+            access: Description of the later access.
+            actor: Label of its actor.
+            past: "written" or "read": the kind of the earlier access.
+            task: Name of the operator or copy of the earlier access.
+            other: Label of the actor of the earlier access.
+        """
         race = (
             f"{access} that {task} on {other} has {past}, without waiting for it: {actor} must wait"
             f" for an event that {other} records afterwards, or, if the memory was freed in"
-            f" between, the program must call `used` while {other} is current; {_line()}"
+            f" between, the program must call `used` while {other} is current; {_calling_line()}"
         )
         if race not in self.races:
             self.races.append(race)
 
 
-def _line() -> str:
-    """Return the file and line that called PyTorch or this package, for a message."""
+def _calling_line() -> str:
+    """Return the file and line of the code that called PyTorch or this package, for a message.
+
+    An example is "train.py, line 12".
+    """
     here = Path(__file__)
     own = [str(here.with_name(f"{name}.py")) for name in ("race_detector", "operators", "device")]
     inside = (*own, str(Path(torch.__file__).parent))
