@@ -1,7 +1,7 @@
 """Memory-saving training in PyTorch: the library of the course.
 
-Each lesson has a module, such as `course_lib.memory`. Import the modules that you need, because
-this one imports none of them.
+Each lesson has a package, such as `course_lib.memory`. Import the packages that you need:
+`import course_lib` alone imports none of them.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -1,7 +1,7 @@
-"""Checks of arguments, shared by all modules of the library.
+"""Check arguments of functions, with the same form of error message in the whole library.
 
-Every error says `NAME must be ALLOWED, got VALUE`: TypeError for a value of another type, and
-ValueError for a value out of range.
+Each check returns the value, or raises an error with the message `NAME must be ALLOWED, got VALUE`:
+TypeError for a value of another type, and ValueError for a value out of range.
 """
 
 from __future__ import annotations
@@ -15,109 +15,124 @@ from typing import Any
 def whole(
     name: str, value: Any, least: int | None = None, most: int | None = None, *, of: str = ""
 ) -> int:
-    """Return `value` as an int within its bounds; `of` names what is counted, such as "bytes"."""
+    """Return `value` as an int, or raise if it is not a whole number within its bounds.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: Its value.
+        least, most: Smallest and largest allowed value; None for no bound.
+        of: Noun for the things that are counted, such as "bytes", for the message.
+    """
     allowed = f"a whole number{of and f' of {of}'}{_range(least, most)}"
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(must_be(name, allowed, describe(value)))
+        raise TypeError(argument_message(name, allowed, describe(value)))
     if (least is not None and value < least) or (most is not None and value > most):
-        raise ValueError(must_be(name, allowed, value))
+        raise ValueError(argument_message(name, allowed, value))
     return int(value)
 
 
 def number(name: str, value: Any, least: float | None = None, most: float | None = None) -> float:
-    """Return `value` as a finite float within its bounds."""
+    """Return `value` as a float, or raise if it is not a finite number within its bounds.
+
+    The arguments have the same meaning as in `whole`.
+    """
     allowed = f"a finite number{_range(least, most)}"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(must_be(name, allowed, describe(value)))
+        raise TypeError(argument_message(name, allowed, describe(value)))
     if (
         not math.isfinite(value)
         or (least is not None and value < least)
         or (most is not None and value > most)
     ):
-        raise ValueError(must_be(name, allowed, value))
+        raise ValueError(argument_message(name, allowed, value))
     return float(value)
 
 
 def positive(name: str, value: Any) -> float:
-    """Return `value` as a float above 0; infinity is allowed."""
+    """Return `value` as a float, or raise if it is not above 0; infinity is allowed."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(must_be(name, "a number above 0", describe(value)))
+        raise TypeError(argument_message(name, "a number above 0", describe(value)))
     if not value > 0:
-        raise ValueError(must_be(name, "a number above 0", value))
+        raise ValueError(argument_message(name, "a number above 0", value))
     return float(value)
 
 
 def one_of(name: str, value: Any, options: Collection) -> Any:
-    """Return `value`, which must be one of the options."""
+    """Return `value`, or raise if it does not equal any option of the same type."""
     if not any(
         value is option or (type(value) is type(option) and value == option) for option in options
     ):
-        raise ValueError(must_be(name, any_of(map(repr, options)), describe(value)))
+        raise ValueError(argument_message(name, any_of(map(repr, options)), describe(value)))
     return value
 
 
 def kind(name: str, value: Any, types: type | tuple[type, ...], allowed: str) -> Any:
-    """Return `value`, which must be of one of the types; `allowed` describes them."""
+    """Return `value`, or raise if it is not an instance of one of the types.
+
+    `allowed` describes the types in the message, such as "a torch.device or None".
+    """
     if not isinstance(value, types):
-        raise TypeError(must_be(name, allowed, describe(value)))
+        raise TypeError(argument_message(name, allowed, describe(value)))
     return value
 
 
 def function(name: str, value: Any, allowed: str) -> Any:
-    """Return `value`, which must be callable; `allowed` describes the function."""
+    """Return `value`, or raise if it is not callable; `allowed` describes the function."""
     if not callable(value):
-        raise TypeError(must_be(name, allowed, describe(value)))
+        raise TypeError(argument_message(name, allowed, describe(value)))
     return value
 
 
-def must_be(name: str, allowed: str, actual: object) -> str:
-    """Return the sentence of an argument error."""
+def argument_message(name: str, allowed: str, actual: object) -> str:
+    """Return the message of an argument error: "{name} must be {allowed}, got {actual}"."""
     return f"{name} must be {allowed}, got {actual}"
 
 
 def any_of(options: Iterable[object]) -> str:
-    """Return the options as an enumeration: "a", "a or b", "a, b or c"."""
+    """Join options into a text such as "a", "a or b" or "a, b or c"."""
     *others, last = map(str, options)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def describe(value: Any) -> str:
-    """Describe a value for an error.
+    """Return a description of a value for an error message.
 
-    Numbers and strings are shown by their repr (at most 60 characters), tensors by their shape, and
-    anything else by its type.
+    Numbers, strings and None are shown by their repr (at most 60 characters), tensors and arrays by
+    shape and dtype, and anything else by its type.
     """
     if value is None or isinstance(value, (bool, Real, str)):
         text = repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        # An estimate replaces the user's tensors by fake ones; show the class that the user passed.
+        # An estimate replaces the user's tensors by fake tensors, whose classes begin with "Fake".
+        # The message shows the class that the user passed.
         kind = type(value).__name__.removeprefix("Fake")
         return f"a {kind} of shape {tuple(value.shape)} and {value.dtype}"
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def _range(least: float | None, most: float | None) -> str:
+    """Return the bounds as the end of a clause, such as ", at least 1" or " between 0 and 1"."""
     if least is None:
         return "" if most is None else f", at most {most}"
     return f", at least {least}" if most is None else f" between {least} and {most}"
 
 
 class InfeasibleBudget(ValueError):
-    """Error raised when no solution fits the budget.
+    """Error raised when no schedule or recipe that was tried fits a memory budget.
 
-    The message states a sufficient budget if one is known.
+    The message states a larger budget that suffices, if one was found.
 
     Attributes:
-        budget_bytes: The budget.
-        least_bytes: Smallest budget for which a solution was found, or None if none was.
-        reason: Reason why no solution fits, which ends the message.
+        budget_bytes: The budget in bytes.
+        least_bytes: Smallest budget in bytes for which a solution was found; None if there is none.
+        reason: Explanation why no solution fits, the second part of the message.
         least: Solution that needs `least_bytes`, such as a `course_lib.budget.Estimate`; None if
             none was found.
-        name: Name of the argument that sets the budget.
-        not_tried: Sentences on techniques that a search could not try for this model.
-        additions: Fields of `course_lib.budget.Recipe` that the search allows in addition to those
-            of `least`.
+        name: Name of the argument that sets the budget, for the message.
+        not_tried: Sentences on techniques that the search could not try for this model.
+        additions: Names of fields of `course_lib.budget.Recipe` whose techniques could be added to
+            the recipe of `least`.
     """
 
     not_tried: Sequence[str] = ()
@@ -141,5 +156,5 @@ class InfeasibleBudget(ValueError):
         self.name = name
 
     def __reduce__(self):
-        given = self.budget_bytes, self.least_bytes, self.reason, self.least, self.name
-        return type(self), given, vars(self)
+        arguments = self.budget_bytes, self.least_bytes, self.reason, self.least, self.name
+        return type(self), arguments, vars(self)

@@ -1,7 +1,7 @@
-"""Find the cause of an error: an argument that this library refused, or a line of the user's code.
+"""Explain errors to users: find the line of their code that caused an error, and describe it.
 
-`message` describes an error for the user of a command, and `explain_symbolic_errors` replaces
-errors of symbolic tensors.
+`origin` and `place` find the line. `message` describes an error for the user of a command.
+`explain_symbolic_errors` replaces errors of symbolic tensors by explanations with advice.
 """
 
 from __future__ import annotations
@@ -26,33 +26,37 @@ from ._torch.symbolic import (
     UnsupportedOperatorException,
 )
 
+# Folders of this library and of Python's standard library, with a separator at the end.
 LIBRARY = f"{Path(__file__).parent}{os.sep}"
 PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
+# Matches the folder of installed packages at the beginning of a path.
 INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
-# Jupyter compiles cells as files with such names
+# Matches the file names under which Jupyter compiles cells.
 CELL = re.compile(r"ipykernel_|<ipython-input")
-REFUSALS = (TypeError, ValueError, RuntimeError, MemoryError)
+# Types of errors with which this library rejects its input.
+REJECTIONS = (TypeError, ValueError, RuntimeError, MemoryError)
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+# Errors of operators that need the values of a symbolic tensor.
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
-# messages of errors that Python code raises if it reads the values of a symbolic tensor
+# Matches messages of errors that Python code raises if it reads the values of a symbolic tensor.
 _NEEDS_NUMBERS = re.compile(
     r"\.numpy\(\) is not supported|FakeTensor\.__format__|data is not allocated yet"
     r"|Not available for 'meta' device"
 )
-# PyTorch's error for an operator of the user's own without a symbolic kernel
+# Matches PyTorch's error for an operator of the user's own without a symbolic kernel.
 _NO_SYMBOLIC_KERNEL = re.compile(r"no fake impl registered for (?:<CustomOpDef\()?([\w.:]+)")
 _TOO_LARGE = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, ]*\])")
-# PyTorch's error for a tensor subclass that is created from a tensor without an operator and is not
-# a subclass of nn.Parameter
+# Matches PyTorch's error for a tensor subclass that is made from a symbolic tensor without an
+# operator and is not a subclass of nn.Parameter.
 _NEW_SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor object is")
 #: Advice for a step that runs on real tensors but not on symbolic ones.
 MEASURE = "measure the step on real tensors with course_lib.budget.run()"
-_ROUTER = (
+_ROUTER_ADVICE = (
     ". If a router chooses the tokens of each expert, give each expert a fixed number of them, as"
     " tokens.chunk(experts) does (in a Hugging Face model, pass"
     ' experts_implementation="grouped_mm")'
 )
-_CTC = {torch.ops.aten._ctc_loss.Tensor, torch.ops.aten._ctc_loss.default}
+_CTC_LOSSES = {torch.ops.aten._ctc_loss.Tensor, torch.ops.aten._ctc_loss.default}
 UNINITIALIZED = (
     "make_model must return a model whose parameters are initialized, got those of a lazy module"
 )
@@ -64,25 +68,26 @@ _SYMBOLIC_LOG = logging.getLogger(LOG)
 
 
 def origin(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the last line of the user's own code in the tracebacks of the error and its causes.
+    """Return the line of the user's own code that caused an error.
 
-    If there is none, return the last line of a package other than this library and PyTorch, or
-    None.
+    It is the last such line in the tracebacks of the error and its causes. If there is none, the
+    result is the last line of an installed package other than this library and PyTorch, or None.
     """
     lines: list[traceback.FrameSummary] = []
     cause: BaseException | None = error
-    while cause is not None:  # the user's code may be in the traceback of a cause only
-        lines += _lines(cause)
+    while cause is not None:  # the user's code may appear only in the traceback of a cause
+        lines += _outside_frames(cause)
         cause = cause.__cause__
     own = [line for line in lines if not INSTALLED.match(line.filename)]
     return (own or lines or [None])[-1]
 
 
-def _lines(error: BaseException) -> list[traceback.FrameSummary]:
+def _outside_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of an error's traceback that are outside this library and PyTorch."""
     frames = [
         traceback.FrameSummary(frame.f_code.co_filename, number, frame.f_code.co_name)
         for frame, number in traceback.walk_tb(error.__traceback__)
-        if _is_theirs(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
+        if _is_outside(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
     ]
     # A file with a syntax error has no frame in the traceback, because none of it has run.
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
@@ -90,33 +95,43 @@ def _lines(error: BaseException) -> list[traceback.FrameSummary]:
     return frames
 
 
-def _is_theirs(file: str, module: str) -> bool:
-    """Return whether code is of the user or of a package other than this library and PyTorch."""
+def _is_outside(file: str, module: str) -> bool:
+    """Return whether code is outside this library, PyTorch and Python's standard library.
+
+    Args:
+        file: Path of the code's file.
+        module: Name of its module, or "".
+    """
     if module.partition(".")[0] in ("course_lib", "torch") or file.startswith((LIBRARY, "<frozen")):
         return False
     return not file.startswith(PYTHON) or INSTALLED.match(file) is not None
 
 
 def own_line(frame: FrameType | None) -> tuple[str, int, str] | None:
-    """Return (file, line, function) of the innermost frame of user code, searched outwards from
-    `frame`, or None.
+    """Return (file, line, function) of the user's own code that led to a call.
 
-    User code is not in this library, PyTorch or another package.
+    The result belongs to the innermost frame, from `frame` outwards, whose code is not in this
+    library or an installed package. It is None if there is none.
     """
-    while frame is not None and not _is_own_file(frame.f_code.co_filename):
+    while frame is not None and not _is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     code = frame and frame.f_code
     return code and (code.co_filename, frame.f_lineno, code.co_qualname)
 
 
 @cache  # because this is called for each frame of each operator
-def _is_own_file(file: str) -> bool:
-    return _is_theirs(file, "") and not file.startswith(TORCH) and not INSTALLED.match(file)
+def _is_user_file(file: str) -> bool:
+    """Return whether a file contains the user's own code, not that of a package."""
+    is_torch = file.startswith(TORCH)
+    return _is_outside(file, "") and not is_torch and not INSTALLED.match(file)
 
 
 def file_shown(file: str) -> str:
-    """Return "a cell", a path inside the installed packages, or a path relative to the current
-    directory if the file is in it."""
+    """Return the name of a file as messages show it.
+
+    This is "a cell" for a cell of a notebook, the path inside the folder of installed packages, or
+    the path relative to the current directory. Any other file is shown with its whole path.
+    """
     if CELL.search(file):
         return "a cell"
     if installed := INSTALLED.match(file):
@@ -126,7 +141,7 @@ def file_shown(file: str) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Return where an error comes from, such as "mine.py, line 5, in loss".
+    """Return the line that caused an error as text, such as "mine.py, line 5, in loss".
 
     The result is "" if only code of this library and PyTorch is involved.
     """
@@ -137,36 +152,36 @@ def place(error: BaseException) -> str:
 
 
 def goes_through(error: BaseException, package: ModuleType) -> bool:
-    """Return whether a frame of the error's traceback runs code of the package."""
+    """Return whether a frame in an error's traceback runs code of a package."""
     names = (
         frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
     )
     return any(f"{name}.".startswith(f"{package.__name__}.") for name in names)
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Return whether an error is a refusal: this library rejected its input.
+def is_rejection(error: BaseException) -> bool:
+    """Return whether an error means that this library rejected its input.
 
-    An error counts as a refusal if its type is in `REFUSALS`, and either this library raised it or
+    This is the case if the error's type is in `REJECTIONS`, and either this library raised it or
     its traceback contains only code of this library and PyTorch.
     """
     lines = list(traceback.walk_tb(error.__traceback__))
     raised_here = bool(lines) and lines[-1][0].f_code.co_filename.startswith(LIBRARY)
-    return isinstance(error, REFUSALS) and (raised_here or origin(error) is None)
+    return isinstance(error, REJECTIONS) and (raised_here or origin(error) is None)
 
 
 def message(error: Exception) -> str:
-    """Return an error as one or two lines, for the reader of a command's output.
+    """Return a description of an error for the user of a command, in one or two lines.
 
-    For a refusal this is the error message. Otherwise the lines are the user's line number, the
-    error, and the text of that line.
+    If this library rejected its input, this text is the error's message. Otherwise one line names
+    the place in the user's code and the error, and a second line shows the code.
 
     Raises:
-        Exception: The error itself, if it is a fault of this library, so that the traceback is
+        Exception: The error itself, if it is a fault of this library, so that its traceback is
             shown.
     """
     first, where = next(iter(str(error).strip().splitlines()), ""), place(error)
-    if is_refusal(error):
+    if is_rejection(error):
         line = first + (f" ({where})" if where and where not in first else "")
     elif where:
         text = origin(error).line
@@ -182,11 +197,14 @@ def message(error: Exception) -> str:
 
 @contextmanager
 def add_user_line() -> Iterator[None]:
-    """Add a note with the user's line to an error, unless the traceback ends with that line."""
+    """Add a note with the line of the user's code to an error that is raised in a `with` block.
+
+    Nothing is added if the traceback ends with that line, or if this library rejected its input.
+    """
     try:
         yield
     except Exception as error:
-        if not is_refusal(error):
+        if not is_rejection(error):
             line, last = origin(error), traceback.extract_tb(error.__traceback__)[-1]
             note = place(error) + (f": {line.line}" if line and line.line else "")
             ends_there = line is None or (last.filename, last.lineno) == (
@@ -200,7 +218,10 @@ def add_user_line() -> Iterator[None]:
 
 @contextmanager
 def silence_operator_log() -> Iterator[None]:
-    """Stop PyTorch from logging errors of operators on symbolic tensors, inside the block."""
+    """Drop the errors that PyTorch logs for operators on symbolic tensors in a `with` block.
+
+    They are logged in addition to the exceptions that are raised.
+    """
 
     def drop(record: logging.LogRecord) -> bool:
         return record.levelno != logging.ERROR
@@ -213,16 +234,18 @@ def silence_operator_log() -> Iterator[None]:
 
 
 def needs_values(error: Exception) -> bool:
-    """Return whether an error was raised because code read the values of a symbolic tensor."""
+    """Return whether an error was raised because code reads the values of a symbolic tensor."""
     return isinstance(error, NEEDS_DATA) or _NEEDS_NUMBERS.search(str(error)) is not None
 
 
 @contextmanager
 def explain_symbolic_errors() -> Iterator[None]:
-    """Replace an error of symbolic tensors by one that explains the cause, names the line of the
-    user's code, and gives advice."""
+    """Replace errors of symbolic tensors in a `with` block by a ValueError that explains the cause.
+
+    The new error names the line of the user's code and gives advice.
+    """
     try:
-        with silence_operator_log(), add_user_line(), _tensors_and_operators_refused():
+        with silence_operator_log(), add_user_line(), _explain_unsupported_tensors_and_operators():
             yield
     except (*NEEDS_DATA, RuntimeError, TypeError) as error:
         if not needs_values(error):
@@ -230,17 +253,17 @@ def explain_symbolic_errors() -> Iterator[None]:
         advice = f"Change the model or the batch so that no values are read, or {MEASURE}"
         if goes_through(error, torch.distributions):
             advice += ". Call torch.distributions.Distribution.set_default_validate_args(False)"
-        # nn.Transformer reads a mask to find out whether it is causal
+        # nn.Transformer reads a mask to find out whether it is causal.
         elif goes_through(error, torch.nn.modules.transformer):
             advice += ". Pass is_causal (to nn.Transformer, tgt_is_causal or src_is_causal)"
         elif isinstance(error, NEEDS_DATA) and error.func.namespace == "bitsandbytes":
             advice += ". Pass threshold=0.0 to Linear8bitLt (in transformers, llm_int8_threshold)"
-        # a router selects tokens by a mask, and may ask first whether there are any
-        elif isinstance(error, NEEDS_DATA) and error.func not in _CTC:
-            advice += _ROUTER
+        # A router of experts selects tokens by a mask, whose number of elements is a value.
+        elif isinstance(error, NEEDS_DATA) and error.func not in _CTC_LOSSES:
+            advice += _ROUTER_ADVICE
         raise ValueError(
             "the step reads values of its data"
-            f" ({str(error).splitlines()[0][:80]}){place_of(error)}, but an estimate runs on"
+            f" ({str(error).splitlines()[0][:80]}){error_location(error)}, but an estimate runs on"
             f" symbolic tensors, which have no values. {advice}"
         ) from error
     except AssertionError as error:
@@ -249,18 +272,18 @@ def explain_symbolic_errors() -> Iterator[None]:
         raise ValueError(
             "make_model and make_batch must create all their tensors with operators, because an"
             " estimate runs on symbolic tensors, got a tensor that was created earlier or without"
-            f" an operator (as by torch.frombuffer){place_of(error)}. Create it inside these"
-            " functions (if you passed a model or a batch, pass a function that makes it), or"
-            f" {MEASURE}"
+            f" an operator (as by torch.frombuffer){error_location(error)}. Create it inside these"
+            f" functions, or {MEASURE}. If you passed a model or a batch itself, pass a function"
+            " that creates it"
         ) from error
 
 
 @contextmanager
-def _tensors_and_operators_refused() -> Iterator[None]:
-    """Explain errors for tensors and operators that have no symbolic form.
+def _explain_unsupported_tensors_and_operators() -> Iterator[None]:
+    """Replace errors in a `with` block for tensors and operators that have no symbolic form.
 
-    These are tensors of subclasses that need values, parameters of lazy modules, operators of the
-    user's own, and tensors of more bytes than can be counted.
+    These are tensor subclasses that cannot be made from symbolic tensors, parameters of lazy
+    modules, operators without a symbolic kernel, and tensors with 2**63 bytes or more.
     """
     try:
         yield
@@ -268,32 +291,35 @@ def _tensors_and_operators_refused() -> Iterator[None]:
         words = str(error)
         if subclass := _NEW_SUBCLASS.search(words):
             if subclass[1].startswith("Uninitialized"):
-                raise ValueError(f"{UNINITIALIZED}{place_of(error)}. {INITIALIZE}") from error
+                raise ValueError(f"{UNINITIALIZED}{error_location(error)}. {INITIALIZE}") from error
             sentence = (
                 "make_model must make tensors of PyTorch's own classes for an estimate, got"
-                f" {subclass[1]}{place_of(error)}, which cannot be made of symbolic tensors;"
+                f" {subclass[1]}{error_location(error)}, which cannot be made of symbolic tensors;"
                 f" {MEASURE}"
             )
         elif operator := _NO_SYMBOLIC_KERNEL.search(words):
             sentence = (
-                f"the step runs {operator[1]}{place_of(error)}, which has no symbolic kernel;"
+                f"the step runs {operator[1]}{error_location(error)}, which has no symbolic kernel;"
                 f" register one with torch.library.register_fake, or {MEASURE}"
             )
         elif isinstance(error, UnsupportedOperatorException):
             sentence = (
-                f"the step runs {error.func}{place_of(error)}, which has no symbolic kernel;"
+                f"the step runs {error.func}{error_location(error)}, which has no symbolic kernel;"
                 f" {MEASURE}"
             )
         elif sizes := _TOO_LARGE.search(words):
             sentence = (
                 f"a tensor must have fewer than 2**63 bytes, got one of shape {sizes[1]}"
-                f"{place_of(error)}; make the model, the batch or its samples smaller"
+                f"{error_location(error)}; make the model, the batch or its samples smaller"
             )
         else:
             raise
         raise ValueError(sentence) from error
 
 
-def place_of(error: Exception) -> str:
-    """Return the place of an error in the user's code, as " at mine.py, line 5", or ""."""
+def error_location(error: Exception) -> str:
+    """Return the end of a clause that names the line that caused an error.
+
+    An example is " at mine.py, line 5, in loss". The result is "" if the line is not known.
+    """
     return f" at {where}" if (where := place(error)) else ""

@@ -1,13 +1,14 @@
-"""An IPython extension: a cell that lacks a name says which cell of the page has to run first.
+"""IPython extension that explains a `NameError`: it names the cell that must run first.
 
     %load_ext course_lib.missing_names
 
-`make lab` loads it into every kernel. JupyterLab gives a kernel the path of its notebook in
-JPY_SESSION_NAME. The sentence is a note of the `NameError`, which IPython shows below it.
+`make lab` loads the extension into every Jupyter kernel. It finds the notebook through the variable
+JPY_SESSION_NAME, in which JupyterLab gives a kernel the notebook's path. The explanation is a note
+of the `NameError`, which IPython shows below the error.
 
 This module is not in `course_lib.teaching`, because it is imported before the first cell of every
 lesson and must not import torch or Triton. Triton reads its settings when it is imported, and
-lesson 06 changes one of them.
+lesson 06 changes one of them before.
 """
 
 import ast
@@ -22,27 +23,31 @@ from course_lib.labels import in_both_languages, text, verbatim
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Add the sentence to each `NameError` of a cell."""
-    shell.set_custom_exc((NameError,), _show)
+    """Let IPython explain each `NameError` of a cell; `%load_ext` calls this function."""
+    shell.set_custom_exc((NameError,), _show_name_error)
 
 
-def _show(
+def _show_name_error(
     shell: Any,
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType,
     tb_offset: int | None = None,
 ) -> None:
+    """Show a `NameError` with a note that names the cell to run, if a cell defines the name."""
     name = getattr(error, "name", None)
     if name and (hint := cell_to_run(name, Path(os.environ.get("JPY_SESSION_NAME", "")))):
-        # in both languages, because the page's switch does not reach an error
+        # The note is in both languages, because the page's language switch does not affect errors.
         error.add_note("\n" + "\n".join(in_both_languages(hint)))
     shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 
 
 def cell_to_run(name: str, notebook: Path) -> str:
-    """Return a label that says which cell of a notebook binds a name, or "" if none does."""
-    for line, imported, defined in _names(notebook):
+    """Return a label that says which cell of a notebook defines or imports a name.
+
+    The result is "" if no cell does.
+    """
+    for line, imported, defined in _names_by_cell(notebook):
         words = {"name": verbatim(name), "line": verbatim(line)}
         if name in imported:
             cell = text(
@@ -62,11 +67,14 @@ def cell_to_run(name: str, notebook: Path) -> str:
     return ""
 
 
-def _names(notebook: Path) -> Iterator[tuple[str, set[str], set[str]]]:
-    """Yield (first line, imported names, other names that it binds) of each code cell."""
+def _names_by_cell(notebook: Path) -> Iterator[tuple[str, set[str], set[str]]]:
+    """Yield (first line, imported names, other names that are assigned) for each code cell.
+
+    Nothing is yielded if the notebook does not exist or cannot be read.
+    """
     try:
         cells = json.loads(notebook.read_text("utf-8"))["cells"]
-    except (OSError, ValueError, KeyError, TypeError):  # none, or not readable
+    except (OSError, ValueError, KeyError, TypeError):
         return
     for cell in cells:
         source = "".join(cell.get("source", ""))

@@ -1,4 +1,4 @@
-"""The networks that the lessons train: small, seeded, and written to be read.
+"""Small networks that the lessons train. Their weights depend on a seed, so runs can be repeated.
 
 Shapes use b for batch, s for sequence, h for hidden, a for heads and v for vocabulary.
 """
@@ -18,11 +18,12 @@ from course_lib._torch.symbolic import is_symbolic
 
 @contextmanager
 def seed_generators(seed: int) -> Iterator[None]:
-    """Use random numbers from `seed` inside the block; the generators are restored afterwards."""
-    if is_symbolic():  # symbolic tensors have no values to repeat
+    """Seed PyTorch's random number generators for a `with` block, and restore them at its end."""
+    if is_symbolic():  # symbolic tensors have no values, so the seed does not matter
         yield
         return
-    # without an accelerator, `torch.manual_seed` formats the stack once per kind of device
+    # Without an accelerator, seeding only the CPU's generator is faster: `torch.manual_seed`
+    # formats the call stack once per kind of device.
     everywhere = torch.accelerator.is_available()
     with torch.random.fork_rng():
         (torch.manual_seed if everywhere else torch.default_generator.manual_seed)(seed)
@@ -32,10 +33,18 @@ def seed_generators(seed: int) -> Iterator[None]:
 def deep_mlp(
     depth: int, width: int, *, activation: type[nn.Module] = nn.GELU, seed: int = 0
 ) -> nn.Sequential:
-    """Build `depth` pairs of Linear(width, width) and an activation: (b, width) -> (b, width).
+    """Build a network of `depth` linear layers, each followed by an activation.
+
+    Input and output have the shape (samples, width).
+
+    Args:
+        depth: Number of linear layers.
+        width: Features of each layer.
+        activation: Class of the activation.
+        seed: Seed of the random weights.
 
     Raises:
-        ValueError: depth or width is below 1.
+        ValueError: `depth` or `width` is below 1.
     """
     _at_least_one(depth=depth, width=width)
     with seed_generators(seed):
@@ -45,10 +54,10 @@ def deep_mlp(
 
 
 class Dropout(nn.Module):
-    """Dropout with a mask of one byte per element on every device.
+    """Dropout that saves a mask of one byte per element for backward, on every device.
 
-    On a CPU, `F.dropout` keeps its mask in the activations' dtype. `native_dropout` keeps booleans,
-    as on a GPU.
+    On a CPU, `F.dropout` saves its mask in the dtype of the activations. Here `native_dropout`
+    saves booleans, as `F.dropout` does on a GPU.
     """
 
     def __init__(self, p: float):
@@ -63,17 +72,20 @@ class Dropout(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention: (b, s, h) -> (b, s, h).
+    """Multi-head self-attention: (samples, tokens, hidden) -> (samples, tokens, hidden).
 
     Args:
-        hidden, heads: h and a; a must divide h.
-        dropout: Dropout probability of the attention probabilities (standard attention only) and of
-            the output.
-        causal: Whether each position sees only itself and earlier positions.
-        fused: Whether to use PyTorch's fused kernel, which does not keep the probabilities.
+        hidden: Features per token.
+        heads: Number of heads, which must divide `hidden`.
+        dropout: Dropout probability for the output and, in standard attention only, for the
+            attention probabilities.
+        causal: Whether each position attends only to itself and to earlier positions.
+        fused: Whether to call `F.scaled_dot_product_attention`, whose fused kernels do not save the
+            attention probabilities for backward. Otherwise standard attention is computed.
+        seed: Seed of the random weights.
 
     Raises:
-        ValueError: heads does not divide hidden, or one of them is below 1.
+        ValueError: `heads` does not divide `hidden`, or one of them is below 1.
     """
 
     def __init__(
@@ -99,8 +111,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
-        # (b, a, s, h/a) each
-        # -1, because with tensor parallelism a rank computes only some of the heads
+        # q, k and v have the shape (b, a, s, h/a). The number of heads is -1 here, because with
+        # tensor parallelism a rank computes only some of them.
         q, k, v = self.qkv(x).view(b, s, 3, -1, h // self.heads).permute(2, 0, 3, 1, 4)
         if self.fused:
             context = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
@@ -109,10 +121,15 @@ class Attention(nn.Module):
         return self.drop_output(self.out(context.transpose(1, 2).flatten(2)))
 
     def standard(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute attention with separate operators, which save the probabilities for backward.
+
+        All tensors and the result have the shape (samples, heads, tokens, hidden / heads).
+        """
         s, scale = q.shape[-2], q.shape[-1] ** -0.5
         scores = q @ k.mT * scale  # (b, a, s, s)
         if self.causal:
-            # An addition saves nothing for backward; masked_fill would save its mask.
+            # The mask is added, because an addition saves no tensor for backward. `masked_fill`
+            # would save its mask.
             scores = scores + torch.full(
                 (s, s), float("-inf"), dtype=q.dtype, device=q.device
             ).triu(1)
@@ -120,14 +137,16 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward network with residual connections: (b, s, h) -> (b, s, h).
+    """Attention and a feed-forward network, each with a residual connection.
 
     Args:
-        hidden, heads: h and a; a must divide h.
-        feedforward: Width of the feed-forward network, by default 4 h.
-        norm_first: Whether to normalize before each part (pre-norm, as in GPT) or after the
-            residual sum (post-norm, as in 2017).
-        dropout, causal, fused: Arguments of `Attention`.
+        hidden, heads: As in `Attention`. The layer maps (samples, tokens, hidden) to that shape.
+        feedforward: Width of the feed-forward network, by default 4 * hidden.
+        norm_first: True for pre-norm, as in GPT: attention and feed-forward network normalize their
+            input. False for post-norm, as in the original Transformer: the residual sums are
+            normalized.
+        dropout, causal, fused: As in `Attention`. The feed-forward network has dropout, too.
+        seed: Seed of the random weights.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762 (post-norm); Xiong et al. 2020, arXiv:2002.04745
     (pre-norm).
@@ -171,17 +190,19 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A GPT with embeddings, pre-norm decoder layers and a head: tokens (b, s) -> logits (b, s, v).
+    """GPT with embeddings, pre-norm decoder layers and a head: tokens (b, s) -> logits (b, s, v).
 
     Args:
-        vocabulary, hidden, heads, layers: v, h, a and the number of layers.
-        sequence: Length of the longest sequence, for the position embedding.
-        tied: Whether the head uses the weight of the token embedding.
-        dropout, fused: Arguments of `Attention`.
+        vocabulary, hidden, heads, layers: Vocabulary size (v), features per token, and the numbers
+            of attention heads and of layers.
+        sequence: Largest number of tokens per sample (s), for the position embedding.
+        tied: Whether the output head uses the weight of the token embedding.
+        dropout, fused: As in `Attention`.
+        seed: Seed of the random weights.
 
     Raises:
-        ValueError: A size is below 1; heads does not divide hidden; tokens are longer than
-            `sequence`.
+        ValueError: A size is below 1, or `heads` does not divide `hidden`. The forward pass raises
+            it if its input is longer than `sequence`.
     """
 
     def __init__(
@@ -227,57 +248,76 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))  # (b, s, v)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Return the mean cross-entropy of each next token: (b, s + 1) -> scalar."""
+        """Return the mean cross-entropy of predicting each next token: (b, s + 1) -> scalar."""
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def loss_sum(self, tokens: Tensor) -> tuple[Tensor, int]:
-        """Return the sum of the cross-entropies, and the number of tokens in it."""
+        """Return the sum of the cross-entropies of all predicted tokens, and their number.
+
+        The shape of `tokens` is (b, s + 1), and s tokens per sample are predicted.
+        """
         logits, targets = self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
         return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()
 
     def stages(self, tokens: Tensor) -> list[Callable]:
-        """Return `loss_sum` as a chain, for the checkpoints "optimal" and "segments" of a recipe.
+        """Return `loss_sum` as a list of stages that are called one after another.
 
-        Any model may have such a method. It returns callables: the first takes the batch, each
-        other one takes what the previous one returned, and the last returns (sum of losses,
-        weight). Modules are the model's own, so changes to them have an effect, such as a chunked
-        head or other attention. The first callable here is a function without parameters that takes
-        the inputs out of the batch.
+        Recipes with the checkpoints "optimal" and "segments" need a model with a method `stages`.
+        The first stage is called with the batch, and each later stage with the result of the stage
+        before it. The last stage returns (sum of losses, weight). The stages use the model's own
+        modules, so a change to the model, such as a chunked head, also changes the stages.
+
+        Args:
+            tokens: The batch, (b, s + 1).
 
         Returns:
-            The function for the inputs; the embedding; one block per layer; and the head with its
-            loss. A block is an `nn.Sequential` of attention and feed-forward network, or the layer
-            itself if it is of another class, is compiled or has hooks.
+            Callables: a function that selects the inputs from the batch; the embedding; one block
+            per layer; and the head with its loss. A block is an `nn.Sequential` of attention and
+            feed-forward network, or the layer itself if it is of another class, is compiled or has
+            hooks.
         """
         blocks = [
-            nn.Sequential(*_halves(layer)) if _is_plain(layer) else layer for layer in self.layers
+            nn.Sequential(*_residual_halves(layer)) if _is_plain(layer) else layer
+            for layer in self.layers
         ]
         return [_inputs, _Embedding(self), *blocks, _HeadLossSum(self, tokens[:, 1:])]
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Return whether a forward pass may draw random numbers, which only `Dropout` layers do."""
+        """Whether a forward pass may draw random numbers.
+
+        This is the case if a dropout layer is active. It may be the case if a decoder layer was
+        replaced, is compiled or has hooks.
+        """
         drops = (part for part in self.modules() if isinstance(part, (Dropout, nn.Dropout)))
         return not all(map(_is_plain, self.layers)) or any(d.p > 0 and d.training for d in drops)
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Return whether a layer equals the chain of its `_halves`, without changes from outside."""
+    """Return whether a layer can be replaced by its two `_residual_halves`, one after the other.
+
+    The result is False if the layer is of another class, is a post-norm layer, is compiled, has
+    forward hooks, or has a replaced `forward`.
+    """
     own = type(layer) is DecoderLayer and layer.norm_first and "forward" not in vars(layer)
     compiled = layer._compiled_call_impl is not None
     return own and not (compiled or layer._forward_hooks or layer._forward_pre_hooks)
 
 
-def _halves(layer: DecoderLayer) -> tuple[_Residual, _Residual]:
+def _residual_halves(layer: DecoderLayer) -> tuple[_Residual, _Residual]:
+    """Return the attention and the feed-forward network of a pre-norm layer, with residual sums."""
     return _Residual(layer.norm1, layer.attention), _Residual(layer.norm2, layer.feedforward)
 
 
 def _inputs(tokens: Tensor) -> Tensor:
+    """Return the tokens that the model reads, without the last one of each sample: (b, s)."""
     return tokens[:, :-1]
 
 
 class _Embedding(nn.Module):
+    """Sum of a decoder's token and position embeddings: (b, s) -> (b, s, h)."""
+
     def __init__(self, decoder: Decoder):
         super().__init__()
         self.tokens, self.positions = decoder.tokens, decoder.positions
@@ -287,6 +327,8 @@ class _Embedding(nn.Module):
 
 
 class _Residual(nn.Module):
+    """A module on the normalized input, with a residual connection: (b, s, h) -> (b, s, h)."""
+
     def __init__(self, norm: nn.Module, inner: nn.Module):
         super().__init__()
         self.norm, self.inner = norm, inner
@@ -296,6 +338,11 @@ class _Residual(nn.Module):
 
 
 class _HeadLoss(nn.Module):
+    """A decoder's last norm, output head and mean loss: (b, s, h) -> scalar.
+
+    The targets (b, s) are a buffer, which can be replaced for another batch.
+    """
+
     def __init__(self, decoder: Decoder, targets: Tensor):
         super().__init__()
         self.norm, self.head = decoder.norm, decoder.head
@@ -306,20 +353,23 @@ class _HeadLoss(nn.Module):
 
 
 class _HeadLossSum(_HeadLoss):
+    """The same as `_HeadLoss`, with the result (sum of losses, number of tokens)."""
+
     def forward(self, x: Tensor) -> tuple[Tensor, int]:
         logits, targets = self.head(self.norm(x)).flatten(0, 1), self.targets.flatten()
         return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()
 
 
 def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
-    """Return a decoder's loss as a chain of embedding, two stages per layer, and head with loss.
+    """Return a decoder and its loss as a chain of stages, such as `course_lib.schedule` needs.
 
-    The two stages of a layer are attention and feed-forward network. `loss_stages(decoder,
-    tokens[:, 1:])(tokens[:, :-1])` is `decoder.loss(tokens)`. The modules are shared, not copied.
+    The stages are the embedding, two per layer (attention and feed-forward network), and the head
+    with the loss. They share the decoder's modules. The value of `stages(tokens[:, :-1])`, with
+    `stages = loss_stages(decoder, tokens[:, 1:])`, equals `decoder.loss(tokens)`.
 
     Args:
         decoder: The decoder.
-        targets: (b, s), the tokens to predict. Assign to `stages[-1].targets` for another batch.
+        targets: Tokens to predict, (b, s). Assign to `stages[-1].targets` for another batch.
 
     Returns:
         2 * layers + 2 stages, each with one input and one output tensor:
@@ -327,14 +377,20 @@ def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
     """
     stages: list[nn.Module] = [_Embedding(decoder)]
     for layer in decoder.layers:
-        stages += _halves(layer)
+        stages += _residual_halves(layer)
     return nn.Sequential(*stages, _HeadLoss(decoder, targets))
 
 
 def random_tokens(batch: int, sequence: int, vocabulary: int, *, seed: int = 0) -> Tensor:
-    """Return token numbers to train on: (batch, sequence + 1), int64.
+    """Return random tokens for training as an int64 tensor (batch, sequence + 1).
 
-    Each sample has one token more than the model reads, because each token predicts the next one.
+    Each sample has one token more than the model reads, because the targets are the next tokens.
+
+    Args:
+        batch: Number of samples.
+        sequence: Number of tokens per sample that the model reads.
+        vocabulary: Tokens are numbers below this one.
+        seed: Seed of the random numbers.
 
     Example:
         >>> random_tokens(2, 4, 100).shape
@@ -346,5 +402,6 @@ def random_tokens(batch: int, sequence: int, vocabulary: int, *, seed: int = 0) 
 
 
 def _at_least_one(**sizes: int) -> None:
+    """Raise an error if one of the sizes is not a whole number of at least 1."""
     for name, size in sizes.items():
         whole(name, size, 1)
