@@ -1,6 +1,6 @@
 """Tools that all lessons share: the language switch, plots, tables, verdicts, GPU measurements.
 
-They work without IPython and pandas (and then show plain text), and need matplotlib only to draw.
+Without IPython or pandas they show plain text. Only the functions that draw need matplotlib.
 Code for a single lesson is in `course_lib.lessons`.
 """
 

@@ -1,4 +1,4 @@
-"""The CUDA allocator's byte counters, for the GPU experiments of `experiments`."""
+"""Byte counters of the CUDA allocator, which the GPU experiments of the lessons read."""
 
 import gc
 
@@ -22,7 +22,7 @@ def release(device: torch.device) -> None:
 class Allocator:
     """The CUDA allocator's counters, minus the bytes that were allocated at its creation.
 
-    No GPU is needed until a counter is read.
+    On a CPU an instance can be created, but its counters cannot be read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,10 +66,10 @@ class Allocator:
         }
 
 
-class BetweenOperators(TorchDispatchMode):
+class PeakBetweenOperators(TorchDispatchMode):
     """A mode that records the largest number of allocated bytes at the end of any operator.
 
-    By then the operator has freed its workspace, so `peak_bytes` does not include workspaces.
+    An operator has freed its workspace when it ends, so `peak_bytes` includes no workspace.
     """
 
     def __init__(self, allocator: Allocator) -> None:

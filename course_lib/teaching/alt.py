@@ -1,4 +1,4 @@
-"""Alt texts of figures, which a screen reader speaks instead of showing the picture."""
+"""Alt texts of figures, which a screen reader reads aloud instead of showing the picture."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -40,12 +40,12 @@ def alt_text(drawn: "Figure", language: str) -> str:
 
 
 def in_language(words: str, language: str) -> str:
-    """Return the words in one language."""
+    """Return a label's text in one language."""
     return str(words) if language == "en" else in_both_languages(words)[1]
 
 
 def _panel(ax: "Axes", language: str) -> str:
-    """Return one sentence on a panel: the kinds of drawing, the axes, and the panel's words."""
+    """Return a sentence on a panel: its kinds of drawing (such as lines), axes and labels."""
     clauses = [join_labels(_KINDS[kind] for kind in _kinds(ax))]
     if ax.axison:
         clauses += [_axis("x axis: {label}", ax.xaxis), _axis("y axis: {label}", ax.yaxis)]
@@ -85,7 +85,7 @@ def _axis(template: str, axis: Any) -> str:
 def _shared_labels(drawn: "Figure", language: str) -> list[str]:
     """Return a sentence with the labels and legends that belong to all panels.
 
-    The result is a list with this sentence, or an empty list if there are none.
+    The result is a list with one sentence, or an empty list if there are no labels.
     """
     items = [item for legend in drawn.legends for item in legend.get_texts()]
     clauses = [_plain(drawn.get_supxlabel()), _plain(drawn.get_supylabel()), _list_texts(items)]

@@ -1,7 +1,7 @@
 """Claims that learners may have read, each with the experiment that tests it and the outcome.
 
 The claims of a lesson are in its `claims.toml`, in English and Chinese. The lesson measures one
-value per claim and passes the values to `what_you_may_have_read`. A test repeats every experiment.
+value per claim and passes the values to `claims_table`. A test repeats every experiment.
 """
 
 import tomllib
@@ -76,7 +76,7 @@ def read_claims(file: str, table: str) -> tuple[Claim, ...]:
     )
 
 
-def what_you_may_have_read(claims: Sequence[Claim], *measured: str) -> Table:
+def claims_table(claims: Sequence[Claim], *measured: str) -> Table:
     """Return a table of claims, with one measured value per claim.
 
     Args:

@@ -38,12 +38,12 @@ QUANTITIES = {
     "allocator_peak_bytes": "allocator's peak",
     "seconds": "time",
 }
-#: Sizes of a decoder whose step takes a second on any device, for the tests.
+#: Sizes of a decoder whose step takes about a second on any device; tests use them.
 TINY = {"vocabulary": 64, "hidden": 32, "heads": 2, "layers": 2, "sequence": 16, "batch": 2}
 
 
-#: Names of the sizes that may be halved when memory runs out. The first one in this list that stays
-#: at or above its small size is halved.
+#: Names of the sizes that may be halved when memory runs out. The first one whose half is at least
+#: the experiment's small size is halved.
 HALVED = ("batch", "megabytes", "lengths", "layers", "sequence")
 #: The GPU waits for this many cycles, about 20 ms, while Python queues the work that is timed.
 SPIN_CYCLES = 40_000_000
@@ -95,8 +95,8 @@ class Experiment:
     ) -> Run:
         """Run the experiment with fixed random numbers; the generators are restored afterwards.
 
-        If memory runs out, the experiment starts again with one of its sizes halved: the first one
-        in `HALVED` that the experiment has and that stays at or above its small size.
+        If memory runs out, the experiment starts again with one of its sizes halved; `HALVED`
+        determines which one.
 
         Args:
             on_result: Function that is called with all results so far whenever the experiment
@@ -118,12 +118,12 @@ class Experiment:
             except (MemoryError, RuntimeError) as error:
                 if not _is_lack_of_memory(error):
                     raise
-                problem, smaller = in_short(error), self._next_smaller(sizes)
+                problem, smaller = error_summary(error), self._next_smaller(sizes)
                 if smaller is None:
                     raise MemoryError(f"memory is too small at any size ({problem})") from None
             finally:
                 release(device)
-            # Outside the handler, because the error refers to tensors of the failed attempt.
+            # The next attempt starts outside the handler, because the error keeps tensors alive.
             sizes = smaller
 
     def _parts(self, device: torch.device, sizes: dict[str, Any]) -> Iterator[Run]:
@@ -134,12 +134,12 @@ class Experiment:
                 if isinstance(value, str):
                     notes[name] = value
                 else:
-                    check_figure(f"{self.lesson} {self.name}: {name}", value)
+                    check_result(f"{self.lesson} {self.name}: {name}", value)
                     figures[name] = value
             yield Run(dict(figures), sizes, dict(notes))
 
     def _next_smaller(self, sizes: dict[str, Any]) -> dict[str, Any] | None:
-        """Return sizes with one of `HALVED` halved, or None if each is at its small size."""
+        """Return sizes with one of `HALVED` halved, or None if no size can be halved again."""
         for name in HALVED:
             if name in sizes:
                 given = sizes[name]
@@ -186,8 +186,8 @@ def experiment(
 
     Args:
         title, sizes, small, labels: Attributes of `Experiment`.
-        variants: Dict from the name of each variant to its label. The labels of the variant's
-            `QUANTITIES` are made from this label.
+        variants: Dict from the name of each variant to its label. A result "<variant>_<quantity>"
+            gets the label "<label>: <label of the quantity>", for each of `QUANTITIES`.
     """
     derived = {
         f"{variant}_{quantity}": text("{variant}: {quantity}", variant=words, quantity=what)
@@ -196,7 +196,7 @@ def experiment(
     }
 
     def decorate(function: Callable[..., Iterator[Part]]) -> Experiment:
-        # the package lesson_04, of which this may be a module, gives "04"
+        # "04" for a function in a module of the package lesson_04
         lesson = function.__module__.rpartition("lesson_")[2][:2]
         return Experiment(
             lesson, function.__name__, function, title, {**(labels or {}), **derived}, sizes, small
@@ -206,7 +206,7 @@ def experiment(
 
 
 def peaks(variant: str, step: Callable[[], object], **held: object) -> Part:
-    """Return the peaks of one variant, measured by `measure(step, **held)`."""
+    """Return the two peaks of a variant, measured by `measure(step, **held)`, as a dict by name."""
     found = measure(step, repeats=1, **held)
     return {
         f"{variant}_peak_bytes": found.peak_bytes,
@@ -219,8 +219,8 @@ def seconds(
 ) -> dict[str, Number]:
     """Return the median seconds per call of each variant, as a dict from "<variant>_seconds".
 
-    In each of the rounds, every variant is called once, in alternating order. One more round before
-    them is a warm-up.
+    Each round calls every variant once, in alternating order. One more round runs first as a
+    warm-up and is not counted.
     """
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     for i in range(rounds + 1):
@@ -232,7 +232,7 @@ def seconds(
 def compare_variants(
     device: torch.device, variants: Mapping[str, Callable[[], object]], **held: object
 ) -> Iterator[Part]:
-    """Yield the `peaks` of each variant, and then the `seconds` of all variants."""
+    """Yield the `peaks` of each variant (with `held`), and then the `seconds` of all variants."""
     for variant, step in variants.items():
         yield peaks(variant, step, **held)
     yield seconds(device, variants)
@@ -241,8 +241,8 @@ def compare_variants(
 def _time_step(device: torch.device, step: Callable[[], object]) -> float:
     """Return the seconds that a step takes.
 
-    On CUDA, the time starts when the GPU begins to work. Therefore it does not include the time in
-    which Python queues the work.
+    On CUDA, the time starts when the GPU begins the step, so it excludes the time in which Python
+    queues the first kernels.
     """
     wait_for(device)
     if device.type != "cuda":
@@ -260,7 +260,7 @@ def _time_step(device: torch.device, step: Callable[[], object]) -> float:
 
 
 class AttentionKernels(TorchDispatchMode):
-    """A mode that records which kernels `F.scaled_dot_product_attention` runs inside the block.
+    """A mode that records which kernels `F.scaled_dot_product_attention` runs in a `with` block.
 
     `str()` returns the names of these kernels, or "MATH" if no fused kernel ran.
     """
@@ -292,8 +292,7 @@ def decoder_and_tokens(
 def need_host_memory(count: int) -> None:
     """Raise an error if less than `count` bytes of host memory are available.
 
-    It is called before memory is pinned, because the operating system would otherwise end the
-    process.
+    Call it before memory is pinned. Otherwise the operating system may kill the process.
 
     Raises:
         MemoryError: Less than `count` bytes are available.
@@ -309,7 +308,7 @@ def need_host_memory(count: int) -> None:
         )
 
 
-def in_short(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """Return an error's type and first sentence as text."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0].split('. ')[0]}"
@@ -325,12 +324,12 @@ def _is_lack_of_memory(error: BaseException) -> bool:
     )
 
 
-def check_figure(name: str, value: object) -> None:
+def check_result(name: str, value: object) -> None:
     """Check the name and the value of a result.
 
     Raises:
-        ValueError: The name does not end in a unit, or the value is not a finite number of its
-            kind.
+        ValueError: The name does not end in one of `UNITS`, or the value is not a finite number.
+            Bytes, FLOPs and counts must be whole numbers.
     """
     unit = name.rpartition("_")[2]
     if unit not in UNITS:

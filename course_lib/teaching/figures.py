@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COLORS = {**CATEGORY_COLORS, "predicted": "#333333", "measured": "#EE7733"}
 HATCHES = {**dict.fromkeys(CATEGORY_COLORS), **CATEGORY_HATCHES}
 _HATCH_COLOR = (1.0, 1.0, 1.0, 0.35)
-#: Line styles of curves without a style of their own, which differ even without colors.
+#: Default line styles of curves, which differ even without colors.
 _LINE_STYLES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 _STYLE = {
@@ -45,7 +45,7 @@ _STYLE = {
     "lines.linewidth": 1.8,
     "lines.markersize": 5.5,
     "legend.frameon": False,
-    # White in a dark theme too, because the text colors need a light background.
+    # The background is white in a dark theme too, because the text colors are dark.
     "figure.facecolor": "white",
     "axes.facecolor": "white",
     "savefig.facecolor": "white",
@@ -59,7 +59,7 @@ PHASE_NAMES = {name: name for name in ("forward", "backward", "optimizer")}
 def category_label(name: str) -> labels.Label:
     """Return the label of a category of bytes or of a phase of the training step.
 
-    The name "optimizer" gives the label of the category, "optimizer state".
+    There is a category and a phase "optimizer". The result is the category's, "optimizer state".
 
     Raises:
         ValueError: The name is unknown.
@@ -125,8 +125,8 @@ def figure(
     if title is not None:
         drawn.suptitle(title, x=0.012, ha="left", linespacing=1.35)
     drawn.course_alt = alt
-    # largest factor by which `pictures.enlarge` enlarges letters; figures with boxes set a
-    # smaller one
+    # largest factor by which `pictures.enlarge` enlarges letters; figures whose letters must fit
+    # into boxes set a smaller factor
     drawn.course_larger = 1.6
     return drawn, axes
 
@@ -134,8 +134,7 @@ def figure(
 def shown_once(drawn: "Figure") -> "Figure":
     """Close a figure in a notebook, and return the figure.
 
-    Otherwise the notebook would show the figure twice: as the value of the cell, and as an open
-    figure.
+    A notebook would show an open figure a second time, below the value of the cell.
     """
     import matplotlib
 
@@ -166,7 +165,7 @@ def predicted_and_measured(
         measured: Values of the points, in the same unit.
         name: Label of the points.
         color: Color of the points, by default the course's color for measurements. The line has a
-            lighter shade of it.
+            lighter shade of this color.
     """
     color = color or COLORS["measured"]
     line_x = x
@@ -201,7 +200,7 @@ def _pyplot() -> Any:
     from matplotlib import cycler, pyplot
 
     add_font()
-    # True for the first figure, and for the first one after a reset of rcParams
+    # the first figure, or the first figure after `rcParams` were reset
     if FONT not in matplotlib.rcParams["font.family"]:
         matplotlib.rcParams.update(_STYLE)
         colors = [

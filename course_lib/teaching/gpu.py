@@ -1,4 +1,4 @@
-"""Display of GPU measurements in a lesson, with a line that states where they were made.
+"""Display of GPU measurements in a lesson, with the GPU, PyTorch version and date of each.
 
 The measurements come from `recordings`.
 """
@@ -8,23 +8,23 @@ from collections.abc import Sequence
 from course_lib.labels import Label, markup, say, text, verbatim
 
 from .experiments import Experiment
-from .recordings import Figures
+from .recordings import RecordedResults
 from .tables import NumberText, Table
 
 
-class GpuFigures:
-    """Display of GPU experiments: titles, measured values, and where they were measured.
+class GpuResults:
+    """Display of GPU experiments: their titles, their results, and the GPU of each result.
 
     Args:
         parts: Pairs of an experiment and a sequence of its results. The sequence has one item per
-            GPU; see `course_lib.teaching.recordings.figures_of_gpus`.
+            GPU; see `course_lib.teaching.recordings.results_of_gpus`.
 
     Attributes:
         figures: Dict from the name of an experiment to its results on the first GPU. Lessons use
             them in further computations.
     """
 
-    def __init__(self, parts: Sequence[tuple[Experiment, Sequence[Figures]]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Experiment, Sequence[RecordedResults]]]) -> None:
         self.figures = {item.name: found[0] for item, found in parts}
         self._parts = parts
 
@@ -47,13 +47,13 @@ class GpuFigures:
             texts.append(f'<div style="margin: 0.6em 0">{heads}{origin}{table}</div>')
         return f'<div class="course-gpu">{"".join(texts)}</div>'
 
-    def _blocks(self) -> list[tuple[list[str], Experiment, Sequence[Figures]]]:
+    def _blocks(self) -> list[tuple[list[str], Experiment, Sequence[RecordedResults]]]:
         """Return the blocks of the display, as tuples (titles, experiment, results).
 
         Each experiment with results is a block. Consecutive experiments that lack results for the
         same reason share one block.
         """
-        blocks: list[tuple[list[str], Experiment, Sequence[Figures]]] = []
+        blocks: list[tuple[list[str], Experiment, Sequence[RecordedResults]]] = []
         for item, found in self._parts:
             if blocks and not found[0].values and blocks[-1][2] == found:
                 blocks[-1][0].append(item.title)
@@ -62,11 +62,11 @@ class GpuFigures:
         return blocks
 
 
-def _origins(found: Sequence[Figures]) -> list[Label]:
+def _origins(found: Sequence[RecordedResults]) -> list[Label]:
     return [line for each in found for line in _origin(each)]
 
 
-def _origin(found: Figures) -> list[Label]:
+def _origin(found: RecordedResults) -> list[Label]:
     """Return the lines that state where and how the results were measured."""
     lines = []
     measured = {"gpu": verbatim(found.gpu), "torch": found.torch, "date": found.date}
@@ -94,7 +94,7 @@ def _origin(found: Figures) -> list[Label]:
     return lines
 
 
-def _table(item: Experiment, found: Sequence[Figures]) -> Table:
+def _table(item: Experiment, found: Sequence[RecordedResults]) -> Table:
     """Return a table of the results, with one column per GPU and a last column of exact bytes.
 
     If the bytes differ between GPUs, the last cell lists them in the order of the columns.

@@ -1,7 +1,7 @@
 """Elements that plots of several lessons share: words, boxes, arrows, points, bars and axes.
 
 Words are labels. A plot of `course_lib.teaching.figures` shows them in the language of the page.
-Keyword arguments `**look` are passed on to matplotlib.
+Keyword arguments `**look` are passed to matplotlib.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +50,7 @@ def write(ax: "Axes", x: float, y: float, words: str, **look: Any) -> None:
 
 
 def background(color: str, pad: float = 1) -> dict[str, Any]:
-    """Return the `bbox` of words with a colored background; `pad` is in units of 1/72 inch."""
+    """Return a `bbox` that gives words a colored background; `pad` is in units of 1/72 inch."""
     return {"facecolor": color, "edgecolor": "none", "pad": pad}
 
 
@@ -129,7 +129,7 @@ def category_legend(drawn: "Figure", names: Iterable[str], **look: Any) -> None:
 
 
 def clauses(pattern: str, rows: Iterable[Mapping[str, object]]) -> Label:
-    """Return a sentence for an alt text, which lists the values of several items.
+    """Return a sentence for an alt text that describes several items by one pattern.
 
     Args:
         pattern: Text with placeholders, which is filled once per item.

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 LANGUAGES = ("en", "zh")
 SLIDE = (1176, 560)  # largest size in pixels of a picture on a slide
 LARGER = 1.6  # factor by which letters on a slide are larger than in the picture of the page
-_FACTORS = (LARGER, 1.45, 1.3, 1.15, 1.0)  # `enlarge` tries these from left to right
+_FACTORS = (LARGER, 1.45, 1.3, 1.15, 1.0)  # `enlarge` tries these in order
 _LEAST_AXES = 0.5  # smallest part of a slide's height that the axes may take
-# environment variable of a kernel that also draws pictures for slides
+# Environment variable. If it is set for a Jupyter kernel, figures are also drawn for slides.
 FOR_SLIDES = "COURSE_SLIDES"
-# Pictures are compressed again by `_small`, so the first compression is the fastest one.
+# Fast compression is enough, because `_small` compresses each picture again.
 _FAST = {"compress_level": 1}
-_COLORS = 128  # colors of a stored picture; plots have few, and this halves the bytes
+_COLORS = 128  # colors of a stored picture; the limit halves its bytes, and plots have few colors
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def show(drawn: "Figure") -> None:
             found[language] = f'<figure lang="{language}" style="margin: 0">{picture}</figure>'
     bundle = {"text/plain": repr(drawn)}
     if found:
-        # The pictures for slides come last. Those of the page are then the same without them.
+        # Pictures for slides are drawn last, so they cannot affect the pictures of the page.
         metadata = {"slides": _for_slides(drawn, found)} if os.environ.get(FOR_SLIDES) else {}
         display({**bundle, "text/html": "\n".join(found.values())}, metadata=metadata, raw=True)
     else:
@@ -100,7 +100,7 @@ def _for_slides(drawn: "Figure", languages: Iterable[str]) -> dict[str, str]:
 
 @contextmanager
 def enlarge(drawn: "Figure") -> Iterator[None]:
-    """Give a figure the aspect ratio of a slide and a smaller size in inches, inside the block.
+    """Give a figure the aspect ratio of a slide and a smaller size in inches, in a `with` block.
 
     Letters and lines of the figure are therefore larger on the slide. Ticks are chosen again for
     the shorter axes, and long titles are broken into lines. Letters become `LARGER` times as large.
@@ -144,7 +144,7 @@ def _arrange(drawn: "Figure") -> None:
 def _share_of_axes(drawn: "Figure") -> float:
     """Return the share of a figure's height that its axes take.
 
-    Axes that are next to each other in a row count once.
+    Axes that are side by side in a row count once.
     """
     return sum(
         {round(box.y0, 2): box.height for box in (ax.get_position() for ax in drawn.axes)}.values()
@@ -183,7 +183,7 @@ def _slide_png(drawn: "Figure") -> str:
 
 
 def _small(png: bytes) -> str:
-    """Return a PNG as base64, after reducing its colors to a palette of its own."""
+    """Return a PNG as base64, after reducing its colors to a palette of `_COLORS` colors."""
     from PIL import Image
 
     stream = io.BytesIO()

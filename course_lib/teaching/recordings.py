@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from .experiments import Experiment, Number, Run, in_short
+from .experiments import Experiment, Number, Run, error_summary
 
 FOLDER = Path(__file__).parents[1] / "recordings"
 
 
 @dataclass(frozen=True)
-class Figures:
+class RecordedResults:
     """The results of one experiment, and where they were measured.
 
     Attributes:
@@ -52,7 +52,7 @@ class Figures:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
+def recorded_results(item: Experiment, folder: Path = FOLDER) -> RecordedResults:
     """Return the results of an experiment, measured now on a GPU or read from the latest recording.
 
     Args:
@@ -63,28 +63,30 @@ def figures(item: Experiment, folder: Path = FOLDER) -> Figures:
         gpu = torch.cuda.get_device_name()
         try:
             run = item.run()
-        # Memory ran out, or torch is too old. The lesson reports it and goes on.
+        # Memory ran out, or torch is too old. The lesson shows the error and continues.
         except (RuntimeError, MemoryError) as error:
-            problem = f"{gpu}: {in_short(error)}"
+            problem = f"{gpu}: {error_summary(error)}"
         else:
             found = {"figures": run.figures, "sizes": run.sizes, "notes": run.notes}
-            return _as_figures(
+            return _as_results(
                 item, found | {"torch": str(torch.__version__), "date": _today()}, "live", gpu
             )
     stored = load_recordings(item, folder)
-    return replace(stored[0], problem=problem) if stored else Figures("none", problem=problem)
+    return (
+        replace(stored[0], problem=problem) if stored else RecordedResults("none", problem=problem)
+    )
 
 
-def figures_of_gpus(item: Experiment, folder: Path = FOLDER) -> list[Figures]:
-    """Return the result of `figures`, followed by the results of other GPUs with the same sizes.
+def results_of_gpus(item: Experiment, folder: Path = FOLDER) -> list[RecordedResults]:
+    """Return `recorded_results(item)`, followed by recorded results of other GPUs.
 
-    The results of other GPUs are read from recordings. If `figures` found no results, the list
-    contains only its return value.
+    The experiment must have run with the same sizes on the other GPUs. If `recorded_results` found
+    no results, the list contains only its return value.
 
     Args:
         folder: Folder of the recordings; it need not exist.
     """
-    first = figures(item, folder)
+    first = recorded_results(item, folder)
     others = [
         found
         for found in load_recordings(item, folder)
@@ -93,7 +95,7 @@ def figures_of_gpus(item: Experiment, folder: Path = FOLDER) -> list[Figures]:
     return [first, *(others if first.values else [])]
 
 
-def load_recordings(item: Experiment, folder: Path = FOLDER) -> list[Figures]:
+def load_recordings(item: Experiment, folder: Path = FOLDER) -> list[RecordedResults]:
     """Return the recordings of an experiment, the latest first.
 
     Args:
@@ -103,18 +105,18 @@ def load_recordings(item: Experiment, folder: Path = FOLDER) -> list[Figures]:
     for path in sorted(Path(folder).glob("*.json")):
         recording = json.loads(path.read_text(encoding="utf-8"))
         if found := recording["experiments"].get(item.lesson, {}).get(item.name):
-            stored.append(_as_figures(item, found, "recorded", recording["gpu"]))
+            stored.append(_as_results(item, found, "recorded", recording["gpu"]))
     return sorted(stored, key=lambda found: found.date, reverse=True)
 
 
-def _as_figures(item: Experiment, found: dict, source: str, gpu: str) -> Figures:
+def _as_results(item: Experiment, found: dict, source: str, gpu: str) -> RecordedResults:
     smaller = {
         name: value
         for name, value in _plain(found["sizes"]).items()
         if value != _plain(item.sizes).get(name)
     }
     values = item.in_order(found["figures"])
-    return Figures(
+    return RecordedResults(
         source, values, gpu, found["torch"], found["date"], smaller=smaller, notes=found["notes"]
     )
 
@@ -145,7 +147,7 @@ def record(
         device: "cuda", or "cpu" in tests.
 
     Returns:
-        Path of the file. The contents of the file do not depend on the order of the results.
+        Path of the file, whose contents do not depend on the order of the results.
     """
     gpu, total = "CPU", 0
     if torch.device(device).type == "cuda":
@@ -221,7 +223,7 @@ def provenance(device: str = "cuda") -> dict[str, Any]:
 
 
 def _plain(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return sizes in the form in which they are read from a recording, with lists for tuples."""
+    """Return sizes as JSON stores them: tuples become lists. Recordings contain this form."""
     return json.loads(json.dumps(sizes))
 
 
@@ -264,7 +266,7 @@ def _link(device: torch.device) -> dict[str, int]:
     on_device = torch.empty_like(host, device=device)
     rates = {}
     for name, target, source in (("up", on_device, host), ("down", host, on_device)):
-        for _ in range(3):  # only the last one counts
+        for _ in range(3):  # only the last copy counts
             torch.cuda.synchronize(device)
             start = time.perf_counter()
             target.copy_(source, non_blocking=True)

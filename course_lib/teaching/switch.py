@@ -1,8 +1,6 @@
 """The language switch in a notebook's first cell."""
 
-import os
-
-from course_lib.labels import choose, choose_only
+from course_lib.labels import choose, choose_only, user_language
 
 from .pictures import show_in_both_languages
 
@@ -29,19 +27,33 @@ opacity: 0.75; }
 .course-language label:has(input:checked) { opacity: 1; }
 .course-language input { margin: 0; accent-color: var(--jp-brand-color1, #4477aa); }
 .course-language input:focus-visible { outline: 2px solid currentColor; outline-offset: 2px; }
-.course-language legend { float: left; padding: 0; opacity: 0.75; }"""
-# A cell that runs removes its old output, and with it the buttons that hold the learner's choice.
-# The notebook's element stays in the page, so the script keeps the choice there, and a new switch
-# reads it. Outside of JupyterLab and its exports there is no such element.
+.course-language legend { float: left; padding: 0; opacity: 0.75; }
+.course-language small { display: none; }"""
+# A code host's preview removes the form's style, so this text appears next to disabled buttons.
+_ELSEWHERE = "(The buttons work in JupyterLab. / 按钮在 JupyterLab 里才有效。)"
+# When a cell runs again, its old output is removed, and with it the buttons that show the choice.
+# Therefore the script stores the learner's choice in the notebook's element, which stays in the
+# page, and a new switch reads it there. Only JupyterLab and its exports have this element. The
+# choice is also kept in the browser's storage, for other lessons and later days. Each setting has
+# its own key, because a choice made under another setting must not apply. A page without storage
+# raises an error.
 _REMEMBER = """\
 (() => {{
   const form = document.currentScript.parentElement.querySelector(".course-language");
   const notebook = form?.closest(".jp-Notebook");
   if (!notebook) return;
-  const shown = notebook.dataset.courseLanguage ?? {otherwise};
-  if (shown) form.querySelector(`input[value=${{shown}}]`).checked = true;
+  const remembered = (value) => {{
+    try {{
+      if (value) localStorage.setItem("{key}", value);
+      return localStorage.getItem("{key}");
+    }} catch {{ return null; }}
+  }};
+  const shown = notebook.dataset.courseLanguage ?? remembered() ?? {otherwise};
+  const button = shown && form.querySelector(`input[value="${{shown}}"]`);
+  if (button) button.checked = true;
   form.addEventListener("change", (event) => {{
     notebook.dataset.courseLanguage = event.target.value;
+    remembered(event.target.value);
   }});
 }})();"""
 _BROWSERS = '((navigator.language || "").startsWith("zh") ? "zh" : "en")'
@@ -49,7 +61,7 @@ _OPTIONS = (("en", "English"), ("zh", "中文"), ("both", "both 双语"))
 
 
 class Switch:
-    """The output that shows the switch: an HTML form in a notebook, or one line in a terminal.
+    """The language switch as an output: an HTML form in a notebook, or one line in a terminal.
 
     In a notebook, a language that the learner has chosen by a button stays chosen when the cell
     runs again.
@@ -82,12 +94,19 @@ class Switch:
             _RULE.format(shown=shown, hidden=hidden)
             for shown, hidden in (("en", "zh"), ("zh", "en"))
         )
-        script = _REMEMBER.format(otherwise=_BROWSERS if self.follow_browser else "null")
-        return (
-            '<form class="course-language" method="dialog"'
-            ' autocomplete="off">\n<fieldset>\n<legend lang="mul">Language'
-            f" 语言</legend>\n{buttons}\n</fieldset>\n</form>\n<style>\n{rules}\n{_LOOK}\n</style>"
-            f"\n<script>\n{script}\n</script>"
+        key, otherwise = f"course-language-{self.chosen}", "null"
+        if self.follow_browser:
+            key, otherwise = "course-language", _BROWSERS
+        script = _REMEMBER.format(key=key, otherwise=otherwise)
+        return "\n".join(
+            (
+                '<form class="course-language" method="dialog" autocomplete="off">',
+                '<fieldset>\n<legend lang="mul">Language 语言</legend>',
+                buttons,
+                f'<small lang="mul">{_ELSEWHERE}</small>\n</fieldset>\n</form>',
+                f"<style>\n{rules}\n{_LOOK}\n</style>",
+                f"<script>\n{script}\n</script>",
+            )
         )
 
 
@@ -95,25 +114,27 @@ def language(default: str | None = None, *, only: bool = False) -> None:
     """Show the language switch, and set the language of plain text.
 
     The switch works on the cells of its own notebook, without a kernel. The language that a learner
-    has chosen by a button stays chosen when the cell runs again. After this call, a notebook shows
-    each figure once per language. Plain text keeps the language in which it was printed. Without
-    IPython, one line is printed instead.
+    has chosen by a button stays chosen when the cell runs again, and the browser remembers it for
+    the other lessons. After this call, a notebook shows each figure once per language. Plain text
+    keeps the language in which it was printed. Without IPython, one line is printed instead.
 
     Args:
-        default: "en", "zh" or "both". The environment variable COURSE_LANG overrides it. If neither
-            is set, plain text is in English, and the page opens in the language of the browser.
+        default: "en", "zh" or "both". The user's setting overrides it: the environment variable
+            COURSE_LANG, or the file that `make lab LANGUAGE=zh` writes next to the lessons. If
+            neither is set, plain text is in English, and the page opens in the language of the
+            browser.
         only: Whether the page has text only in the language `default`, "en" or "zh". Then no switch
             is shown, and tables, verdicts and figures are in this language.
 
     Raises:
-        ValueError: The environment variable or `default` is not one of the three values; or `only`
+        ValueError: The setting or `default` is not one of the three values; or `only`
             is set and `default` is neither "en" nor "zh".
     """
     if only:
         choose_only(default)
         show_in_both_languages()
         return
-    follow_browser = default is None and not os.environ.get("COURSE_LANG")
+    follow_browser = default is None and user_language() is None
     switch = Switch(choose(default or "en"), follow_browser=follow_browser)
     try:
         from IPython.display import display

@@ -68,7 +68,7 @@ class Table(show.Table):
     def __str__(self) -> str:
         headings = [say(heading) for heading in self._headings]
         rows = [[_cell_text(cell) for cell in row] for row in self._shown]
-        # long sentences are shown one below the other, not side by side
+        # rows with long sentences are printed as blocks, with one cell below the other
         if any(len(cell) > 60 for row in rows for cell in row):
             items = (
                 "\n".join(f"{name}: {cell}" for name, cell in zip(headings, row, strict=True))
@@ -79,8 +79,8 @@ class Table(show.Table):
             import pandas
         except ImportError:
             return "\n".join("\t".join(row) for row in [headings, *rows])
-        # Chinese characters are two columns wide in a terminal. By default pandas also cuts long
-        # cells and wide tables.
+        # Chinese characters are two columns wide in a terminal. The other options keep pandas from
+        # cutting long cells and wide tables.
         options = (
             "display.unicode.east_asian_width",
             True,
@@ -208,7 +208,7 @@ def predictions(
     Args:
         rows: (label, predicted, measured), both in bytes or FLOPs. None, for an unknown value, is
             shown as "–". A prediction may be text with its unit, such as "300 MB".
-        unit: "bytes" and "FLOPs" are shown to the last digit; kB, MB, GB (powers of 10), KiB, MiB,
+        unit: "bytes" and "FLOPs" are shown as whole numbers; kB, MB, GB (powers of 10), KiB, MiB,
             GiB (powers of 2), MFLOPs, GFLOPs and TFLOPs with three decimals.
         scale: Number of bytes or FLOPs per `unit`, for a unit that is not in this list.
 
@@ -344,7 +344,7 @@ def _cell_text(cell: Any) -> str:
 
 
 def _cell(cell: Any, right: bool) -> str:
-    """Return a table cell as HTML. A <div> sets its alignment, because pandas styles no cells."""
+    """Return a table cell as HTML, with its alignment in a <div>, because pandas sets none."""
     look = (
         "text-align: right; white-space: nowrap" if right else "text-align: left; max-width: 28em"
     )

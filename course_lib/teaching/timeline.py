@@ -25,7 +25,7 @@ def timelines(
     title: str | None = None,
     share_x: bool = True,
     width: float = 7.2,
-    panel_height: float = 2.2,
+    panel_height: float | None = None,
     **named: Any,
 ) -> "Figure":
     """Draw byte timelines of several training steps, one above the other, on one scale.
@@ -39,7 +39,9 @@ def timelines(
         title: The message of the figure.
         share_x: Whether all panels have the same x scale, so that a step with more operators is
             longer.
-        width, panel_height: Size in inches.
+        width: Width in inches.
+        panel_height: Height of a panel in inches. The default is 2.2 for one step and 1.85 for
+            several, so that two panels fit on a laptop's screen.
         named: Further meters as keyword arguments, `label=meter`.
 
     Returns:
@@ -53,12 +55,14 @@ def timelines(
         raise ValueError('timelines needs at least one meter, as in timelines({"plain": meter})')
     steps = [_Step(name, meter) for name, meter in variants.items()]
 
+    if panel_height is None:
+        panel_height = 2.2 if len(steps) == 1 else 1.85
     height = panel_height * len(steps) + (0.45 if title is None else 0.75)
     drawn, axes = figure(
         title, rows=len(steps), width=width, height=height, sharex=share_x, sharey=True
     )
     axes = [axes] if len(steps) == 1 else list(axes)
-    # leaves space for the label at the peak
+    # space above the peak for its label
     top = max(step.peak for step in steps) * (1.22 if panel_height >= 2 else 1.45)
     axes[0].set_ylim(0, top / 1e6)
     for panel, step in zip(axes, steps, strict=True):
@@ -68,7 +72,7 @@ def timelines(
     axes[-1].set_xlabel(text("operators, in the order they ran"))
     drawn.supylabel(text("live bytes (MB)"), fontsize=9.5, color="#333333")
 
-    # fixes the layout, because the labels below need their size in data units
+    # computes the layout, because the size of labels in data units depends on it
     drawn.draw_without_rendering()
     labeled = set().union(
         *(_label_areas(panel, step) for panel, step in zip(axes, steps, strict=True))
@@ -243,7 +247,7 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
     for phase, stop in unnamed.items():
         words = _phase_name(phase)
         if stop >= 0 and stop - space_for(words, 8)[0] > occupied:
-            # the band is too narrow, so the name is written above it, once
+            # the band is too narrow for the name, which is written above it once per phase
             panel.text(stop, 1.155, words, ha="right", **look)
             occupied = stop
 
@@ -265,7 +269,7 @@ def _label_areas(panel: "Axes", step: _Step) -> set[str]:
                     "white" if category in ("parameter", "optimizer", "activation") else "#222222"
                 ),
                 zorder=7,
-                # without hatching, to be legible
+                # no hatching behind the words, so that they are legible
                 bbox={"boxstyle": "square,pad=0.12", **category_look(category), "hatch": None},
             )
             found.add(category)
@@ -298,8 +302,8 @@ def _highest_box(below: Any, above: Any, width: int) -> tuple[float, float, floa
     height = ceiling - floor
     if height.max() <= 0:
         return None
-    # The middle one of equally high places is used, so a constant layer is named in the middle of
-    # the figure.
+    # The middle one of equally high places is used, so the name of a constant layer is in the
+    # middle of the figure.
     high = (height >= 0.98 * height.max()).nonzero()[0]
     best = high[len(high) // 2]
     return best + width / 2, (ceiling[best] + floor[best]) / 2, height[best]

@@ -64,8 +64,8 @@ class Exercise:
             return not_answered()
         try:
             return self._check(answer)
-        except WrongAnswer as refused:
-            return refused.verdict
+        except WrongAnswer as error:
+            return error.verdict
         except Exception as error:
             if type(error) is NotImplementedError and not error.args:  # raised by a stub
                 return not_answered()
@@ -89,34 +89,35 @@ class Exercise:
 def exercise(
     *, errors: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[Any], Verdict]], Exercise]:
-    """Decorate a function `check_NAME` as a check, which returns a `Verdict` for any answer.
+    """Turn a function `check_NAME` into a check, which returns a `Verdict` for any answer.
 
-    Its messages are in the lesson's `messages.toml` (`Messages`). The table NAME has `hint`, for
-    the first wrong answer, and may have `later_hint`, for later wrong answers. No hint is shown in
-    these cases:
+    The messages of the check are in the table NAME of the lesson's `messages.toml` (see
+    `Messages`). The message `hint` is shown after the first wrong answer. The optional message
+    `later_hint` is shown after later wrong answers. No hint is shown in these cases:
 
     - No answer was tried yet.
     - The message names the mistake (`exact`), or has a hint of its own.
     - The library raised a ValueError or TypeError.
     - The answer has a typing mistake: a name that does not exist, or a call with wrong arguments.
 
-    The function is not called with `None` or `...`, which mean that a cell is not answered yet. If
-    the answer is a function that returns one of these, return `not_answered()`. The function
-    returns `say.right(...)`, or ends with `say.refuse`, `say.refuse_if` or `say.wrong`. Compare a
-    number by `expect_number`, because `==` takes True for 1 and raises an error for some arrays.
+    `check_NAME` is not called with `None` or `...`, which mean that a cell is not answered yet. If
+    the answer is a function that returns one of these, `check_NAME` must return `not_answered()`.
+    For other answers it returns `say.right(...)`, or ends with `say.reject`, `say.reject_if` or
+    `say.wrong`. Compare numbers with `expect_number`, because `==` treats True as 1 and raises an
+    error for some arrays.
 
-    An error that the function raises counts as a wrong answer. If the error passed through the
+    An error that `check_NAME` raises counts as a wrong answer. If the error passed through the
     learner's code, the verdict shows the last line of this code. Otherwise it shows the message
-    `raised` of the table, if there is one, in which `{error}` is replaced by the error.
+    `raised` of the table NAME, if the table has one, with `{error}` replaced by the error.
 
     Args:
         errors: Dict from a part of an error's first line to the name of the message that explains
             the error.
     """
-    return lambda check: Exercise(check, *told_by(check, errors or {}))
+    return lambda check: Exercise(check, *messages_of(check, errors or {}))
 
 
-def told_by(
+def messages_of(
     check: Callable, errors: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], str], dict[str, str]]:
     """Return a check's hints, its message for errors, and the explanations of known errors.
@@ -149,7 +150,13 @@ def _error_repr(error: Exception) -> str:
         return type(error).__name__
 
 
-def _own_line(error: Exception, answer: Any) -> str | None:
+def error_text(error: Exception) -> str:
+    """Return an error as a label, with the last line of the learner's code that was running."""
+    message = verbatim(f"{type(error).__name__}: {_first_line(error, 1000)}")
+    return _own_line(error, None, 1000) or message
+
+
+def _own_line(error: Exception, answer: Any, most: int = 200) -> str | None:
     """Return the error with the last line of the learner's code that was running, or None.
 
     The learner's code runs in the module `__main__`, and `linecache` stores the text of its lines.
@@ -168,7 +175,7 @@ def _own_line(error: Exception, answer: Any) -> str | None:
         return None
     filename, line = frames[-1]
     code = linecache.getline(filename, line).strip()
-    message = verbatim(f"{type(error).__name__}: {_first_line(error)}".removesuffix(": "))
+    message = verbatim(f"{type(error).__name__}: {_first_line(error, most)}".removesuffix(": "))
     if not code:
         return text("Line {line} of your cell: {error}", line=line, error=message)
     return text(
@@ -194,9 +201,9 @@ def _is_from_library(error: Exception) -> bool:
     return package == "course_lib" and statement.lstrip().startswith("raise ")
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: Exception, most: int = 200) -> str:
     try:
-        return str(error).strip().partition("\n")[0][:200]
+        return str(error).strip().partition("\n")[0][:most]
     except Exception:  # the error's arguments may have methods that raise
         return ""
 

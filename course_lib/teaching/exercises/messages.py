@@ -71,7 +71,7 @@ class Messages:
         """Return the verdict on a right answer."""
         return right(self(name, **values))
 
-    def refuse(self, name: str, /, **values: object) -> NoReturn:
+    def reject(self, name: str, /, **values: object) -> NoReturn:
         """Reject the answer with a message that names the precise mistake. No hint is shown.
 
         Raises:
@@ -79,10 +79,10 @@ class Messages:
         """
         raise WrongAnswer(self(name, **values), exact=True)
 
-    def refuse_if(self, mistake: object, name: str, /, **values: object) -> None:
-        """Reject the answer, as `refuse` does, if `mistake` is true."""
+    def reject_if(self, mistake: object, name: str, /, **values: object) -> None:
+        """Reject the answer, as `reject` does, if `mistake` is true."""
         if mistake:
-            self.refuse(name, **values)
+            self.reject(name, **values)
 
     def wrong(self, name: str, /, *, hint: str | None = None, **values: object) -> NoReturn:
         """Reject the answer with a message and a hint.

@@ -24,7 +24,7 @@ from typing import Any
 
 from course_lib.labels import LabelError, join_labels, text, verbatim
 
-from .exercise import Exercise, table_of, told_by
+from .exercise import Exercise, messages_of, table_of
 from .messages import Messages
 from .verdicts import Verdict, WrongAnswer, not_answered, returns_none, right, wrong
 
@@ -44,7 +44,7 @@ def largest_that_fits(
     """Check that the answer is the largest size whose peak is within the budget.
 
     Args:
-        answer: The reader's answer.
+        answer: The learner's answer.
         sizes: Allowed sizes in ascending order.
         peak: Function of a size that returns its peak in bytes.
         budget_bytes: The budget.
@@ -141,7 +141,7 @@ def _number(answer: Any) -> Fraction | float | None:
         if math.isnan(answer):
             return None
         return answer if math.isinf(answer) else Fraction(answer)
-    except Exception:  # the answer's own methods may raise, but the reader gets a verdict
+    except Exception:  # the answer's own methods may raise, but the learner gets a verdict
         return None
 
 
@@ -190,7 +190,7 @@ class throughout:
     cases. It is named before mistakes that explain a single number.
 
     Attributes:
-        mistake: The mistake, in any of the other forms. Its rows must be all rows of the exercise.
+        mistake: The mistake, in another form that `numbers` accepts. It must cover all rows.
         tolerance: Relative tolerance of the mistake's numbers. The exercise's tolerance is not
             used.
     """
@@ -262,8 +262,8 @@ class _Table:
     def right_case(self, row: Any, answers: _Answers) -> tuple | None:
         """Return the first case in which the answer's number for `row` is right, or None.
 
-        The number is right if it is within the tolerance. `answers` has each case with what the
-        answer returned for it.
+        The number is right if it is within the tolerance. `answers` is a list of pairs: a case,
+        and the result that the answer returned for this case.
         """
         for case, given in answers:
             rows = _by_row(given)
@@ -321,7 +321,7 @@ class Numbers(Exercise):
         right_values: Callable[[_Answers], Mapping[str, Any]] | None,
         otherwise: str | None,
     ) -> None:
-        super().__init__(compute, *told_by(compute, {}))
+        super().__init__(compute, *messages_of(compute, {}))
         self._check, self._table = self._verdict, table_of(compute)
         self._numbers = _Table(compute, mistakes, cases, tolerance)
         self._say = Messages(inspect.getfile(compute))
@@ -561,9 +561,9 @@ def numbers(
             the mistake makes no difference in this case. `each` stands for a mistake in any row,
             and `throughout` for one that must explain all numbers. If two mistakes have the same
             number, the first one is named. A name "a b" stands for the two messages a and b.
-        cases: Arguments of each case, as a tuple or a single argument. Or a function that returns
-            the arguments of all cases, such as one that calls `graded_cases.cases`, which also
-            draws cases for grading.
+        cases: Iterable with the arguments of each case (a tuple or a single argument), or a
+            function that returns such an iterable. The function can call `graded_cases.cases`,
+            which also draws random cases while notebooks are graded.
         also: Numbers that are right as well, in the same form as the wrong numbers of a mistake.
         tolerance: Relative tolerance of right and wrong numbers, or a function of a case that
             returns it.
@@ -614,7 +614,7 @@ class Largest(Exercise):
         budget_bytes: int,
         mistakes: Mapping[str, Any],
     ) -> None:
-        super().__init__(peak, *told_by(peak, {}))
+        super().__init__(peak, *messages_of(peak, {}))
         self._check, self._peak, self._sizes = self._verdict, cache(peak), sizes
         self._budget, self.mistakes, self._table = budget_bytes, mistakes, table_of(peak)
         self._say = Messages(inspect.getfile(peak))

@@ -30,7 +30,7 @@ def is_close(
     return abs(found - wanted) <= atol + rtol * abs(wanted)
 
 
-def refuse_mistakes(
+def reject_mistakes(
     say: Messages,
     found: Any,
     mistakes: Mapping[str, Any],
@@ -55,15 +55,14 @@ def refuse_mistakes(
         for result in results if isinstance(results, tuple) else (results,):
             if is_close(found, result, **tolerance):
                 if within is None:
-                    say.refuse(name)
-                say.refuse(within, reason=say(name))
+                    say.reject(name)
+                say.reject(within, reason=say(name))
 
 
 def run_forward(function: Callable, *inputs: Any) -> tuple[Any, int]:
-    """Run an answer's forward under a meter; return its output, and the other bytes that it keeps.
+    """Run a learner's function under a meter; return its output, and the bytes that it keeps.
 
-    The other bytes are the live bytes after the call, minus the bytes of the output if it is a
-    tensor.
+    The bytes are those live after the call, without those of the output if it is a tensor.
 
     Raises:
         NotImplementedError: The function returned None or `...`, so the cell is unchanged.

@@ -14,7 +14,7 @@ class Verdict:
     """The result of a check, as labels. It displays itself, and is true if the answer is right.
 
     Args:
-        correct: None for an answer that is not judged, such as a reason in the learner's own words.
+        correct: Whether the answer is right; None if it is not judged, such as a reason in words.
         message: First line of the verdict.
         hint: Shown below the message.
         exact: Whether the message names the precise mistake, so that no hint of the exercise is
