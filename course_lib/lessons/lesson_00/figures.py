@@ -1,14 +1,16 @@
-"""Lesson 00: a report on this machine, and a map of the course."""
+"""Lesson 00's report on this machine, and its map of the course."""
 
 import os
 import platform
 import shutil
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from course_lib.teaching import Table, figure, table, text
+from course_lib.memory import MemoryMeter
+from course_lib.teaching import Table, category_label, figure, table, text
 from course_lib.teaching.figures import shown_once
 from course_lib.teaching.marks import arrow, write
 
@@ -25,7 +27,7 @@ _PLACES = (
     ("06", 2.0, 0.0, "Let the operator\nforget?"),
     ("07", 3.0, 1.0, "Fit a\nbudget"),
     ("08", 4.0, 1.0, "Beyond\none device"),
-    ("09", 5.0, 1.0, "And your\nown model?"),
+    ("09", 5.0, 1.0, "And other\nmodels?"),
 )
 _ARROWS = ("01-02", "02-03", "01-04", "01-05", "05-06", "03-07", "04-07", "06-07", "07-08", "08-09")
 _COLORS = {"01": "#DCE6F0", "07": "#F6DFE0", "08": "#F6DFE0", "09": "#F6DFE0"}
@@ -33,7 +35,7 @@ _ALT = (
     "A map of the lessons. Lesson 01 asks where the bytes go. Arrows lead from it to 02, forget and"
     " compute again, with 03, which ones to forget; to 04, move them to a lower tier; and to 05,"
     " split the batch, with 06, let the operator forget. All three ways lead to 07, fit a"
-    " budget, on to 08, beyond one device, and to 09, your own model."
+    " budget, on to 08, beyond one device, and to 09, other models."
 )
 _WIDTH, _HEIGHT = 0.82, 0.72
 
@@ -74,9 +76,20 @@ def _gpu() -> tuple[str, str]:
         return (
             "–",
             "this machine seems to have one, but this build of torch cannot use it (see"
-            " Troubleshooting)",
+            " Troubleshooting, below)",
         )
     return "–", "not needed: bytes and FLOPs are counted on the CPU"
+
+
+def peak_table(meters: Mapping[str, MemoryMeter], heading: str = "at the peak (MB)") -> Table:
+    """Show the MB of each category at the peak of each step, and their sum."""
+    kinds = ("parameter", "gradient", "optimizer", "activation", "temporary")
+    parts = [meter.at_peak() for meter in meters.values()]
+    rows = [
+        (category_label(kind), *(round(each[kind] / 1e6, 1) for each in parts)) for kind in kinds
+    ]
+    peaks = (round(meter.peak_bytes / 1e6, 1) for meter in meters.values())
+    return table([heading, *meters], [*rows, ("peak (MB)", *peaks)])
 
 
 def course_map() -> "Figure":
