@@ -11,16 +11,12 @@
 #
 # <div lang="en">
 #
-# If a training step ends in `CUDA out of memory` (OOM), the first question is what fills the memory. The weights of lesson 00's decoder take 27.5 MB, and a training step of it needs far more. Which bytes are these? When is each of them in memory? How many are there at the worst moment?
-#
-# On this page you work out the peak of this step by hand, to within a few bytes of the measurement. Then you do the same for a layer of Llama.
+# If a training step ends in `CUDA out of memory` (OOM), first find out what fills the memory. The weights of lesson 00's decoder take 27.5 MB, and its training step needs far more. Which bytes are these, when is each of them in memory, and how many are in memory at the peak? On this page you compute this peak by hand, to within a few bytes of the measurement.
 #
 # </div>
 # <div lang="zh">
 #
-# 训练时遇到 `CUDA out of memory`（显存不足，OOM），首先要弄清显存被什么占满了。第 00 课的解码器，权重只占 27.5 MB，一个训练步要用的内存却远不止这些。这些字节是什么？各自什么时候在内存里？最吃紧的那一刻，一共有多少？
-#
-# 在这一课里，你会亲手算出这个训练步的峰值，与实测只差几个字节。然后，再为 Llama 的一层做同样的计算。
+# 训练时遇到 `CUDA out of memory`（显存不足，OOM），首先要弄清显存被什么占满了。第 00 课的解码器，权重只占 27.5 MB，训练步要用的内存却远不止这些。这些字节是什么？各自什么时候在内存里？峰值时一共有多少？在这一课里，你会亲手算出这个训练步的峰值，算出的结果与实测只差几个字节。
 #
 # </div>
 
@@ -32,21 +28,30 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (100 minutes). You name the kinds of bytes in a training step, and say when each is in memory. You complete a memory meter. You predict what a decoder layer like GPT's or Llama's saves for backward, and from this the peak of a whole step.
+# **Goals** (109 minutes, in two sittings):
 #
-# **What to know before**: how to train a network in PyTorch. Lesson 00 shows how a lesson works, and has a table of all symbols. MB is $10^6$ bytes.
+# - Name the kinds of bytes in a training step, and say when each kind is in memory.
+# - Complete a memory meter.
+# - Predict how many bytes a decoder layer like GPT's or Llama's keeps for backward, and then the peak of a whole step.
+#
+# **What to know before**: how to train a network in PyTorch. Lesson 00 shows how a lesson works, and the [glossary](GLOSSARY.md) has a table of all symbols. MB is $10^6$ bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（100 分钟）：说出训练步里有哪几类字节、各自何时在内存里；补全一个内存计量器；预测 GPT 和 Llama 那样的解码器层为反向保存多少字节，由此算出整个训练步的峰值。
+# **目标**（共 109 分钟，分两次学）
 #
-# **预备知识**：会用 PyTorch 训练网络。第 00 课讲了每一课怎么上，还有一张符号表。MB 指 $10^6$ 字节。
+# - 说出训练步里有哪几类字节，每一类何时在内存里。
+# - 补全一个内存计量器。
+# - 预测 GPT 和 Llama 那样的解码器层为反向保存多少字节，再由此算出整个训练步的峰值。
+#
+# **预备知识**：会用 PyTorch 训练网络。第 00 课讲了每一课怎么上，[术语表](GLOSSARY.md)里有一张符号表。MB 指 $10^6$ 字节。
 #
 # </div>
 
 # %%
 import weakref
+from functools import partial
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -69,12 +74,12 @@ from course_lib.teaching import category_label, predictions, table, timelines
 # | parameters | building the model | the model is deleted |
 # | gradients | backward | `zero_grad()` runs |
 # | optimizer state | the first `step()` | the optimizer is deleted |
-# | activations: tensors kept for backward | forward | backward has used them |
+# | activations: other tensors kept for backward | forward | backward has used them |
 # | temporaries: all other tensors | any operator | nothing refers to them any more |
 #
-# The first three kinds don't depend on the data, unless gradients are sparse. Adam keeps two numbers per weight, called its two **moments**: running means of the gradient and of its square. All numbers here are fp32, which takes 4 bytes each.
+# The bytes of the first three kinds don't depend on the data, unless gradients are sparse. For each weight, Adam keeps two **moments**, the running means of the gradient and of its square. All numbers here are fp32, with 4 bytes per number.
 #
-# First count the weights, with $h = 256$. Each of the 8 layers has four matrices, $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$, each with a bias as long as its output, and two LayerNorms with $2h$ numbers each. Outside of the layers, the decoder has an embedding of 2048 words, an embedding of 128 positions, and a last LayerNorm. The head uses the embedding of the words as its matrix: the two are **tied**, they are one tensor.
+# First count the weights, with hidden size $h = 256$. Each of the 8 layers has four matrices, $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$, each with a bias as long as its output, and two LayerNorms with $2h$ numbers each. Outside the layers, the decoder has embeddings of 2048 words and of 128 positions, with $h$ numbers each, and a last LayerNorm. The output head is **tied** to the word embedding: both use the same tensor.
 #
 # </div>
 # <div lang="zh">
@@ -84,28 +89,28 @@ from course_lib.teaching import category_label, predictions, table, timelines
 # | 参数 | 建立模型 | 删除模型时 |
 # | 梯度 | 反向 | 运行 `zero_grad()` 时 |
 # | 优化器状态 | 第一次 `step()` | 删除优化器时 |
-# | 激活值：为反向而保存的张量 | 前向 | 反向用完它时 |
+# | 激活值：为反向保存的其他张量 | 前向 | 反向用完它时 |
 # | 临时张量：其余的张量 | 任何算子 | 不再被引用时 |
 #
-# 前三类与数据无关（除非梯度是稀疏的）。Adam 为每个权重保存两个数，叫做它的两个**矩**，即梯度的滑动平均和梯度平方的滑动平均。这里的数全部用 fp32，每个占 4 字节。
+# 前三类的字节数与数据无关（除非梯度是稀疏的）。Adam 为每个权重保存两个数，即梯度的滑动平均和梯度平方的滑动平均，称为两个**矩**。这里的数全部用 fp32，每个数占 4 字节。
 #
-# 先数权重，$h = 256$。8 层中的每一层有四个矩阵：$h \to 3h$、$h \to h$、$h \to 4h$、$4h \to h$，每个矩阵带一个与输出等长的偏置。每层还有两个 LayerNorm，各 $2h$ 个数。8 层之外，有 2048 个词的嵌入、128 个位置的嵌入，以及最后一个 LayerNorm。输出头直接拿词的嵌入当作矩阵，也就是说，两者**绑定**（tied）为同一个张量。
+# 先数权重，隐藏维度 $h = 256$。8 层中的每一层有四个矩阵：$h \to 3h$、$h \to h$、$h \to 4h$、$4h \to h$，每个矩阵带一个与输出等长的偏置。每层还有两个 LayerNorm，各含 $2h$ 个数。8 层之外，还有 2048 个词的嵌入和 128 个位置的嵌入，每个嵌入有 $h$ 个数，以及最后一个 LayerNorm。输出头与词嵌入**绑定**（tied），也就是说，两者共用同一个张量。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 1.** How many weights has the decoder, and how many bytes does each of the three kinds take? Fill in the four numbers (the weights as a count, the rest in bytes). If this gives a `NameError`, the imports at the top of this page have not run yet. Run all cells above it first<span class="lab-only"> (*Run → Run All Above Selected Cell*)</span>.
+# **Exercise 1.** How many weights does the decoder have, and how many bytes do parameters, gradients and optimizer state take? Fill in a count (`weights`) and three numbers of bytes. If the cell raises a `NameError`, run all cells above it first<span class="lab-only"> (*Run → Run All Above Selected Cell*)</span>.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 这个解码器有多少个权重？三类各占多少字节？填四个数（权重填个数，其余填字节数）。如果报出 `NameError`，说明本页开头的导入还没有运行，请先把上面的单元格全部运行一遍<span class="lab-only">（菜单 *Run → Run All Above Selected Cell*）</span>。
+# **练习 1。** 这个解码器有多少个权重？参数、梯度和优化器状态各占多少字节？`weights` 填个数，其余三项填字节数。如果报错 `NameError`，请先把上面的单元格全部运行一遍<span class="lab-only">（菜单 *Run → Run All Above Selected Cell*）</span>。
 #
 # </div>
 
-# %% minutes=6
+# %% minutes=8
 mine = {"weights": None, "parameter": None, "gradient": None, "optimizer": None}
 exercises.check_training_state(mine)
 
@@ -124,20 +129,18 @@ exercises.check_training_state(mine)
 # %% [markdown]
 # <div lang="en">
 #
-# Adam creates its state in the first step, so we meter the second one. The table shows the bytes that are left when it has ended.
+# Adam creates its state in the first step. The table shows the bytes in memory after the second step.
 #
 # </div>
 # <div lang="zh">
 #
-# Adam 的状态在第一步里才建立，所以我们跑两步，用计量器看第二步。表中是这一步结束时留下的字节。
+# Adam 的状态在第一步里才建立，所以我们跑两步，用计量器测量第二步。下表是第二步结束时留在内存里的字节数。
 #
 # </div>
 
 
 # %%
-def make_decoder(**changes):
-    sizes = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8, "sequence": 128}
-    return Decoder(**{**sizes, **changes})
+make_decoder = partial(Decoder, vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
 
 
 def metered_step(decoder, tokens, adam):
@@ -153,66 +156,66 @@ def metered_step(decoder, tokens, adam):
 decoder, tokens = make_decoder(), random_tokens(batch=8, sequence=128, vocabulary=2048)  # (8, 129)
 adam = torch.optim.Adam(decoder.parameters())
 meter = metered_step(decoder, tokens, adam)
-left = meter.timeline[-1].bytes  # when the step has ended
+left = meter.timeline[-1].bytes  # bytes by kind, at the end of the step
 states = ("parameter", "gradient", "optimizer")
 predictions([(category_label(kind), mine[kind], left[kind]) for kind in states], unit="bytes")
 
 # %% [markdown] slide={"en": "$4 + 4 + 8 = 16$ bytes per parameter, in fp32.\n\n7 billion parameters: 112 GB before the first activation.", "zh": "fp32：每个参数 $4 + 4 + 8 = 16$ 字节。\n\n70 亿个参数：还没算激活值，就要 112 GB。"}
 # <div lang="en">
 #
-# The other 400 bytes: Adam also counts its steps, in 4 bytes for each of the 100 tensors.
+# The measured optimizer state has 400 more bytes, because Adam has a step counter of 4 bytes for each of the 100 weight tensors.
 #
-# Together this is $4 + 4 + 8 = 16$ bytes per parameter. For mixed precision, three accountings are in use:
+# In fp32, the three kinds take $4 + 4 + 8 = 16$ bytes per parameter. In mixed precision, three ways of counting are used:
 #
 # | bytes per parameter | weights, gradients, the rest | used by |
 # |---|---|---|
-# | 16 | $2 + 2 + 12$: bf16 weight and gradient; fp32 copy of the weight (**master weight**) and two moments | ZeRO |
+# | 16 | $2 + 2 + 12$: bf16 weight and gradient; fp32 copy of the weight (**master weight**) and two moments | ZeRO; Ultra-Scale Playbook |
 # | 18 | $6 + 4 + 8$: weights in both precisions, fp32 gradient, two moments | Hugging Face; Megatron, with its fp32 gradients |
-# | 20 | $2 + 2 + 16$: as 16, and an fp32 copy of the gradient | Ultra-Scale Playbook |
+# | 20 | $2 + 2 + 16$: as for 16, plus an fp32 copy of the gradient | Ultra-Scale Playbook, with gradients accumulated in fp32 |
 #
-# So 7 billion parameters need 112, 126 or 140 GB before the first activation, although their bf16 weights take only 14 GB. Ask which accounting a figure uses.
+# So 7 billion parameters need 112, 126 or 140 GB before the first activation, although their bf16 weights take only 14 GB. If you read such a number, ask how it was counted.
 #
 # </div>
 # <div lang="zh">
 #
-# 实测多出 400 字节，因为 Adam 还为 100 个张量各记一个步数，每个 4 字节。
+# 优化器状态的实测值比你算出的多 400 字节，因为 Adam 还为 100 个权重张量各记一个步数，每个步数占 4 字节。
 #
-# 合起来是每个参数 $4 + 4 + 8 = 16$ 字节。混合精度有三种常见的计法：
+# 在 fp32 下，这三类合起来是每个参数 $4 + 4 + 8 = 16$ 字节。混合精度下，每个参数的字节数有三种常见的计法：
 #
-# | 每个参数的字节 | 权重、梯度、其余 | 使用者 |
+# | 每个参数的字节数 | 权重、梯度、其余 | 使用者 |
 # |---|---|---|
-# | 16 | $2 + 2 + 12$：bf16 的权重和梯度；fp32 的权重副本（**主权重**）和两个矩 | ZeRO |
+# | 16 | $2 + 2 + 12$：bf16 的权重和梯度；fp32 的权重副本（**主权重**）和两个矩 | ZeRO；Ultra-Scale Playbook |
 # | 18 | $6 + 4 + 8$：两种精度的权重、fp32 的梯度、两个矩 | Hugging Face；Megatron（梯度用 fp32 时） |
-# | 20 | $2 + 2 + 16$：同 16，另加一份 fp32 的梯度 | Ultra-Scale Playbook |
+# | 20 | $2 + 2 + 16$：与 16 字节那一行相同，另加一份 fp32 的梯度 | Ultra-Scale Playbook（用 fp32 累积梯度时） |
 #
-# 因此一个 70 亿参数的模型，bf16 权重虽然只有 14 GB，还没算激活值就要占 112、126 或 140 GB。看到这样的数字，先弄清用的是哪种计法。
+# 以 70 亿参数的模型为例，bf16 权重只有 14 GB，可是还没算激活值，按这三种计法就分别要占 112、126 和 140 GB。看到这样的数字，要先弄清它用的是哪种计法。
 #
 # </div>
 
-# %% [markdown] slide={"en": "How would you count the live bytes?\n\nThe bytes are in **storages**, and views share them. So look for new storages at every operator.", "zh": "怎样统计存活的字节？\n\n字节在**存储区**里，各个视图共用一份。所以在每个算子处，看有没有新的存储区。"}
+# %% [markdown] slide={"en": "How would you count the live bytes?\n\nThe bytes are in **storages**, and views share them. So look for new storages at every operator.", "zh": "怎样统计存活的字节？\n\n字节在**存储区**里，各个视图共用一个存储区。所以每运行一个算子，都要看有没有新的存储区。"}
 # ## 1.2 A meter from nothing / 从零做一个计量器
 #
 # <div lang="en">
 #
-# The bytes of a tensor are in its **storage**, and a view shares the storage of its base. A storage is new if an operator returns it and did not get it as an argument. The meter adds the bytes of each new storage, and subtracts them when the storage is released.
+# The bytes of a tensor are in its **storage**, and a view shares the storage of the original tensor. A storage is new if an operator returns it but did not receive it as an argument. The meter adds the bytes of each new storage, and subtracts them when the storage is released.
 #
-# In PyTorch, every operator passes through the **dispatcher**. A `TorchDispatchMode` is called there instead of the operator, so it sees the arguments and the result. `exercises.storages(values)` returns the storages of all tensors in `values`, as a dictionary from address to storage. `weakref.finalize(storage, function, argument)` calls `function(argument)` when the storage is released.
+# In PyTorch, every operator passes through the **dispatcher**. If a `TorchDispatchMode` is active, the dispatcher calls the mode, and the mode calls the operator. So the mode sees the arguments and the result. `exercises.storages(values)` returns the storages of all tensors in `values`, as a dictionary from address to storage. `weakref.finalize(storage, function, argument)` calls `function(argument)` when the storage is released.
 #
-# **Exercise 2.** One condition is missing in this meter. Replace `None`, so that it counts the new storages and no others. The check tries views, operators that work in place, operators that write into `out=`, and tensors that are released.
+# **Exercise 2.** One condition is missing in this meter. Replace `None`, so that the meter counts new storages and no others. The check tries views, in-place operators, operators that write into `out=`, and tensors that are released.
 #
 # </div>
 # <div lang="zh">
 #
-# 张量的字节在它的**存储区**（storage）里，视图与原张量共用一个存储区。如果一个存储区由算子返回，却不在传给它的参数里，就是新的。计量器遇到新的存储区，就加上它的字节，等它释放，再减掉。
+# 张量的字节在它的**存储区**（storage）里，视图与原张量共用一个存储区。算子返回的存储区如果不属于传给它的任何一个参数，就是新的。计量器遇到新的存储区，就加上它的字节，等存储区释放时再减掉。
 #
-# PyTorch 的每个算子都要经过**分发器**（dispatcher）。`TorchDispatchMode` 在那里代替算子被调用，因此能看到参数和结果。`exercises.storages(values)` 返回 `values` 中全部张量的存储区，结果是一个字典，键是地址，值是存储区。`weakref.finalize(storage, function, argument)` 在存储区释放时调用 `function(argument)`。
+# PyTorch 的每个算子都要经过**分发器**（dispatcher）。如果启用了 `TorchDispatchMode`，分发器就改为调用这个模式，再由模式去调用算子，因此模式能看到参数和结果。`exercises.storages(values)` 返回一个字典，列出 `values` 中全部张量的存储区，键是地址，值是存储区。`weakref.finalize(storage, function, argument)` 在存储区释放时调用 `function(argument)`。
 #
-# **练习 2。** 下面的计量器缺一个条件。请把 `None` 换掉，让它统计新的存储区，而且只统计新的。检查会试这些情形：视图、原地算子、写入 `out=` 的算子，以及会释放的张量。
+# **练习 2。** 下面的计量器缺一个条件。请把 `None` 换掉，让计量器统计新的存储区，而且只统计新的。检查会试四种情形，即视图、原地算子、写入 `out=` 的算子，以及中途释放的张量。
 #
 # </div>
 
 
-# %% minutes=3
+# %% minutes=4
 class TinyMeter(TorchDispatchMode):
     live = peak = 0
 
@@ -259,42 +262,41 @@ exercises.check_new_storages(TinyMeter)
 
 # %% slide="both"
 decoder.zero_grad()
-with TinyMeter() as tiny:
-    decoder.loss(tokens).backward()
-decoder.zero_grad()
-with MemoryMeter() as full:
+with MemoryMeter() as full, TinyMeter() as tiny:
     decoder.loss(tokens).backward()
 table(["meter", "bytes"], [("`TinyMeter`", tiny.peak), ("`MemoryMeter`", full.peak_bytes)])
 
-# %% [markdown] slide={"en": "A mean squared error is one number, 4 bytes.\n\n**Guess first.** Its input has 4,194,304 bytes. How many bytes does the loss keep in memory?", "zh": "均方误差是一个数，4 字节。\n\n**先猜**：它的输入有 4,194,304 字节。这个损失在内存里占多少字节？"}
+# %% [markdown] slide={"en": "A mean squared error is one number.\n\n**Guess first.** Its input has 4,194,304 bytes. How many bytes does the loss keep in memory? And `loss.detach()`?", "zh": "均方误差是一个数。\n\n**先猜**：它的输入有 4,194,304 字节。这个损失在内存里占多少字节？`loss.detach()` 呢？"}
 # <div lang="en">
 #
-# The two meters agree to the byte. The library's `MemoryMeter` works in the same way, and also knows the kinds of bytes, the phases of a step and the operators. (In section 1.12 you can write the whole meter.)
+# The two meters agree to the byte. The library's `MemoryMeter` also records the kinds of bytes, the phases of a step and the operators. (Section 1.12 has the whole meter, and shows what it leaves out.)
 #
-# A storage can be larger than its tensor. The loss below is one number, and its input has 4,194,304 bytes. **Guess first**: how many bytes does the loss keep in memory?
+# The loss below is one number, which needs 4 bytes. The input of the loss has 4,194,304 bytes. **Guess first**: how many bytes does the loss keep in memory, and how many does `loss.detach()` keep?
 #
 # </div>
 # <div lang="zh">
 #
-# 两个计量器一字节不差。课程库的 `MemoryMeter` 也是这样工作的，另外还能区分字节的种类和训练步的阶段，并给出算子的名字。（在 1.12 节，你可以自己写出整个计量器。）
+# 两个计量器的结果一字节不差。课程库的 `MemoryMeter` 还能区分字节的种类和训练步的阶段，并给出算子的名字。（1.12 节有整个计量器，并说明它没有统计的部分。）
 #
-# 存储区可以比张量大。下面的损失是一个数，它的输入有 4,194,304 字节。**先猜**：这个损失在内存里占多少字节？
+# 下面的损失是一个数，本身只需要 4 字节，它的输入却有 4,194,304 字节。**先猜**：这个损失在内存里占多少字节？`loss.detach()` 呢？
 #
 # </div>
 
 # %% slide="both"
 error = F.mse_loss(torch.randn(1024, 1024, requires_grad=True), torch.zeros(1024, 1024))
-table(["elements", "bytes of storage"], [(error.numel(), error.untyped_storage().nbytes())])
+numbers = {"loss": error, "detach": error.detach(), "detach and clone": error.detach().clone()}
+rows = [(f"`{name}`", x.numel(), x.untyped_storage().nbytes()) for name, x in numbers.items()]
+table(["tensor", "elements", "bytes of storage"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# This number keeps as many bytes as its input, because PyTorch writes all squared differences into the storage of the result before it takes their mean. If a training loop collects such losses in a list, each step adds 4.2 MB here. Collect `loss.item()` instead, because `loss.detach()` shares the storage and still holds all of it. On this CPU, `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` behave in the same way, and `cross_entropy` does not.
+# This loss keeps as many bytes as its input has, because PyTorch writes all squared differences into the storage of the result before it takes their mean. A training loop that collects such losses in a list keeps 4.2 MB more per step. `loss.detach()` shares the storage, so it still keeps all 4,194,304 bytes. Collect `loss.item()` or `loss.detach().clone()` instead. On this CPU, `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` also keep such a storage, even with `reduction="sum"`, but `cross_entropy` does not.
 #
 # </div>
 # <div lang="zh">
 #
-# 这一个数占的字节与它的输入一样多，因为 PyTorch 先把全部差的平方写进结果的存储区，再求它们的平均。如果训练循环把这样的损失收进一个列表，这里每一步都要多占 4.2 MB，应当改为收集 `loss.item()`。`loss.detach()` 不行，它共用同一个存储区，仍占着全部字节。在这里的 CPU 上，`smooth_l1_loss`、`binary_cross_entropy` 和 `soft_margin_loss` 也是这样，`cross_entropy` 则不是。
+# 这个损失只有一个数，占的字节却与它的输入一样多，因为 PyTorch 先把全部差的平方写进结果的存储区，再求平均。如果训练循环把这样的损失收进一个列表，每一步就要多占 4.2 MB。换成 `loss.detach()` 也没有用，因为它与损失共用同一个存储区，仍占着全部 4,194,304 字节。应当收集 `loss.item()` 或 `loss.detach().clone()`。在这里的 CPU 上，`smooth_l1_loss`、`binary_cross_entropy` 和 `soft_margin_loss` 也保留这样的存储区（`reduction="sum"` 时同样如此），`cross_entropy` 则不会。
 #
 # </div>
 
@@ -303,12 +305,12 @@ table(["elements", "bytes of storage"], [(error.numel(), error.untyped_storage()
 #
 # <div lang="en">
 #
-# Many online memory calculators add up weights, gradients, optimizer state and activations. The first three take 110.0 MB here, and the activations at most 178.4 MB, so the sum is 288.4 MB. But lesson 00 measured a peak of 277.7 MB:
+# Many online memory calculators add up weights, gradients, optimizer state and activations. Here the first three kinds take 110.0 MB, and the activations at most 178.4 MB, so the sum is 288.4 MB. But the measured peak is 277.7 MB:
 #
 # </div>
 # <div lang="zh">
 #
-# 网上的显存计算器大多做加法，把权重、梯度、优化器状态和激活值加起来。前三项你已经知道，共 110.0 MB，这一步的激活值最多 178.4 MB，所以总和是 288.4 MB。可是第 00 课测得的峰值是 277.7 MB：
+# 网上的显存计算器大多做加法，把权重、梯度、优化器状态和激活值加起来。这里前三类共 110.0 MB，激活值最多 178.4 MB，所以总和是 288.4 MB。可是实测的峰值只有 277.7 MB：
 #
 # </div>
 
@@ -318,12 +320,12 @@ timelines({"one step": meter}, title="Activations are released before the gradie
 # %% [markdown]
 # <div lang="en">
 #
-# At the peak, no parameter has its gradient yet. The next figure shows the eight operators around the peak that change the live bytes by 1 MB or more, without the bytes that are in memory at all eight.
+# At the peak, no parameter has its gradient yet. The next figure shows the eight operators around the peak that change the live bytes by 1 MB or more. Bytes that are in memory at all eight operators are not drawn.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值那一刻，还没有一个参数得到梯度。下图是峰值前后，使存活字节变化 1 MB 以上的八个算子，一直都在内存里的字节没有画出来。
+# 峰值那一刻，还没有一个参数得到梯度。下图画出峰值前后的八个算子，每个算子都使存活字节变化 1 MB 以上。运行这八个算子时一直留在内存里的字节没有画出来。
 #
 # </div>
 
@@ -333,28 +335,51 @@ figures.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
 # %% [markdown]
 # <div lang="en">
 #
-# The peak is at the very start of backward. At this moment three tensors of the logits' size are in memory. The result of the log-softmax is an activation (yellow until autograd has saved it, then green). Backward has computed its gradient, and from this the gradient of the logits: these two are temporaries. All other activations are still in memory. From now on, backward releases the activations of one layer after the other, and creates the gradients of its parameters.
+# The peak is at the start of backward, when three tensors of the logits' size are in memory. The result of the log-softmax is an activation (in the figure yellow until autograd has saved it, then green). Backward has computed the gradient of this result, and from it the gradient of the logits. Both gradients are temporaries. All other activations are still in memory. After the peak, backward releases the activations of one layer after the other, and creates the layer's gradients.
+#
+# With a vocabulary of 2048 words, these three tensors make up 9% of the peak. Real vocabularies are larger. (In the next cell, `symbolic()` makes **symbolic** tensors: they have shapes but no data.)
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值就在反向刚开始的时候。这一刻，内存里有三个与 logits 一样大的张量。一个是 log-softmax 的结果，它是激活值（刚算出时是黄色，autograd 保存之后变成绿色）。反向先求出它的梯度，再由此求出 logits 的梯度，这两个是临时张量。其余的激活值也都还在。此后，反向一层接一层地释放激活值，同时产生参数的梯度。
+# 峰值在反向刚开始的时候。这一刻，内存里有三个与 logits 一样大的张量。第一个是 log-softmax 的结果，它是激活值（在图中，刚算出时是黄色，autograd 保存之后变成绿色）。反向先求出这个结果的梯度，再由此求出 logits 的梯度，这两个梯度是临时张量。其余的激活值也都还在内存里。峰值之后，反向一层接一层地释放激活值，同时产生参数的梯度。
+#
+# 词表只有 2048 个词时，这三个张量占峰值的 9%，而真实的词表要大得多。（下一个单元格在 `symbolic()` 里建立的是**符号张量**，只有形状，没有数据，所以不占内存。）
+#
+# </div>
+
+# %% slide="result"
+rows = []
+for vocabulary in (2048, 8192, 32768):
+    with symbolic():
+        model, batch = make_decoder(vocabulary=vocabulary), random_tokens(8, 128, vocabulary)
+        found = metered_step(model, batch, torch.optim.Adam(model.parameters()))
+    rows.append((vocabulary, *figures.peak_and_sum(found, 3 * 4 * 8 * 128 * vocabulary)))
+table(["vocabulary", "peak (MB)", "share of the logits", "kinds added up (MB)"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# The sum of the kinds is 4% above the peak with 2048 words, and 28% below it with 32768 words. The sum adds gradients and activations that are never in memory together, and leaves out the temporaries. With 32768 words, the three tensors are more than half of the peak. (Lesson 02 computes the loss in chunks.)
+#
+# </div>
+# <div lang="zh">
+#
+# 词表为 2048 时，各类之和比峰值多 4%。词表为 32768 时，各类之和却比峰值少 28%。这是因为求和时漏掉了临时张量，又把梯度与激活值加在一起，而这些梯度和激活值绝不会同时在内存里。词表为 32768 时，那三个与 logits 一样大的张量占峰值的一半以上。（第 02 课会把损失分成小段计算。）
 #
 # </div>
 
 # %% [markdown] slide={"en": "One sequence: 110.0 MB without activations, at most 22.3 MB of activations.\n\n**Guess first.** How high is the peak, and in which phase?", "zh": "只有一条序列：激活值以外共 110.0 MB，激活值最多 22.3 MB。\n\n**先猜**：峰值是多少？在哪个阶段？"}
 # <div lang="en">
 #
-# Now take the same step with one sequence instead of eight. Weights, gradients and optimizer state still take 110.0 MB, and the activations at most 22.3 MB.
-#
-# **Guess first**, in MB: what will the peak be, and how many MB of gradients are in memory at that moment? In which phase is the peak: forward, backward, or the optimizer's step?
+# Now take the same step with one sequence instead of eight. Weights, gradients and optimizer state still take 110.0 MB, and the activations take at most 22.3 MB. **Guess first**, in MB: what will the peak be, and how many MB of gradients are in memory at that point? In which phase is the peak: forward, backward, or the optimizer's step?
 #
 # </div>
 # <div lang="zh">
 #
-# 再来看同样的一步，不过把八条序列换成一条。权重、梯度和优化器状态仍然占 110.0 MB，激活值最多 22.3 MB。
+# 再来看同一个训练步，只把八条序列换成一条。权重、梯度和优化器状态仍然占 110.0 MB，激活值最多占 22.3 MB。
 #
-# **先猜**，以 MB 计：峰值是多少？那一刻内存里有多少 MB 的梯度？峰值在哪个阶段：前向、反向，还是优化器更新时？
+# **先猜**：峰值是多少 MB？那一刻内存里有多少 MB 的梯度？峰值在哪个阶段：前向、反向，还是优化器更新？
 #
 # </div>
 
@@ -380,30 +405,28 @@ peak.phase, peak.operator, single.at_peak()["activation"]
 # %% [markdown]
 # <div lang="en">
 #
-# At this peak there are no activations, so the sum of all kinds, 132.3 MB, is 16% too high. The operator is an `add`. It adds the two gradients of the tied weight: backward computes the one of the head first and the one of the embedding last. Each is as large as the weight, 2.1 MB, and so is their sum. These three tensors are in memory together with all other gradients.
+# At this peak, no activations are in memory, so the sum of all kinds, 132.3 MB, is 16% too high. The operator `add` adds the two gradients of the tied weight tensor. Backward computes the head's gradient first and the embedding's gradient last. Both are as large as the weight tensor, 2.1 MB, and so is their sum. These three tensors are in memory together with all other gradients.
 #
-# The place of the peak decides which technique helps. Checkpointing cannot lower this one at all.
+# The place of the peak decides which technique lowers it. Checkpoints cannot lower this peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 这个峰值里没有激活值，所以把各类相加得到的 132.3 MB 偏高 16%。正在运行的算子是 `add`。它把绑定的权重的两份梯度相加，反向最先算出输出头的那份，最后算出嵌入的那份。两份都与权重一样大（2.1 MB），它们的和也一样大。所以这一刻除了其余的全部梯度，内存里还有三个这么大的张量。
+# 这个峰值里没有激活值，所以把各类相加得到的 132.3 MB 偏高 16%。此刻运行的算子是 `add`，它把绑定的权重张量的两个梯度相加。反向最先算出输出头那一份梯度，最后才算出词嵌入那一份。两个梯度都与权重张量一样大（2.1 MB），它们的和也一样大。所以这一刻除了其余的全部梯度，内存里还有三个这么大的张量。
 #
-# 峰值在哪里，决定了什么技术管用。对这个峰值，检查点一点忙也帮不上。
+# 峰值在哪里，决定了什么技术能降低它。检查点完全不能降低这个峰值。
 #
 # </div>
 
 # %% [markdown]
-# ## 1.4 What one layer keeps / 一层保存了什么
-#
 # <div lang="en">
 #
-# Which tensors are the activations? Autograd reports them through two **hooks**, which are functions that you write. It calls the first one for each tensor that it saves for backward, and the second one when backward needs this tensor. We leave out the weights, which are in memory anyway, and count each storage once:
+# Which tensors are the activations? Autograd reports them to two **hooks**, functions that you write. Autograd calls the first hook for each tensor that it saves for backward, and the second hook when backward needs this tensor. We leave out the weights, which are in memory anyway, and count each storage once:
 #
 # </div>
 # <div lang="zh">
 #
-# 激活值是哪些张量？autograd 可以通过两个**钩子**（hook）告诉我们，钩子就是由你写的函数。autograd 每为反向保存一个张量，就调用第一个钩子，反向要用这个张量时，再调用第二个。权重本来就在内存里，所以略去不算，每个存储区也只数一次：
+# 激活值是哪些张量？autograd 可以通过两个**钩子**（hook）告诉我们。钩子是由你编写、由 autograd 调用的函数。autograd 每为反向保存一个张量，就调用第一个钩子。反向要用这个张量时，autograd 再调用第二个钩子。权重本来就在内存里，所以不算，每个存储区也只数一次：
 #
 # </div>
 
@@ -420,43 +443,61 @@ def pack(tensor):
 
 
 with saved_tensors_hooks(pack, lambda tensor: tensor):
-    loss = decoder.loss(tokens)  # as long as the loss exists, so does all that is kept
+    loss = decoder.loss(tokens)  # the saved tensors exist as long as the loss exists
 table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 
-# %% [markdown] slide={"en": "Why does an operator keep a tensor? **Ask what its derivative needs.**\n\n$y = x W$: $dW = x^\\top dy$ needs $x$.\n\n$P = \\mathrm{softmax}(S)$: $dS = P \\odot (dP - \\ldots)$ needs $P$, not $S$.\n\n$y = x + z$: needs nothing.", "zh": "算子为什么要保存一个张量？**看它求导时要用什么。**\n\n$y = x W$：$dW = x^\\top dy$，要用 $x$。\n\n$P = \\mathrm{softmax}(S)$：$dS = P \\odot (dP - \\ldots)$，要用 $P$，不用 $S$。\n\n$y = x + z$：什么也不用。"}
+# %% [markdown]
 # <div lang="en">
 #
-# The kept tensors take 178,413,636 bytes, the same as the activations in the timeline. *Why* does autograd keep these tensors? Ask each operator what its derivative needs:
-#
-# - $y = x W$: $dW = x^\top dy$ and $dx = dy\, W^\top$ need $x$ and the weight, but not $y$.
-# - $P = \mathrm{softmax}(S)$: $dS = P \odot (dP - \ldots)$ needs $P$, but not $S$.
-# - $y = x + z$ passes its gradient on and needs nothing. The derivative of GELU needs GELU's input. LayerNorm needs its input and two numbers per token, the mean and the reciprocal of the standard deviation.
-#
-# A layer consists of these eight lines, for $b$ sequences of $s$ tokens. For each sequence, $S$ and $P$ have $s \times s$ numbers in each of the $a$ heads:
-#
-# ```python
-# y = norm1(x)             # LayerNorm
-# q, k, v = qkv(y)         # one Linear: h → 3h
-# S = q @ k.mT / d**0.5    # then the causal mask is added
-# P = softmax(S)
-# x = x + out(P @ v)       # Linear: h → h
-# z = norm2(x)
-# u = up(z)                # Linear: h → 4h
-# x = x + down(gelu(u))    # Linear: 4h → h
-# ```
-#
-# **Exercise 3.** How many bytes does a layer keep? Complete the function, for any $b$, $s$, $h$ and $a$. The first two rows are done: `norms` are the inputs of the two LayerNorms, and `statistics` their means and deviations. `attention` has everything from `y` to the input of `out` except P, `probabilities` has P, and `feed-forward` has everything from `z` on. Weights don't count.
+# Apart from 8,256 bytes of token numbers, these 178,413,636 bytes are the activations of the timeline.
 #
 # </div>
 # <div lang="zh">
 #
-# 共 178,413,636 字节，与时间线上的激活值一致。可**为什么**是这些张量？逐个问算子，求导时要用什么：
+# 这 178,413,636 字节，除去 token 编号的 8,256 字节，就是时间线上的激活值。
 #
-# - $y = x W$：$dW = x^\top dy$，$dx = dy\, W^\top$，要用 $x$ 和权重，不用 $y$。
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# **End of the first sitting** (50 minutes). You can measure the bytes of each kind in a step, the operator at the peak, and the tensors that autograd keeps. The second sitting asks *why* autograd keeps these tensors, and ends with the whole peak by hand.
+#
+# </div>
+# <div lang="zh">
+#
+# **第一次学习到此结束**（50 分钟）。现在你能测量一个训练步，知道各类字节有多少、峰值时在运行哪个算子、autograd 保存了什么。第二次要弄清 autograd **为什么**保存这些张量，最后亲手算出整个峰值。
+#
+# </div>
+
+# %% [markdown] slide={"en": "Why does an operator keep a tensor? **Ask what its derivative needs.**\n\n$y = x W$: $dW = x^\\top dy$ needs $x$.\n\n$P = \\mathrm{softmax}(S)$: $dS = P \\odot (dP - \\ldots)$ needs $P$, not $S$.\n\n$y = x + z$: needs nothing.", "zh": "算子为什么要保存一个张量？**看它求导时要用什么。**\n\n$y = x W$：$dW = x^\\top dy$，要用 $x$。\n\n$P = \\mathrm{softmax}(S)$：$dS = P \\odot (dP - \\ldots)$，要用 $P$，不用 $S$。\n\n$y = x + z$：什么也不用。"}
+# ## 1.4 What one layer keeps / 一层保存了什么
+#
+# <div lang="en">
+#
+# *Why* does autograd keep these tensors? For each operator, ask what its derivative needs:
+#
+# - $y = x W$: $dW = x^\top dy$ and $dx = dy\, W^\top$ need $x$ and the weight matrix, but not $y$.
+# - $P = \mathrm{softmax}(S)$: $dS = P \odot (dP - \ldots)$ needs $P$, but not $S$.
+# - $y = x + z$ passes its gradient on and needs no tensor, even if $z$ is a mask. Division by a plain number, as in `/ d**0.5`, keeps no tensor either. (Division by a tensor that needs a gradient keeps both inputs.)
+# - The derivative of GELU needs GELU's input. LayerNorm needs its input and two statistics per token, the mean and the reciprocal of the standard deviation.
+#
+# </div>
+# <div lang="zh">
+#
+# autograd **为什么**保存这些张量？对每个算子都问一问，它求导时要用什么：
+#
+# - $y = x W$：$dW = x^\top dy$ 和 $dx = dy\, W^\top$ 要用 $x$ 和权重矩阵，不用 $y$。
 # - $P = \mathrm{softmax}(S)$：$dS = P \odot (dP - \ldots)$，要用 $P$，不用 $S$。
-# - $y = x + z$ 只把梯度传下去，什么也不用。GELU 求导时要用自己的输入。LayerNorm 要用它的输入，外加每个 token 的两个数，即均值和标准差的倒数。
+# - $y = x + z$ 只把梯度传下去，不用任何张量，$z$ 是掩码时也一样。除以一个普通的数（例如 `/ d**0.5`）同样不保存张量。（如果除数是要求梯度的张量，那么被除数和除数都要保存。）
+# - GELU 求导时要用自己的输入。LayerNorm 要用它的输入，外加每个 token 的两个数，即均值和标准差的倒数。
 #
-# 一层就是下面八行，$b$ 条序列，各 $s$ 个 token。每条序列、每个头各有一个 $S$ 和一个 $P$，都含 $s \times s$ 个数，头数是 $a$（$S$ 还要加上因果掩码）：
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# A layer consists of these eight lines, for $b$ sequences of $s$ tokens. For each sequence, the attention scores $S$ and probabilities $P$ have $s \times s$ numbers in each of the $a$ heads:
 #
 # ```python
 # y = norm1(x)             # LayerNorm
@@ -469,12 +510,30 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 # x = x + down(gelu(u))    # Linear: 4h → h
 # ```
 #
-# **练习 3。** 这样的一层保存多少字节？请补全这个函数，让它对任意的 $b$、$s$、$h$、$a$ 都成立。前两行已经写好：`norms` 是两个 LayerNorm 的输入，`statistics` 是它们的均值和标准差倒数。其余三行由你来写：`attention` 是从 `y` 到 `out` 的输入，P 除外；`probabilities` 就是 P；`feed-forward` 是从 `z` 往后的全部。权重不算。
+# **Exercise 3.** How many bytes does a layer keep? Complete the function, for any $b$, $s$, $h$ and $a$. The rows `norms` (the inputs of the two LayerNorms) and `statistics` (their means and reciprocal deviations) are done. `attention` counts the tensors kept from `y` to the input of `out`, except P. `probabilities` counts P, and `feed-forward` the tensors kept from `z` on. Weights don't count.
+#
+# </div>
+# <div lang="zh">
+#
+# 一层就是下面八行代码，输入是 $b$ 条序列，每条 $s$ 个 token。共有 $a$ 个头，每条序列的每个头各有一组注意力分数 $S$ 和注意力概率 $P$，都含 $s \times s$ 个数（$S$ 算出后还要加上因果掩码）：
+#
+# ```python
+# y = norm1(x)             # LayerNorm
+# q, k, v = qkv(y)         # one Linear: h → 3h
+# S = q @ k.mT / d**0.5    # then the causal mask is added
+# P = softmax(S)
+# x = x + out(P @ v)       # Linear: h → h
+# z = norm2(x)
+# u = up(z)                # Linear: h → 4h
+# x = x + down(gelu(u))    # Linear: 4h → h
+# ```
+#
+# **练习 3。** 这样的一层保存多少字节？请补全这个函数，让它对任意的 $b$、$s$、$h$、$a$ 都成立。前两行已经写好：`norms` 是两个 LayerNorm 的输入，`statistics` 是它们的均值和标准差倒数。其余三行由你来写。`attention` 统计从 `y` 起、到 `out` 这个线性层的输入为止所保存的张量，但不含 P。`probabilities` 统计 P。`feed-forward` 统计从 `z` 起所保存的全部张量。权重不算。
 #
 # </div>
 
 
-# %% minutes=10
+# %% minutes=13
 def saved_by_one_layer(b, s, h, a):
     return {
         "norms": 4 * 2 * b * s * h,  # 4 bytes for each of two inputs (b, s, h)
@@ -508,50 +567,50 @@ exercises.check_layer_formula(saved_by_one_layer)
 # %% [markdown]
 # <div lang="en">
 #
-# Compare your rows with the list of `saved_tensors`. It runs a function and lists the tensors that its graph keeps for backward, with your two hooks. The last columns say which tensor of the eight lines this is, and to which of your rows it belongs. (`Addmm` is a Linear layer, and `mat1` is its input. `Bmm` is one product per sequence and head, 64 in all.)
+# Compare your rows with the list of `saved_tensors`, which uses the same two hooks. The last columns name the tensor and your row. (`Addmm` is a Linear layer, and `mat1` is its input. `Bmm` is one matrix product per sequence and head, 64 in all.)
 #
 # </div>
 # <div lang="zh">
 #
-# 把你的各行与 `saved_tensors` 的清单对照。它运行一个函数，用你那两个钩子列出计算图为反向保存的张量。最后两列指出它是那八行里的哪个张量、归在你的哪一行。（`Addmm` 是线性层，`mat1` 是它的输入。`Bmm` 是每条序列、每个头各做一次的矩阵乘法，共 64 次。）
+# 把你的各行与 `saved_tensors` 的清单对照。`saved_tensors` 也用那两个钩子，列出计算图保存的张量。最后两列指出每个张量是那八行代码里的哪一个、归在你的哪一行。（`Addmm` 是线性层，`mat1` 是它的输入。`Bmm` 是每条序列、每个头各做一次的矩阵乘法，共 64 次。）
 #
 # </div>
 
 # %% slide="result"
 listed = saved_tensors(DecoderLayer(256, 8), torch.randn(8, 128, 256))  # 8 heads; (b, s, h)
-figures.rows_of_the_formula(listed)
+figures.formula_rows(listed)
 
 # %% slide="result"
 one_layer = saved_by_one_layer(b=8, s=128, h=256, a=8)
 predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "$16 s b h + a s^2 b$ elements, and $4 s b$ for the statistics. In half precision, with dropout, the same count gives\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ bytes.}$$", "zh": "$16 s b h + a s^2 b$ 个元素，统计量另计 $4 s b$。在半精度、带 dropout 时，同样的数法得到\n\n$$s b h \\left(34 + 5 \\frac{a s}{h}\\right) \\text{ 字节。}$$"}
+# %% [markdown] slide={"en": "Your formula is exact.\n\nIn elements: $16 s b h + a s^2 b$, plus $4 s b$ for the statistics.", "zh": "你的公式一字节不差。\n\n按元素个数是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。"}
 # <div lang="en">
 #
-# Your formula is exact. One row of the list is marked as seen before: softmax keeps the attention probabilities P, and the product with V keeps the same storage. If you add up tensors instead of storages, you count 20% too much here.
+# Your formula is exact. Counted in elements, it is $16 s b h + a s^2 b$, plus $4 s b$ for the statistics. (In half precision and with dropout, the same count gives the formula of Korthikanti et al., section 1.14.)
 #
-# In elements, your formula is $16 s b h + a s^2 b$, and $4 s b$ for the statistics. In half precision and with dropout, the same count gives the formula of Korthikanti et al., $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes. It counts 2 bytes per element, one byte per element of three dropout masks, and 2 more bytes per element of P for P after dropout.
+# One row of the list is marked as seen before, because softmax and the matrix product with V keep the same storage, that of P. If you added up tensors instead of storages, the sum would be 20% too high.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的公式一字节不差。清单里有一行标着“已见过”，因为 softmax 保存了注意力概率 P，与 V 相乘时保存的是同一个存储区。如果把张量逐个相加，而不按存储区统计，这里就会多算 20%。
+# 你的公式一字节不差。按元素个数计算，它是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。（换成半精度、带 dropout 的层，用这种方法数出来的就是 Korthikanti 等人的公式，见 1.14 节。）
 #
-# 按元素个数，你的公式是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。在半精度、带 dropout 时，用同样的数法就得到 Korthikanti 等人的公式，即 $s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节。在这个公式里，每个元素占 2 字节，三个 dropout 掩码每个元素占一字节。此外还要保存 dropout 之后的 P，每个元素再占 2 字节。
+# 清单里有一行标着“已见过”，因为 softmax 保存了注意力概率 P，与 V 相乘时保存的是同一个存储区。如果把张量逐个相加，而不按存储区统计，这里就会多算 20%。
 #
 # </div>
 
-# %% [markdown] slide={"en": "P has $s^2$ elements per head; the rest grows with $s$.\n\n**Guess first.** From which length on is P larger than the rest?", "zh": "P 在每个头上有 $s^2$ 个元素，其余的都与 $s$ 成正比。\n\n**先猜**：从多长开始，P 超过这一层的其余部分？"}
+# %% [markdown] slide={"en": "P has $s^2$ elements per head. The rest is proportional to $s$.\n\n**Guess first.** Above which length is P larger than the rest?", "zh": "P 在每个头上有 $s^2$ 个元素，其余的都与 $s$ 成正比。\n\n**先猜**：序列长度超过多少，P 就大于这一层的其余部分？"}
 # ## 1.5 Long sequences / 序列变长
 #
 # <div lang="en">
 #
-# P has $s^2$ elements per head, and everything else in your formula grows with $s$. **Guess first**, in tokens: for this layer, with $h = 256$ and 8 heads, from which length on is P larger than all the rest together? (Set $a s^2 b$ equal to $16 s b h$.) The figure shows your formula as lines, and measurements as points. They were made under `symbolic()`, where tensors have shapes and no data, so that they take no memory.
+# Per sequence, P has $s^2$ elements per head, and every other term of your formula is proportional to $s$. **Guess first**, in tokens: for this layer, with $h = 256$ and 8 heads, above which length is P larger than all other terms together? (Set $a s^2 b$ equal to $16 s b h$.) In the figure, lines are your formula, and points are measurements.
 #
 # </div>
 # <div lang="zh">
 #
-# P 在每个头上有 $s^2$ 个元素，公式里的其余各项都与序列长度 $s$ 成正比。**先猜**（以 token 计）：这一层 $h = 256$、8 个头，从多长开始，P 超过其余各项之和？（令 $a s^2 b$ 等于 $16 s b h$。）图中的线是你的公式，点是实测。实测是在 `symbolic()` 里做的，那里的张量只有形状、没有数据，不占内存。
+# 每条序列的 P 在每个头上有 $s^2$ 个元素，公式里的其余各项都与序列长度 $s$ 成正比。**先猜**（以 token 计）：这一层 $h = 256$、8 个头，序列长度超过多少，P 就大于其余各项之和？（令 $a s^2 b$ 等于 $16 s b h$。）图中的线由你的公式算出，点是实测值。
 #
 # </div>
 
@@ -562,12 +621,12 @@ figures.draw_lengths(saved_by_one_layer, my_length)
 # %% [markdown]
 # <div lang="en">
 #
-# The curves cross at $s = 16 h / a = 512$. This is sixteen times the size of a head, here 32. With heads of size 128, as in many large models, they cross at 2048 tokens. For longer sequences, most of a layer's activations are P, if P is kept. Lesson 06 shows how fused attention avoids this.
+# P and the rest cross at $s = 16 h / a = 512$, which is sixteen times the head size, here 32. With heads of size 128, as in many large models, they cross at 2048 tokens. In longer sequences, most of a layer's activations are P, if P is kept.
 #
 # </div>
 # <div lang="zh">
 #
-# 两条曲线在 $s = 16 h / a = 512$ 处相交，也就是头维度（这里是 32）的十六倍。许多大模型的头维度是 128，交点就在 2048 个 token。序列更长时，只要保存 P，一层的激活值大部分就是 P。融合注意力怎样避免保存它，见第 06 课。
+# P 与其余部分的两条线在 $s = 16 h / a = 512$ 处相交，也就是头维度（这里是 32）的十六倍。许多大模型的头维度是 128，交点就在 2048 个 token。序列更长时，只要保存 P，一层的激活值大部分就是 P。
 #
 # </div>
 
@@ -576,26 +635,26 @@ figures.draw_lengths(saved_by_one_layer, my_length)
 #
 # <div lang="en">
 #
-# Many recent models have a layer like that of Llama, which differs in four points:
+# Many recent models have a layer like Llama's, which differs from GPT's in four points:
 #
-# - **RMSNorm** divides each token by its root mean square and multiplies the result by a weight. It has no mean and no bias.
-# - **Grouped-query attention** (GQA) has fewer heads for K and V than for Q: $a$ heads of queries share $n$ heads of keys and values.
-# - **`scaled_dot_product_attention`** (SDPA) is one fused operator for all of attention. It keeps Q, K, V and its output and, instead of P (except with dropout on a CPU), one fp32 number per query and head, the log-sum-exp (LSE).
-# - **SwiGLU** is a feed-forward network with three matrices. It multiplies two projections of inner width $f$.
+# - **RMSNorm** divides each token by its root mean square, and has no mean and no bias.
+# - In **grouped-query attention** (GQA), $a$ heads of queries share $n$ heads of keys and values.
+# - **`scaled_dot_product_attention`** (SDPA) is one fused operator for all of attention (lesson 06). It keeps Q, K, V and its output. Instead of P, it keeps one fp32 number per query and head, the log-sum-exp (LSE). (With dropout on a CPU, it keeps P.)
+# - **SwiGLU** is a feed-forward network with three matrices. It multiplies two projections of width $f$.
 #
-# Here is this layer from Hugging Face's `transformers`, smaller than in Llama 3 8B but with its ratios: $f = 3.5 h$, $a = 4 n$, $h = 256$, 8 heads of queries. **Guess first**: how far off is your formula for this layer, at 128 and at 2048 tokens?
+# Here is this layer from Hugging Face's `transformers`, with the ratios of Llama 3 8B, $f = 3.5 h$ and $a = 4 n$, but smaller: $h = 256$ and $a = 8$. **Guess first**: how far off is your formula for this layer, at 128 and at 2048 tokens?
 #
 # </div>
 # <div lang="zh">
 #
-# 许多新模型用的是 Llama 那样的层，它有四点不同：
+# 许多新模型用的是 Llama 那样的层，它与 GPT 的层有四点不同：
 #
-# - **RMSNorm** 把每个 token 除以它的均方根，再乘以一个权重，没有均值，也没有偏置。
+# - **RMSNorm** 把每个 token 除以它的均方根，没有均值，也没有偏置。
 # - **分组查询注意力**（GQA）里，K 和 V 的头比 Q 少，$a$ 个查询头共用 $n$ 个键值头。
-# - **`scaled_dot_product_attention`**（SDPA）用一个融合算子完成整个注意力。它保存 Q、K、V 和输出，但不保存 P，而是每个头、每个查询保存一个 fp32 数，叫做 LSE（log-sum-exp，指数和的对数）。（在 CPU 上用 dropout 时，它仍然保存 P。）
+# - **`scaled_dot_product_attention`**（SDPA）用一个融合算子完成整个注意力（第 06 课）。它保存 Q、K、V 和输出，但不保存 P。它改为给每个头的每个查询保存一个 fp32 数，这个数叫做 LSE（log-sum-exp，指数和的对数）。（在 CPU 上用 dropout 时，它仍然保存 P。）
 # - **SwiGLU** 是有三个矩阵的前馈（feed-forward）网络，它把两个内部宽度为 $f$ 的投影相乘。
 #
-# 下面就是 Hugging Face 的 `transformers` 里的这一层。它比 Llama 3 8B 的小，但 $f = 3.5 h$、$a = 4 n$ 这两个比例相同，其中 $h = 256$，有 8 个查询头。**先猜**：对这一层，在 128 和 2048 个 token 时，你的公式差多少？
+# 下面就是 Hugging Face 的 `transformers` 里的这一层。它比 Llama 3 8B 的小，但 $f = 3.5 h$、$a = 4 n$ 这两个比例相同，其中 $h = 256$，$a = 8$。**先猜**：对这一层，在 128 和 2048 个 token 时，你的公式差多少？
 #
 # </div>
 
@@ -621,7 +680,7 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Your formula is too low for short sequences and more than three times too high for long ones. The comments say what each operator keeps:
+# Your formula is 11% too low for the short sequences. For the long ones, it gives more than three times the measured bytes. The layer consists of these lines:
 #
 # ```python
 # m = x * rsqrt(mean(x**2))     # RMSNorm: keeps x, and the result of rsqrt
@@ -634,12 +693,12 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # x = x + down(silu(gate(z)) * up(z))         # h → f twice, then f → h
 # ```
 #
-# **Exercise 4.** Write the same five rows for this layer. `norms` has `x` and `m`, for both norms, and `statistics` the results of `rsqrt`. `probabilities` has what SDPA keeps instead of P. Leave out cos and sin, which all layers share.
+# **Exercise 4.** Write the same five rows for this layer. `norms` counts `x` and `m` of both norms, `statistics` the results of `rsqrt`, and `probabilities` the numbers that SDPA keeps instead of P. Leave out cos and sin, which all layers share.
 #
 # </div>
 # <div lang="zh">
 #
-# 序列短时，你的公式偏低，序列长时，又是实测的三倍多。这一层由下面几行组成，每个算子都保存求导时要用的张量：
+# 序列短时，公式的结果比实测低 11%。序列长时，公式的结果却是实测的三倍多。这一层由下面几行组成：
 #
 # ```python
 # m = x * rsqrt(mean(x**2))     # RMSNorm: keeps x, and the result of rsqrt
@@ -652,12 +711,12 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # x = x + down(silu(gate(z)) * up(z))         # h → f twice, then f → h
 # ```
 #
-# **练习 4。** 仿照上一道练习，为这一层写出这五项的字节数。`norms` 是两个归一化各自的 `x` 和 `m`，`statistics` 是两次 `rsqrt` 的结果，`probabilities` 是 SDPA 代替 P 保存的数。cos 和 sin 由所有层共用，不算。
+# **练习 4。** 仿照上一道练习，为这一层写出那五行各自的字节数。`norms` 统计两个归一化各自的 `x` 和 `m`，`statistics` 统计两次 `rsqrt` 的结果，`probabilities` 统计 SDPA 为代替 P 而保存的数。cos 和 sin 由所有层共用，不算。
 #
 # </div>
 
 
-# %% minutes=8
+# %% minutes=10
 def saved_by_llama_layer(b, s, h, a, n, f):
     rows = saved_by_one_layer(b, s, h, a)  # replace each row: rows["norms"] = ...
     return rows
@@ -690,38 +749,38 @@ predictions([(f"s = {s}", llama[s], measured[s]) for s in measured], unit="bytes
 # %% [markdown]
 # <div lang="en">
 #
-# The difference is cos and sin: two tables of $s \times d$ numbers, which are made once per step and shared by all layers. So your formula is exact for a layer, and it has no $s^2$ any more.
+# The missing bytes are cos and sin, two tables of $s \times d$ numbers. So your formula is exact for a layer, and has no $s^2$ term any more.
 #
-# Here RMSNorm keeps more than LayerNorm, although it computes less, because it consists of several operators that each keep their inputs. A formula holds only for its operators: before you trust a calculator, ask which layer it assumes.
+# Here RMSNorm keeps more bytes than LayerNorm, although it computes less, because it consists of several operators that each keep their own inputs. A formula holds only for the operators that it counts. Before you trust a calculator, ask which layer it assumes.
 #
 # </div>
 # <div lang="zh">
 #
-# 差的就是 cos 和 sin，即两张 $s \times d$ 的表，它们每步只建立一次，所有层共用。所以对一层来说，你的公式一字节不差，而且不再有 $s^2$ 的项。
+# 少算的字节就是 cos 和 sin 这两张 $s \times d$ 的表。所以只看一层自己保存的字节，你的公式一字节不差，而且不再有 $s^2$ 的项。
 #
-# RMSNorm 的计算比 LayerNorm 少，在这里保存的却更多，因为它由几个算子组成，每个算子都要保存自己的输入。公式只对推导它的那些算子成立，所以相信一个计算器之前，先弄清它假定的是哪一种层。
+# RMSNorm 的计算比 LayerNorm 少，在这里保存的字节却更多，因为它由几个算子组成，每个算子都要保存自己的输入。公式从哪些算子推出来，就只对哪些算子成立。用网上的显存计算器之前，先弄清它假定的是哪一种层。
 #
 # </div>
 
 # %% [markdown] slide={"en": "At the peak, **three tensors** have the logits' size: one activation and two temporaries.\n\n**Guess first.** Which parts make up the whole peak?", "zh": "峰值时有**三个**与 logits 一样大的张量，一个是激活值，两个是临时张量。\n\n**先猜**：整个峰值由哪些部分相加而成？"}
-# ## 1.7 The logits, and the whole peak / logits，以及整个峰值
+# ## 1.7 The whole peak / 整个峰值
 #
 # <div lang="en">
 #
-# Back to lesson 00's decoder. Section 1.3 has shown one part: **three tensors of the logits' size**, one activation and two temporaries. Token numbers and targets don't count: the batch existed before the meter started, and the loss has released its targets.
+# Section 1.3 showed one part of the peak of lesson 00's decoder: **three tensors of the logits' size**, one activation and two temporaries. Token numbers and targets are not part of it: the batch existed before the meter started, and the loss's own copy of the targets was released before the peak.
 #
-# **Exercise 5.** Fill in the four parts of the peak, in bytes. `state` existed before the step. `layers` is what the eight layers keep in total. `norm and head` is kept by the last LayerNorm and the head, apart from the logits. `logits` is everything of the logits' size.
+# **Exercise 5.** Fill in the four parts of the peak, in bytes. `state` is the bytes that existed before the step, and `layers` is what the eight layers keep in total. `norm and head` is what the last LayerNorm and the head keep apart from the logits. `logits` is all tensors of the logits' size.
 #
 # </div>
 # <div lang="zh">
 #
-# 回到第 00 课的解码器，计算整个峰值。1.3 节的图给出了其中一部分：**三个与 logits 一样大的张量**，一个是激活值，两个是临时张量。token 编号和目标都不算，因为批次在计量器启动之前就有了，而损失在峰值之前已经释放了它的目标。
+# 1.3 节的图已经画出第 00 课解码器峰值的一部分，即**三个与 logits 一样大的张量**，一个是激活值，两个是临时张量。token 编号和目标都不算，因为批次在计量器启动之前就已存在，损失保存的目标在峰值之前也已释放。
 #
-# **练习 5。** 填出峰值的四个部分，以字节计。`state` 是这一步开始之前就有的，`layers` 是八层一共保存的，`norm and head` 是最后一个 LayerNorm 和输出头保存的（logits 除外），`logits` 是与 logits 一样大的全部张量。
+# **练习 5。** 填出峰值的四个部分，以字节计。`state` 是训练步开始之前内存里就有的字节。`layers` 是八层一共保存的字节。`norm and head` 是最后一个 LayerNorm 和输出头保存的字节（logits 除外）。`logits` 是与 logits 一样大的全部张量的字节。
 #
 # </div>
 
-# %% minutes=7
+# %% minutes=9
 my_parts = {"state": None, "layers": None, "norm and head": None, "logits": None}
 exercises.check_whole_peak(my_parts)
 
@@ -743,36 +802,15 @@ exercises.check_whole_peak(my_parts)
 my_sum = sum(part or 0 for part in my_parts.values())
 predictions([("the whole peak", my_sum, meter.peak_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "The 8 bytes: the loss and its gradient.\n\nThree tensors of the logits' size make up 9% of the peak. With a real vocabulary?", "zh": "这 8 个字节是损失和它的梯度。\n\n三个与 logits 一样大的张量占峰值的 9%。真实的词表呢？"}
+# %% [markdown] slide={"en": "The 8 bytes: the loss and its gradient.\n\nEvery other byte of the peak has a name, and a reason.", "zh": "这 8 个字节是损失和它的梯度。\n\n峰值里的其他每个字节，都说得出是什么、为什么在。"}
 # <div lang="en">
 #
-# The missing 8 bytes are the loss and its gradient. With 2048 words, the three tensors of the logits' size make up 9% of this peak. Real vocabularies are larger. The last column adds up weights, gradients, optimizer state and activations, as an online memory calculator does:
+# The missing 8 bytes are the loss and its gradient. You have computed the peak by hand, and every byte has a name.
 #
 # </div>
 # <div lang="zh">
 #
-# 差的 8 个字节是两个数，即损失和它的梯度。词表只有 2048 个词时，三个与 logits 一样大的张量占这个峰值的 9%。真实的词表要大得多。最后一列照网上显存计算器的算法，把权重、梯度、优化器状态和激活值加起来：
-#
-# </div>
-
-# %% slide="result"
-rows = []
-for vocabulary in (2048, 8192, 32768):
-    with symbolic():
-        model, batch = make_decoder(vocabulary=vocabulary), random_tokens(8, 128, vocabulary)
-        found = metered_step(model, batch, torch.optim.Adam(model.parameters()))
-    rows.append((vocabulary, *figures.peak_and_sum(found, 3 * 4 * 8 * 128 * vocabulary)))
-table(["vocabulary", "peak (MB)", "share of the logits", "kinds added up (MB)"], rows)
-
-# %% [markdown]
-# <div lang="en">
-#
-# With 32768 words, more than half of the peak belongs to one matrix product and its loss. The sum of the kinds is 4% too high with the small vocabulary, and 28% too low with the large one. It adds gradients and activations that are never in memory together, and leaves out the temporaries. Lesson 02 computes this loss in chunks, so that the logits are never in memory as a whole.
-#
-# </div>
-# <div lang="zh">
-#
-# 词表为 32768 时，峰值的一半以上属于一次矩阵乘法和它的损失。各类之和在词表小时多算 4%，词表大时却少算 28%，因为它把从不同时在内存里的梯度和激活值加在一起，又漏掉了临时张量。第 02 课会把这个损失分成小段计算，完整的 logits 就不会出现。
+# 少算的 8 个字节是两个数，即损失和它的梯度。你已经亲手算出了整个峰值，而且每个字节都说得出是什么。
 #
 # </div>
 
@@ -781,12 +819,12 @@ table(["vocabulary", "peak (MB)", "share of the logits", "kinds added up (MB)"],
 #
 # <div lang="en">
 #
-# These lines need PyTorch alone. `MemTracker` is PyTorch's own meter and runs on a CPU, as do `torch.profiler` and the hooks of section 1.4. The functions of `torch.cuda` need a GPU and are not run here.
+# `MemTracker` is PyTorch's own meter. It runs on a CPU, as do `torch.profiler` and the hooks.
 #
 # </div>
 # <div lang="zh">
 #
-# 同样的问题，只用 PyTorch 也能回答。`MemTracker` 是 PyTorch 自带的计量器，它和 `torch.profiler`、1.4 节的钩子一样，在 CPU 上就能运行。`torch.cuda` 的函数需要 GPU，这里没有运行。
+# `MemTracker` 是 PyTorch 自带的计量器，它和 `torch.profiler`、钩子一样，在 CPU 上就能运行。
 #
 # </div>
 
@@ -800,10 +838,12 @@ with tracker:
     decoder.loss(tokens).backward()
     adam.step()
 found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-table(["meter", "bytes"], [("`MemTracker`", found)])  # with 8,256 bytes of tokens
+table(["meter", "bytes"], [("`MemTracker`", found), ("`MemoryMeter`", meter.peak_bytes)])
 
 # %% [markdown]
 # <div lang="en">
+#
+# `MemTracker` also counts the 8,256 bytes of the tokens. The functions of `torch.cuda` need a GPU and are not run here.
 #
 # | question | your code |
 # |---|---|
@@ -816,10 +856,12 @@ table(["meter", "bytes"], [("`MemTracker`", found)])  # with 8,256 bytes of toke
 # </div>
 # <div lang="zh">
 #
+# `MemTracker` 多出的 8,256 字节是 token。`torch.cuda` 的函数需要 GPU，这里没有运行。
+#
 # | 问题 | 写法 |
 # |---|---|
 # | autograd 保存了什么 | `torch.autograd.graph.saved_tensors_hooks(pack, unpack)` |
-# | 按算子统计的字节，任何设备 | `torch.profiler.profile(profile_memory=True)` |
+# | 按算子统计的字节（任何设备都可用） | `torch.profiler.profile(profile_memory=True)` |
 # | 自 `torch.cuda.reset_peak_memory_stats()` 以来最多分配了多少字节 | `torch.cuda.max_memory_allocated()` |
 # | 向驱动申请了多少字节（含空闲块） | `torch.cuda.memory_reserved()` |
 # | 谁分配了什么，连同调用栈 | `torch.cuda.memory._record_memory_history()`，运行这一步，`torch.cuda.memory._dump_snapshot("step.pickle")`，再用 pytorch.org/memory_viz 查看 |
@@ -831,30 +873,30 @@ table(["meter", "bytes"], [("`MemTracker`", found)])  # with 8,256 bytes of toke
 #
 # <div lang="en">
 #
-# We test three common claims. For the second and the third, the step runs under `torch.autocast`, with bf16 operators and fp32 weights (symbolically).
+# This step tests three common claims. For the second and third claim, it runs under `torch.autocast`, with bf16 operators and fp32 weights.
 #
 # </div>
 # <div lang="zh">
 #
-# 用这个训练步检验三句常见的说法。检验后两句时，训练步在 `torch.autocast` 下运行，算子用 bf16，权重仍是 fp32，字节数用符号张量统计。
+# 下面用这个训练步检验三种常见的说法。检验后两种时，训练步在 `torch.autocast` 下运行，算子用 bf16，权重仍是 fp32。
 #
 # </div>
 
 # %% slide="result"
 autocast, stays = figures.under_autocast(make_decoder)
-figures.what_you_may_have_read(meter, autocast, stays)
+figures.claims_table(meter, autocast, stays)
 
-# %% [markdown] slide={"en": "The same step of the same decoder, one technique per row.\n\nWhich of the parts would you reduce first?", "zh": "同一个解码器的同一步，每种技术占一行。\n\n这些部分，你会先减少哪一个？"}
+# %% [markdown] slide={"en": "The same step of the same decoder, one technique per row.\n\nWhich of the parts would you reduce first?", "zh": "同一个解码器的同一步，每种技术占一行。\n\n峰值分成几个部分，你会先减少哪一个？"}
 # ## 1.10 The ledger / 账本
 #
 # <div lang="en">
 #
-# Every lesson adds its row to the ledger: the same step with one technique. The second table takes the baseline's peak apart, and names the lessons that reduce each part.
+# The ledger gets its second row. The next table names the lessons that reduce each part of the baseline's peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 每一课最后都往账本里添一行，记下同一个解码器的同一步只用一种技术时的结果。第二张表再把基线的峰值拆成各个部分，并写明哪几课来减少它。
+# 本课在账本里添上第二行。接下来的表把基线的峰值分成几个部分，并写明每个部分由哪几课来减少。
 #
 # </div>
 
@@ -864,27 +906,25 @@ ledger("01", "autocast, bf16", autocast)
 # %% jupyter={"source_hidden": true} slide="result"
 figures.parts_of_the_peak(meter, one_layer)
 
-# %% [markdown] slide={"en": "Count storages. Activations are released as gradients are created.\n\nAsk each operator what its derivative needs, in your model.", "zh": "要按存储区统计。激活值逐渐释放，梯度才逐渐产生。\n\n对你自己的模型，也逐个问算子求导时要用什么。"}
+# %% [markdown] slide={"en": "Count storages. Activations are released as gradients are created.\n\nIn your own model, too, ask what each operator's derivative needs.", "zh": "要按存储区统计。反向一边释放激活值，一边产生梯度。\n\n换成你自己的模型，也要逐个看算子求导时要用什么。"}
 # ## 1.11 Summary / 小结
 #
 # <div lang="en">
 #
-# - Parameters, gradients and optimizer state don't depend on the batch. With Adam, they take 16 bytes per parameter in fp32, and 16, 18 or 20 in mixed precision. Activations do depend on the batch.
-# - The kinds are not in memory all at once: backward releases activations while it creates gradients. Here the peak is at the start of backward, with one sequence at its end.
+# - With Adam, parameters, gradients and optimizer state take 16 bytes per parameter in fp32, and 16, 18 or 20 bytes in mixed precision. Only activations and temporaries depend on the batch.
+# - The five kinds are not all in memory together, because backward releases activations while it creates gradients. In this decoder, the peak is at the start of backward, with three tensors of the logits' size. With one sequence, the peak is at the end of backward.
 # - An operator keeps what its derivative needs. Count storages, not tensors.
-# - A layer like GPT's keeps $16 s b h + a s^2 b$ elements and its statistics. From $s = 16 h / a$ on, P is larger than the rest. Llama's layer with fused attention keeps no P.
-# - At the start of backward, three tensors have the logits' size.
+# - A layer like GPT's keeps $16 s b h + a s^2 b$ elements and its statistics. If $s > 16 h / a$, P is larger than the rest. Llama's layer with fused attention keeps no P.
 #
-# **Next:** in [lesson 02](02_checkpointing.ipynb), activations are not kept but computed again.
+# **Next:** in [lesson 02](02_checkpointing.ipynb), activations are computed again instead of kept.
 #
 # </div>
 # <div lang="zh">
 #
-# - 参数、梯度和优化器状态与批次无关。用 Adam 时，三者在 fp32 下每个参数共占 16 字节，在混合精度下是 16、18 或 20 字节。激活值则随批次变化。
-# - 各类字节并不同时在内存里，因为反向一边释放激活值，一边产生梯度。这里的峰值在反向刚开始时，如果只有一条序列，峰值就在反向的末尾。
-# - 一个算子求导时要用什么，它就保存什么。要按存储区统计，不要按张量。
-# - GPT 那样的层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。从 $s = 16 h / a$ 起，P 比其余各项之和还大。Llama 的层用融合注意力，不保存 P。
-# - 如果峰值出现在反向刚开始的时候，那一刻就有三个与 logits 一样大的张量。
+# - 用 Adam 时，参数、梯度和优化器状态在 fp32 下每个参数共占 16 字节，在混合精度下是 16、18 或 20 字节。随批次变化的只有激活值和临时张量。
+# - 五类字节不会全部同时在内存里，因为反向一边释放激活值，一边产生梯度。在这个解码器里，峰值在反向刚开始时，那一刻有三个与 logits 一样大的张量。如果只有一条序列，这个解码器的峰值就在反向的末尾。
+# - 一个算子求导时要用什么张量，它就保存什么张量。统计字节要按存储区，不要按张量。
+# - GPT 那样的层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。如果 $s > 16 h / a$，P 就大于其余各项之和。Llama 的层用融合注意力，不保存 P。
 #
 # **下一步**：在[第 02 课](02_checkpointing.ipynb)里，激活值不再保存，而是重新计算。
 #
@@ -905,7 +945,7 @@ figures.parts_of_the_peak(meter, one_layer)
 # </div>
 
 # %% [markdown]
-# ## 1.12 The whole meter / 完整的计量器
+# ## 1.12 The whole meter, and what it leaves out / 完整的计量器，以及它没有统计的部分
 #
 # <div lang="en">
 #
@@ -914,11 +954,11 @@ figures.parts_of_the_peak(meter, one_layer)
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 不用 `exercises.storages`，写出 1.2 节的整个计量器。`tree_leaves(values)` 把嵌套的列表、元组和字典里的东西列出来，`tensor.untyped_storage()` 是张量的存储区，`_cdata` 是它的地址，各个视图都一样。检查还会试几个结果共用一个存储区，或没有占满存储区的情形。
+# **练习 6。** 不用 `exercises.storages`，写出 1.2 节的整个计量器。`tree_leaves(values)` 把嵌套的列表、元组和字典里的元素全部列出来，`tensor.untyped_storage()` 是张量的存储区，`_cdata` 是存储区的地址，同一存储区的各个视图都给出同样的地址。检查还会试两种情形，一种是多个结果共用一个存储区，另一种是结果没有占满它的存储区。
 #
 # </div>
 
-# %% minutes=9
+# %% minutes=12
 from torch.utils._pytree import tree_leaves
 
 
@@ -960,44 +1000,92 @@ exercises.check_meter(WholeMeter)
 ### END SOLUTION
 
 # %% [markdown]
-# ## 1.13 Depth is a line / 深度是直线
-#
 # <div lang="en">
 #
-# Each layer keeps its own tensors, so the bytes grow linearly with the number of layers. Its slope is your sum for one layer. Its intercept is what remains without any layer: the inputs of the last norm and the head, the statistics, the log-softmax, and 16,452 bytes for the token numbers, the targets and one scalar that the loss keeps.
+# A meter's result can differ from the allocator's for two reasons:
+#
+# - An operator may allocate **workspace**, and release it before it returns. Convolutions may need a lot, and the amount depends on the machine.
+# - **Measuring changes the result.** If a tensor receives several gradients, autograd adds each new gradient to the first one in place. While a dispatch mode is active, autograd makes a new tensor for the sum instead. `MemoryMeter` counts as if no mode were active, and `TinyMeter` does not. (The gradients of a Linear's weight are transposed views, so their sum is a new tensor in any case, as in section 1.3.)
+#
+# `measure` runs the same function under the meter and again without a dispatch mode, where it reads the CPU allocator's peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 每一层各存各的张量，所以字节数随层数线性增长。斜率是你为一层算出的总和，截距是一层都没有时还保存的：最后一个归一化和输出头的输入、统计量、log-softmax 的结果，以及 token 编号、目标和损失保存的一个标量，共 16,452 字节。
+# 计量器的结果可能与分配器的不同，原因有两个：
+#
+# - 算子运行时可能还要申请**工作区**，返回之前就会释放。卷积可能要用很大的工作区，大小因机器而异。
+# - **测量会扰动被测对象**。一个张量收到几个梯度时，autograd 把后来的每个梯度原地加到第一个梯度上。但只要有分发模式在起作用，autograd 就会新建一个张量来存放相加的结果。`MemoryMeter` 按未启用分发模式时的情形来统计，`TinyMeter` 则不作这种修正。（Linear 的权重梯度是转置的视图，求和时无论如何都要新建张量，1.3 节就是这样。）
+#
+# `measure` 把同一个函数运行两次。第一次用计量器，第二次不启用任何分发模式，只读取 CPU 分配器的峰值。
 #
 # </div>
 
 # %%
-depths, saved = [2, 4, 8, 16], []
-for layers in depths:
-    with symbolic():
-        deeper, batch = make_decoder(layers=layers), random_tokens(8, 128, 2048)
-        saved.append(saved_tensors(deeper.loss, batch).total_bytes)
-head = 4 * 8 * 128 * (2 * 256 + 2 + 2048) + 16_452
-lines = [head + layers * sum(one_layer.values()) for layers in depths]
-predictions(zip([f"L = {layers}" for layers in depths], lines, saved, strict=True), unit="bytes")
+from course_lib.memory import measure
+
+weight = torch.randn(512, 1024, requires_grad=True)
+x, upstream, images = torch.randn(64, 512), torch.randn(64, 1024), torch.randn(8, 3, 64, 64)
+first, last = torch.nn.Conv2d(3, 16, 3), torch.nn.Conv2d(16, 16, 3, stride=2)
+convolutions = torch.nn.Sequential(first, torch.nn.ReLU(), last)
+
+
+def weight_used_four_times():
+    weight.grad = None
+    sum((x @ weight * upstream).sum() for _ in range(4)).backward()
+
+
+def two_convolutions():
+    convolutions.zero_grad()
+    convolutions(images).square().mean().backward()
+
+
+# %% tags=["nbval-ignore-output", "shows-device"]
+rows = []
+for step in (weight_used_four_times, two_convolutions):
+    with TinyMeter() as tiny:
+        step()
+    found = measure(step, repeats=1)
+    rows.append((f"`{step.__name__}`", tiny.peak, found.peak_bytes, found.allocator_peak_bytes))
+headings = ["TinyMeter (bytes)", "MemoryMeter (bytes)", "allocator, no mode (bytes)"]
+table(["step", *headings], rows)
 
 # %% [markdown]
-# ## 1.14 Seven billion parameters on this laptop / 在这台电脑上算 70 亿参数
+# ## 1.13 Larger models, counted without data / 不用数据，统计更大的模型
 #
 # <div lang="en">
 #
-# In `symbolic()`, a step runs all of its operators on tensors without data (PyTorch's `FakeTensorMode`), and the meter counts their bytes. So this laptop can count the step of a model with 7 billion parameters. We take the same kind of decoder in bf16, Adam with fp32 master weights that updates one parameter after the other, one sequence of 2048 tokens, and fused attention.
-#
-# Your formula still works if you leave out P, take 2 bytes per number, and add one fp32 number per query and head. **Guess first**, in GB: the model of 6.6 billion parameters (hidden size $h$ 4096, 32 heads, 32 layers) takes 105.3 GB at 16 bytes per parameter. What is its peak, and in which phase?
+# In `symbolic()`, a step runs all of its operators on tensors without data (PyTorch's `FakeTensorMode`), and the meter counts the bytes that these tensors would take. First we add layers. Each layer keeps its own tensors, so the kept bytes grow linearly with the number of layers. The slope of this line is your sum for one layer. The intercept is what a decoder without layers would keep: the inputs of the last norm and the head, the statistics, the log-softmax, and 16,452 bytes for the token numbers, the targets and one scalar that the loss keeps.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 `symbolic()` 里，训练步的全部算子都照常运行，只是张量没有数据（用的是 PyTorch 的 `FakeTensorMode`），计量器统计它们的字节。因此这台电脑也能算出 70 亿参数的模型一步要用多少内存。我们用同一种解码器，精度为 bf16，Adam 带 fp32 主权重、逐个参数更新，一条 2048 个 token 的序列，注意力是融合的。
+# 在 `symbolic()` 里，训练步的全部算子都照常运行，只是张量没有数据（用的是 PyTorch 的 `FakeTensorMode`），计量器统计这些张量本应占用的字节。先增加层数。每一层各存各的张量，所以保存的字节数随层数线性增长。这条直线的斜率是你为一层算出的总和，截距是一层都没有时也要保存的字节。它包括最后一个归一化和输出头的输入、统计量、log-softmax 的结果，还有 token 编号、目标和损失保存的一个标量，最后这三项共 16,452 字节。
 #
-# 你的公式仍然可用，只要去掉 P，每个数按 2 字节算，再为每个头、每个查询加一个 fp32 数。**先猜**，以 GB 计：66 亿参数的模型（隐藏维度 $h$ 为 4096、32 个头、32 层）按每个参数 16 字节占 105.3 GB。它的峰值是多少？在哪个阶段？
+# </div>
+
+# %%
+rows, head = [], 4 * 8 * 128 * (2 * 256 + 2 + 2048) + 16_452
+for layers in (2, 4, 8, 16):
+    with symbolic():
+        deeper, batch = make_decoder(layers=layers), random_tokens(8, 128, 2048)
+        saved = saved_tensors(deeper.loss, batch).total_bytes
+    rows.append((f"L = {layers}", head + layers * sum(one_layer.values()), saved))
+predictions(rows, unit="bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# So this computer can also count the bytes of a step of a model with 6.6 billion parameters. We take the same kind of decoder in bf16, with fused attention, and one sequence of 2048 tokens. Adam keeps fp32 master weights and updates one parameter tensor after the other. Your formula still works if you leave out P, take 2 bytes per number, and add one fp32 number per query and head.
+#
+# At 16 bytes per parameter, this model (hidden size $h$ 4096, 32 heads, 32 layers) takes 105.3 GB. **Guess first**: what is its peak, in GB, and in which phase? (The table calls this model 7 B.)
+#
+# </div>
+# <div lang="zh">
+#
+# 因此这台电脑也能算出 66 亿参数的模型训练一步要用多少内存。我们用同一种解码器，精度为 bf16，注意力用融合算子，输入是一条 2048 个 token 的序列。Adam 带 fp32 主权重，逐个参数张量更新。你的公式仍然可用，只要去掉 P，每个数按 2 字节算，再为每个头的每个查询加一个 fp32 数。
+#
+# 这个模型的隐藏维度 $h$ 为 4096，有 32 个头、32 层，按每个参数 16 字节计算，共 105.3 GB。**先猜**：它的峰值是多少 GB？在哪个阶段？（表里把这个模型写作 7 B。）
 #
 # </div>
 
@@ -1034,30 +1122,49 @@ table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak
 # %% [markdown]
 # <div lang="en">
 #
-# You made your formula for a model of 7 million parameters, and it gives the 8.8 GB of activations of a model with 7 billion. But these add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer. Apart from 16 bytes per parameter, it has only three fp32 temporaries as large as the largest parameter. In the 1 B model, the peak is still in backward, while activations are in memory.
+# You derived your formula from a model of 6.9 million parameters, and it also gives the 8.8 GB of activations of a model with 6.6 billion. But these activations add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer's step. Apart from 16 bytes per parameter, the peak has only three fp32 temporaries, each as large as the largest parameter tensor. In the 1 B model, the peak is still in backward, while activations are in memory. (This holds for one sequence, and for Adam in a loop over the parameters. Try `batch=8`.)
 #
-# This result holds for these conditions: one sequence, and Adam in a loop over the parameters. Try `batch=8`. The largest model has never run on this machine, and yet you know its bytes operator by operator.
+# **Exercise 7.** Lesson 00's decoder is trained with Adam and may use 1,300 MB. What is the largest batch of 128-token sequences? Two measurements determine a line, if both peaks are at the same place in the step (section 1.3). (`answer`: number of sequences.)
 #
 # </div>
 # <div lang="zh">
 #
-# 你的公式是对着 700 万参数的小模型推出来的，用到 70 亿参数的模型上，照样算准了那 8.8 GB 的激活值。但它们没有增加峰值，因为最后几个梯度还没算出来，它们就已释放，而峰值要到优化器更新时才出现。按每个参数 16 字节算出的总数之外，峰值只多了三个 fp32 临时张量，每个都与最大的参数一样大。至于 1 B 的模型，峰值仍在反向，那时激活值还在内存里。
+# 你的公式是从 690 万参数的小模型推出来的，用到 66 亿参数的模型上，照样算准了那 8.8 GB 的激活值。但这些激活值没有增加峰值，因为最后几个梯度还没算出来，激活值就已释放，而峰值要到优化器更新时才出现。除了每个参数的 16 字节，峰值里只多了三个 fp32 临时张量，每个都与最大的参数张量一样大。表里写作 1 B 的模型则不同，它的峰值仍在反向，那时激活值还在内存里。（这个结论只适用于一条序列、Adam 逐个参数更新的情形。可以试试 `batch=8`。）
 #
-# 这个结论只适用于这里的条件，即一条序列、Adam 逐个参数更新。可以试试 `batch=8`。最大的模型从未在这台机器上真正运行过，它的字节却逐个算子统计清楚了。
+# **练习 7。** 第 00 课的解码器用 Adam 训练，内存限 1,300 MB。批次最多能有多少条长度为 128 的序列？测两次就能定出一条直线，前提是两次的峰值出现在训练步的同一时刻（1.3 节）。（`answer`：序列条数。）
 #
 # </div>
 
+# %% minutes=8
+answer = None
+exercises.check_largest_batch(answer)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+if not exercises.check_largest_batch.accepted:
+    peaks = []
+    for size in (4, 8):
+        with symbolic():
+            model, batch = make_decoder(), random_tokens(size, 128, 2048)
+            found = metered_step(model, batch, torch.optim.Adam(model.parameters()))
+        peaks.append(found.peak_bytes)
+    each = (peaks[1] - peaks[0]) // 4
+    answer = 4 + (1_300_000_000 - peaks[0]) // each
+
+exercises.check_largest_batch(answer)
+### END SOLUTION
+
 # %% [markdown]
-# ## 1.15 Ways to update / Adam 的几种更新方式
+# ## 1.14 Ways to update, half precision, and adapters / 更新方式、半精度与适配器
 #
 # <div lang="en">
 #
-# A loop over the parameters has at most three temporaries at a time, each as large as one parameter. `foreach=True`, the default of `torch.optim.Adam` on CUDA, makes a list of temporaries, one per parameter. They are live together and take as much as all parameters: 28 GB for 7 billion in fp32, although no single one is large. `fused=True`, the default of Hugging Face's `Trainer`, needs none.
+# An update in a loop over the parameters has at most three temporaries at once, each as large as one parameter tensor. `foreach=True`, the default of `torch.optim.Adam` on CUDA, makes a list of temporaries, one per parameter tensor. These temporaries are live together and take as much as all parameters, which is 28 GB for 7 billion parameters in fp32. `fused=True`, the default of Hugging Face's `Trainer`, needs no temporaries.
 #
 # </div>
 # <div lang="zh">
 #
-# 逐个参数循环更新时，同时最多有三个临时张量，每个与一个参数一样大。`foreach=True` 是 `torch.optim.Adam` 在 CUDA 上的默认做法，它建立一列临时张量，每个参数一个，同时存活，合起来与全部参数一样大。70 亿个 fp32 参数就要 28 GB，但其中没有哪一个特别大。`fused=True` 是 Hugging Face `Trainer` 的默认做法，不需要临时张量。
+# 逐个参数循环更新时，同时最多有三个临时张量，每个与一个参数张量一样大。`foreach=True` 是 `torch.optim.Adam` 在 CUDA 上的默认做法，更新时为每个参数张量建立一个临时张量。这些临时张量同时存活，合起来与全部参数一样大，70 亿个 fp32 参数就要 28 GB。`fused=True` 是 Hugging Face `Trainer` 的默认做法，不需要临时张量。
 #
 # </div>
 
@@ -1074,26 +1181,16 @@ table(["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequenc
 # %% [markdown]
 # <div lang="en">
 #
-# With one sequence, `foreach` moves the peak into the optimizer and raises it by a fifth. Four techniques need less than 16 bytes per parameter: 8-bit optimizer state (about 2 bytes per parameter instead of 8), updates inside backward (lesson 05), adapters (next section), and sharding (lesson 08).
+# With one sequence, `foreach` moves the peak into the optimizer's step and raises it by a fifth.
+#
+# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink, and with one sequence even the activations do not. Weights in bf16 halve all bytes here, but without fp32 master weights, rounding loses small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes all weights, and trains two thin matrices next to each adapted layer, here next to both Linears of each attention. So hardly any gradients and optimizer state are left. Most activations stay. Only the inputs of frozen Linears without an adapter are no longer kept, because only the gradients of their weights needed these inputs.
 #
 # </div>
 # <div lang="zh">
 #
-# 只有一条序列时，`foreach` 把峰值移到了优化器更新时，还抬高了五分之一。有四种技术能让每个参数不到 16 字节：8 位优化器状态（每个参数约 2 字节，而不是 8 字节）、在反向中就更新（第 05 课）、适配器（下一节），以及分片（第 08 课）。
+# 只有一条序列时，如果用 `foreach`，峰值会移到优化器更新的时候，并且升高五分之一。
 #
-# </div>
-
-# %% [markdown]
-# ## 1.16 Half precision, and adapters / 半精度与适配器
-#
-# <div lang="en">
-#
-# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink, and with one sequence not even these. Weights in bf16 halve everything here, but without fp32 master weights, rounding loses small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes each matrix and trains two thin ones next to it, so hardly any gradients and optimizer state are left. Most activations stay, except the inputs that only a frozen matrix's gradient needs.
-#
-# </div>
-# <div lang="zh">
-#
-# `torch.autocast` 让权重、梯度和优化器状态留在 fp32，前向时另造一份 bf16 的权重。变小的只有激活值。如果只有一条序列，激活值这一类也不会变小。如果权重也用 bf16，这里的一切都减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）冻结每个矩阵，在旁边训练两个很窄的矩阵，梯度和优化器状态就所剩无几。激活值大多还在，省下的只是冻结的矩阵求自己的梯度时才要用的那些输入。
+# 用 `torch.autocast` 时，权重、梯度和优化器状态仍是 fp32，前向时另外建立权重的 bf16 副本。变小的只有激活值。如果只有一条序列，连激活值也不会变小。如果权重也用 bf16，这里的字节全部减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）冻结全部权重，在每个加了适配器的层旁边训练两个很窄的矩阵，这里加适配器的是每个注意力的两个线性层。因此梯度和优化器状态所剩无几。激活值大多仍要保存。不再保存的只有一种，就是没加适配器的冻结线性层的输入，因为只有求这些层的权重梯度时才要用它们的输入。
 #
 # </div>
 
@@ -1113,16 +1210,36 @@ table(["variant", "peak (MB)"], [(k, round(v.peak_bytes / 1e6, 1)) for k, v in v
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 7.** A model of 7 billion parameters is frozen in bf16. Adapters with 20 million parameters are trained with Adam, all in fp32. How many bytes do weights, gradients and optimizer state take together? (`answer`, in bytes.)
+# In half precision and with dropout, the count of section 1.4 gives the formula of Korthikanti et al. (2022): $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes per layer. It counts 2 bytes per element, three dropout masks of one byte per element, and P after dropout as well. It leaves out the LayerNorm statistics, which take another $8 s b$ bytes in bf16 on a CPU. (These masks are those of GPUs. `F.dropout` on a CPU keeps factors in the activations' dtype instead, so such a layer keeps more.)
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 7。** 一个 70 亿参数的模型冻结不训练，权重存为 bf16。另用 Adam 训练共 2000 万个参数的适配器，全部用 fp32。权重、梯度和优化器状态共占多少字节？（`answer`，以字节计。）
+# 对半精度、带 dropout 的层，用 1.4 节的方法数出来的就是 Korthikanti 等人（2022）的公式，即每层 $s b h \left(34 + 5 \frac{a s}{h}\right)$ 字节。在这个公式里，每个元素占 2 字节，三个 dropout 掩码每个元素占一字节，dropout 之后的 P 也要保存。公式略去了 LayerNorm 的统计量，在 CPU 上用 bf16 时，它们另占 $8 s b$ 字节。（公式里的掩码与 GPU 上的相同。CPU 上的 `F.dropout` 保存的却是缩放系数，dtype 与激活值相同，所以保存得更多。）
 #
 # </div>
 
-# %% minutes=3
+# %%
+rows = []
+for b, s, h, a in ((8, 128, 256, 8), (1, 512, 512, 8)):
+    layer, x = DecoderLayer(h, a, dropout=0.1).bfloat16(), torch.randn(b, s, h).bfloat16()
+    paper = 34 * s * b * h + 5 * a * s * s * b
+    rows.append((f"s = {s}, h = {h}", paper + 8 * s * b, saved_tensors(layer, x).total_bytes))
+predictions(rows, unit="bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Exercise 8.** A model of 7 billion parameters is frozen in bf16. Adapters with 20 million parameters are trained with Adam, all in fp32. How many bytes do weights, gradients and optimizer state take together? (`answer`, in bytes.)
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 8。** 一个 70 亿参数的模型冻结不训练，权重存为 bf16。另用 Adam 训练共 2000 万个参数的适配器，全部用 fp32。权重、梯度和优化器状态共占多少字节？（`answer`，以字节计。）
+#
+# </div>
+
+# %% minutes=4
 answer = None
 exercises.check_adapter_bytes(answer)
 
@@ -1136,143 +1253,73 @@ exercises.check_adapter_bytes(answer)
 ### END SOLUTION
 
 # %% [markdown]
-# ## 1.17 A formula holds for its operators / 公式只对它所数的算子成立
+# ## 1.15 A memory monitor / 内存监视器
 #
 # <div lang="en">
 #
-# The formula of Korthikanti et al. is exact for a layer with dropout, in both precisions and with the norms before (pre-norm) or after (post-norm), if the LayerNorm statistics are added. Its dropout masks take one byte per element, as on GPUs. `F.dropout` on a CPU keeps the scaling factors instead (0 or $1/(1-p)$), in the activations' own dtype, which changes the result:
+# Training scripts often print the memory after each phase. On a GPU, **allocated memory** is the live bytes, with each tensor rounded up, mostly to a multiple of 512 bytes. **Reserved memory** is the memory that the caching allocator has taken from the driver. The allocator's rules are public, so the library applies them to the meter's trace without a GPU. Reserved memory in this section and the next is therefore **simulated**.
 #
 # </div>
 # <div lang="zh">
 #
-# 补上 LayerNorm 的统计量之后，Korthikanti 等人的公式对带 dropout 的一层分毫不差，两种精度都对，归一化在前（pre-norm）、在后（post-norm）也都对。公式里的 dropout 掩码每个元素一字节，与 GPU 上相同。CPU 上的 `F.dropout` 保存的却是缩放系数（0 或 $1/(1-p)$），dtype 与激活值相同，所以结果不同：
+# 训练脚本常在每个阶段之后打印内存。在 GPU 上，**已分配显存**是存活的字节，每个张量都要向上取整，通常取到 512 字节的整数倍。**已预留显存**是缓存分配器向驱动申请来的显存。分配器的规则是公开的，所以即使没有 GPU，课程库也能按这些规则处理计量器的轨迹。也就是说，本节和下一节的已预留显存都是**模拟**的。
 #
 # </div>
 
 # %%
-from course_lib.memory import transformer_activation_bytes
-
-sizes, rows = {"sequence": 512, "batch": 1, "hidden": 512, "heads": 8}, []
-cases = {"pre-norm, `bfloat16`": True, "post-norm, `bfloat16`": False, "pre-norm, `float32`": True}
-for name, norm_first in cases.items():
-    dtype = torch.float32 if "float32" in name else torch.bfloat16
-    layer = DecoderLayer(512, 8, dropout=0.1, norm_first=norm_first).to(dtype)
-    kinds = {"dtype_bytes": dtype.itemsize, "statistic_bytes": dtype.itemsize}
-    measured = saved_tensors(layer, torch.randn(1, 512, 512, dtype=dtype)).total_bytes
-    rows.append((name, transformer_activation_bytes(**sizes, **kinds), measured))
-layer = figures.with_factor_dropout(DecoderLayer(512, 8, dropout=0.1).to(torch.bfloat16))
-factors = saved_tensors(layer, torch.randn(1, 512, 512, dtype=torch.bfloat16)).total_bytes
-rows.append(("`F.dropout`, `bfloat16`", rows[0][1], factors))
-predictions(rows, unit="bytes")
-
-# %% [markdown]
-# ## 1.18 What attention keeps / 注意力保存了什么
-#
-# <div lang="en">
-#
-# Here is attention alone, with 12 heads of size 64. It does not keep the attention scores S, because the gradient of softmax needs only P. The fused operator keeps Q, K, V, the output and one number per query and head.
-#
-# </div>
-# <div lang="zh">
-#
-# 只看注意力：12 个头，头维度 64。它不保存注意力分数 S，因为 softmax 求梯度只用 P。融合核函数（融合算子）保存的是 Q、K、V、输出，以及每个头、每个查询一个数。
-#
-# </div>
-
-
-# %%
-def standard(q, k, v):
-    return (q @ k.mT * 64**-0.5).softmax(dim=-1) @ v
-
-
-rows = []
-for s in (512, 1024, 2048, 4096):
-    with symbolic():
-        qkv = [torch.randn(1, 12, s, 64, requires_grad=True) for _ in range(3)]
-        plain = saved_tensors(standard, *qkv).total_bytes
-        fused = saved_tensors(F.scaled_dot_product_attention, *qkv).total_bytes
-    rows.append((s, *(round(n / 1e6, 1) for n in (plain, plain + 4 * 12 * s * s, fused))))
-table(["tokens", "standard (MB)", "if S were kept (MB)", "fused (MB)"], rows)
-
-# %% [markdown]
-# ## 1.19 A memory monitor / 内存监视器
-#
-# <div lang="en">
-#
-# Training scripts often print the memory after each phase. The meter has it as `live_bytes`.
-#
-# </div>
-# <div lang="zh">
-#
-# 训练脚本常在每个阶段之后打印内存。计量器的 `live_bytes` 就是这个数。
-#
-# </div>
-
-# %%
-model, rows, marks = make_decoder(), [], []
+model, marks = make_decoder(), []
 optimizer = torch.optim.Adam(model.parameters())
 
 
-def reading(meter):
-    torch.empty(0)  # an operator of no bytes, at which the meter notices what was released
-    marks.append(meter.moments)
-    return round(meter.live_bytes / 1e6, 1)
+def read(phase):
+    torch.empty(0)  # allocates nothing, but at each operator the meter notices released tensors
+    marks.append((phase, monitor.points, monitor.live_bytes))
 
 
 # %%
 with MemoryMeter(model, optimizer) as monitor:
-    for number in (1, 2, 3):
-        readings = [number, reading(monitor)]
+    for _ in range(3):
+        read("before")
         loss = model.loss(tokens)
-        readings.append(reading(monitor))
+        read("forward")
         loss.backward()
-        readings.append(reading(monitor))
+        read("backward")
         optimizer.step()
-        readings.append(reading(monitor))
+        read("step()")
         optimizer.zero_grad()
-        rows.append([*readings, reading(monitor)])
-headings = ["before (MB)", "forward (MB)", "backward (MB)", "step() (MB)", "zero_grad() (MB)"]
-table(["step", *headings], rows)
+        read("zero_grad()")
+
+# %%
+trace, rows = monitor.trace(), []
+for number, (phase, point, live) in enumerate(marks[:10]):
+    stats = trace[:point].allocator().memory_stats()
+    counts = (live, stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"])
+    rows.append((1 + number // 5, f"`{phase}`", *(round(count / 1e6, 1) for count in counts)))
+table(["step", "after", "live (MB)", "allocated (MB)", "reserved (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# After forward, the first step has 55.0 MB less than all later ones, because Adam creates its state at the end of step 1. The peak is inside backward, so no reading between phases shows it.
+# After forward, the first step has 55.0 MB less in memory than the second, because Adam creates its state at the end of step 1. The peak is inside backward, so no reading between phases shows it. Allocated memory follows the live bytes, but reserved memory only rises, because the allocator keeps the memory that `zero_grad` has released. The second step reuses this memory and takes 44 MB more, because Adam's state now occupies part of the reused memory.
 #
-# On a GPU, **allocated memory** is the live bytes, rounded up, and **reserved memory** is what the caching allocator has taken from the driver. Its rules are public, so the library applies them to the meter's trace without a GPU: reserved memory in this section and the next is **simulated**.
+# `save_snapshot` writes one step for PyTorch's memory viewer, as `torch.cuda.memory._dump_snapshot` does on a GPU:
 #
 # </div>
 # <div lang="zh">
 #
-# 前向之后，第一步比以后各步少 55.0 MB，因为 Adam 的状态在第 1 步末尾才建立。峰值在反向之中，只在阶段之间读数，就永远看不到它。
+# 前向之后，第一步的存活字节比第二步少 55.0 MB，因为 Adam 的状态在第 1 步末尾才建立。峰值出现在反向当中，如果只在阶段之间读数，就永远看不到它。已分配显存随存活的字节升降，已预留显存却只升不降，因为 `zero_grad` 释放的显存由分配器留着，并不还给驱动。第二步会重新使用这些显存，但还要再申请 44 MB，因为 Adam 的状态已经占了其中一部分。
 #
-# 在 GPU 上，**已分配显存**是存活的字节，向上取整，**已预留显存**是缓存分配器向驱动申请来的字节。分配器的规则是公开的，所以没有 GPU，课程库也能按规则处理计量器的轨迹。也就是说，本节和下一节的已预留显存都是**模拟**的。
+# `save_snapshot` 可以把一步写成 PyTorch 的显存查看器能打开的文件，与 GPU 上的 `torch.cuda.memory._dump_snapshot` 一样：
 #
 # </div>
 
 # %%
 from course_lib.lessons.lesson_01 import allocator
 
-trace = monitor.trace()
-allocator.reserved_after(trace, marks[:10])
+allocator.draw_in_the_viewer(trace[marks[5][1] - 1 : marks[9][1]])
 
 # %% [markdown]
-# <div lang="en">
-#
-# Allocated memory follows the live bytes, but reserved memory only rises: the allocator keeps what `zero_grad` has released. The second step reuses this memory and takes 44 MB more, because Adam's state, 55.0 MB, now takes part of it. `save_snapshot` writes one step for PyTorch's memory viewer, as `torch.cuda.memory._dump_snapshot` does on a GPU:
-#
-# </div>
-# <div lang="zh">
-#
-# 已分配显存随存活的字节升降，已预留显存却只升不降，因为 `zero_grad` 释放的，分配器都留着。第二步会重新使用这些显存，但还要再申请 44 MB，因为 Adam 的状态（55.0 MB）已经占了其中一部分。`save_snapshot` 可以把一步写成 PyTorch 的显存查看器能打开的文件，与 GPU 上的 `torch.cuda.memory._dump_snapshot` 一样：
-#
-# </div>
-
-# %%
-allocator.draw_in_the_viewer(trace[marks[5] - 1 : marks[9]])
-
-# %% [markdown]
-# ## 1.20 Fragmentation: the same bytes, in another order / 显存碎片：同样的字节，换个顺序
+# ## 1.16 Fragmentation: the same bytes, in another order / 显存碎片：同样的字节，换个顺序
 #
 # <div lang="en">
 #
@@ -1281,11 +1328,13 @@ allocator.draw_in_the_viewer(trace[marks[5] - 1 : marks[9]])
 # </div>
 # <div lang="zh">
 #
-# PyTorch 的《Performance Tuning Guide》提醒，短批次之后若来一个更长的批次，缓存分配器会产生显存碎片，可能导致显存不足。它的办法是在训练之前，先用最长的批次做一次前向和反向。这里在模拟的 388 MiB 设备上，用两个批次各训练两次：A 是 2 × 384 个 token，B 是 2 × 512 个。**先猜**：两种顺序的存活字节峰值相同，那么顺序还要紧吗？
+# PyTorch 的《Performance Tuning Guide》提醒，短批次之后若来一个更长的批次，缓存分配器会产生显存碎片，可能导致显存不足。这份指南给出的办法是在训练之前，先用最长的批次做一次前向和反向。这里在模拟的 388 MiB 设备上，用两个批次各训练两次：A 是 2 × 384 个 token，B 是 2 × 512 个。**先猜**：两种顺序的存活字节峰值相同，那么顺序还有影响吗？
 #
 # </div>
 
 # %%
+from course_lib.lessons.lesson_01 import allocator
+
 scenes, ends = allocator.four_orders(make_decoder)
 allocator.orders_on(scenes, 388 << 20)
 
@@ -1295,35 +1344,34 @@ print(allocator.replay_trace(scenes["A, B, A, B"], 388 << 20)[1].partition(" If 
 # %% [markdown]
 # <div lang="en">
 #
-# PyTorch asks for a segment of 20 MiB for a tensor of 8 MiB, but only 18 are free. Another 16 MiB are reserved, in holes that are too small. Adam's state makes these holes. It was allocated inside segments that had been split for batch A, and it stays there. The step fits if the state is created first, or if B runs once first. `expandable_segments` avoids the problem with one long segment per pool. (This holds for these batches and this limit.)
+# For a tensor of 8 MiB, PyTorch asks for a segment of 20 MiB, but only 18 MiB are free. Another 16 MiB are reserved, in holes that are too small for the tensor. Adam's state makes these holes. The state was allocated inside segments split for batch A, and it stays there. The step fits if the state is created first, or if B runs once first. `expandable_segments` avoids the problem with one long segment per pool. (This holds for these batches and this limit.)
 #
 # </div>
 # <div lang="zh">
 #
-# 要放的张量是 8 MiB，PyTorch 为它申请一个 20 MiB 的内存段，而空闲的只有 18 MiB。另有 16 MiB 已预留，却是些零碎的空当，放不下它。空当是 Adam 的状态造成的，它放进了为 A 切开的内存段里，此后一直占着。如果先建立状态，或者先用 B 跑一遍，就装得下。`expandable_segments` 让每个池只有一个长的内存段，也避免了这个问题。（这只是这两个批次、这个上限的结果。）
+# 此时要放一个 8 MiB 的张量，PyTorch 要为它申请一个 20 MiB 的内存段，设备上却只剩 18 MiB 空闲。另有 16 MiB 已预留，却分成了零碎的空隙，放不下这个张量。空隙是 Adam 的状态造成的。这些状态放在为批次 A 切开的内存段里，此后一直占着。如果先建立 Adam 的状态，或者先用 B 跑一遍，训练步就装得下。`expandable_segments` 让每个内存池只用一个很长的内存段，也能避免这个问题。（这只是这两个批次、这个上限的结果。）
 #
 # </div>
 
 # %%
-stats = [trace[: marks[i]].allocator().memory_stats() for i in (9, 14)]
-after_steps = [each["reserved_bytes.all.current"] for each in stats]
-allocator.allocator_claims(scenes["A, B, A, B"], 388 << 20, ends, after_steps)
+allocator.allocator_claims(scenes["A, B, A, B"], 388 << 20, ends)
 
 # %% [markdown]
-# ## 1.21 How to compare fairly / 怎样公平地比较
+# ## 1.17 More claims, and a fair comparison / 更多说法，以及公平的比较
 #
 # <div lang="en">
 #
-# A common method is "run plain first, then the other, and compare the growth". Here it compares a deep MLP with itself. A fair method finds no difference.
+# A common method to compare two techniques is "run plain first, then the other, and compare the growth". Here this method compares a deep MLP with itself. A fair method should find no difference.
 #
 # </div>
 # <div lang="zh">
 #
-# “先跑基线，再跑另一个，比较增量”是常见的做法。这里用这种做法，把一个深层 MLP 与它自己比较。公平的方法不该测出差别。
+# 要比较两种技术，常见的做法是“先跑基线，再跑另一个，比较增量”。这里照这种做法，把一个深层 MLP 与它自己比较。如果做法是公平的，就不该测出差别。
 #
 # </div>
 
 # %%
+from course_lib.lessons.lesson_01 import claims
 from course_lib.memory import measure
 from course_lib.models import deep_mlp
 
@@ -1345,120 +1393,62 @@ for _ in range(2):
         mlp_step()
     grown.append(found.peak_bytes - before)
 fair = [measure(mlp_step, model=mlp, optimizer=optimizer, repeats=1).peak_bytes for _ in range(2)]
-headings = ["method", "first run (bytes)", "second run (bytes)"]
-table(headings, [("growth", *grown), ("`measure`", *fair)])
 
 # %% [markdown]
 # <div lang="en">
 #
-# Doing nothing seems to save 65%, because the first run creates Adam's state. `measure` brings every variant into the same state before it counts.
+# The next table has attention alone, with 12 heads of size 64. The fused operator keeps Q, K, V, its output and one number per query and head. Which tensors does standard attention keep? The claims below name some of them.
 #
 # </div>
 # <div lang="zh">
 #
-# 什么都没做，却好像省了 65%，因为 Adam 的状态是在第一次运行时建立的。`measure` 先让各方处于同样的状态，再统计。
+# 下表只看注意力：12 个头，头维度 64。融合算子保存的是 Q、K、V、它的输出，以及每个头的每个查询一个数。标准注意力保存哪些张量？再往下那张表里的说法列出了其中几个。
 #
 # </div>
 
-# %%
-from course_lib.lessons.lesson_01 import claims
 
-qkv = [torch.randn(1, 12, 512, 64, requires_grad=True) for _ in range(3)]
-attention, activations = saved_tensors(standard, *qkv), saved_tensors(mlp, x)
+# %%
+def standard(q, k, v):
+    return (q @ k.mT * 64**-0.5).softmax(dim=-1) @ v
+
+
+kept = {}
+for s in (512, 1024, 2048, 4096):
+    with symbolic():
+        qkv = [torch.randn(1, 12, s, 64, requires_grad=True) for _ in range(3)]
+        both = (standard, F.scaled_dot_product_attention)
+        kept[s] = [saved_tensors(attention, *qkv).total_bytes for attention in both]
+rows = [(s, *(round(count / 1e6, 1) for count in counts)) for s, counts in kept.items()]
+table(["tokens", "standard (MB)", "fused (MB)"], rows)
+
+# %%
 forward = meter.timeline[meter.phases().index("backward") - 1].live_bytes
-counts = (attention.total_bytes, activations.total_bytes / x.nbytes)
-claims.older_claims(grown, *counts, forward, meter.peak_bytes)
+inputs = saved_tensors(mlp, x).total_bytes / x.nbytes
+claims.older_claims(grown, fair, kept[512][0], inputs, (forward, meter.peak_bytes))
 
 # %% [markdown]
-# ## 1.22 What the meter leaves out / 计量器没有统计的部分
+# ## 1.18 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
-# The meter counts tensors. An operator may also take **workspace**, which it uses and releases inside itself. The decoder needs hardly any, convolutions need a lot, and the amount depends on the machine.
+# On a GPU the caching allocator keeps its own statistics. `torch.cuda.memory_allocated` counts tensors, rounded up to 512 bytes (a large block may be up to 1 MB too big), and workspace. `memory_reserved` counts what the allocator has taken from the driver, free blocks included. `nvidia-smi` shows this memory plus the CUDA context.
 #
 # </div>
 # <div lang="zh">
 #
-# 计量器统计的是张量。算子还可能申请**工作区**，在自己内部用完就释放。解码器几乎不用工作区，卷积却要用很多，大小因机器而异。
-#
-# </div>
-
-# %% tags=["nbval-ignore-output", "shows-seconds"]
-from course_lib.teaching import compare
-
-images, first = torch.randn(8, 3, 64, 64), torch.nn.Conv2d(3, 16, 3)
-convolutions = torch.nn.Sequential(first, torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3, stride=2))
-
-
-def decoder_step():
-    decoder.loss(tokens).backward()
-    adam.step()
-
-
-def convolution_step():
-    convolutions(images).square().mean().backward()
-
-
-variants = {"decoder": measure(decoder_step, model=decoder, optimizer=adam)}
-variants["convolutions"] = measure(convolution_step, model=convolutions)
-compare(variants, seconds=True, workspace=True)
-
-# %% [markdown]
-# ## 1.23 Measuring changes the result / 测量会扰动被测对象
-#
-# <div lang="en">
-#
-# If a tensor has several gradients, autograd adds each new one to the first in place. While a dispatch mode is active, it makes a new tensor for the sum instead. `MemoryMeter` knows this and counts as autograd does without a mode. `TinyMeter` does not. (The gradients of a Linear's weight are transposed views, so their sum is a new tensor in any case, as in section 1.3.) Here a weight is used four times:
-#
-# </div>
-# <div lang="zh">
-#
-# 一个张量有几份梯度时，autograd 把后来的原地加到第一份上。但只要有分发模式在起作用，它就会为这个和新建一个张量。`MemoryMeter` 知道这一点，按未启用分发模式时的情形来统计，`TinyMeter` 则不知道。（Linear 的权重梯度是转置的视图，求和时无论如何都要新建张量，1.3 节就是这样。）下面的权重用了四次：
-#
-# </div>
-
-# %%
-x, upstream = torch.randn(64, 512), torch.randn(64, 1024)
-weight = torch.randn(512, 1024, requires_grad=True)
-
-
-def used_four_times():
-    weight.grad = None
-    sum((x @ weight * upstream).sum() for _ in range(4)).backward()
-
-
-with TinyMeter() as tiny:
-    used_four_times()
-weight.grad = None
-with MemoryMeter() as full:
-    used_four_times()
-allocated = measure(used_four_times, repeats=1).allocator_peak_bytes
-headings = ["TinyMeter (bytes)", "MemoryMeter (bytes)", "allocator, no mode (bytes)"]
-table(headings, [(tiny.peak, full.peak_bytes, allocated)])
-
-# %% [markdown]
-# ## 1.24 On a GPU / 在 GPU 上
-#
-# <div lang="en">
-#
-# On a GPU the caching allocator manages the memory and keeps its own statistics. `torch.cuda.memory_allocated` counts tensors, rounded up to 512 bytes (a large block may be up to 1 MB too big), and workspace. `memory_reserved` counts what the allocator has taken from the driver, free blocks included. `nvidia-smi` shows this and the CUDA context. Call `torch.cuda.reset_peak_memory_stats()` before the code whose peak you want to know.
-#
-# </div>
-# <div lang="zh">
-#
-# 在 GPU 上，显存由缓存分配器管理，它另有一本账。`torch.cuda.memory_allocated` 计入张量（向上取整到 512 字节的整数倍，大块还可能多出至多 1 MB）和工作区；`memory_reserved` 是缓存分配器向驱动申请的总量，包括空闲块。`nvidia-smi` 显示的是这个总量加上 CUDA 上下文。要看哪一段的峰值，就在它之前调用 `torch.cuda.reset_peak_memory_stats()`。
+# 在 GPU 上，缓存分配器有自己的统计。`torch.cuda.memory_allocated` 计入张量（向上取整到 512 字节的整数倍，大块还可能多出至多 1 MB）和工作区，`memory_reserved` 是缓存分配器向驱动申请的总量，包括空闲块。`nvidia-smi` 显示的是这个总量加上 CUDA 上下文。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# If you have a GPU, this cell measures on it. Otherwise it shows the figures recorded on an H100 and an H200. The bytes are the same on both. The meter's peak of the training step is 3,931.7 MB, and the allocator's is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB: 32 MiB for the thread that runs forward, 32 MiB for the thread that runs backward, and 1 MiB for products with a bias. The context took 806 MB on the H200 after a few steps of training. The bytes that a layer saves in bf16 equal the formula of section 1.17 plus the LayerNorm statistics.
+# If you have a GPU, this cell measures on it. Otherwise it shows the numbers recorded on an H100 and an H200. The bytes are the same on both GPUs. The meter's peak of the training step is 3,931.7 MB, and the allocator's is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB: 32 MiB for the thread that runs forward, 32 MiB for the thread that runs backward, and 1 MiB for matrix products with a bias. The context took 806 MB on the H200 after a few steps of training. The bytes that a layer keeps in bf16 equal the formula of section 1.14 plus the LayerNorm statistics.
 #
 # </div>
 # <div lang="zh">
 #
-# 有 GPU 时，这个单元格会现场测量；没有 GPU，就显示 H100 和 H200 的记录，两块卡测得的字节数完全相同。训练步的峰值，按计量器是 3,931.7 MB，按分配器还要高 0.8 MB。从第一步起，cuBLAS 一直占着 65 MiB：前向的线程 32 MiB，反向的线程 32 MiB，带偏置的乘积再加 1 MiB。训练几步以后，H200 上的 CUDA 上下文占了 806 MB。一层在 bf16 下保存的字节数，与 1.17 节的公式加上 LayerNorm 的统计量逐字节相等。
+# 有 GPU 时，这个单元格会现场测量。没有 GPU 时，就显示 H100 和 H200 的记录，两块卡测得的字节数完全相同。训练步的峰值按计量器是 3,931.7 MB，分配器报告的还要高 0.8 MB。从第一步起，cuBLAS 一直占着 65 MiB：前向的线程占 32 MiB，反向的线程占 32 MiB，带偏置的矩阵乘法再占 1 MiB。训练几步以后，H200 上的 CUDA 上下文占了 806 MB。一层在 bf16 下保存的字节数，恰好等于 1.14 节的公式加上 LayerNorm 的统计量。
 #
 # </div>
 
@@ -1466,59 +1456,6 @@ table(headings, [(tiny.peak, full.peak_bytes, allocated)])
 from course_lib.lessons import on_gpu
 
 on_gpu("01")
-
-# %% [markdown]
-# ## 1.25 Play / 玩一玩
-#
-# <div lang="en">
-#
-# With dropout, a layer keeps $34 s b h + 5 a s^2 b$ bytes in bf16. Run the second cell and move its sliders: at what length do the terms in $s^2$ hold half of the bytes? (Compare with $34 h / 5 a$.)
-#
-# </div>
-# <div lang="zh">
-#
-# 带 dropout、用 bf16 时，一层保存 $34 s b h + 5 a s^2 b$ 字节。运行第二个单元格，拖动滑块：序列多长时，含 $s^2$ 的项占到一半？（与 $34 h / 5 a$ 对照。）
-#
-# </div>
-
-# %%
-figures.draw_activation_bytes()
-
-# %% tags=["nbval-ignore-output", "shows-picture"]
-figures.activation_playground()
-
-# %% [markdown]
-# ## 1.26 One more exercise / 再做一道练习
-#
-# <div lang="en">
-#
-# **Exercise 8.** The decoder is trained with Adam and may use 1,300 MB. What is the largest batch of 128-token sequences? Two measurements determine a line, if both peaks are at the same place in the step (section 1.3). (`answer`: the number of sequences.)
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 8。** 这个解码器用 Adam 训练，限用 1,300 MB。批次最多能有多少条长度为 128 的序列？测两次就能定出一条直线，前提是两次的峰值在训练步的同一个地方（1.3 节）。（`answer`：序列条数。）
-#
-# </div>
-
-# %% minutes=6
-answer = None
-exercises.check_largest_batch(answer)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-if not exercises.check_largest_batch.accepted:
-    peaks = []
-    for size in (4, 8):
-        with symbolic():
-            model, batch = make_decoder(), random_tokens(size, 128, 2048)
-            found = metered_step(model, batch, torch.optim.Adam(model.parameters()))
-        peaks.append(found.peak_bytes)
-    each = (peaks[1] - peaks[0]) // 4
-    answer = 4 + (1_300_000_000 - peaks[0]) // each
-
-exercises.check_largest_batch(answer)
-### END SOLUTION
 
 # %% [markdown]
 # <div lang="en">

@@ -12,7 +12,7 @@ from course_lib.budget.step import make_state
 from course_lib.memory import CATEGORIES, CachingAllocator, MemoryMeter, Trace, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import Table, category_label, figure, table, text
-from course_lib.teaching.claims import what_you_may_have_read
+from course_lib.teaching.claims import claims_table
 from course_lib.teaching.figures import category_look, phase_label, shown_once
 from course_lib.teaching.marks import label_axes
 
@@ -43,38 +43,23 @@ def replay_trace(
     live = {}
     events, done = list(trace.allocations()), 0
     try:
-        for moment in (*emptied_at, len(trace)):
-            until = sum(1 for _ in trace[:moment].allocations())
+        for point in (*emptied_at, len(trace)):
+            until = sum(1 for _ in trace[:point].allocations())
             live, done = allocator.replay(events[done:until], live), until
-            if moment in emptied_at:
+            if point in emptied_at:
                 allocator.empty_cache()
     except torch.OutOfMemoryError as error:
         return allocator, str(error)
     return allocator, ""
 
 
-def reserved_after(trace: Trace, marks: Sequence[int]) -> Table:
-    """Show live, allocated and reserved memory after each of the five phases of a step.
-
-    Args:
-        marks: Numbers of operators after which memory is read, five per step.
-    """
-    rows, phases = [], ("before", "forward", "backward", "step()", "zero_grad()")
-    for number, mark in enumerate(marks):
-        stats = trace[:mark].allocator().memory_stats()
-        counts = [stats[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved")]
-        shown = [round(count / 1e6, 1) for count in (int(trace[:mark].live_bytes[-1]), *counts)]
-        rows.append((1 + number // 5, f"`{phases[number % 5]}`", *shown))
-    return table(["step", "after", "live (MB)", "allocated (MB)", "reserved (MB)"], rows)
-
-
 _Prepare = Callable[[Decoder, torch.optim.Optimizer], object]
 
 
-def _trained_on(
+def _record_training(
     make_decoder: Callable[..., Decoder], lengths: Sequence[int], prepare: _Prepare | None = None
 ) -> tuple[Trace, list[int]]:
-    """Train one step per length, on a batch of two sequences; return the trace.
+    """Record the trace of a training with one step per length, on batches of two sequences.
 
     Args:
         make_decoder: Function that returns a decoder for a given maximal `sequence` length.
@@ -93,8 +78,8 @@ def _trained_on(
             model.loss(random_tokens(2, length, 2048)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            torch.empty(0)  # at the next operator the meter notices the storages that were released
-            ends.append(meter.moments)
+            torch.empty(0)  # the meter detects released storages only at the next operator
+            ends.append(meter.points)
     return meter.trace(), ends
 
 
@@ -111,16 +96,16 @@ def four_orders(make_decoder: Callable[..., Decoder]) -> tuple[dict[str, Trace],
         Dict from the order of the batches to its trace, and the number of operators that had run
         after each batch of the first trace.
     """
-    short_first, ends = _trained_on(make_decoder, (384, 512, 384, 512))
+    short_first, ends = _record_training(make_decoder, (384, 512, 384, 512))
     scenes = {
         "A, B, A, B": short_first,
-        "B, A, B, A": _trained_on(make_decoder, (512, 384, 512, 384))[0],
+        "B, A, B, A": _record_training(make_decoder, (512, 384, 512, 384))[0],
     }
     for name, prepare in (
         ("A, B, A, B, Adam's state first", make_state),
         ("B once, then A, B, A, B", _longest_first),
     ):
-        scenes[name] = _trained_on(make_decoder, (384, 512, 384, 512), prepare)[0]
+        scenes[name] = _record_training(make_decoder, (384, 512, 384, 512), prepare)[0]
     return scenes, ends
 
 
@@ -167,22 +152,20 @@ def _reserved_bytes(allocator: CachingAllocator) -> int:
     return allocator.memory_stats()["reserved_bytes.all.current"]
 
 
-def allocator_claims(
-    scene: Trace, capacity_bytes: int, marks: Sequence[int], reserved: Sequence[int]
-) -> Table:
+def allocator_claims(scene: Trace, capacity_bytes: int, marks: Sequence[int]) -> Table:
     """Return a table of `ALLOCATOR_CLAIMS`, and of the numbers that test them.
 
     Args:
         scene: Trace of the training that runs out of memory with `capacity_bytes`.
         capacity_bytes: Memory of the device.
-        marks: Numbers of operators that had run after each batch.
-        reserved: Reserved bytes after two different steps.
+        marks: Numbers of operators that had run after each of the four batches.
     """
+    reserved = [_reserved_bytes(scene[:mark].allocator()) for mark in marks[1:3]]
     tensor, before, after = wanted_bytes(scene, capacity_bytes)
     message = replay_trace(scene, capacity_bytes)[1]
     tried = message.partition("Tried to allocate ")[2].partition(". ")[0]
     mended = not replay_trace(scene, capacity_bytes, emptied_at=marks)[1]
-    return what_you_may_have_read(
+    return claims_table(
         ALLOCATOR_CLAIMS,
         text(
             "{freed:,} bytes freed when memory ran out; {fits}",

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from course_lib.teaching import Table, text
-from course_lib.teaching.claims import read_claims, what_you_may_have_read
+from course_lib.teaching.claims import claims_table, read_claims
 
-#: Claims that learners may have read.
+#: Claims that learners may have read elsewhere, and that this lesson tests.
 CLAIMS = read_claims(__file__, "claims")
 #: Claims about reserved memory that learners may have read; an optional section tests them.
 ALLOCATOR_CLAIMS = read_claims(__file__, "allocator_claims")
@@ -15,25 +15,29 @@ OLDER_CLAIMS = read_claims(__file__, "older_claims")
 
 def older_claims(
     growth: Sequence[int],
+    fair: Sequence[int],
     attention_bytes: int,
     activations: float,
-    after_forward: int,
-    peak_bytes: int,
+    step: tuple[int, int],
 ) -> Table:
     """Return a table of the optional section's claims, and of the numbers that test them.
 
     Args:
         growth: Bytes by which memory grew, for two runs.
+        fair: Peaks of the same two runs when both start in the same state.
         attention_bytes: Bytes that attention kept.
         activations: Bytes of the MLP's activations divided by the bytes of its input.
-        after_forward: Live bytes after the decoder's forward pass.
-        peak_bytes: Peak of the decoder's step.
+        step: Live bytes after the decoder's forward pass, and the peak of its step.
     """
     with_scores = attention_bytes + 4 * 12 * 512 * 512
-    return what_you_may_have_read(
+    return claims_table(
         OLDER_CLAIMS,
-        f"{after_forward / 1e6:.1f} MB < {peak_bytes / 1e6:.1f} MB",
-        f"{growth[0] / 1e6:.1f} MB → {growth[1] / 1e6:.1f} MB",
+        " < ".join(f"{count / 1e6:.1f} MB" for count in step),
+        text(
+            "{growth} by growth, {fair} by `measure`",
+            growth=" → ".join(f"{count / 1e6:.1f} MB" for count in growth),
+            fair=" → ".join(f"{count / 1e6:.1f} MB" for count in fair),
+        ),
         text(
             "{kept} MB, not {all} MB",
             kept=f"{attention_bytes / 1e6:.1f}",

@@ -52,8 +52,8 @@ _MISSING = {
 }
 
 
-def _forgotten() -> dict[str, dict[str, int]]:
-    """Return a dict from the names of one or two mistakes to the wrong number of weights."""
+def _counts_with_mistakes() -> dict[str, dict[str, int]]:
+    """Return a dict from one or two mistakes to the wrong number of weights that they give."""
     found: dict[int, str] = {}
     for names in chain(combinations(_MISSING, 1), combinations(_MISSING, 2)):
         found.setdefault(WEIGHTS - sum(_MISSING[name] for name in names), " ".join(names))
@@ -65,7 +65,7 @@ _KINDS = {"parameter": 4 * WEIGHTS, "gradient": 4 * WEIGHTS, "optimizer": 8 * WE
 
 
 @numbers(
-    _forgotten()
+    _counts_with_mistakes()
     | {
         "not_bytes": {"weights": 4 * WEIGHTS},
         "rounded": {kind: _roundings(count) for kind, count in _KINDS.items()},
@@ -245,7 +245,8 @@ def _draw_gpt(rng: random.Random) -> tuple[int, ...]:
         },
         **_EACH_ROW,
     },
-    # In the second case, the lesson's layer, two exchanged letters may give the same numbers.
+    # The second case is the lesson's layer, in which b equals a, so that a formula with these two
+    # letters swapped gives the right numbers.
     cases=lambda: cases([(7, 44, 70, 5), (8, 128, 256, 8)], _draw_gpt),
     blank=lambda given, *sizes: given == _gpt_rows(*sizes) | dict.fromkeys(_OPEN_ROWS, 0),
     elsewhere="some_sizes",
@@ -262,7 +263,7 @@ def _draw_llama(rng: random.Random) -> tuple[int, ...]:
 
 
 def _is_unchanged(given: Any, b: int, s: int, h: int, a: int, *_: int) -> bool:
-    """Return whether each row of an answer is still the formula of exercise 3, or 0."""
+    """Return whether every row of an answer is still 0, or still the formula of exercise 3."""
     rows = _gpt_rows(b, s, h, a)
     return (
         isinstance(given, Mapping)
@@ -364,13 +365,13 @@ _QKV = _Case(
     240,
     528,
 )
-# Hundreds of storages are released, so some of the new ones certainly get an old address.
+# Hundreds of storages are released, so some of the new storages certainly reuse an address.
 _USED_AGAIN = _Case(
     "x = [torch.empty(100) for _ in range(300)]; del x; x = [torch.empty(100) for _ in range(300)]",
     120_000,
     120_000,
 )
-#: Case -> name of the message if a meter is wrong in it
+#: Test case -> key of the message for a meter that counts this case wrongly
 _ARGUMENTS = {
     _Case("x = torch.empty(100); x.add_(1); x.add_(1)", 400, 400): "common.in_place",
     _Case("x, y = torch.empty(100), torch.empty(100); torch.neg(x, out=y)", 800, 800): "common.out",
@@ -385,7 +386,7 @@ def _draw_meter_cases(rng: random.Random) -> dict[_Case, str]:
     return {_Case(code, 8 * n, 12 * n): "common.released"}
 
 
-def _counts(meter: Any, case: _Case) -> tuple[int, int]:
+def _run_under_meter(meter: Any, case: _Case) -> tuple[int, int]:
     """Run the code of a case under a meter; return the meter's live bytes and peak."""
     names: dict[str, Any] = {"torch": torch}
     exec(case.before, names)
@@ -394,44 +395,45 @@ def _counts(meter: Any, case: _Case) -> tuple[int, int]:
         return meter.live, meter.peak
 
 
-def _refuse_wrong_counts(answer: Any, cases: Mapping[_Case, str]) -> None:
-    """Reject a meter that is wrong in some case; the message belongs to the first such case."""
-    # This case comes first. A meter that remembers all addresses would fail other cases only by
-    # chance. It misses some new storages here, which no other mistake does.
-    live, peak = _counts(answer(), _USED_AGAIN)
+def _reject_wrong_counts(answer: Any, cases: Mapping[_Case, str]) -> None:
+    """Reject a meter that counts a case wrongly, with the message of the first such case."""
+    # This case comes first, because it always detects a meter that never forgets an address. Such
+    # a meter misses new storages at old addresses. No other mistake counts too few bytes here. In
+    # the other cases, addresses are reused only by chance.
+    live, peak = _run_under_meter(answer(), _USED_AGAIN)
     if peak > 0 and 0 <= live < _USED_AGAIN.live:
-        _refuse_counts(_USED_AGAIN, live, peak, "common.used_again")
+        _reject_counts(_USED_AGAIN, live, peak, "common.used_again")
     for case, reason in {**cases, **draw_case({}, _draw_meter_cases)}.items():
-        live, peak = _counts(answer(), case)
+        live, peak = _run_under_meter(answer(), case)
         if (live, peak) != (case.live, case.peak):
             gone = case is _A_VIEW and live < case.live
-            _refuse_counts(case, live, peak, "common.storage_alive" if gone else reason)
+            _reject_counts(case, live, peak, "common.storage_alive" if gone else reason)
 
 
-def _refuse_counts(case: _Case, live: int, peak: int, reason: str) -> None:
+def _reject_counts(case: _Case, live: int, peak: int, reason: str) -> None:
     right = {"right": case.live, "most": case.peak}
     values = {"code": verbatim(case.code), "live": live, "peak": peak, "reason": say(reason)}
-    say.refuse("common.counts", **values, **right)
+    say.reject("common.counts", **values, **right)
 
 
 @exercise()
 def check_new_storages(answer: Any) -> Verdict:
     """Check the meter in which the learner filled in the condition for a new storage."""
-    new, view = _counts(answer(), _NEW), _counts(answer(), _A_VIEW)
+    new, view = _run_under_meter(answer(), _NEW), _run_under_meter(answer(), _A_VIEW)
     if new == view == (0, 0):
         return not_answered()
-    say.refuse_if(new == (0, 0), "new_storages.of_arguments")
+    say.reject_if(new == (0, 0), "new_storages.of_arguments")
     # A wrong condition can only leave out a storage or count it twice.
     views = {_A_VIEW: "new_storages.view"}
     results = {_REPLACED: "new_storages.result", _TWO_RESULTS: "new_storages.several"}
-    _refuse_wrong_counts(answer, views | _ARGUMENTS | results)
+    _reject_wrong_counts(answer, views | _ARGUMENTS | results)
     return say.right("new_storages.right")
 
 
 @exercise()
 def check_meter(answer: Any) -> Verdict:
     """Check the learner's meter, a dispatch mode with `live` and `peak` in bytes."""
-    if _counts(answer(), _A_VIEW) == (0, 0):
+    if _run_under_meter(answer(), _A_VIEW) == (0, 0):
         return not_answered()
     results = {
         _REPLACED: "common.released",
@@ -439,5 +441,5 @@ def check_meter(answer: Any) -> Verdict:
         _EVERY_FOURTH: "meter.own_bytes",
         _QKV: "meter.shared",
     }
-    _refuse_wrong_counts(answer, {_A_VIEW: "meter.view"} | _ARGUMENTS | results)
+    _reject_wrong_counts(answer, {_A_VIEW: "meter.view"} | _ARGUMENTS | results)
     return say.right("meter.right")

@@ -1,9 +1,9 @@
-"""Tables and figures of lesson 01, an Adam for bf16, LoRA adapters and a playground."""
+"""Tables and figures of lesson 01, an Adam for bf16, and LoRA adapters."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from course_lib.memory import (
     measure,
     saved_tensors,
     symbolic,
-    transformer_activation_bytes,
 )
 from course_lib.models import Decoder, DecoderLayer, random_tokens
 from course_lib.teaching import (
@@ -23,7 +22,6 @@ from course_lib.teaching import (
     Table,
     claims,
     figure,
-    playground,
     predicted_and_measured,
     table,
     text,
@@ -38,7 +36,7 @@ from .exercises import WEIGHTS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_P, _REST = "#009988", "#555555"  # activations that grow with s², and with s
+_P, _REST = "#009988", "#555555"  # P, which grows with s², and all other activations
 
 _ROWS = {  # (operator, argument or width of the last dimension) -> row of the formula
     "NativeLayerNormBackward0": {
@@ -55,7 +53,7 @@ _ROWS = {  # (operator, argument or width of the last dimension) -> row of the f
 _TENSORS = ("x", "", "", "y", "k.mT", "q", "P", "v", "P", "P @ v", "x", "", "", "z", "u", "gelu(u)")
 
 
-def rows_of_the_formula(kept: SavedTensors) -> Table:
+def formula_rows(kept: SavedTensors) -> Table:
     """Show a table of the 16 tensors that a decoder layer saves.
 
     A row of the table has the operator, the tensor's shape, bytes and name in the lesson's code,
@@ -142,7 +140,7 @@ def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8
 
 
 def _saved_at(length: int) -> tuple[float, float]:
-    """Return the MB that a layer of the course's decoder saves, and the MB of P alone."""
+    """Return the MB that a decoder layer saves, and the MB of its attention probabilities P."""
     with symbolic():
         kept = saved_tensors(DecoderLayer(256, 8), torch.randn(8, length, 256))
     p = max(row.bytes for row in kept if row.operator == "SoftmaxBackward0")
@@ -150,13 +148,13 @@ def _saved_at(length: int) -> tuple[float, float]:
 
 
 def draw_lengths(formula: Callable[..., Mapping[str, int]], guess: float | None = None) -> "Figure":
-    """Draw the bytes that a layer saves for backward over the sequence length.
+    """Draw the bytes that a layer saves for backward against the sequence length.
 
-    The reader's formula is drawn as lines, measurements as points.
+    The learner's formula is drawn as lines, measurements as points.
 
     Args:
         formula: Function that takes b, s, h and a, and returns the bytes of each row.
-        guess: The reader's guess of the length above which P is larger than all other saved
+        guess: The learner's guess of the length above which P is larger than all other saved
             tensors.
     """
     lengths = (128, 256, 512, 768, 1024)
@@ -193,11 +191,14 @@ def peak_and_sum(meter: MemoryMeter, logits_bytes: int) -> tuple[float, str, flo
 
 
 def sum_of_kinds(meter: MemoryMeter) -> int:
-    """Return bytes of weights, gradients and optimizer state after a step plus most activations."""
-    return _left(meter) + int(meter.series()["activation"].max())
+    """Return the bytes of weights, gradients and optimizer state after a step, plus activations.
+
+    The bytes of activations are those at the time at which most of them are live.
+    """
+    return _state_bytes(meter) + int(meter.series()["activation"].max())
 
 
-def _left(meter: MemoryMeter) -> int:
+def _state_bytes(meter: MemoryMeter) -> int:
     """Return the bytes of weights, gradients and optimizer state after a step."""
     return sum(meter.timeline[-1].bytes[kind] for kind in ("parameter", "gradient", "optimizer"))
 
@@ -221,20 +222,7 @@ def under_autocast(make_decoder: Callable[[], Decoder]) -> tuple[Measurement, in
         measured = measure(step, model=decoder, optimizer=adam)
         with MemoryMeter(decoder, adam) as meter:
             step()
-    return measured, _left(meter)
-
-
-class _FactorDropout(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, 0.1)
-
-
-def with_factor_dropout(layer: DecoderLayer) -> DecoderLayer:
-    """Make a layer use `F.dropout`, which on a CPU saves factors, not masks of one byte."""
-    attention: Any = layer.attention
-    attention.drop_probabilities = attention.drop_output = _FactorDropout()
-    layer.feedforward[3] = _FactorDropout()
-    return layer
+    return measured, _state_bytes(meter)
 
 
 class MixedAdam:
@@ -242,7 +230,7 @@ class MixedAdam:
 
     def __init__(self, model: nn.Module):
         self.pairs = [(p, torch.optim.Adam([p.detach().float()])) for p in model.parameters()]
-        for _, adam in self.pairs:  # makes the state now, not in the first step
+        for _, adam in self.pairs:  # creates the state before the first step
             (master,) = adam.param_groups[0]["params"]
             moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
             adam.state[master] = {"step": torch.tensor(1.0, dtype=torch.float32), **moments}
@@ -258,7 +246,7 @@ class MixedAdam:
 
 
 class _Adapter(nn.Module):
-    """A frozen Linear plus a trained product of two thin matrices (LoRA).
+    """A frozen Linear plus a trained matrix product of two thin matrices (LoRA).
 
     Source: Hu et al. 2021, arXiv:2106.09685.
     """
@@ -283,60 +271,7 @@ def with_adapters(decoder: Decoder, rank: int) -> Decoder:
     return decoder
 
 
-def draw_activation_bytes(
-    sequence: int = 2048, layers: int = 32, heads: int = 32, hidden: int = 4096
-) -> "Figure":
-    """Draw predicted activation bytes of one training sequence over its length.
-
-    Bytes that grow with the length s and bytes that grow with s² are drawn separately.
-
-    Args:
-        sequence: Length that is marked on the curve.
-        layers, heads, hidden: Sizes of the transformer, which computes in bf16 with dropout and
-            without recomputation.
-    """
-    lengths = [256 * i for i in range(1, 33)]
-    sizes = {"batch": 1, "hidden": hidden, "heads": heads, "layers": layers}
-
-    def gigabytes(length: int, recompute: str) -> float:
-        return transformer_activation_bytes(sequence=length, recompute=recompute, **sizes) / 1e9
-
-    total = gigabytes(sequence, "none")
-    share = f"{1 - gigabytes(sequence, 'selective') / total:.0%}"
-    words = "{layers} layers, {sequence} tokens: {total:,.1f} GB, of which {share} grow with s²"
-    title = text(words, layers=layers, sequence=sequence, total=total, share=share)
-    drawn, ax = figure(title, height=3.2)
-    proportional = [gigabytes(length, "selective") for length in lengths]
-    everything = [gigabytes(length, "none") for length in lengths]
-    for low, high, name, color in (
-        (0, proportional, "grows with s", _REST),
-        (proportional, everything, "grows with s²", _P),
-    ):
-        look = {"color": color, "alpha": 0.75, "linewidth": 0}
-        ax.fill_between(lengths, low, high, label=text(name), **look)
-    ax.plot(lengths, everything, color=COLORS["predicted"])
-    ax.plot(sequence, total, "o", color=COLORS["predicted"])
-    label_axes(ax, "sequence length s (tokens)", "activations (GB)", xlim=(256, 8192))
-    ax.set_ylim(0, max(everything) * 1.08)
-    ax.legend(loc="upper left", reverse=True)
-    return shown_once(drawn)
-
-
-def activation_playground() -> None:
-    """Show `draw_activation_bytes` with three sliders."""
-    steady = {"continuous_update": False}
-    counts = [8, 16, 32, 64, 128]
-    playground(
-        draw_activation_bytes,
-        lambda widgets: {
-            "sequence": widgets.IntSlider(2048, 256, 8192, 256, description="s", **steady),
-            "layers": widgets.IntSlider(32, 1, 96, 1, description=text("layers"), **steady),
-            "heads": widgets.SelectionSlider(options=counts, value=32, description=text("heads")),
-        },
-    )
-
-
-def what_you_may_have_read(meter: MemoryMeter, autocast: Measurement, stays: int) -> Table:
+def claims_table(meter: MemoryMeter, autocast: Measurement, stays: int) -> Table:
     """Return a table of the lesson's claims, and of the measured numbers that test them.
 
     Args:
@@ -346,7 +281,7 @@ def what_you_may_have_read(meter: MemoryMeter, autocast: Measurement, stays: int
     """
     added = sum_of_kinds(meter)
     peak = f"{meter.peak_bytes / 1e6:.1f} MB"
-    return claims.what_you_may_have_read(
+    return claims.claims_table(
         CLAIMS,
         text("{sum} against {peak}", sum=f"{added / 1e6:.1f} MB", peak=peak),
         f"{peak} → {autocast.peak_bytes / 1e6:.1f} MB",

@@ -7,7 +7,7 @@ import torch
 from course_lib.labels import text
 from course_lib.memory import MemoryMeter, measure, saved_tensors, transformer_activation_bytes
 from course_lib.models import Attention, DecoderLayer, seed_generators
-from course_lib.teaching.allocator import Allocator, BetweenOperators
+from course_lib.teaching.allocator import Allocator, PeakBetweenOperators
 from course_lib.teaching.experiments import (
     TINY,
     AttentionKernels,
@@ -72,7 +72,7 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
             tokens,
         ]
         kept = allocator.requested_bytes() - sum(tensor.nbytes for tensor in own if tensor.is_cuda)
-        with BetweenOperators(allocator) as between:
+        with PeakBetweenOperators(allocator) as between:
             step()
         yield {"kept_by_libraries_bytes": kept}
         yield {"allocated_between_operators_bytes": between.peak_bytes - kept - tokens.nbytes}
@@ -109,7 +109,7 @@ def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
     """Compare a formula with the bytes that one layer with dropout saves.
 
     The formula is s*b*h*(34 + 5*a*s/h) plus the LayerNorm statistics. CUDA keeps these statistics
-    in fp32 whatever the activations' dtype; a CPU keeps them in bf16.
+    in fp32 for every dtype of the activations. A CPU keeps them in bf16.
     """
     layer = DecoderLayer(size["hidden"], size["heads"], dropout=0.1).to(device, torch.bfloat16)
     x = torch.zeros(
@@ -160,7 +160,7 @@ def attention_sequence(
             )
             yield {f"{kind}_{length}_tensors_bytes": found.peak_bytes}
             yield {f"{kind}_{length}_allocator_bytes": found.allocator_peak_bytes}
-            with kernels:  # no kernel is recorded if attention is standard
+            with kernels:  # standard attention calls no fused kernel, so none is recorded
                 layer(x)
     yield {"attention": str(kernels)}
 
