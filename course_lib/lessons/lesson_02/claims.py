@@ -12,11 +12,11 @@ from course_lib.labels import join_labels
 from course_lib.memory import saved_tensors, symbolic
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.teaching import Table, text
-from course_lib.teaching.claims import read_claims, what_you_may_have_read
+from course_lib.teaching.claims import claims_table, read_claims
 
 from .modes import modes
 
-#: Claims that learners may have read.
+#: Claims that learners may have read elsewhere, and that this lesson tests.
 CLAIMS = read_claims(__file__, "claims")
 #: Claims found only in the teaching documents from which the course was developed.
 OLDER_CLAIMS = read_claims(__file__, "older_claims")
@@ -25,8 +25,8 @@ OLDER_CLAIMS = read_claims(__file__, "older_claims")
 def older_claims() -> Table:
     """Test the claims of the optional section, and return a table of the results."""
     score = [sum(row[column] == "✓" for row in modes(checkpoint)) for column in (1, 2)]
-    equal, trained = _linear_layers_alone()
-    return what_you_may_have_read(
+    equal, trained = _misuse_checkpoint_sequential()
+    return claims_table(
         OLDER_CLAIMS,
         join_labels(
             [
@@ -72,11 +72,12 @@ def _steps_with_branches() -> int:
     )
 
 
-def _linear_layers_alone() -> tuple[int, int]:
+def _misuse_checkpoint_sequential() -> tuple[int, int]:
     """Return two counts for wrong uses of `checkpoint_sequential` on a network of 6 Linear layers.
 
-    The first is how many of 64 outputs stay the same if it is given the Linear layers alone. The
-    second is how many layers get a gradient in the reentrant mode, if the input needs none.
+    The first count is the number of outputs, of 64, that are right if only the Linear layers are
+    passed. The second is the number of layers that get a gradient in the reentrant mode if the
+    input does not require one.
     """
     network, data = deep_mlp(depth=6, width=16), torch.randn(4, 16)
     linears = [module for module in network if isinstance(module, nn.Linear)]

@@ -3,19 +3,22 @@
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import (
+    CheckpointError,
+    checkpoint,
+    noop_context_fn,
+)
 
-from course_lib._torch.operators import OpOverload
-from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
+from course_lib.checkpoint import checkpointed_loss
 from course_lib.labels import verbatim
 from course_lib.lessons.ledger import BASELINE, LAYER_BYTES
 from course_lib.memory import MemoryMeter, symbolic
-from course_lib.models import Decoder, random_tokens
+from course_lib.models import random_tokens
 from course_lib.teaching import Verdict, expect_number
 from course_lib.teaching.exercises import (
     Messages,
@@ -28,7 +31,7 @@ from course_lib.teaching.exercises import (
 )
 from course_lib.teaching.exercises.probes import (
     is_close,
-    refuse_mistakes,
+    reject_mistakes,
     run_forward,
     uneven_gradient,
 )
@@ -39,7 +42,7 @@ say = Messages(__file__)
 
 # Checkpoints as programs
 
-#: Part of an error of PyTorch -> the message on the mistake that causes it.
+#: Part of a PyTorch error message -> key of the message on the mistake that causes the error.
 _ERRORS = {
     "does not require grad": "common.no_graph",
     "backward through the graph a second time": "common.through_the_graph",
@@ -58,8 +61,8 @@ def check_checkpoint(function: Any) -> Verdict:
     kept between forward and backward.
     """
     function = getattr(function, "apply", function)
-    _keeps_its_input_only(function)
-    _works_in_a_network(function)
+    _reject_wrong_recomputation(function)
+    _reject_failure_in_network(function)
     return say.right("checkpoint.right")
 
 
@@ -73,10 +76,10 @@ def check_hooks(function: Any) -> Verdict:
     The checkpoint must also work if the block's weight needs a gradient and its input does not.
     """
     try:
-        _keeps_its_input_only(function)
-        _works_in_a_network(function)
+        _reject_wrong_recomputation(function)
+        _reject_failure_in_network(function)
     except IndexError:
-        say.refuse("hooks.found_too_few")
+        say.reject("hooks.found_too_few")
     weight = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
     data = torch.linspace(0, 1, 64).view(8, 8)
     output = function(lambda x: (x @ weight).exp(), data)
@@ -86,15 +89,15 @@ def check_hooks(function: Any) -> Verdict:
     except RuntimeError:  # the second run saved different tensors, so shapes do not match
         weight.grad = torch.full_like(weight, torch.nan)
     (expected,) = torch.autograd.grad((data @ weight).exp(), weight, uneven_gradient(data))
-    say.refuse_if(weight.grad is None, "hooks.no_weight_gradient")
-    say.refuse_if(not is_close(weight.grad, expected), "hooks.requires_too_much")
+    say.reject_if(weight.grad is None, "hooks.no_weight_gradient")
+    say.reject_if(not is_close(weight.grad, expected), "hooks.requires_too_much")
     return say.right("hooks.right")
 
 
-def _keeps_its_input_only(function: Callable) -> None:
+def _reject_wrong_recomputation(function: Callable) -> None:
     """Reject a checkpoint with wrong gradients, a wrong number of runs, or too many kept bytes."""
     weight = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
-    # The state of the random number generator may be kept, too. It is far smaller than x.
+    # A checkpoint may also keep the random number generator's state, which is far smaller than x.
     x = torch.linspace(0, 1, 2**15).view(-1, 8).requires_grad_()
     runs = []
 
@@ -116,15 +119,15 @@ def _keeps_its_input_only(function: Callable) -> None:
         output.backward(uneven_gradient(x))
     except RuntimeError as error:
         again = "does not require grad" in f"{error}" and len(runs) == 2 and runs[1]
-        say.refuse_if(again, "common.cut_graph")
+        say.reject_if(again, "common.cut_graph")
         raise
     nothing_kept = (before, len(runs)) == (1, 1) and kept <= 1.5 * x.nbytes
-    say.refuse_if(nothing_kept, "common.recomputed_nothing")
-    _two_runs(before, len(runs))
-    say.refuse_if(weight.grad is None, "common.no_weight_gradient")
-    say.refuse_if(x.grad is None, "common.no_input_gradient")
-    say.refuse_if(is_close(x.grad, 2 * wanted[0]), "common.input_twice")
-    refuse_mistakes(say, [x.grad, weight.grad], {"common.ones": [*all_ones]})
+    say.reject_if(nothing_kept, "common.recomputed_nothing")
+    _reject_wrong_run_counts(before, len(runs))
+    say.reject_if(weight.grad is None, "common.no_weight_gradient")
+    say.reject_if(x.grad is None, "common.no_input_gradient")
+    say.reject_if(is_close(x.grad, 2 * wanted[0]), "common.input_twice")
+    reject_mistakes(say, [x.grad, weight.grad], {"common.ones": [*all_ones]})
     if not is_close([x.grad, weight.grad], wanted):
         say.wrong("common.gradients")
     if kept > 1.5 * x.nbytes:  # one copy of the input is allowed
@@ -132,18 +135,18 @@ def _keeps_its_input_only(function: Callable) -> None:
 
 
 def _forward(function: Callable, block: Callable, x: Tensor, runs: list) -> tuple[Tensor, int]:
-    """Run the forward of a checkpoint; return its output, and the bytes it keeps besides that."""
+    """Run the forward of a checkpoint; return its output, and the bytes kept besides the output."""
     try:
         output, kept = run_forward(function, block, x)
     except NotImplementedError:
-        say.refuse_if(runs, "common.returns_nothing")
+        say.reject_if(runs, "common.returns_nothing")
         raise
     kind = verbatim(type(output).__name__)
-    say.refuse_if(not isinstance(output, Tensor), "common.no_tensor", kind=kind)
+    say.reject_if(not isinstance(output, Tensor), "common.no_tensor", kind=kind)
     return output, kept
 
 
-def _works_in_a_network(function: Callable) -> None:
+def _reject_failure_in_network(function: Callable) -> None:
     """Reject a checkpoint that works for a single block but not in a network.
 
     In the test, a second block follows the first block, and other operators also use the first
@@ -165,19 +168,19 @@ def _works_in_a_network(function: Callable) -> None:
     except (RuntimeError, IndexError) as error:
         if any(part in f"{error}" for part in _ERRORS):
             raise
-        say.refuse("common.two_in_a_row")
+        say.reject("common.two_in_a_row")
     found = [tensor.grad for tensor in tensors[:3]]
-    say.refuse_if(not is_close(found, wanted), "common.two_in_a_row")
+    say.reject_if(not is_close(found, wanted), "common.two_in_a_row")
 
 
-def _two_runs(before: float, after: float) -> None:
+def _reject_wrong_run_counts(before: float, after: float) -> None:
     """Reject a checkpoint unless the block runs once in forward and once in backward.
 
     Args:
         before: Number of runs before backward.
         after: Number of runs in forward and backward together.
     """
-    say.refuse_if((before, after) == (1, 1), "common.ran_once")
+    say.reject_if((before, after) == (1, 1), "common.ran_once")
     if (before, after) != (1, 2):
         say.wrong("common.runs", before=f"{before:g}", after=f"{after:g}")
 
@@ -216,14 +219,14 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
     with torch.random.fork_rng():
         *_, undisturbed = draw_numbers(goes_backward=False)
         blocks, counts, found = draw_numbers(goes_backward=True)
-    _two_runs(*(count / 2 for count in counts))
+    _reject_wrong_run_counts(*(count / 2 for count in counts))
     for x, output in blocks:
         if not torch.equal(output == 0, x.grad == 0):
             say.wrong("dropout_checkpoint.another_mask", hint="dropout_checkpoint.state")
         upstream = torch.where(output == 0, 0.0, 2 * (uneven_gradient(x) + 3))
-        say.refuse_if(not is_close(x.grad, upstream), "common.ones")
-    say.refuse_if(torch.equal(blocks[0][1], blocks[1][1]), "dropout_checkpoint.same_mask")
-    say.refuse_if(not torch.equal(found, undisturbed), "dropout_checkpoint.changed")
+        say.reject_if(not is_close(x.grad, upstream), "common.ones")
+    say.reject_if(torch.equal(blocks[0][1], blocks[1][1]), "dropout_checkpoint.same_mask")
+    say.reject_if(not torch.equal(found, undisturbed), "dropout_checkpoint.changed")
     return say.right("dropout_checkpoint.right")
 
 
@@ -269,58 +272,125 @@ def check_which_block(answer: Any) -> Verdict:
     in the decoder, which has a head.
     """
     two = isinstance(answer, tuple | list) and len(answer) == 2
-    say.refuse_if(not two, "which_block.two_answers")
+    say.reject_if(not two, "which_block.two_answers")
     layer, saves_in_decoder = answer
     if layer is None or layer is ...:
         return not_answered()
-    say.refuse_if(isinstance(layer, str) or layer in (-1, 8), "which_block.number")
+    say.reject_if(isinstance(layer, str) or layer in (-1, 8), "which_block.number")
     mistakes = {0.0: say("which_block.first"), 6.0: say("which_block.last_but_one")}
     verdict = expect_number(layer, 7, wrong_answers=mistakes)
     if not verdict:
         return verdict
     unanswered = saves_in_decoder is None or saves_in_decoder is ...
-    say.refuse_if(unanswered, "which_block.second")
-    say.refuse_if(saves_in_decoder not in (True, False), "which_block.two_answers")
-    say.refuse_if(not saves_in_decoder, "which_block.saves")
+    say.reject_if(unanswered, "which_block.second")
+    say.reject_if(saves_in_decoder not in (True, False), "which_block.two_answers")
+    say.reject_if(not saves_in_decoder, "which_block.saves")
     return say.right("which_block.right")
 
 
-@exercise()
-def check_policy(operators: Any) -> Verdict:
-    """Check the operators whose outputs a selective checkpoint keeps.
+#: Rows and columns of the input of each test block, and bytes of the smallest matrix product
+_ROWS, _COLUMNS, _SMALLEST = 16, 8, 4096
+#: Operators of two test blocks: `addmm`, `mm`, and `bmm`, which only attention calls
+_BLOCKS = (("addmm", "mm", "bmm", "addmm", "mm", "addmm"), ("mm", "addmm", "addmm"))
 
-    The peak of forward and backward must be at most 110 MB, and the FLOPs at most 1.2 times the
-    FLOPs without a checkpoint.
+
+@exercise()
+def check_policy(make_contexts: Any) -> Verdict:
+    """Check a `context_fn` that keeps the first, third, fifth ... matrix product of linear layers.
+
+    Each checkpoint must count from one. The live bytes after forward show which results are kept,
+    because each matrix product of a test block is twice as large as the one before it.
     """
-    say.refuse_if(not isinstance(operators, list | tuple | set | frozenset), "policy.list")
-    proper = all(isinstance(operator, OpOverload) for operator in operators)
-    say.refuse_if(not proper, "policy.operators")
-    with symbolic():
-        decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
-        tokens = random_tokens(8, 128, 2048)
-        checkpoint_blocks(decoder, "layers.*", policy=list(operators))
-        with (
-            warnings.catch_warnings(record=True) as heard,
-            MemoryMeter(decoder) as meter,
-        ):
-            warnings.simplefilter("always")
-            decoder.loss(tokens).backward()
-    never = any("policy keeps" in f"{each.message}" for each in heard)
-    say.refuse_if(never, "policy.never_called")
-    ratio = meter.flops / BASELINE.flops
-    took = {"peak": f"{meter.peak_bytes / 1e6:.1f} MB", "times": f"{ratio:.3f}"}
-    if meter.peak_bytes > 110e6:
-        say.wrong("policy.too_much", **took)
-    if ratio > 1.2:
-        say.wrong("policy.too_little", **took)
-    # The scores are a·s²·b numbers of 4 bytes, and the context is s·b·h numbers.
-    layer = f"{4 * (8 * 8 * 128**2 + 8 * 128 * 256) / 1e6:.1f} MB"
-    return say.right("policy.right", **took, layer=layer)
+    contexts = make_contexts()
+    if contexts is None or contexts is ...:
+        return not_answered()
+    two = isinstance(contexts, tuple) and len(contexts) == 2
+    say.reject_if(not two, "policy.contexts")
+    plain, nothing = _run_test_blocks(None), _run_test_blocks(noop_context_fn)
+    found = _run_test_blocks(make_contexts)
+    kept = []
+    for one, other in zip(found.live_bytes, nothing.live_bytes, strict=True):
+        say.reject_if((one - other) % _SMALLEST, "policy.other_operators")
+        kept.append([i for i in range(6) if (one - other) // _SMALLEST >> i & 1])
+    for name, choose in _CHOICES.items():
+        say.reject_if(kept == [choose(block) for block in _BLOCKS], f"policy.{name}")
+    first, second = (_every_second(block) for block in _BLOCKS)
+    say.reject_if(kept[0] == first and kept[1] != second, "policy.counts_on")
+    if kept != [first, second]:
+        numbers = ", ".join(f"{i + 1}" for i in kept[0]) or "–"
+        say.wrong("policy.kept", kept=numbers, wanted=", ".join(f"{i + 1}" for i in first))
+    say.reject_if(not is_close(found.gradients, plain.gradients), "common.gradients")
+    wanted = nothing.flops - sum(2 * _ROWS * _COLUMNS * 64 * 2**i for i in first + second)
+    say.reject_if(found.flops > wanted, "policy.recomputed")
+    share = (found.flops - plain.flops) / (nothing.flops - plain.flops)
+    return say.right("policy.right", share=f"{share:.0%}")
+
+
+class _BlockCosts(NamedTuple):
+    """Bytes that are live after each test block, FLOPs of forward and backward, and gradients."""
+
+    live_bytes: list[int]
+    flops: int
+    gradients: list[Tensor]
+
+
+def _run_test_blocks(context_fn: Callable | None) -> _BlockCosts:
+    """Run the test blocks in a row, each in a checkpoint if `context_fn` is not None."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_ROWS, _COLUMNS, generator=generator).requires_grad_()
+    weights = [
+        [torch.randn(8, 64 * 2**i, generator=generator).requires_grad_() for i in range(len(block))]
+        for block in _BLOCKS
+    ]
+
+    def run(x: Tensor, operators: tuple[str, ...], weights: list[Tensor]) -> Tensor:
+        for operator, weight in zip(operators, weights, strict=True):
+            if operator == "bmm":
+                y = torch.bmm(x[None], weight[None])[0]
+            else:
+                y = torch.addmm(weight[0], x, weight) if operator == "addmm" else x @ weight
+            x = y[:, :_COLUMNS].sin()
+        return x
+
+    live, y = [], x
+    with MemoryMeter() as meter:
+        for block in zip(_BLOCKS, weights, strict=True):
+            before = meter.live_bytes
+            if context_fn is None:
+                y = run(y, *block)
+            else:
+                y = checkpoint(run, y, *block, use_reentrant=False, context_fn=context_fn)
+            live.append(meter.live_bytes - before)
+        y.backward(uneven_gradient(y))
+    return _BlockCosts(live, meter.flops, [each.grad for each in (x, *weights[0], *weights[1])])
+
+
+def _positions(block: tuple[str, ...], *operators: str) -> list[int]:
+    return [i for i, operator in enumerate(block) if operator in operators]
+
+
+def _every_second(block: tuple[str, ...], start: int = 0) -> list[int]:
+    return _positions(block, "addmm", "mm")[start::2]
+
+
+#: Mistake -> function that takes a test block and returns the results that it would keep
+_CHOICES: dict[str, Callable[[tuple[str, ...]], list[int]]] = {
+    "nothing": lambda block: [],
+    "all_products": lambda block: _positions(block, "addmm", "mm"),
+    "all_three": lambda block: list(range(len(block))),
+    "from_the_second": lambda block: _every_second(block, 1),
+    "attention": lambda block: list(range(len(block)))[::2],
+    "mm_alone": lambda block: _positions(block, "mm")[::2],
+    "addmm_alone": lambda block: _positions(block, "addmm")[::2],
+    "separately": lambda block: sorted(
+        _positions(block, "mm")[::2] + _positions(block, "addmm")[::2]
+    ),
+}
 
 
 @largest([2**i for i in range(11)], budget_bytes=150_000_000)
 def check_head_chunk(chunk: int) -> int:
-    """Check the largest chunk of the head's loss whose peak is at most 150 MB, a power of two."""
+    """Check the largest power of two as chunk size with which the loss peaks at most at 150 MB."""
     with symbolic():
         hidden = torch.randn(1024, 256, requires_grad=True)
         vocabulary = torch.nn.Parameter(torch.randn(32000, 256))
@@ -355,20 +425,22 @@ def check_loss_in_pieces(function: Any) -> Verdict:
         if loss is None or loss is ...:
             return not_answered()
         with_graph = isinstance(loss, Tensor) and loss.requires_grad
-        say.refuse_if(not with_graph, "loss_in_pieces.no_graph")
+        say.reject_if(not with_graph, "loss_in_pieces.no_graph")
         kept = meter.live_bytes
-        _is_the_loss(loss, float(losses.detach().mean()), _other_losses(losses.detach()), rtol=1e-4)
+        _reject_wrong_loss(
+            loss, float(losses.detach().mean()), _losses_of_mistakes(losses.detach()), rtol=1e-4
+        )
         try:
             (3 * loss).backward()  # as if the loss were scaled, or added to other losses
-        # `cross_entropy` got rows of one chunk and targets of another, or the last chunk twice
+        # `cross_entropy` got rows and targets of different chunks, or the last chunk came twice
         except (ValueError, CheckpointError) as error:
             if not any(part in f"{error}" for part in ("batch_size", "different metadata")):
                 raise
-            say.refuse("loss_in_pieces.late_binding")
+            say.reject("loss_in_pieces.late_binding")
     for name, tensor, gradient in zip(
         ("hidden", "weight"), (hidden, weight), expected, strict=True
     ):
-        say.refuse_if(is_close(tensor.grad, gradient, **_ROUNDING), "loss_in_pieces.unscaled")
+        say.reject_if(is_close(tensor.grad, gradient, **_ROUNDING), "loss_in_pieces.unscaled")
         if not is_close(tensor.grad, 3 * gradient, **_ROUNDING):
             say.wrong("loss_in_pieces.gradient", name=f"`{name}`")
     if kept > logits // 2:
@@ -378,25 +450,25 @@ def check_loss_in_pieces(function: Any) -> Verdict:
     # With all tokens in one chunk, three tensors as large as all logits are live in backward.
     if whole.peak_bytes < 2 * logits:
         alike = is_close(whole.peak_bytes, meter.peak_bytes, rtol=0.1)
-        say.refuse(f"loss_in_pieces.{'one_chunk' if alike else 'count_of_chunks'}")
-    _leaves_out_ignored_targets(function, hidden.detach(), weight.detach(), targets)
+        say.reject(f"loss_in_pieces.{'one_chunk' if alike else 'count_of_chunks'}")
+    _reject_counted_ignored_targets(function, hidden.detach(), weight.detach(), targets)
     sizes = {"peak": meter.peak_bytes, "logits": logits}
     if meter.peak_bytes > 1.5 * logits:
         say.wrong("loss_in_pieces.peak", **sizes)
     return say.right("loss_in_pieces.right", kept=kept, **sizes)
 
 
-def _is_the_loss(loss: Tensor, wanted: float, mistakes: dict[str, Any], rtol: float) -> None:
+def _reject_wrong_loss(loss: Tensor, wanted: float, mistakes: dict[str, Any], rtol: float) -> None:
     """Reject a loss that is not `wanted`; the message names the mistake if it is known."""
     found = float(loss.detach())
     if is_close(found, wanted, rtol=rtol):
         return
-    refuse_mistakes(say, found, mistakes, within="common.wrong_loss", rtol=rtol)
+    reject_mistakes(say, found, mistakes, within="common.wrong_loss", rtol=rtol)
     say.wrong("common.loss", found=f"{found:.4f}", wanted=f"{wanted:.4f}")
 
 
-def _other_losses(losses: Tensor) -> dict[str, Any]:
-    """Return a dict from mistakes to wrong losses, for the losses of 240 tokens in chunks of 64."""
+def _losses_of_mistakes(losses: Tensor) -> dict[str, Any]:
+    """Return a dict from mistakes to wrong mean losses of 240 tokens in chunks of 64."""
     means, total = [float(part.mean()) for part in losses.split(64)], float(losses.sum())
     return {
         "loss_in_pieces.mean_of_means": sum(means) / 4,
@@ -407,7 +479,7 @@ def _other_losses(losses: Tensor) -> dict[str, Any]:
     }
 
 
-def _leaves_out_ignored_targets(
+def _reject_counted_ignored_targets(
     function: Callable, hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> None:
     """Reject a loss whose value or gradient is wrong when some targets are ignored (-100).
@@ -421,11 +493,11 @@ def _leaves_out_ignored_targets(
     (expected,) = torch.autograd.grad(wanted, rows)
     loss = function(rows, weight, ignored, 64)
     loss.backward()
-    say.refuse_if(torch.isnan(loss), "loss_in_pieces.nan")
+    say.reject_if(torch.isnan(loss), "loss_in_pieces.nan")
     of_all = wanted * (ignored != -100).sum() / len(targets)
-    say.refuse_if(is_close(loss, of_all, rtol=1e-4), "common.all_targets")
+    say.reject_if(is_close(loss, of_all, rtol=1e-4), "common.all_targets")
     right = is_close(loss, wanted, rtol=1e-4) and is_close(rows.grad, expected, **_ROUNDING)
-    say.refuse_if(not right, "loss_in_pieces.ignored")
+    say.reject_if(not right, "loss_in_pieces.ignored")
 
 
 @cache
@@ -465,19 +537,19 @@ def check_in_chunks(function: Any) -> Verdict:
             raise NotImplementedError
         if not isinstance(loss, Tensor) or not loss.requires_grad or loss.numel() != 1:
             say.wrong("in_chunks.no_graph")
-        _is_the_loss(loss, expected.loss, mistakes, rtol=1e-5)
+        _reject_wrong_loss(loss, expected.loss, mistakes, rtol=1e-5)
         return loss
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cost = cost_of(model, _batch(seed), loss_of)
     equal = equal_gradients(cost.gradients, expected.gradients)
-    say.refuse_if(not equal, "in_chunks.gradients")
+    say.reject_if(not equal, "in_chunks.gradients")
     peak = f"{cost.peak_bytes / 1e6:.1f}"
     if cost.peak_bytes > 80_000_000:
-        say.refuse_if(not model.training, "in_chunks.eval")
-        say.refuse_if(len(runs) < 2 * len(layers), "in_chunks.layers", peak=peak)
-        say.refuse("in_chunks.logits", peak=peak)
+        say.reject_if(not model.training, "in_chunks.eval")
+        say.reject_if(len(runs) < 2 * len(layers), "in_chunks.layers", peak=peak)
+        say.reject("in_chunks.logits", peak=peak)
     return say.right("in_chunks.right", peak=peak)
 
 

@@ -38,7 +38,7 @@ def measured_step(make: Callable[..., Decoder], **options: Any) -> StepCost:
     """
     with symbolic():
         decoder, tokens = make(**options), random_tokens(8, 128, 2048)
-        # fused, so that the update is one operator; no peak here is in this phase
+        # A fused update is a single operator. None of the peaks here is in the optimizer step.
         adam = torch.optim.Adam(decoder.parameters(), fused=True)
         _give_gradients(decoder)
         adam.step()  # creates its state
@@ -116,7 +116,7 @@ def one_backward_transposed(hidden: Tensor, weight: Tensor, targets: Tensor, chu
 def peak_of_groups(layers: int, group: int) -> float:
     """Return the peak in MB of forward and backward; gradients exist from the start.
 
-    The decoder's sizes are a quarter of the course's, so that 48 layers run in a moment.
+    The decoder's sizes are a quarter of the course's, so that 48 layers run quickly.
 
     Args:
         layers: Number of layers.
@@ -138,7 +138,7 @@ def _give_gradients(decoder: Decoder) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-#: Kind of event -> the words in its box, and the box's color, as in lesson 03's schedules.
+#: Kind of event -> text in its box, and the color of the box, as in lesson 03's schedules.
 _RUNS = {
     "forward": ("forward {name}", "#224488"),
     "again": ("{name} again", "#228833"),
@@ -161,7 +161,7 @@ def draw_order(heard: Sequence[str]) -> "Figure":
     started, alt = {}, []
     for time, (kind, name) in enumerate(events):
         row, again = names.index(name), kind == "forward" and name in started
-        if kind == "backward":  # its input was kept until here
+        if kind == "backward":  # the checkpoint kept its input until here
             kept = {"facecolor": _RUNS["forward"][1], "alpha": 0.3, "zorder": 0.5}
             since = started[name] + 1
             box(ax, (since, row - 0.07), time - since, 0.14, **kept)
@@ -228,7 +228,11 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
 
 
 #: Name of a policy -> position of the name relative to its point, in points, and its alignment.
-_PLACES = {"each layer": (-8, 2, "right"), "eight layers per checkpoint": (0, -16, "center")}
+_PLACES = {
+    "each layer": (-8, 2, "right"),
+    "every second product kept": (-8, -4, "right"),
+    "eight layers per checkpoint": (0, -16, "center"),
+}
 
 
 def draw_policies(variants: Mapping[str, Any]) -> "Figure":
@@ -249,7 +253,7 @@ def draw_policies(variants: Mapping[str, Any]) -> "Figure":
         x, y, side = _PLACES.get(name, (8, 4, "left"))
         ax.plot(*point, "o", color=COLORS["measured"])
         note(ax, name, point, (x, y), ha=side, va="baseline")
-    drawn.course_larger = 1.3  # a larger name would reach the next point
+    drawn.course_larger = 1.3  # larger names would overlap the next point
     return shown_once(drawn)
 
 
@@ -260,12 +264,12 @@ def seconds_beside_flops(decoders: Mapping[str, Decoder], variants: Mapping[str,
     """
     tokens, seconds = random_tokens(4, 128, 2048), {name: [] for name in decoders}
     for name, decoder in 6 * list(decoders.items()):
-        start = process_time()  # other programs on the machine do not count
+        start = process_time()  # CPU time, so other programs are not counted
         decoder.loss(tokens).backward()
         seconds[name].append(process_time() - start)
     first = next(iter(decoders))
     flops = [variants[name].flops / variants[first].flops for name in decoders]
-    ratios = [  # round by round
+    ratios = [  # one ratio per round
         sorted(one / plain for one, plain in zip(took, seconds[first], strict=True))
         for took in seconds.values()
     ]
@@ -308,7 +312,7 @@ def _mb(count: int) -> str:
     return f"{round(count / 1e6, 1) + 0.0:.1f}"  # + 0.0 removes the minus of -0.0
 
 
-def what_you_may_have_read(variants: Mapping[str, Any], alone: Mapping[int | None, int]) -> Table:
+def claims_table(variants: Mapping[str, Any], alone: Mapping[int | None, int]) -> Table:
     """Return a table of the lesson's claims, and of the measured numbers that test them.
 
     Args:
@@ -318,10 +322,10 @@ def what_you_may_have_read(variants: Mapping[str, Any], alone: Mapping[int | Non
             layers without a head.
     """
     plain, layer, kept = (variants[name].flops for name in ("plain", "each layer", "products kept"))
-    head = 3 * 2 * 1024 * 256 * 2048  # products of the head, which no policy recomputes
+    head = 3 * 2 * 1024 * 256 * 2048  # matrix products of the head, which no policy recomputes
     whole = plain + (plain - head) // 3  # each layer without early stop: one more forward of all
     peaks = " / ".join(f"{peak / 1e6:.1f}" for peak in (alone[None], alone[0], alone[7]))
-    return claims.what_you_may_have_read(
+    return claims.claims_table(
         CLAIMS,
         f"+{layer / plain - 1:.0%}",
         f"+{(layer - plain) / (plain - head):.0%}",

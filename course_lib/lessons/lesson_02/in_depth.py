@@ -3,13 +3,14 @@
 The comparison of reentrant and non-reentrant checkpoints is in `modes.py`.
 """
 
+import contextlib
 import io
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from course_lib.checkpoint import checkpoint_blocks
 from course_lib.memory import MemoryMeter
 from course_lib.memory.measurement import flop_counter
 from course_lib.models import Attention, DecoderLayer, deep_mlp
-from course_lib.teaching import Table, table
+from course_lib.teaching import Table, table, text
+
+from .own_code import FOR_USERS, VOCABULARY, llama, llama_batch, recorded_warnings
 
 
 class _Block(nn.Module):
@@ -90,6 +93,7 @@ def repeats() -> Table:
 
 
 def _repeats(case: type[_Block], options: dict[str, Any]) -> str:
+    """Return "✓" if a checkpoint with `options` changes nothing in a step, "✗", or "error"."""
     expected = _after_a_step(case)
     try:
         found = _after_a_step(case, options)
@@ -125,7 +129,7 @@ def _after_a_step(case: type[_Block], options: dict[str, Any] | None = None) -> 
     ]
 
 
-@contextmanager
+@contextlib.contextmanager
 def statistics_unchanged(norm: nn.BatchNorm1d) -> Iterator[None]:
     """Keep the running statistics of `norm` unchanged inside the block."""
     momentum, tracked = norm.momentum, norm.num_batches_tracked.clone()
@@ -186,7 +190,7 @@ def train(checkpointed: bool) -> tuple[list[float], list[str]]:
     return losses, log.getvalue().splitlines()
 
 
-def compare_kept(
+def compare_kept_outputs(
     gradients: Callable[[Tensor], list[Tensor]],
     block: nn.Module,
     x: Tensor,
@@ -238,3 +242,33 @@ def peaks_of_segments(run: Callable[[nn.Module, int, Tensor], Tensor]) -> Table:
             output.square().mean().backward()
         rows.append((segments, round(meter.peak_bytes / 1e6, 1)))
     return table(["segments", "peak (MB)"], rows)
+
+
+def trainer_steps(settings: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table of the peak of one step of Hugging Face's Trainer, one row per settings.
+
+    Args:
+        settings: Arguments of `TrainingArguments` that are added to those of the step.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    rows, batch = [], llama_batch()
+    sequences = [dict(zip(batch, each, strict=True)) for each in zip(*batch.values(), strict=True)]
+    for added in settings:
+        model = llama(VOCABULARY)
+        with (
+            recorded_warnings() as heard,
+            TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            always = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": 1}
+            options = {"per_device_train_batch_size": len(sequences), "save_strategy": "no"}
+            arguments = TrainingArguments(folder, **always, **options, **added)
+            trainer = Trainer(model, arguments, train_dataset=sequences)
+            with MemoryMeter(model) as meter:
+                trainer.train()
+        line = ", ".join(f"{name}={value}" for name, value in added.items())
+        kinds = sorted({each.category.__name__ for each in heard if each.category in FOR_USERS})
+        label = f"`{line}`" if line else text("no checkpoint")
+        rows.append((label, f"{meter.peak_bytes / 1e6:.1f}", ", ".join(f"`{k}`" for k in kinds)))
+    return table(["line", "peak (MB)", "warning"], rows)

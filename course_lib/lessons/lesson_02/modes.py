@@ -165,11 +165,11 @@ class _CountedCheckpoint:
         self.mode, self.runs = mode, 0
 
     def __call__(self, function: Callable, *args: Any, **options: Any) -> Tensor:
-        def run_once(*args: Any, **options: Any) -> Tensor:
+        def counted(*args: Any, **options: Any) -> Tensor:
             self.runs += 1
             return function(*args, **options)
 
-        return self.mode(run_once, *args, **options)
+        return self.mode(counted, *args, **options)
 
 
 def _input_without_gradient(run: Run, x: Tensor, weight: Tensor) -> Tensor | None:

@@ -1,10 +1,11 @@
 """Lines of a training script, run and measured on a small Llama of `transformers`."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +14,8 @@ from course_lib.memory import MemoryMeter
 from course_lib.models import random_tokens
 from course_lib.teaching import Table, table, text
 
-LINES = (
-    "",
-    "model.activation_checkpointing_enable()",
-    "model.activation_checkpointing_enable(older)",
-    "model.gradient_checkpointing_enable()",
-    "model.activation_checkpointing_enable(keep_addmm)",
-    "model.activation_checkpointing_enable(keep_mm)",
-    'model.compile(backend="aot_eager_decomp_partition")',
-)
-OWN_LOSS = "loss = in_chunks(model, tokens, labels)"
 VOCABULARY = 8192  # 32 times the hidden size; in Llama 3 8B it is 31 times
-_FOR_USERS = (FutureWarning, UserWarning)  # others are for the authors of a library
+FOR_USERS = (FutureWarning, UserWarning)  # other categories are for authors of libraries
 
 
 class Cost(NamedTuple):
@@ -85,57 +76,53 @@ def cost_of(
     return Cost(meter.peak_bytes, meter.flops, float(value.detach()), gradients)
 
 
-@cache
-def cost_without_checkpoints() -> Cost:
-    """Return the costs of the small Llama on `llama_batch()`, without any technique."""
-    return cost_of(llama(VOCABULARY), llama_batch())  # pyrefly: ignore[bad-return]
+@contextmanager
+def recorded_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Record the warnings of the block in a list instead of printing them."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        yield heard
 
 
-def measured_lines(
-    in_chunks: Callable[..., Tensor] | None = None,
-    lines: Sequence[str] = LINES,
-    **names: Any,
+def measured_lines(lines: Sequence[str]) -> Table:
+    """Return the table of `compare_costs` for lines of code that change a new Llama, `model`.
+
+    The empty line is the Llama without a checkpoint, and comes first.
+    """
+    costs = {}
+    for line in lines:
+        with recorded_warnings() as heard:
+            model = llama(VOCABULARY)
+            exec(line, {"model": model})
+            costs[line] = cost_of(model, llama_batch()), heard
+    return compare_costs(costs)
+
+
+def compare_costs(
+    costs: Mapping[str, tuple[Cost | None, Sequence[warnings.WarningMessage]]],
 ) -> Table:
-    """Return a table of the peak and FLOPs of a new Llama after each line of code.
+    """Return a table with a row per name: peak in MB, FLOPs as a ratio to the first row, warnings.
 
     Args:
-        in_chunks: The learner's function of a model, tokens and labels that returns the loss. If
-            given, a last row shows the costs of that function. The row is empty if the function
-            returns None.
-        lines: Lines of code that change `model`; the empty line is the model without a checkpoint.
-        **names: Values of the names in the lines, apart from `model`.
-
-    Returns:
-        One row per line: the line, the peak in MB, the FLOPs relative to the model without a
-        checkpoint, and the category of a warning that the line printed.
+        costs: Dict from a line of code to its cost and the warnings that it printed. The first key
+            is an empty line; its row is named "no checkpoint". A cost is None while the exercise
+            of its line is not solved; then the row is empty.
 
     Raises:
-        ValueError: A line changed a gradient by more than rounding.
+        ValueError: A gradient differs from the first row's by more than rounding.
     """
-    rows, first = [], cost_without_checkpoints()
-    for line in lines if in_chunks is None else (*lines, OWN_LOSS):
-        model = llama(VOCABULARY)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if line == OWN_LOSS:
-                cost = cost_of(model, llama_batch(), in_chunks)
-            else:
-                exec(line, {"model": model, **names})
-                cost = cost_of(model, llama_batch())
+    first = next(iter(costs.values()))[0]
+    rows = []
+    for name, (cost, heard) in costs.items():
+        label = f"`{name}`" if rows else text("no checkpoint")
         if cost is None:
-            rows.append((f"`{line}`", "", "", ""))  # the exercise is not solved yet
+            rows.append((label, "", "", ""))
             continue
         if not equal_gradients(cost.gradients, first.gradients):
-            raise ValueError(f"lines must leave the gradients equal up to rounding, got {line!r}")
-        kinds = {each.category.__name__ for each in caught if each.category in _FOR_USERS}
-        rows.append(
-            (
-                f"`{line}`" if line else text("no checkpoint"),
-                round(cost.peak_bytes / 1e6, 1),
-                round(cost.flops / first.flops, 2),
-                ", ".join(f"`{kind}`" for kind in sorted(kinds)),
-            )
-        )
+            raise ValueError(f"lines must leave the gradients equal up to rounding, got {name!r}")
+        kinds = {each.category.__name__ for each in heard if each.category in FOR_USERS}
+        ratio, printed = cost.flops / first.flops, ", ".join(f"`{kind}`" for kind in sorted(kinds))
+        rows.append((label, round(cost.peak_bytes / 1e6, 1), round(ratio, 2), printed))
     columns = ["line", "peak (MB)", "FLOPs (ratio)", "warning"]
     if not any(row[3] for row in rows):
         columns, rows = columns[:3], [row[:3] for row in rows]
