@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "Your model has $n$ equal layers, and its activations do not fit.\n\nWhich of them should be recomputed, and in which groups?", "zh": "你的模型有 $n$ 个相同的层，激活值放不下。\n\n哪些层该重计算，几层合成一组？"}
+# %% [markdown] slide={"en": "A checkpoint around each layer: the usual choice.\n\n**Can anything beat it?**", "zh": "每层一个检查点，是最常见的选择。\n\n**有什么能胜过它吗？**"}
 # # 3 Which ones should we forget? (checkpoint schedules) / 该忘掉哪些？（检查点的调度）
 #
 # <div lang="en">
 #
-# Your transformer has 8, 32 or 80 equal layers, and its activations do not fit into memory. You can put a checkpoint around each layer or around groups of layers, keep some results and recompute the others, or leave the choice to the compiler. Which of these pays for your model?
+# In lesson 02 you put a checkpoint around each layer of the course's decoder. **Can any other plan beat these checkpoints?** Layers could share a checkpoint, a checkpoint could keep some results, the compiler could choose, and a search could look for the best plan.
 #
-# This lesson measures them side by side, and explains the result with two numbers that you can measure on your own model. Then you cut chains of small layers, and write a search for chains whose layers differ.
+# This lesson measures all these plans on one model, and explains the result with two numbers of your own model. Then it turns to networks for which another plan is best.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的 Transformer 有 8 层、32 层或 80 层，每层都相同，而激活值放不进内存。你可以每层加一个检查点，也可以几层合成一组；可以保留一部分结果、重计算其余的，也可以让编译器去选。对你的模型，哪一种划算？
+# 第 02 课里，你给本课程解码器的每一层都加了一个检查点。**有没有比这更好的做法？** 可以让几层合用一个检查点，可以让检查点保留一部分结果，可以让编译器来选择保留什么，也可以写一个搜索，找出最好的方案。
 #
-# 本课先把它们放在一起实测，再用两个数来解释结果，这两个数在你自己的模型上也能测出来。然后，你要亲手切分由小层组成的链，并写一个搜索，用来处理各层不一样的链。
+# 本课先在同一个模型上把这些做法全部实测一遍，再用两个数来解释结果，这两个数在你自己的模型上也能测出来。然后再看另外几种网络，对它们来说，最好的做法并不是每层一个检查点。
 #
 # </div>
 
@@ -32,14 +32,24 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Decide which of six ways pays for a model of equal layers. Predict the peak of any segments, and find the cut with the lowest one. Give the compiler a memory budget, and check the result. Write the recurrence that finds the fastest schedule within a number of bytes, and say where it pays.
+# **Goals** (120 minutes, in two sittings):
 #
-# **What to know before**: lesson 01's meter, and the checkpoint that you wrote in lesson 02.
+# - Decide from two numbers whether another plan beats a checkpoint around each layer of your model.
+# - Predict the peak for any segments, and write the cuts with the lowest peak.
+# - Give the compiler a memory budget, and check its result.
+# - Write the recurrence that finds the fastest schedule within a number of bytes, and then beat its lowest peak.
+#
+# **What to know before**: lesson 01's meter, and the checkpoint of lesson 02.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：对各层相同的模型，判断六种做法中哪一种划算；预测任意分段的峰值，找出峰值最低的切法；给编译器一个内存预算，并检查它拿这个预算做了什么；写出递推式，在给定的字节数之内找到最快的调度，并说出它在哪里划算。
+# **目标**（共 120 分钟，分两次学）
+#
+# - 用两个数判断，你的模型有没有比每层一个检查点更好的做法。
+# - 预测任意分段的峰值，写出峰值最低的切法。
+# - 给编译器一个内存预算，并检查结果。
+# - 写出递推式，在给定的字节数之内找到最快的调度，再设法让峰值低于这些调度能达到的最低峰值。
 #
 # **预备知识**：第 01 课的计量器，以及你在第 02 课写的检查点。
 #
@@ -53,133 +63,121 @@ from math import inf
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as contexts
 
 from course_lib.lessons.lesson_03 import exercises, figures, own_model
 from course_lib.memory import MemoryMeter, symbolic
-from course_lib.models import Decoder, deep_mlp, loss_stages, random_tokens
+from course_lib.models import deep_mlp
 from course_lib.teaching import predictions, table
 
 # %% [markdown]
-# ## 3.1 Which of these pays? / 哪一种划算？
+# ## 3.1 What beats a checkpoint around each layer? / 什么能胜过每层一个检查点？
 #
 # <div lang="en">
 #
-# The course's decoder runs forward and backward in six ways, with 8 layers and with 48:
-#
-# - **no checkpoint**: everything is kept;
-# - **each layer**: one checkpoint per layer, and one around the embedding;
-# - **two layers per checkpoint**;
-# - **products kept**: a selective checkpoint per layer, which keeps the results of the linear layers;
-# - **loss in chunks**: lesson 02's loss, 128 tokens at a time, and no checkpoint elsewhere;
-# - **compiler's budget**: `torch.compile` chooses what to keep, half of its usual activations.
-#
-# **One convention holds on this page.** All live activations count, including the model's input. Weights, gradients and optimizer state exist from the start and do not count, as from the second micro-batch on (lesson 05). Only the ledger shows a whole step.
+# A **stage** is one link of a chain. The course's decoder is a chain of 18 stages: the embedding, two stages for each of the 8 layers, and the head with the loss. Cuts divide the chain into segments. Each segment except the last gets a checkpoint. (The checkpoint around the embedding does not change the peak.)
 #
 # </div>
 # <div lang="zh">
 #
-# 本课程的解码器做一次前向和反向，分别用六种做法，8 层和 48 层各测一遍：
-#
-# - **不用检查点**：全部保留；
-# - **每层一个检查点**：嵌入也有一个；
-# - **两层合用一个检查点**；
-# - **保留乘积**：每层一个选择性检查点，保留线性层的结果；
-# - **损失分小段**：第 02 课的损失，每个小段（chunk）128 个 token，其余部分不用检查点；
-# - **编译器的预算**：由 `torch.compile` 选择保留什么，预算是它平常所留激活值的一半。
-#
-# **全页只用一种约定。** 所有存活的激活值都计入，包括模型的输入。权重、梯度和优化器状态不计入，因为它们从一开始就在，就像从第二个微批次起的情形（第 05 课）。只有最后的账本统计完整的一步。
+# **级**（stage）是链上的一环。本课程的解码器是一条 18 级的链，即嵌入、8 层中每层的两级，以及最后的输出头与损失。切口把链分成几段，除最后一段外，每段加一个检查点。（嵌入外面的检查点不会改变峰值。）
 #
 # </div>
 
 
 # %%
-def make_stages(**changes):  # embedding, attention and feed-forward of each layer, head with loss
-    sizes = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8, "sequence": 128}
-    decoder, tokens = Decoder(**{**sizes, **changes}), random_tokens(8, 128, 2048)
-    return loss_stages(decoder, tokens[:, 1:]), tokens[:, :-1].contiguous()
-
-
-import torch._functorch.config as compiler
-from torch.utils.checkpoint import create_selective_checkpoint_contexts as contexts
-
-
-# %% slide="code"
 def in_segments(layers, cuts, x, **options):
     options = {"use_reentrant": False, "preserve_rng_state": False, **options}
     for start, end in pairwise(cuts[:-1]):
         x = checkpoint(layers[start:end], x, **options)
-    return layers[cuts[-2] :](x)  # the last segment needs no checkpoint
+    return layers[cuts[-2] :](x)
 
 
-# %%
-def compiled(module, x, budget):
-    torch.compiler.reset()  # forgets the graphs of another budget
-    with compiler.patch(activation_memory_budget=budget):
-        run = torch.compile(module, backend="aot_eager_decomp_partition")
-        run(x).sum().backward()  # the first call compiles, and leaves gradients
-    return run
+def layer_cuts(n, group=1):  # embedding, groups of layers (two stages per layer), head
+    return [0, *range(1, 2 * n + 1, 2 * group), 2 * n + 1, 2 * n + 2]
 
 
-# %% [markdown] slide={"en": "None, each layer, pairs, products kept, loss in chunks, compiler.\n\n**Guess first.** Which peaks lowest with 8 layers, and with 48?", "zh": "不用、每层、两层一组、保留乘积、损失分成小段、编译器。\n\n**先猜**：8 层时哪种峰值最低？48 层时呢？"}
+print(layer_cuts(8), layer_cuts(8, group=2), sep="\n")
+
+# %% [markdown] slide={"en": "No checkpoint, each layer, pairs of layers, products kept, loss in chunks, compiler.\n\n**Guess first.** Which peak is lowest with 8 layers? With 48?", "zh": "不用检查点、每层一个、两层一组、保留乘积、损失分成小段、编译器的预算。\n\n**先猜**：8 层时哪种峰值最低？48 层时呢？"}
 # <div lang="en">
 #
-# `figures.cost_of` measures peak and FLOPs on symbolic tensors, which take no memory. The compiled decoder needs real ones, and runs with 8 layers only.
+# Five ways compete with a checkpoint around **each layer**, in forward and backward:
 #
-# **Guess first.** Which way has the lowest peak with 8 layers, and which with 48? Which of them add less than 5% to the FLOPs?
+# - **No checkpoint.**
+# - **Two layers per checkpoint.**
+# - **Products kept:** a selective checkpoint per layer keeps the results of the linear layers.
+# - **Loss in chunks:** lesson 02's loss, 128 tokens at a time, and no checkpoint elsewhere.
+# - **Compiler's budget:** `torch.compile` chooses what to keep, within half of the activations that it usually keeps (section 3.5). The compiler needs real tensors, so it runs with 8 layers only. The other ways use symbolic tensors.
+#
+# **One convention holds on this page.** All live activations count, including the model's input. Weights, gradients and optimizer state do not count. They exist from the start, as in the second and later micro-batches (lesson 05).
+#
+# **Guess first.** Which way has the lowest peak with 8 layers, and which with 48? With 8 layers, which ways add less than 5% to the FLOPs of a step without checkpoints?
 #
 # </div>
 # <div lang="zh">
 #
-# `figures.cost_of` 在符号张量上测量峰值和 FLOPs，符号张量不占内存。编译后的解码器要用真实的张量，因此只跑 8 层。
+# 除了**每层一个检查点**，还要比较五种做法，每种都做一次前向和一次反向：
 #
-# **先猜**：8 层时，哪种做法的峰值最低？48 层时又是哪种？哪几种做法多花的 FLOPs 不到 5%？
+# - **不用检查点**。
+# - **两层合用一个检查点**。
+# - **保留乘积**：每层加一个选择性检查点，保留线性层的结果。
+# - **损失分小段**：用第 02 课的损失，每个小段（chunk）128 个 token，其余部分不用检查点。
+# - **编译器的预算**：由 `torch.compile` 选择保留什么，预算是它平常保留的激活值的一半（3.5 节）。编译器要用真实的张量，所以这种做法只测 8 层，其余各种做法都用符号张量。
+#
+# **本课统一用一种计法。** 所有存活的激活值都计入，包括模型的输入。权重、梯度和优化器状态不计入，因为它们从一开始就已存在。梯度累积从第二个微批次起也是这样（第 05 课）。
+#
+# **先猜**：8 层时，哪种做法的峰值最低？48 层时又是哪种？8 层时，与不用检查点相比，哪几种做法多花的 FLOPs 不到 5%？
 #
 # </div>
 
 
 # %% slide="result"
 def ways(n):
-    each, pairs = ([0, *range(1, 2 * n, step), 2 * n + 1, 2 * n + 2] for step in (2, 4))
-    keeping = partial(contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default])
-    whole, cost = [0, 2 * n + 2], partial(figures.cost_of, make_stages, layers=n)
-    found = {"no checkpoint": cost(in_segments, whole), "each layer": cost(in_segments, each)}
-    found["two layers per checkpoint"] = cost(in_segments, pairs)
-    found["products kept"] = cost(partial(in_segments, context_fn=keeping), each)
-    found["loss in chunks"] = cost(own_model.with_chunked_loss, 128)
-    return found
+    cost = partial(figures.cost_of, own_model.decoder_stages, layers=n)  # (peak, FLOPs)
+    keep = partial(contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default])
+    return {
+        "no checkpoint": cost(in_segments, [0, 2 * n + 2]),
+        "each layer": cost(in_segments, layer_cuts(n)),
+        "two layers per checkpoint": cost(in_segments, layer_cuts(n, group=2)),
+        "products kept": cost(partial(in_segments, context_fn=keep), layer_cuts(n)),
+        "loss in chunks": cost(own_model.with_chunked_loss, 128),
+    }
 
 
 eight, deep = ways(8), ways(48)
-
-# %% slide="result"
-stages, inputs = make_stages()
-run = compiled(stages, inputs, 0.5)
-with MemoryMeter() as meter:
-    run(inputs).backward()
-eight["compiler's budget, 0.5"] = meter.peak_bytes + inputs.nbytes, meter.flops
-own_model.decision_table({8: eight, 48: deep})
+eight["compiler's budget, 0.5"] = own_model.compiled_cost(0.5)
+own_model.draw_ways({8: eight, 48: deep})
 
 # %% [markdown]
 # <div lang="en">
 #
-# With 8 layers, a checkpoint around **each layer** has the lowest peak: 36.7 MB instead of 195.2, for 1.21 times the FLOPs. With 48 layers **pairs** have the lowest peak. Products kept and the compiler's budget save nearly half for about 2% more FLOPs. The loss in chunks saves 18 MB at both depths, because a model has only one loss.
-#
-# Why does the order change? Let a layer keep $A$ bytes for its backward, and let its input take $B$ bytes. With $L$ layers in groups of $g$, the inputs of $L / g$ groups are kept, and one group is recomputed as a whole: $\frac{L}{g} B + g A$. Pairs save $\frac{L}{2} B$ of inputs and add one more $A$. So pairs need less memory **from $L = 2 A / B$ layers on**. In this decoder $A$ is 20 times $B$, so that is 40 layers.
-#
-# And in models that people train? Here is one layer of two of them, in bf16, for a sequence of 4096 tokens:
+# With 8 layers, a checkpoint around **each layer** has the lowest peak: 36.7 MB, instead of 195.2 MB without a checkpoint, for 1.21 times the FLOPs. Three ways add only about 2% to the FLOPs. Of these, products kept and the compiler's budget lower the peak by nearly half. The loss in chunks lowers the peak by 18 MB at both depths, because it reduces only the logits, which any model computes once. With 48 layers, **two layers per checkpoint** have the lowest peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 8 层时，**每层一个检查点**的峰值最低：从 195.2 MB 降到 36.7 MB，FLOPs 是基线的 1.21 倍。48 层时，峰值最低的变成**两层合用一个**。保留乘积和编译器的预算只多花约 2% 的 FLOPs，却省下将近一半。损失分小段在两种深度下都省 18 MB，因为一个模型只有一个损失。
-#
-# 为什么名次变了？设一层为自己的反向保存 $A$ 字节，它的输入占 $B$ 字节。$L$ 层按每组 $g$ 层划分，要保留 $L / g$ 组的输入，并一次重计算一整组，内存共 $\frac{L}{g} B + g A$。两层一组时，输入少留 $\frac{L}{2} B$，重计算的那一组却多出一个 $A$。所以**从 $L = 2 A / B$ 层起**，两层一组才划算。在这个解码器里，$A$ 是 $B$ 的 20 倍，因此是从 40 层起。
-#
-# 那么大家真正训练的模型呢？下面是其中两个模型的各一层，用 bf16，输入一条 4096 个 token 的序列：
+# 8 层时，峰值最低的是**每层一个检查点**，峰值从 195.2 MB 降到 36.7 MB，FLOPs 是不用检查点时的 1.21 倍。有三种做法只多花约 2% 的 FLOPs，其中保留乘积和编译器的预算让峰值降低了将近一半。损失分小段在两种深度下都让峰值降低 18 MB，因为它只缩小 logits，而模型无论多深，logits 都只算一次。48 层时，峰值最低的变成**两层合用一个检查点**。
 #
 # </div>
 
-# %% slide="both"
+# %% [markdown]
+# <div lang="en">
+#
+# Why do pairs of layers win in the deeper model? Let a layer keep $A$ bytes for its backward, and let its input take $B$ bytes. With $L$ layers in groups of $g$, the step keeps the inputs of $L / g$ groups, and recomputes one whole group. This takes $\frac{L}{g} B + g A$ bytes. Pairs keep $\frac{L}{2} B$ less for inputs than single layers, and one more $A$. So pairs need less memory **from $L = 2 A / B$ layers on**. In this decoder $A$ is 20 times $B$, which gives 40 layers.
+#
+# The table shows one layer of two models in bf16, for a sequence of 4096 tokens:
+#
+# </div>
+# <div lang="zh">
+#
+# 为什么模型变深以后，两层一组反而更好？设一层为自己的反向保存 $A$ 字节，它的输入占 $B$ 字节。把 $L$ 层按每组 $g$ 层划分，就要保留 $L / g$ 组的输入，并重计算一整组，一共占 $\frac{L}{g} B + g A$ 字节。与每层一组相比，两层一组保留的输入少 $\frac{L}{2} B$，重计算的那一组却多出一个 $A$。所以**从 $L = 2 A / B$ 层起**，两层一组更省内存。在这个解码器里，$A$ 是 $B$ 的 20 倍，因此是从 40 层起。
+#
+# 下表取两个实际的模型，各看其中一层，精度为 bf16，输入是一条 4096 个 token 的序列：
+#
+# </div>
+
+# %% jupyter={"source_hidden": true} slide="result"
 rows = []
 models = {"Llama 3 8B": (32, 4096, 14336, 32), "Llama 3 70B": (80, 8192, 28672, 64)}
 for name, (depth, *sizes) in models.items():
@@ -191,32 +189,16 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 # %% [markdown]
 # <div lang="en">
 #
-# Pairs would pay from about 49 layers on in both models. The 8B model has 32. The 70B model has 80, so pairs pay for it, if its gradients exist before backward, as on this page, or are sharded (lesson 08).
+# In both models, pairs need less memory from about 49 layers on. (In the 8B model, 134 of the 825 MB are float32 copies in Hugging Face's norms. With fused norms the threshold is lower.) The 8B model has only 32 layers. The 70B model has 80 layers, so pairs lower its peak if its gradients exist before backward, as on this page, or are sharded (lesson 08).
 #
-# In other steps the gradients arrive during backward. Here a layer's gradients take far more than its input, so the peak is at the end of backward. By then the inputs are released, and no groups have a lower peak than a checkpoint around each layer, however deep the model is. Measure a layer of your own model, and this table decides:
-#
-# | your model | what to do |
-# |---|---|
-# | a transformer with fewer than $2 A / B$ layers, or with gradients that arrive during backward and take more than $B$ per layer | a checkpoint around each layer |
-# | the same, and FLOPs are scarce | keep the products if $s$ is not much larger than $h$, or give the compiler a budget (section 3.5) |
-# | more layers, with gradients that exist before backward, are sharded, or take much less than $B$ per layer | groups of layers: sections 3.2 to 3.4 find the best ones |
-# | a large vocabulary | the loss in chunks, in addition |
-# | layers that differ, and a number of bytes to stay within | a search: sections 3.6 and 3.7 |
+# In other training steps the gradients arrive during backward. In these two models a layer's gradients take far more bytes than its input, so the peak is at the end of backward. The inputs are released by then, so groups do not lower the peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 在这两个模型里，两层一组都要从大约 49 层起才划算。8B 只有 32 层。70B 有 80 层，所以两层一组划算，但前提是梯度在反向之前就已存在（本页就是这样），或者梯度是分片的（第 08 课）。
+# 在这两个模型里，两层一组都要从大约 49 层起才更省内存。（8B 模型的 825 MB 里有 134 MB 是 Hugging Face 的归一化留下的 float32 副本。改用融合的归一化，这个阈值就会降低。）8B 模型只有 32 层。70B 模型有 80 层，所以两层一组能降低这个模型的峰值，但前提是梯度在反向之前就已存在（本课就是这样），或者梯度是分片的（第 08 课）。
 #
-# 在其他训练步里，梯度在反向中陆续产生。这里一层的梯度远大于它的输入，所以峰值在反向快结束时，那时各组的输入都已释放。因此无论多少层，任何分组的峰值都不会低于每层一个检查点。对你自己的模型，也测一层，再按下表决定：
-#
-# | 你的模型 | 怎么做 |
-# |---|---|
-# | Transformer，少于 $2 A / B$ 层，或者梯度在反向中产生、每层的梯度又大于 $B$ | 每层一个检查点 |
-# | 同上，但不想多花 FLOPs | $s$ 不比 $h$ 大很多时保留乘积，或者给编译器一个预算（3.5 节） |
-# | 层数更多，而且梯度在反向之前就已存在，或是分片的，或每层的梯度远小于 $B$ | 几层合成一组，3.2 至 3.4 节找出最好的分法 |
-# | 词表很大 | 再加上损失分小段 |
-# | 各层不一样，又必须不超过某个字节数 | 搜索，见 3.6 和 3.7 节 |
+# 在其他训练步里，梯度在反向中陆续产生。这两个模型里，一层的梯度都远大于它的输入，所以峰值出现在反向快结束时。那时各组的输入都已释放，因此分组并不能降低峰值。
 #
 # </div>
 
@@ -225,16 +207,16 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 #
 # <div lang="en">
 #
-# Where layers keep little, groups save memory even with few layers. A group is called a **segment**. From here to section 3.5 the network is a chain of 100 equal layers, Linear and GELU, with activations of 1000 × 25 numbers. A layer keeps $A = 2B$, because Linear and GELU each save their input. A boundary between segments keeps $B$ = 100,000 bytes.
+# If each layer keeps few bytes, groups need less memory even with few layers. A group is called a **segment**. From here to section 3.5 the network is a chain of 100 equal layers, each a Linear and a GELU, with activations of 1000 × 25 numbers. A boundary between segments keeps one activation, $B$ = 100,000 bytes. A layer keeps $A = 2B$, because the Linear and the GELU each keep their input.
 #
-# `checkpoint_sequential` cuts such a network into $k$ segments, and puts a checkpoint around each except the last. Are the gradients equal?
+# `checkpoint_sequential` cuts such a network into $k$ segments, and puts a checkpoint around each segment except the last. Are the gradients equal?
 #
 # </div>
 # <div lang="zh">
 #
-# 每层保存得很少时，不必很深，分组就划算了。这样的一组叫做一**段**。从这里到 3.5 节，网络是一条由 100 个相同的层组成的链，每层是 Linear 加 GELU，激活值是 1000 × 25 个数。Linear 和 GELU 各保存自己的输入，所以一层保存 $A = 2B$。两段之间的边界留住一份激活值，$B$ = 100,000 字节。
+# 如果每层保存的字节很少，那么层数不多时，分组也能省内存。这样的一组叫做一**段**。从这里到 3.5 节，网络都是同一条链，由 100 个相同的层组成。每层是 Linear 加 GELU，激活值是 1000 × 25 个数。两段之间的边界要保存一份激活值，即 $B$ = 100,000 字节。Linear 和 GELU 各保存自己的输入，所以一层保存 $A = 2B$。
 #
-# `checkpoint_sequential` 把这样的网络切成 $k$ 段，除最后一段外各加一个检查点。梯度相等吗？
+# `checkpoint_sequential` 把这样的网络切成 $k$ 段，除最后一段外，每段加一个检查点。这样算出的梯度与不切时相等吗？
 #
 # </div>
 
@@ -250,12 +232,12 @@ table(["gradients equal"], [[figures.equal_gradients(hundred, x, plain, tenths)]
 # %% [markdown] slide={"en": "$k B + \\frac{L}{k} A + B$ is a smooth curve.\n\n**Guess first.** Will the measured points be smooth, too?", "zh": "$k B + \\frac{L}{k} A + B$ 是一条平滑的曲线。\n\n**先猜**：测得的点也会连成平滑的曲线吗？"}
 # <div lang="en">
 #
-# How does the peak depend on the number $k$ of segments? The inputs of $k$ segments, one segment of $L/k$ layers, and the gradient that is handed on make $k B + \frac{L}{k} A + B$, which is a smooth curve. **Guess first:** will the measured points be smooth, too?
+# How does the peak depend on the number $k$ of segments? The inputs of $k$ segments take $k B$. The $L/k$ layers of one segment add $\frac{L}{k} A - B$, because the first layer's input is the segment's input, which is counted already. Backward adds two gradients, of an output and of an input, $2 B$. The sum $k B + \frac{L}{k} A + B$ is a smooth curve. **Guess first:** will the measured points be smooth, too?
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值随段数 $k$ 怎样变化？$k$ 段的输入、一个 $L/k$ 层的段，再加正在往回传的梯度，共 $k B + \frac{L}{k} A + B$，这是一条平滑的曲线。**先猜**：测得的点也会连成平滑的曲线吗？
+# 峰值随段数 $k$ 怎样变化？$k$ 段的输入占 $k B$。做反向的那一段有 $L/k$ 层，这些层还要保存 $\frac{L}{k} A - B$，因为第一层的输入就是这一段的输入，已经计入 $k B$。反向中还有两份梯度，一份是某一层的输出的梯度，另一份是这一层的输入的梯度，共 $2 B$。三项之和是 $k B + \frac{L}{k} A + B$，画出来是一条平滑的曲线。**先猜**：测得的点也会连成平滑的曲线吗？
 #
 # </div>
 
@@ -268,22 +250,23 @@ figures.draw_sweep(100, sweep, marked=(50, 51))
 # %% [markdown]
 # <div lang="en">
 #
-# They are not. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment and **all the rest into the last one**. For $k = 51$ there are fifty segments of one layer, and the last segment has fifty layers. A segment whose backward runs is in memory as a whole.
+# The measured points are not smooth. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment and **all the rest into the last one**. For $k = 51$, fifty segments have one layer each, and the last segment has fifty. While a segment runs backward, the activations of all its layers are in memory.
 #
-# **Exercise 1.** Cuts are a list such as `[0, 40, 70, 100]`, and `pairwise(cuts)` gives the start and the end of each segment. Segment $j$, counted from 0, runs backward. Which inputs are still kept, how much do its layers keep, and which gradient exists? Return the peak in bytes, from `A` and `B`.
+# **Exercise 1.** Cuts form a list such as `[0, 40, 70, 100]`. While segment $j$, counted from 0, runs backward, which inputs are still kept, how much do its layers keep, and which gradients exist? Count every tensor once. Return the peak in bytes, from `A` and `B`.
 #
 # </div>
 # <div lang="zh">
 #
-# 并不平滑。`checkpoint_sequential` 给每段 $\lfloor L/k \rfloor$ 层，**余下的全归最后一段**。$k = 51$ 时，有五十段各一层，最后一段却有五十层。一段做反向时，整段的激活值都在内存里。
+# 测得的点并不平滑。`checkpoint_sequential` 给每段 $\lfloor L/k \rfloor$ 层，**余下的全归最后一段**。$k = 51$ 时，有五十段各一层，最后一段却有五十层。一段做反向时，整段的激活值都在内存里。
 #
-# **练习 1。** 切口写成列表，例如 `[0, 40, 70, 100]`，`pairwise(cuts)` 给出每一段的起点和终点。第 $j$ 段（从 0 数起）做反向时，还留着哪些输入，这一段的各层保存多少，又有哪个梯度存在？用 `A` 和 `B` 算出峰值，返回字节数。
+# **练习 1。** 切口写成列表，例如 `[0, 40, 70, 100]`。第 $j$ 段（从 0 数起）做反向时，还保留着哪些输入？这一段的各层保存多少？内存里还有哪些梯度？每个张量只算一次。用 `A` 和 `B` 算出峰值，返回字节数。
 #
 # </div>
 
 
 # %% minutes=10
 def predicted_peak(cuts):
+    sizes = [end - start for start, end in pairwise(cuts)]
     return 0
 
 
@@ -318,21 +301,21 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# The 8 bytes between prediction and measurement are the loss and its gradient. Now let all segments be equal. One part of the sum, $k B$, grows with $k$. The other part, $\frac{L}{k} A$, falls.
+# The measured peaks are 8 bytes above the predictions, which leave out the loss and its gradient. With equal segments, $k B$ in the sum grows with $k$, and $\frac{L}{k} A$ falls.
 #
-# **Exercise 2.** For which number of segments $k$ is the sum least? Write it for any $L$, $A$ and $B$. It need not be a whole number. If you round, take the whole number whose sum is least, which is not always the next lower one.
+# **Exercise 2.** For which number of segments $k$ is the sum of these two terms least? Write a formula for any $L$, $A$ and $B$. The result need not be a whole number. If you round it, take the whole number with the least sum, which is not always the lower one.
 #
 # </div>
 # <div lang="zh">
 #
-# 预测与实测之间相差 8 字节，就是损失和它的梯度。现在设各段相等。和式的一项 $k B$ 随 $k$ 增大，另一项 $\frac{L}{k} A$ 随 $k$ 减小。
+# 实测比预测多 8 字节，因为预测没有计入损失和它的梯度。现在假设各段一样长。峰值公式中的 $k B$ 随 $k$ 增大，$\frac{L}{k} A$ 随 $k$ 减小。
 #
-# **练习 2。** 段数 $k$ 取何值时，两项之和最小？请写成对任意的 $L$、$A$、$B$ 都成立的公式，结果不必是整数。若要取整，就取使总和最小的那个整数，它不一定是向下取整的结果。
+# **练习 2。** 段数 $k$ 取何值时，这两项之和最小？请写成对任意的 $L$、$A$、$B$ 都成立的公式，结果不必是整数。如果要取整，就取使总和最小的那个整数，它不一定是向下取整的结果。
 #
 # </div>
 
 
-# %% minutes=4
+# %% minutes=5
 def best_count(L, A, B):
     return None
 
@@ -354,52 +337,52 @@ exercises.check_best_count(best_count)
 # %% [markdown]
 # <div lang="en">
 #
-# $k^* = \sqrt{L \cdot A / B}$, where the peak is $2 \sqrt{L A B} + B$. The well-known $\sqrt L$ is right only where a layer keeps as much as one boundary. Our layers keep twice that, so 14 segments are best, not 10. It hardly matters here, because the curve is flat there: 29.3 instead of 31, in units of $B$. An uneven remainder costs more: with 14 segments, `checkpoint_sequential` peaks at 33.
+# The sum is least for $k^* = \sqrt{L \cdot A / B}$, where the peak is $2 \sqrt{L A B} + B$. The well-known $\sqrt L$ is right only if a layer keeps as many bytes as one boundary. Here $A = 2B$, so 14 segments are best, not 10. The peak is $29.3 B$ with 14 segments and $31 B$ with 10, because the curve is flat near its minimum. An uneven remainder costs more: with 14 segments, `checkpoint_sequential` peaks at $33 B$.
 #
-# For 32 layers of Llama 3 8B, $k^* = \sqrt{32 \cdot 24.6} = 28$. That is nearly one segment per layer.
+# For the 32 layers of Llama 3 8B, $k^* = \sqrt{32 \cdot 24.6} = 28$, which is nearly one segment per layer.
 #
 # </div>
 # <div lang="zh">
 #
-# $k^* = \sqrt{L \cdot A / B}$，此处的峰值是 $2 \sqrt{L A B} + B$。常说的 $\sqrt L$，只有当一层保存的恰好等于一个边界时才对。这里的层保存两倍，所以最好的段数是 14，不是 10。不过在这里差别很小，因为曲线在最低点附近很平：以 $B$ 为单位，29.3 对 31。余数分得不均匀，影响反而更大：`checkpoint_sequential` 也分 14 段，峰值却是 33。
+# 段数为 $k^* = \sqrt{L \cdot A / B}$ 时，两项之和最小，此时的峰值是 $2 \sqrt{L A B} + B$。常说的 $\sqrt L$，只有当一层保存的字节恰好等于一个边界的字节时才对。这里 $A = 2B$，所以最好的段数是 14，不是 10。分 14 段时峰值是 $29.3 B$，分 10 段时是 $31 B$，差别很小，因为曲线在最低点附近很平。把余下的层全归最后一段，影响反而更大。例如 `checkpoint_sequential` 分 14 段时，峰值是 $33 B$。
 #
 # 对 Llama 3 8B 的 32 层，$k^* = \sqrt{32 \cdot 24.6} = 28$，几乎就是一层一段。
 #
 # </div>
 
-# %% [markdown] slide={"en": "At the last segment all inputs are kept; at the first, only its own.\n\nHow long may the first be? **Cut 100 layers on paper.**", "zh": "处理最后一段时，所有输入都留着；处理第一段时，只有它自己的。\n\n那么第一段可以有多长？**先在纸上切 100 层。**"}
+# %% [markdown] slide={"en": "At the last segment all inputs are kept; at the first, only its own.\n\nHow long may the first be? **Cut 100 layers on paper.**", "zh": "最后一段做反向时，各段的输入都留着。第一段做反向时，只留着它自己的输入。\n\n那么第一段可以有多长？**先在纸上切 100 层。**"}
 # ## 3.4 Equal segments are not the best / 各段相等并不是最好的
 #
 # <div lang="en">
 #
-# While the **last** segment runs backward, all inputs are kept. While the **first** one does, all the others have been released, so the first may be longer. So give every segment the same $R$ bytes, not counting the gradient. A segment with $j$ inputs before its own has $R - (j + 1) B$ left for its layers.
+# While the **last** segment runs backward, the inputs of all segments are kept. While the **first** segment runs backward, all other inputs have been released, so the first segment may be longer. Let every segment need the same $R$ bytes, not counting the last $B$ of the sum. A segment with $j$ inputs before its own has $R - (j + 1) B$ bytes left for its layers.
 #
 # The sizes fall by $B / A$ from segment to segment, like the columns of a triangle that is $R / B$ segments long and $R / A$ layers high. Its area is the number of layers:
 #
 # $$L \approx \frac{R^2}{2 A B}, \qquad R \approx \sqrt{2 L A B}$$
 #
-# This is $1 / \sqrt 2$ of the $2 \sqrt{L A B}$ of equal segments.
+# Equal segments need $2 \sqrt{L A B}$, and $R$ is $1 / \sqrt 2$ of that.
 #
-# **Exercise 3.** Sizes are whole numbers, so the formula is not yet a cut. Write `tapered(depth)`, which returns the cuts, such as `[0, 4, 6, 7]` for 7 layers. No other cut may have a lower peak. The check compares yours with all cuts, at many depths.
+# **Exercise 3.** Sizes are whole numbers, so the formula does not give the cuts yet. Write `tapered(depth, kept)`, where a layer keeps `kept` times the bytes of a boundary, $A$ = `kept` · $B$. It returns the cuts. For example, `[0, 4, 6, 7]` are segments of 4, 2 and 1 layers. No other cuts may have a lower peak. The check compares your cuts with all others.
 #
 # </div>
 # <div lang="zh">
 #
-# **最后**一段做反向时，所有输入都留着。**第一**段做反向时，其余的都已释放，所以它可以更长。那就让每一段都占同样的 $R$ 字节（梯度另计）。设某一段之前还留着 $j$ 份输入，那么留给这一段各层的是 $R - (j + 1) B$ 字节。
+# **最后**一段做反向时，各段的输入都还保留着。**第一**段做反向时，其他各段的输入都已释放，所以第一段可以更长。因此，我们让每一段做反向时都占同样的 $R$ 字节（不计公式末尾的 $B$）。如果某一段之前还保留着 $j$ 份输入，那么留给这一段各层的是 $R - (j + 1) B$ 字节。
 #
-# 每往后一段，段长就减少 $B / A$，各段像一个三角形里的一列列：底是 $R / B$ 段，高是 $R / A$ 层，面积就是层数：
+# 每往后一段，段长就减少 $B / A$ 层。把每一段的各层画成一列，各列就排成一个三角形，底边长 $R / B$ 段，高 $R / A$ 层，三角形的面积就是层数：
 #
 # $$L \approx \frac{R^2}{2 A B}, \qquad R \approx \sqrt{2 L A B}$$
 #
-# 只有等分时 $2 \sqrt{L A B}$ 的 $1 / \sqrt 2$。
+# 等分时需要 $2 \sqrt{L A B}$，而 $R$ 只有这个值的 $1 / \sqrt 2$。
 #
-# **练习 3。** 段长必须是整数，所以公式还不能直接用作切法。写出 `tapered(depth)`，返回切口，例如 7 层时是 `[0, 4, 6, 7]`，要求没有别的切法峰值更低。检查会在许多深度上，把你的切法与所有切法比较。
+# **练习 3。** 段长必须是整数，所以从公式还不能直接得到切口。写出 `tapered(depth, kept)`，其中一层保存的字节是一个边界的 `kept` 倍，即 $A$ = `kept` · $B$。函数返回切口，例如 `[0, 4, 6, 7]` 表示各段有 4、2、1 层。要求其他任何切法的峰值都不比它低。检查会把你的切法与所有切法比较。
 #
 # </div>
 
 
-# %% minutes=10
-def tapered(depth):
+# %% minutes=13
+def tapered(depth, kept=2):
     return [0, depth]
 
 
@@ -410,9 +393,9 @@ exercises.check_tapered(tapered)
 ### BEGIN SOLUTION
 if not exercises.check_tapered.accepted:
 
-    def tapered(depth):
-        for room in count(A + B, B):
-            sizes = [(room - inputs * B) // A for inputs in range(1, room // B)]
+    def tapered(depth, kept=2):
+        for room in count(kept + 1):  # in units of B
+            sizes = [(room - inputs) // kept for inputs in range(1, room)]
             if sum(sizes) >= depth:
                 return sorted({min(depth, cut) for cut in accumulate(sizes, initial=0)})
 
@@ -435,77 +418,111 @@ for name, cuts in arms.items():
 table(["cut", "predicted (units of B)", "measured (units of B)", "FLOPs (× baseline)"], rows)
 
 # %% jupyter={"source_hidden": true} slide="result"
-figures.draw_rooms({name: arms[name] for name in ("10 equal segments", "tapered")})
+figures.draw_budgets({name: arms[name] for name in ("10 equal segments", "tapered")})
 
 # %% [markdown]
 # <div lang="en">
 #
-# The peak falls from 31 to 22, for 2% more FLOPs, because the last segment, which does not run again, is shorter. In the picture, the layers of the tapered cut form the triangle. This cut is derived here; we have found it in no paper in this form.
-#
-# For these layers and one extra forward pass, no other schedule of whole layers that discards nothing early is better. A schedule that looks inside the layers is (section 3.12).
+# The peak falls from $31 B$ to $22 B$. The FLOPs grow by 2%, because the last segment, which does not run forward again, is shorter. In the picture, the layers of the tapered cut form the triangle. We derived this cut, and found it in no paper in this form.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值从 31 降到 22，FLOPs 只多 2%，因为不必重跑的最后一段变短了。图上，渐短的切法里各层正好排成那个三角形。这个切法是在这里推出来的，我们没有在论文里见过这种形式。
-#
-# 对这些层，只多做一次前向时，在以整层为单位、不提前丢掉的调度里，没有更好的。深入到层内的调度，则可以更好（3.12 节）。
+# 峰值从 $31 B$ 降到 $22 B$。FLOPs 增加 2%，因为最后一段变短了，而只有最后一段不必再做一遍前向。在图上，渐短切法的各层正好排成那个三角形。这种切法是我们在这里推导出来的，在论文里没有见过这种形式。
 #
 # </div>
 
-# %% [markdown] slide={"en": "`activation_memory_budget`: 1 is the compiler's default, 0 saves only the inputs.\n\n**Guess first.** The saved bytes fall with it. Does the peak?", "zh": "`activation_memory_budget`：1 是编译器的默认值，0 只保存输入。\n\n**先猜**：保存的字节随它减少。峰值呢？"}
+# %% [markdown]
+# <div lang="en">
+#
+# **End of the first sitting** (60 minutes). You can predict the peak for any segments, and your `tapered` finds the best cuts of equal layers. In the second sitting a compiler and a search that you write compete with such cuts, and at the end your peak is below $22 B$.
+#
+# </div>
+# <div lang="zh">
+#
+# **第一次学习到此结束**（60 分钟）。现在，你能预测任意分段的峰值，你的 `tapered` 也能在各层相同时找到最好的切法。在第二次学习里，你要把编译器和自己写的搜索分别与这种切法比较，最后再把峰值降到 $22 B$ 以下。
+#
+# </div>
+
+# %% [markdown] slide={"en": "The compiler's default budget is 1, and 0 saves only the inputs.\n\n**Guess first.** The saved bytes fall with the budget. Does the peak?", "zh": "编译器的预算默认是 1。预算为 0 时，只保存输入。\n\n**先猜**：预算越小，保存的字节越少。峰值也会降低吗？"}
 # ## 3.5 A budget for the compiler / 给编译器一个预算
 #
 # <div lang="en">
 #
-# `torch.compile` traces forward and backward as one graph and cuts it in two. The results that cross the cut are saved, and backward computes the others again. `activation_memory_budget` limits what is saved. Its default, 1, minimizes the run time. With 0, only the inputs are saved, as with one checkpoint around everything. A number between them allows the inputs, and this share of what 1 saves in addition to them.
+# `torch.compile` traces forward and backward as one graph and cuts the graph in two. The results that cross the cut are saved, and backward computes the other results again. A **budget**, a share between 0 and 1, limits the saved bytes. The default, 1, minimizes the run time. With 0, only the graph's inputs are saved, as with one checkpoint around everything. A budget between 0 and 1 allows the inputs plus this share of the other bytes that a budget of 1 saves.
 #
-# `compiled`, in section 3.1, has the lines to paste. Its backend runs the two graphs with PyTorch's usual kernels. On a GPU you leave `backend` out: the default one generates kernels, needs a C++ compiler, and reorders operators to lower the peak. That is not run here.
-#
-# **Guess first.** On the first 16 layers of our chain the saved bytes fall with the budget. Does the peak?
+# Torch 2.13 has a context manager for the budget, still a prototype. The context must cover the whole forward pass of a compiled graph, and raises an error outside of the compiler (section 3.16). Section 3.1 used the older private setting, `torch._functorch.config.activation_memory_budget`.
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.compile` 把前向和反向追踪成一张图，再切成两半。跨过切口的结果要保存，其余的在反向里重新计算。`activation_memory_budget` 限制保存多少。默认值 1 使运行时间最短。0 只保存输入，相当于整体只用一个检查点。取两者之间的数时，可以保存输入，再加上 1 在输入之外所保存字节的这个比例。
+# `torch.compile` 把前向和反向追踪成一张图，再切成两半。跨过切口的结果要保存，其余的结果在反向里重新计算。**预算**是 0 到 1 之间的一个比例，限制保存的字节。默认值是 1，此时运行时间最短。预算为 0 时只保存图的输入，相当于给整个模型加一个检查点。预算在 0 和 1 之间时，除了输入，还可以保存一部分结果，但有一个上限。这个上限等于预算为 1 时保存的字节（不计输入）乘以这个比例。
 #
-# 3.1 节的 `compiled` 就是可以直接抄的写法。其中的后端用 PyTorch 平常的核函数来运行这两张图。在 GPU 上不必写 `backend`；默认的后端会生成核函数，需要 C++ 编译器，还会调整算子的顺序以降低峰值，这里没有运行。
-#
-# **先猜**：在这条链的前 16 层上，保存的字节随预算减少。峰值也会随之降低吗？
+# torch 2.13 有一个上下文管理器可以设置预算，目前还是原型。这个上下文必须包住一张编译图的整个前向，在编译器之外使用则会报错（3.16 节）。3.1 节用的是更早的私有设置 `torch._functorch.config.activation_memory_budget`。
 #
 # </div>
 
-# %% slide="result"
-layers16, budgets = hundred[:16], {f"`{budget}`": budget for budget in (1, 0.75, 0.5, 0.25, 0)}
-own_model.budget_table(compiled, layers16, x, budgets)
+
+# %% slide="code"
+def in_region(module, x, budget):
+    def forward(x):
+        with torch.autograd.graph.region_activation_memory_budget(budget):
+            return module(x)
+
+    torch.compiler.reset()  # discards graphs compiled for other budgets
+    run = torch.compile(forward, backend="aot_eager")
+    run(x).sum().backward()  # the first call compiles and creates gradients
+    return run
+
 
 # %% [markdown]
 # <div lang="en">
 #
-# At 0.75 the peak falls for no FLOPs: only GELUs run again, and FLOPs count only matrix products. Then the saved bytes fall further, and the peak **rises**: at 0 it is far above the peak with everything kept. The solver that chooses knows how many bytes each result takes and how many FLOPs it costs. It does not know how long a recomputed result lives. At 0.25 the first seven Linears' results are kept and nothing of the last nine layers, so backward begins with recomputing these nine at once. Section 3.16 shows that, and halves the peak.
+# This backend runs the two graphs with PyTorch's usual kernels. On a GPU, leave `backend` out. The default backend generates kernels, and reorders operators to lower the peak (not run here).
 #
-# On our decoder, 0.5 was a good choice: a peak of 105.9 MB for 1.02 times the FLOPs. So start with 0.5, and measure the peak of your model, because fewer saved bytes are not a lower peak. Four segments of the same 16 layers peak at 13 (section 3.12).
+# **Guess first.** On the first 16 layers of our chain the saved bytes fall with the budget. Does the peak fall, too?
 #
 # </div>
 # <div lang="zh">
 #
-# 预算 0.75 时峰值降低，而 FLOPs 不变，因为重计算的只有 GELU，而 FLOPs 只计矩阵乘法。再往下，保存的字节继续减少，峰值却**升高**，到 0 时远高于全部保留时的峰值。负责选择的求解器知道每个结果占多少字节、重计算要多少 FLOPs，却不知道重计算出来的结果会存活多久。预算 0.25 时，它留下前七个 Linear 的结果，最后九层什么也不留，于是反向一开始就要把这九层一起恢复。3.16 节会看到这一点，并把峰值减半。
+# 这个后端用 PyTorch 平常的核函数来运行这两张图。在 GPU 上不必写 `backend`，默认的后端会生成核函数，还会调整算子的顺序以降低峰值。这里没有运行默认的后端。
 #
-# 在解码器上，0.5 是个好选择：峰值 105.9 MB，FLOPs 是基线的 1.02 倍。所以不妨从 0.5 开始，并在你的模型上实测峰值，因为保存的字节更少，不等于峰值更低。同样这 16 层，切成四段，峰值是 13（3.12 节）。
+# **先猜**：在我们这条链的前 16 层上，预算越小，保存的字节越少。峰值也会随之降低吗？
 #
 # </div>
 
-# %% [markdown] slide={"en": "The stages differ. Keep **all** of the first one, or **run on**, keep a later input, and come back.\n\nWhich is faster?", "zh": "各级不一样。**全部保留**第一级；或者**往前跑**，留住后面的输入，再回头。\n\n哪样更快？"}
+# %% slide="result"
+layers16, tried = hundred[:16], {f"`{b}`": (in_region, b) for b in (1, 0.75, 0.5, 0.25, 0)}
+tried["`0.25`, private setting"] = own_model.compile_privately, 0.25
+own_model.budget_table(layers16, x, tried)
+
+# %% [markdown]
+# <div lang="en">
+#
+# The private setting gives the same numbers. At 0.75 the peak falls and the FLOPs do not grow, because only GELUs run again, and FLOPs count only matrix products. With smaller budgets the saved bytes fall further, but the peak **rises**: at 0 it is as high as with everything kept. The solver considers the bytes of each result and the FLOPs to recompute it, but not how long a recomputed result stays in memory. At 0.25 it keeps the results of the first seven Linears and nothing of the last nine layers, so backward begins by recomputing these nine at once. Section 3.16 shows this, and halves the peak.
+#
+# On our decoder, 0.5 was good. So start with 0.5, and measure your model's peak, because fewer saved bytes do not mean a lower peak. Four segments of the same 16 layers peak at $13 B$ (section 3.13).
+#
+# </div>
+# <div lang="zh">
+#
+# 改用私有设置，得到的数与用上下文管理器时相同。预算为 0.75 时，峰值降低，FLOPs 却不变，因为重计算的只有 GELU，而 FLOPs 只计矩阵乘法。预算再小一些，保存的字节继续减少，峰值却**升高**，预算为 0 时与全部保留时一样高。负责选择的求解器会考虑每个结果占多少字节、重计算要多少 FLOPs，却不考虑重计算出来的结果会在内存里留多久。预算为 0.25 时，求解器保留前七个 Linear 的结果，最后九层什么也不保留，于是反向一开始就要把这九层一起重计算。3.16 节会展示求解器的选择，并把峰值减半。
+#
+# 在解码器上，预算 0.5 是个好选择。换成你的模型，不妨也从 0.5 开始，但一定要实测峰值，因为保存的字节少，不等于峰值低。还是这 16 层，如果切成四段，峰值是 $13 B$（3.13 节）。
+#
+# </div>
+
+# %% [markdown] slide={"en": "The stages differ. Keep **all** of the first one, or **run on**, keep a later input, and come back.\n\nWhich is faster?", "zh": "各级不同。是**全部保留**第一级，还是**往前跑**，保留后面某一级的输入，再回头？\n\n哪种更快？"}
 # ## 3.6 Stages that differ: write the search / 各级不同：写一个搜索
 #
 # <div lang="en">
 #
-# In many networks the layers differ, and then no formula gives the best cut. A **stage** is one link of a chain, such as a layer. A **schedule** is a list of what runs, in which order, and what each forward keeps: `"all"` that its backward needs, its `"input"` only, or `"nothing"`. `simulate` counts the bytes and the time of a list, and refuses one that cannot run.
+# In many networks the stages differ, and none of our formulas gives the best cuts. A **schedule** is a list of forwards and backwards in the order in which they run. It also says what each forward keeps: `"all"` that its backward needs, its `"input"` only, or `"nothing"`. `simulate` counts the bytes and the time of a schedule, and rejects a schedule that cannot run.
 #
 # </div>
 # <div lang="zh">
 #
-# 许多网络的各级并不相同，这时没有公式能给出最好的切法。**级**（stage）是链上的一环，例如一层。**调度**是一张清单，写明运行什么、按什么顺序，以及每次前向留下什么：反向所需的全部（`"all"`），只留输入（`"input"`），或者什么也不留（`"nothing"`）。`simulate` 统计一张清单的字节和时间，无法运行的清单它会拒绝。
+# 许多网络的各级并不相同，这时前面的公式都给不出最好的切法。**调度**是一张清单，按运行的顺序列出各次前向和反向，并写明每次前向保留什么。一次前向可以保留反向所需的全部（`"all"`），可以只保留输入（`"input"`），也可以什么都不保留（`"nothing"`）。`simulate` 统计一个调度的字节和时间，如果调度无法运行，就会报错。
 #
 # </div>
 
@@ -515,52 +532,54 @@ from course_lib.schedule import Backward, Chain, Forward, simulate, store_all
 three = Chain.uniform(3, saved_bytes=2)
 again = [Forward(0, "input"), Forward(1, "nothing"), Forward(2, "all"), Backward(2)]
 again += [Forward(0, "all"), Forward(1, "all"), Backward(1), Backward(0)]
-ways = {"all stages saved": store_all(three), "the first two run again": again}
-costs = {name: simulate(way, three) for name, way in ways.items()}
+lists = {"all stages saved": store_all(three), "the first two run again": again}
+costs = {name: simulate(actions, three) for name, actions in lists.items()}
 table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in costs.items()])
 
 # %% [markdown]
 # <div lang="en">
 #
-# The second list runs stages 0 and 1 twice, for a lower peak.
+# The second list runs stages 0 and 1 forward twice, for a lower peak.
 #
-# Let $T_{i..n}(R)$ be the least time for stages $i$ to $n$, within $R$ bytes, not counting the input of stage $i$. Only schedules that never discard early what they keep count, and no output may be larger than the one before it. (Then a forward has room wherever its backward has.) Stage $i$ keeps $A_i$ bytes, its output takes $B_i$, its forward takes the time $f_i$ and its backward $g_i$. There are two ways to begin:
+# Let $T_{i..n}(R)$ be the least time for forward and backward of stages $i$ to $n$ within $R$ bytes, not counting the input of stage $i$, which exists already. We assume that schedules never discard a kept tensor before its backward, and that no output is larger than the output before it. (Then a forward fits wherever its backward fits.) Stage $i$ keeps $A_i$ bytes, its output takes $B_i$, its forward takes the time $f_i$ and its backward $g_i$. A schedule can begin in two ways:
 #
-# - **Keep all** of stage $i$. This needs $A_i + B_i \le R$, with the gradient that comes in. The time is $f_i + T_{i+1..n}(R - A_i) + g_i$.
-# - **Run on** to a later stage $e$, keep its input, and come back to $i$ when stages $e$ to $n$ are done. Which forwards does that take, which two parts remain, and how many bytes does each of them have?
+# - **Keep all** of stage $i$. With the gradient of its output, this needs $A_i + B_i \le R$. The time is $f_i + T_{i+1..n}(R - A_i) + g_i$.
+# - **Run on** to a later stage $e$, keep its input, and come back to $i$ when stages $e$ to $n$ are done. This takes the forwards of stages $i$ to $e - 1$. Which two parts remain, and how many bytes may each part use?
 #
-# The least of these times, over both ways and every $e$, is $T_{i..n}(R)$.
+# The least time, over both ways and every $e$, is $T_{i..n}(R)$.
 #
 # </div>
 # <div lang="zh">
 #
-# 第二张清单让第 0、1 级运行两遍，换来更低的峰值。
+# 第二张清单让第 0、1 级的前向运行两遍，换来更低的峰值。
 #
-# 设 $T_{i..n}(R)$ 是第 $i$ 到第 $n$ 级的最短时间：第 $i$ 级的输入已经有了（算在别处），除它之外还有 $R$ 字节可用，而且只考虑留下的东西不提前丢掉的调度。我们还假设每一级的输出都不大于前一级的输出（这样，一级的反向放得下，它的前向就放得下，不必另外检查）。第 $i$ 级保存 $A_i$ 字节，输出占 $B_i$ 字节，前向用时 $f_i$，反向用时 $g_i$。开头有两种做法：
+# 设 $T_{i..n}(R)$ 是在 $R$ 字节之内，做完第 $i$ 到第 $n$ 级的前向和反向所需的最短时间。此时第 $i$ 级的输入已经存在，不计入 $R$。我们假设，调度保留的每个张量都一直留到反向用完它为止，并且每一级的输出都不大于前一级的输出。（这样，只要一级的反向放得下，它的前向就放得下。）第 $i$ 级保存 $A_i$ 字节，输出占 $B_i$ 字节，前向用时 $f_i$，反向用时 $g_i$。调度的开头有两种做法：
 #
-# - **全部保留**第 $i$ 级。连同传进来的梯度，要求 $A_i + B_i \le R$。时间是 $f_i + T_{i+1..n}(R - A_i) + g_i$。
-# - **往前跑**到后面的某一级 $e$，留住它的输入；第 $e$ 到第 $n$ 级做完之后，再回到第 $i$ 级。这要做哪些前向？剩下哪两部分，各有多少字节可用？
+# - **全部保留**第 $i$ 级。加上输出的梯度，要求 $A_i + B_i \le R$。时间是 $f_i + T_{i+1..n}(R - A_i) + g_i$。
+# - **往前跑**到后面的某一级 $e$，保留第 $e$ 级的输入，等第 $e$ 到第 $n$ 级做完之后，再回到第 $i$ 级。往前跑要做第 $i$ 到第 $e - 1$ 级的前向。这之后还剩哪两部分要做？每一部分有多少字节可用？
 #
-# 两种做法、每一个 $e$ 都试过，其中最短的时间就是 $T_{i..n}(R)$。
+# 把两种做法和每一个 $e$ 都试过，其中最短的时间就是 $T_{i..n}(R)$。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 4.** The first way and the minimum are written. Write the second way, the time of running on to stage `e`. `stages` is a tuple that begins with stage $i$: `stages[:e]` are passed, and `stages[e:]` come later. A stage has `forward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$). Its output is the input of the next one. The check tries all schedules of this kind on four such chains.
+# **Exercise 4.** The first way and the minimum are written. For the second way, which runs on to stage `e`, write the times of the two remaining parts. `stages` is a tuple that begins with stage $i$: `stages[:e]` have run forward, and `stages[e:]` come later. A stage has `forward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$). A stage's output is the next stage's input. The check tries all schedules of this kind on four such chains.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 第一种做法和取最小值的代码已经写好，请写第二种做法，也就是往前跑到第 `e` 级所用的时间。`stages` 是元组，第一级就是 $i$，所以 `stages[:e]` 是跑过的级，`stages[e:]` 是后面的级。每一级有 `forward_time`、`saved_bytes`（$A_i$）和 `output_bytes`（$B_i$），它的输出就是下一级的输入。检查会在四条这样的链上试遍所有这类调度，与你的时间比较。
+# **练习 4。** 第一种做法和取最小值的代码已经写好。第二种做法往前跑到第 `e` 级，请写出剩下的两部分各要多少时间。`stages` 是一个元组，从第 $i$ 级开始，所以 `stages[:e]` 是已经做过前向的级，`stages[e:]` 是后面的级。每一级有 `forward_time`、`saved_bytes`（$A_i$）和 `output_bytes`（$B_i$），它的输出就是下一级的输入。检查会取四条这样的链，穷举所有这类调度，用其中最短的时间与你算出的时间比较。
 #
 # </div>
 
 
-# %% minutes=12
+# %% minutes=10
 def run_on(stages, e, room):
-    return inf
+    ahead = sum(stage.forward_time for stage in stages[:e])
+    later, earlier = inf, inf
+    return ahead + later + earlier
 
 
 @cache
@@ -584,7 +603,8 @@ if not exercises.check_recurrence.accepted:
     def run_on(stages, e, room):
         ahead = sum(stage.forward_time for stage in stages[:e])
         later = fastest(stages[e:], room - stages[e - 1].output_bytes)
-        return ahead + later + fastest(stages[:e], room)
+        earlier = fastest(stages[:e], room)
+        return ahead + later + earlier
 
     @cache
     def fastest(stages, room):
@@ -601,55 +621,26 @@ if not exercises.check_recurrence.accepted:
 exercises.check_recurrence(fastest)
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "A checkpoint around each layer costs no search.\n\n**Guess first.** How much better is the fastest schedule, on the decoder and on a pyramid?", "zh": "每层一个检查点，用不着搜索。\n\n**先猜**：最快的调度比它好多少？在解码器上、在金字塔上各是多少？"}
+# %% [markdown]
 # ## 3.7 Where does the search pay? / 搜索在哪里划算？
 #
 # <div lang="en">
 #
-# Running on takes the forwards $f_i + \dots + f_{e-1}$. Then stages $e$ to $n$ have $R - B_{e-1}$ bytes, because the kept input takes the rest. After that the input is released, so stages $i$ to $e - 1$ have all of $R$ again.
+# While stages $e$ to $n$ run, the kept input takes $B_{e-1}$ of the $R$ bytes. Then this input is released, so stages $i$ to $e - 1$ may use all of $R$ again.
 #
-# The library's `optimal` is your recurrence for long chains, and returns the schedule itself. It also checks that each forward has room, so outputs may grow. `frontier` gives all budgets at once, the **Pareto frontier**: no schedule of this kind equals or beats one of its points in both bytes and time.
-#
-# Two chains are tried: our decoder, 18 stages that `Chain.profile` measures, and a pyramid of 12 stages whose outputs shrink from 32 MB to 1, as in a convolutional network. **Guess first:** how far above the frontier are the best cuts?
+# The library's `optimal` is your recurrence for long chains, and returns the schedule itself. It also checks that each forward fits into the remaining bytes, so it handles chains in which a stage's output is larger than its input. `ScheduledSequential` runs a schedule under autograd (section 3.14). With half of the bytes that the decoder keeps, are the gradients equal, and is the peak as simulated?
 #
 # </div>
 # <div lang="zh">
 #
-# 往前跑的这段前向总用时 $f_i + \dots + f_{e-1}$。然后第 $e$ 到第 $n$ 级有 $R - B_{e-1}$ 字节可用，因为留住的那份输入要占一部分。做完之后这份输入就释放了，所以第 $i$ 到第 $e - 1$ 级又可以用全部的 $R$。
+# 做第 $e$ 到第 $n$ 级时，保留的那份输入要占去 $R$ 中的 $B_{e-1}$ 字节。做完之后，这份输入就释放了，所以第 $i$ 到第 $e - 1$ 级又可以用全部的 $R$。
 #
-# 库里的 `optimal` 就是你的递推式，只是能用于长链，并且给出调度本身。它还检查每次前向是否放得下，所以输出可以变大。`frontier` 一次算出所有预算，也就是**帕累托前沿**：前沿上的每一点都不被支配，这类调度里找不到另一个，字节和时间都不比它差。
-#
-# 这里有两条链：一条是本课程的解码器，18 级，字节和 FLOPs 由 `Chain.profile` 测出；另一条是 12 级的金字塔，像卷积网络那样，输出从 32 MB 缩小到 1 MB。**先猜**：最好的切法比前沿高出多少？
+# 库里的 `optimal` 就是你的递推式，但它能用于长链，并且返回调度本身。它还检查剩余的字节能否放下每次前向，所以也能处理某一级的输出比输入大的链。`ScheduledSequential` 在 autograd 里运行一个调度（3.14 节）。如果解码器能用的字节只有全部保留时的一半，梯度还相等吗？峰值与模拟的一样吗？
 #
 # </div>
 
 # %% slide="result"
 from course_lib.lessons.lesson_03 import frontiers
-
-with symbolic():
-    chain = Chain.profile(*make_stages())
-chains = {"the decoder, 18 stages": chain, "a pyramid, 12 stages": exercises.pyramid()}
-frontiers.draw_cuts(chains)
-
-# %% [markdown]
-# <div lang="en">
-#
-# On the decoder the best cuts lie on the frontier from 81 MB down, and above that they take at most 9% more bytes. So where stages are nearly equal, a loop of checkpoints is as good as the search, down to the lowest peak of cuts, 35 MB. Only the search goes below that, to 27 MB for 1.68 times the time. On the pyramid no cut goes below 163 MB. The search goes down to 131 MB, for 1.25 times the time.
-#
-# `ScheduledSequential` runs a schedule under autograd, with the parts of lesson 02's checkpoint (section 3.14). For half of the decoder's bytes, are the gradients equal, and is the peak as simulated?
-#
-# </div>
-# <div lang="zh">
-#
-# 在解码器上，从 81 MB 往下，最好的切法都在前沿上；再往上，最多也只多用 9% 的字节。也就是说，各级相近时，只要预算不低于 35 MB（切法能达到的最低峰值），用一个循环加检查点就与搜索一样好。要降到 35 MB 以下，只能靠搜索：它用 1.68 倍的时间降到 27 MB。在金字塔上，没有一种切法低于 163 MB，而搜索用 1.25 倍的时间，降到 131 MB。
-#
-# `ScheduledSequential` 用第 02 课那个检查点的各个部分，让调度在 autograd 里真正运行（3.14 节）。把解码器的字节减半，梯度相等吗？峰值与模拟的一样吗？
-#
-# </div>
-
-# %% jupyter={"source_hidden": true} slide="result"
-from IPython.display import display
-
 from course_lib.schedule import ScheduledSequential, frontier, optimal
 
 
@@ -657,32 +648,36 @@ def scheduled(layers, schedule, x):
     return ScheduledSequential(layers, schedule)(x)
 
 
-cost_of = partial(figures.cost_of, make_stages)
+with symbolic():
+    chain = Chain.profile(*own_model.decoder_stages())
 halved = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 2)
-half = cost_of(scheduled, halved)
-plain = in_segments, [0, 18]
-equal = figures.equal_gradients(stages, inputs, plain, (scheduled, halved))
-display(table(["gradients equal"], [[equal]]))
+half = figures.cost_of(own_model.decoder_stages, scheduled, halved)
+stages, inputs = own_model.decoder_stages()
+runs = (in_segments, [0, 18]), (scheduled, halved)
+equal = figures.equal_gradients(stages, inputs, *runs)
+table(["gradients equal"], [[equal]])
+
+# %% slide="result"
 predictions([("half", simulate(halved, chain).peak_bytes, half[0])], unit="bytes")
 
 # %% [markdown] slide={"en": "The schedule for half the bytes takes 1.17 times the FLOPs.\n\n**Guess first.** Where are the ways of section 3.1: above the frontier, or below?", "zh": "字节减半的调度，FLOPs 是基线的 1.17 倍。\n\n**先猜**：3.1 节的各种做法，在前沿的上方还是下方？"}
 # <div lang="en">
 #
-# The gradients are equal, and the peak differs by 8 bytes only. Half the bytes cost 1.17 times the FLOPs.
+# The gradients are equal, and the measured peak is 8 bytes above the simulated one. With half the bytes, the step takes 1.17 times the FLOPs. `frontier` finds the schedules for all budgets at once, the **Pareto frontier**: no schedule of this kind equals or beats one of its points in both bytes and time.
 #
-# **Guess first:** are the ways of section 3.1 above the decoder's frontier, or below?
+# **Guess first:** are the ways of section 3.1 above the decoder's frontier, or below it?
 #
 # </div>
 # <div lang="zh">
 #
-# 梯度相等，峰值与模拟的只差 8 字节。字节减半时，FLOPs 是基线的 1.17 倍。
+# 梯度相等，实测的峰值比模拟的多 8 字节。字节减半时，FLOPs 是基线的 1.17 倍。`frontier` 一次算出所有预算下的调度，也就是**帕累托前沿**。对于前沿上的每一点，都找不到另一个这类调度，字节和时间都不比它多。
 #
-# **先猜**：3.1 节的各种做法，在解码器的前沿上方还是下方？
+# **先猜**：3.1 节的各种做法，在解码器的前沿的上方还是下方？
 #
 # </div>
 
 # %% jupyter={"source_hidden": true} slide="result"
-products = [2 * 1024 * 256 * 256, 2 * 1024 * 1024 * 256]  # FLOPs: attention's last, feed-forward's
+products = [2 * 1024 * 256 * 256, 2 * 1024 * 1024 * 256]  # FLOPs of each stage's last product
 finer = frontiers.frontier_with_early_stop(chain, [0, *products * 8, 0])
 lines = {"frontier": frontier(chain), "frontier with early stop": finer}
 arms = {"optimal (run)": ({"half": half}, "o", "#228833")}
@@ -692,39 +687,152 @@ arms["compiler's budget, 0.5"] = ({0.5: eight["compiler's budget, 0.5"]}, "^", "
 title = "Products kept and the compiler's budget lie below both frontiers of whole stages"
 frontiers.draw_frontier(title, lines, arms, xlim=(20, 205))
 
-# %% [markdown] slide={"en": "**A proof of optimality is a proof about a model.**\n\nHere the model had whole stages only. Which choices did it leave out?", "zh": "**证明了最优，只是证明了在某个模型之下最优。**\n\n这里的模型只有整级。它漏掉了哪些选择？"}
+# %% [markdown] slide={"en": "On the decoder the search loses against the compiler.\n\nAnd on a pyramid, whose stages shrink from 32 to 1 MB?", "zh": "在解码器上，搜索输给了编译器。\n\n那么在金字塔上呢？它的各级从 32 MB 缩小到 1 MB。"}
 # <div lang="en">
 #
-# Pairs lie on the frontier, and the other ways lie below it. A checkpoint's second run stops early (lesson 02): it leaves out the segment's last product and its output. So a checkpoint around each layer takes 36.7 MB for 1.21 times the FLOPs, where whole stages take 1.31 times. A search that may stop early, too, finds the second frontier. The compiler's budget and keeping products lie below both frontiers: they recompute single operators instead of whole stages.
+# **On this transformer the search loses.** At a peak of 104.9 MB the compiler's budget takes 1.02 times the baseline's FLOPs, and the frontier takes 1.16 times. The compiler and products kept recompute single operators, but the search recomputes whole stages. Even a checkpoint around each layer lies below the frontier, at 1.21 instead of 1.31 times the FLOPs, because its recomputation stops early (lesson 02) and skips the segment's last matrix product. A search that may also stop early finds the second frontier.
 #
-# **A proof of optimality is a proof about a model**, and this model had whole stages only. For a transformer the choice within a layer matters more than the choice among layers. The search pays where stages differ by much, as in the pyramid.
+# Now take a chain whose stages differ much: a pyramid of 12 stages whose outputs shrink from 32 MB to 1 MB, as in a convolutional network.
 #
 # </div>
 # <div lang="zh">
 #
-# 两层合用一个检查点落在前沿上，其余几种都在前沿下方。检查点的第二遍会提前终止（第 02 课），一段的最后一次乘法和它的输出都省了。所以每层一个检查点时，峰值 36.7 MB，FLOPs 是基线的 1.21 倍；若以整级为单位，要 1.31 倍。搜索若也允许提前终止，得到的就是第二条线。保留乘积和编译器的预算比第二条线还低，因为它们重计算的是单个算子，而“级”描述不了单个算子。
+# **在这个 Transformer 上，搜索输给了编译器。** 峰值为 104.9 MB 时，编译器的预算只要基线 1.02 倍的 FLOPs，前沿上却要 1.16 倍。这是因为编译器和“保留乘积”能重计算单个算子，而搜索只能重计算整个级。就连每层一个检查点也在前沿下方。它只要 1.21 倍的 FLOPs，而峰值相同时，前沿要 1.31 倍。这是因为它的重计算会提前终止（第 02 课），每段都省去最后一次矩阵乘法。如果允许搜索也提前终止，得到的就是图上的第二条前沿。
 #
-# **证明了最优，只是证明了在某个模型之下最优**，而这个模型里只有整级。对 Transformer 来说，一层之内怎么选，比在各层之间怎么选更重要。各级相差很大时，例如金字塔，搜索才划算。
+# 再看一条各级相差很大的链。这条链是 12 级的金字塔，像卷积网络那样，输出从 32 MB 缩小到 1 MB。
+#
+# </div>
+
+# %% slide="result"
+frontiers.draw_cuts({"the decoder, 18 stages": chain, "a pyramid, 12 stages": exercises.pyramid()})
+
+# %% [markdown]
+# <div lang="en">
+#
+# **On the pyramid the search wins.** No cuts of the pyramid need less than 163 MB. The search reaches 131 MB, for 1.25 times the baseline's time. On the decoder the best cuts lie on the frontier below 81 MB, and above 81 MB they need at most 9% more bytes than the search, so a loop of checkpoints is enough. The search is needed only below 35 MB: it reaches 27 MB, for 1.68 times the time.
+#
+# </div>
+# <div lang="zh">
+#
+# **在金字塔上，搜索赢了。** 任何切法都至少要 163 MB，而搜索能把峰值降到 131 MB，时间是基线的 1.25 倍。在解码器上，81 MB 以下时，最好的切法就在前沿上，81 MB 以上时也最多比搜索多用 9% 的字节，因此用一个循环加检查点就够了。只有要把解码器的峰值降到 35 MB 以下时，才用得着搜索。搜索能降到 27 MB，时间是基线的 1.68 倍。
+#
+# </div>
+
+# %% [markdown] slide={"en": "For 100 layers and one extra forward pass, 22 B is optimal in the search.\n\n**Now beat it.**", "zh": "搜索说，100 层、只多做一次前向时，22 B 就是最优。\n\n**现在请胜过它。**"}
+# ## 3.8 Now beat 22 / 现在请胜过 22
+#
+# <div lang="en">
+#
+# In the 100 layers of Linear and GELU, your tapered cut peaks at $22 B$. Does any schedule of section 3.6's kind have a lower peak in the same time? If a layer's forward takes 1 unit of time and its backward 2 units, the step takes 300 units without checkpoints. The tapered cut takes 399, because 99 layers run forward twice.
+#
+# </div>
+# <div lang="zh">
+#
+# 回到那 100 层 Linear 加 GELU：用你的渐短切法，峰值是 $22 B$。在 3.6 节的那类调度里，有没有一种调度与渐短切法用时相同，峰值却更低？设一层的前向用时 1，反向用时 2，那么不用检查点时，一步共用时 300。渐短切法有 99 层的前向要做两遍，所以用时 399。
+#
+# </div>
+
+# %%
+links = Chain.uniform(100, saved_bytes=2)  # in units of B
+min(cost.peak_bytes for cost in frontier(links) if cost.time <= 300 + 99)
+
+# %% [markdown]
+# <div lang="en">
+#
+# No. Among these schedules **$22 B$ is optimal**. But a proof of optimality is a proof about a model, and in this model a layer is one stage.
+#
+# **Exercise 5.** Get below $22 B$ with checkpoints inside the segments. `inside` runs the layers of one segment, and each layer is a pair of Linear and GELU. How can a layer keep $B$ instead of $2 B$ without one more matrix product? Which cuts are then the best? In `inside`, pass `use_reentrant=False, preserve_rng_state=False` to `checkpoint`, because `options` is local to `nested`. The gradients must be equal, and no Linear may run forward more than twice. The check also tries a shorter and narrower chain.
+#
+# </div>
+# <div lang="zh">
+#
+# 没有。在这类调度里，**$22 B$ 就是最优**。不过，最优性的证明只在它假设的模型里成立，这里假设一层就是一级。
+#
+# **练习 5。** 请在段内再加检查点，把峰值降到 $22 B$ 以下。`inside` 运行一段里的各层，每一层是一对 Linear 和 GELU。怎样才能既不多做矩阵乘法，又让一层只保存 $B$ 而不是 $2B$？这时最好的切法又是什么？`options` 是 `nested` 的局部变量，所以在 `inside` 里调用 `checkpoint` 时，要自己传入 `use_reentrant=False, preserve_rng_state=False`。要求梯度相等，每个 Linear 的前向最多运行两次。检查还会换一条更短、更窄的链再试。
+#
+# </div>
+
+
+# %% minutes=15
+def inside(layers, x):
+    return layers(x)
+
+
+def nested(layers, x):
+    cuts, options = [0, len(layers)], {"use_reentrant": False, "preserve_rng_state": False}
+    for start, end in pairwise(cuts[:-1]):
+        x = checkpoint(inside, layers[start:end], x, **options)
+    return inside(layers[cuts[-2] :], x)
+
+
+exercises.check_nested(nested)
+
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not exercises.check_nested.accepted:
+
+    def inside(layers, x):
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        first, *others, last = [operator for layer in layers for operator in layer]
+        x = first(x)
+        for gelu, linear in zip(others[::2], others[1::2], strict=True):
+            x = checkpoint(nn.Sequential(gelu, linear), x, **options)
+        return last(x)
+
+    def nested(layers, x):
+        cuts, options = tapered(len(layers), 1), {"use_reentrant": False}
+        for start, end in pairwise(cuts[:-1]):
+            x = checkpoint(inside, layers[start:end], x, preserve_rng_state=False, **options)
+        return inside(layers[cuts[-2] :], x)
+
+
+exercises.check_nested(nested)
+### END SOLUTION
+
+# %% jupyter={"source_hidden": true} slide="result"
+rows = []
+for name, (run, how) in {"tapered": (in_segments, tapered(100)), "nested": (None, None)}.items():
+    run = run or (lambda layers, _, x: nested(layers, x))
+    equal = figures.equal_gradients(hundred, x, (in_segments, [0, 100]), (run, how))
+    peak, flops = figures.peak_and_flops(run, hundred, how)
+    rows.append((name, equal, round(peak / B, 2), round(flops / once, 3)))
+table(["cut", "gradients equal", "measured (units of B)", "FLOPs (× baseline)"], rows)
+
+# %% [markdown] slide={"en": "**A proof of optimality is a proof about a model.**\n\n22 B was optimal for whole layers. Nested checkpoints: 17 B, at the same FLOPs.", "zh": "**最优性的证明只在它假设的模型里成立。**\n\n以整层为单位，22 B 是最优。嵌套的检查点：17 B，FLOPs 相同。"}
+# <div lang="en">
+#
+# The peak falls to $17.03 B$ at the same 1.331 times the baseline's FLOPs, and the gradients are equal to the last bit. Each inner checkpoint contains a GELU and the next Linear. It keeps only its input, the output of the Linear before it, so a layer keeps $1 B$. In backward only the GELU runs again, because early stop skips the Linear, so no matrix product is added. The best segments' sizes then fall from 14 layers to 1.
+#
+# **A proof of optimality is a proof about a model.** The proof for $22 B$ holds for whole layers only. The compiler beat the search for the same reason: it chose among operators.
+#
+# </div>
+# <div lang="zh">
+#
+# 峰值降到 $17.03 B$，FLOPs 同样是基线的 1.331 倍，梯度逐比特相等。每个内层检查点包住一个 GELU 和下一个 Linear，只保存 GELU 的输入，也就是前一个 Linear 的输出，所以每层保存 $1 B$。反向时只有 GELU 再运行一次，因为提前终止省去了 Linear，所以没有多出矩阵乘法。这时，最好的切法里，各段的长度从 14 层一直减到 1 层。
+#
+# **最优性的证明只在它假设的模型里成立。** 证明 $22 B$ 最优时，假设了调度以整层为单位。编译器能胜过搜索，也是同样的原因，因为它在算子之间做选择。
 #
 # </div>
 
 # %% [markdown]
-# ## 3.8 In your own code / 实际怎么写
+# ## 3.9 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
-# | for | line | here |
+# | purpose | code | run? |
 # |---|---|---|
 # | each layer, Hugging Face | `model.activation_checkpointing_enable()` | run, lesson 02 |
 # | every second layer, Hugging Face | `model.activation_checkpointing_enable(every_n_layers=2)` | run, below |
 # | equal segments | `checkpoint_sequential(layers, k, x, use_reentrant=False)` | run, 3.2 |
 # | any segments | `checkpoint(layers[i:j], x, use_reentrant=False)` in a loop | run, 3.1 |
-# | a budget for the compiler | `torch._functorch.config.activation_memory_budget = 0.5`, then `torch.compile(model)` | run, 3.5, with another backend |
+# | a budget for the compiler | `with torch.autograd.graph.region_activation_memory_budget(0.5):` in the compiled function | run, 3.5, with another backend |
+# | the same, by the older private setting | `torch._functorch.config.activation_memory_budget = 0.5`, then `torch.compile(model)` | run, 3.5, with another backend |
 # | the same, torchtitan | activation checkpoint mode `"memory_budget"` | not run |
 # | a byte budget, your recurrence: rotor | `chain = rotor.Checkpointable(layers)`, `chain.measure(x)`, `chain.compute_sequence(limit)` | not run |
 # | the same for any graph: Rockmate | `rockmate.Rockmate(model, x, limit)` | not run |
 # | revolve, and its relatives | `checkpoint_schedules.Revolve(steps, slots)` | not run; revolve itself, 3.15 |
-# | groups of N layers, Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers N` | the same groups run, 3.1; the flags not |
+# | groups of N layers, Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers N` | flags not run; the same groups run, 3.1 |
 # | the first N layers of each pipeline stage, Megatron-LM | `--recompute-method block --recompute-num-layers N` | not run |
 #
 # </div>
@@ -736,10 +844,11 @@ frontiers.draw_frontier(title, lines, arms, xlim=(20, 205))
 # | 每隔一层一个，Hugging Face | `model.activation_checkpointing_enable(every_n_layers=2)` | 下面运行 |
 # | 等长的段 | `checkpoint_sequential(layers, k, x, use_reentrant=False)` | 3.2 节运行过 |
 # | 任意的段 | 在循环里用 `checkpoint(layers[i:j], x, use_reentrant=False)` | 3.1 节运行过 |
-# | 给编译器一个预算 | `torch._functorch.config.activation_memory_budget = 0.5`，再 `torch.compile(model)` | 3.5 节用另一个后端运行过 |
-# | 同样的事，torchtitan | 激活检查点模式 `"memory_budget"` | 没有运行 |
+# | 给编译器一个预算 | 在被编译的函数里写 `with torch.autograd.graph.region_activation_memory_budget(0.5):` | 3.5 节用另一个后端运行过 |
+# | 同上，改用更早的私有设置 | `torch._functorch.config.activation_memory_budget = 0.5`，再 `torch.compile(model)` | 3.5 节用另一个后端运行过 |
+# | 同上，torchtitan | 激活检查点模式 `"memory_budget"` | 没有运行 |
 # | 字节预算，也就是你的递推式：rotor | `chain = rotor.Checkpointable(layers)`，`chain.measure(x)`，`chain.compute_sequence(limit)` | 没有运行 |
-# | 同样的事，任意计算图：Rockmate | `rockmate.Rockmate(model, x, limit)` | 没有运行 |
+# | 同上，用于任意计算图：Rockmate | `rockmate.Rockmate(model, x, limit)` | 没有运行 |
 # | revolve 及其同类 | `checkpoint_schedules.Revolve(steps, slots)` | 没有运行；revolve 本身见 3.15 节 |
 # | 每组 N 层，Megatron-LM | `--recompute-granularity full --recompute-method uniform --recompute-num-layers N` | 3.1 节运行了同样的分组；没有用这些参数运行 |
 # | 每个流水线阶段（pipeline stage）的前 N 层，Megatron-LM | `--recompute-method block --recompute-num-layers N` | 没有运行 |
@@ -754,20 +863,20 @@ lines.append("model.activation_checkpointing_enable(every_n_layers=2)")
 own_code.measured_lines(lines=lines)
 
 # %% [markdown]
-# ## 3.9 Claims and measurements / 说法与实测
+# ## 3.10 Claims and measurements / 说法与实测
 #
 # <div lang="en">
 #
-# The last line above checkpoints every second layer and keeps all of the others, so it lies between the two other rows.
+# The last row above has a checkpoint around every second layer and keeps all activations of the other layers, so its numbers lie between those of the other rows.
 #
-# Three sentences from public pages follow.
+# The next table tests three claims from public pages.
 #
 # </div>
 # <div lang="zh">
 #
-# 上面最后一种写法每隔一层加一个检查点，其余各层全部保留，所以结果落在另外两行之间。
+# 上表最后一行的写法每隔一层加一个检查点，其余各层的激活值全部保留，所以它的结果落在另外两行之间。
 #
-# 下面是三句说法，都有公开出处。
+# 下表检验三种说法，它们都出自公开的网页。
 #
 # </div>
 
@@ -778,19 +887,19 @@ def measured_peak(cuts):
 
 
 groups = [eight[name][0] for name in ("each layer", "two layers per checkpoint")]
-figures.what_you_may_have_read(measured_peak, tapered, groups)
+figures.claims_table(measured_peak, tapered, groups)
 
-# %% [markdown] slide={"en": "The same step as ever, one technique per row.\n\nHalf the activations: what do these 180.1 MB consist of?", "zh": "还是那一步，一种技术一行。\n\n激活值减半：这 180.1 MB 由什么组成？"}
-# ## 3.10 The ledger / 账本
+# %% [markdown] slide={"en": "The same step as ever, one technique per row.\n\nWith half the activations, what do these 180.1 MB consist of?", "zh": "还是同一个训练步，每种技术占一行。\n\n激活值减半以后，这 180.1 MB 由什么组成？"}
+# ## 3.11 The ledger / 账本
 #
 # <div lang="en">
 #
-# This is the same step as in the other lessons, with Adam, and the schedule for half of the activations. Gradients arrive during backward.
+# This is the step of the other lessons, with Adam and the schedule for half of the activations. Gradients arrive during backward.
 #
 # </div>
 # <div lang="zh">
 #
-# 与其他各课同样的一步：用 Adam，调度是激活值减半的那一个，梯度在反向中才产生。
+# 训练步与其他各课相同，用 Adam，梯度在反向中陆续产生。这里用的是激活值减半的那个调度。
 #
 # </div>
 
@@ -798,7 +907,7 @@ figures.what_you_may_have_read(measured_peak, tapered, groups)
 from course_lib.lessons.ledger import ledger
 
 adam = torch.optim.Adam(stages.parameters())
-adam.step()  # with the gradients of section 3.7: makes its state
+adam.step()  # creates the state, from the gradients of section 3.7
 stages.zero_grad()
 with MemoryMeter(stages, adam) as meter:
     scheduled(stages, halved, inputs).backward()
@@ -808,36 +917,48 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # %% [markdown]
 # <div lang="en">
 #
-# The peak consists of 97.6 MB of activations and 82.5 MB of weights and optimizer state. Lesson 02's row has fewer bytes, 134.0 MB, for 1.21 times the FLOPs instead of 1.17.
+# The peak consists of 97.6 MB of activations and 82.5 MB of weights and optimizer state. In lesson 02's row the peak is lower, 134.0 MB, for 1.21 instead of 1.17 times the baseline's FLOPs.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值由 97.6 MB 的激活值和 82.5 MB 的权重与优化器状态组成。第 02 课那一行的峰值更低，是 134.0 MB，而 FLOPs 是基线的 1.21 倍，这里是 1.17 倍。
+# 峰值由 97.6 MB 的激活值和 82.5 MB 的权重与优化器状态组成。第 02 课那一行的峰值更低，只有 134.0 MB，代价是 FLOPs 更多，是基线的 1.21 倍，这里则是 1.17 倍。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Fewer than $2 A / B$ equal layers: a checkpoint around each.\n\nMore, and gradients exist: $k^* = \\sqrt{L \\cdot A / B}$, tapered. Different: search.", "zh": "相同的层少于 $2 A / B$ 个，就每层一个检查点。\n\n更多，而且梯度已经存在，就分成 $k^* = \\sqrt{L \\cdot A / B}$ 段，越往后越短。各不相同就搜索。"}
-# ## 3.11 Summary / 小结
+# %% [markdown] slide={"en": "Fewer than $2 A / B$ equal layers: one checkpoint each.\n\nMore, and gradients exist: tapered segments. Stages differ: search. Single operators: compiler, nested checkpoints.", "zh": "相同的层少于 $2 A / B$ 个，就每层一个检查点。\n\n层数更多，而且梯度已经存在，就用渐短的段。各级不同，就用搜索。要细到算子，就用编译器或嵌套的检查点。"}
+# ## 3.12 Summary / 小结
 #
 # <div lang="en">
 #
-# - Measure $A$, what a layer keeps, and $B$, what its input takes. Up to $2 A / B$ equal layers, a checkpoint around each layer has the lowest peak of equal groups, as in Llama 3 8B. If gradients arrive during backward and take more than $B$ per layer, this holds at any depth.
-# - If FLOPs are scarce, keep products or give the compiler a budget. Here both save nearly half for 2%. Measure the peak, not the saved bytes.
-# - For many layers that keep little, $k^* = \sqrt{L \cdot A / B}$ equal segments are best. If they get shorter towards the end, the peak approaches $1 / \sqrt 2$ of that.
-# - Where stages differ, a recurrence finds the fastest schedule of whole stages among those that never discard early what they keep. Others can be faster (section 3.13).
-# - A proof of optimality is a proof about a model. Here, recomputing single operators gets below the frontier.
+# Measure $A$, the bytes that a layer keeps, and $B$, the bytes of its input. Then choose from this table:
+#
+# | your model | what to do |
+# |---|---|
+# | a transformer with fewer than $2 A / B$ layers, or with gradients that arrive during backward and take more than $B$ per layer | a checkpoint around each layer |
+# | the same, but FLOPs are scarce | keep the matrix products if $s$ is not much larger than $h$, or give the compiler a budget, and measure the peak |
+# | more layers, with gradients that exist before backward, are sharded, or take much less than $B$ per layer | groups of layers: $k^* = \sqrt{L \cdot A / B}$ equal groups, or tapered groups, whose peak approaches $1 / \sqrt 2$ of the peak of equal groups |
+# | a large vocabulary | the loss in chunks, in addition |
+# | stages that differ much, and a limit in bytes | the recurrence: the fastest schedule of whole stages that discards nothing early |
+#
+# These optima hold for schedules of whole stages. On our chain, nested checkpoints got below the optimum, and on the decoder, the compiler did.
 #
 # **Next:** [lesson 04](04_offload.ipynb) moves bytes elsewhere instead of forgetting them.
 #
 # </div>
 # <div lang="zh">
 #
-# - 先测 $A$（一层保存多少）和 $B$（它的输入占多少）。相同的层不超过 $2 A / B$ 个时，在等长的分组里，每层一个检查点峰值最低，Llama 3 8B 就是这样。如果梯度在反向中产生，而且每层的梯度大于 $B$，那么无论多少层都是如此。
-# - 不想多花 FLOPs，就保留乘积，或者给编译器一个预算。在这里，两者都只多花 2% 的 FLOPs，省下将近一半。要测的是峰值，不是保存的字节。
-# - 层很多、每层保存得很少时，等分成 $k^* = \sqrt{L \cdot A / B}$ 段。若让各段越往后越短，峰值会趋近等分时的 $1 / \sqrt 2$。
-# - 各级不一样时，递推式能在以整级为单位、“留下的东西不提前丢掉”的调度里找出最快的。别的调度有可能更快（3.13 节）。
-# - 证明了最优，只是证明了在某个模型之下最优。在这里，以单个算子为单位来重计算的做法落在前沿下方。
+# 先测出 $A$（一层保存的字节）和 $B$（它的输入占的字节），再从下表中选择做法：
+#
+# | 你的模型 | 怎么做 |
+# |---|---|
+# | Transformer，少于 $2 A / B$ 层，或者梯度在反向中产生、每层的梯度又大于 $B$ | 每层一个检查点 |
+# | 同上，但不想多花 FLOPs | $s$ 不比 $h$ 大很多时保留矩阵乘积，或者给编译器一个预算，并实测峰值 |
+# | 层数更多，而且梯度在反向之前就已存在，或者是分片的，或者每层的梯度远小于 $B$ | 几层合成一组，可以等分成 $k^* = \sqrt{L \cdot A / B}$ 组；如果让各组渐短，峰值会趋近等分时的 $1 / \sqrt 2$ |
+# | 词表很大 | 再加上损失分小段 |
+# | 各级相差很大，又有字节数的上限 | 递推式：在以整级为单位、保留的张量不提前丢弃的调度里，找出最快的调度 |
+#
+# 这里说的最优，都只在以整级为单位的调度中成立。在我们的链上，嵌套的检查点的峰值低于最优调度。在解码器上，编译器的预算也胜过最优调度。
 #
 # **下一步**：[第 04 课](04_offload.ipynb)不忘掉字节，而是把它们搬到别处。
 #
@@ -846,12 +967,12 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Griewank 1992, *Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*, Optimization Methods and Software 1. Griewank and Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). Beaumont et al. 2019, *Optimal checkpointing for heterogeneous chains*, arXiv:1911.13214: the recurrence, whose program is **rotor**. Jain et al. 2019, *Checkmate*, arXiv:1910.02653. Zhao et al. 2023, *Rockmate*, arXiv:2307.01236, and Gusak et al. 2025, *HiRemate*, ICML (PMLR 267), schedule units smaller than stages. The package `checkpoint_schedules`, of the Firedrake project. PyTorch's `torch._functorch.partitioners`, read and run. The READMEs of cybertronai/gradient-checkpointing (2018) and NVIDIA/Megatron-LM, on GitHub (claims two and three).
+# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Griewank 1992, *Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*, Optimization Methods and Software 1. Griewank and Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). Gruslys et al. 2016, *Memory-Efficient Backpropagation Through Time*, arXiv:1606.03401. Beaumont et al. 2019, *Optimal checkpointing for heterogeneous chains*, arXiv:1911.13214: the recurrence, whose program is **rotor**. Jain et al. 2019, *Checkmate*, arXiv:1910.02653. Zhao et al. 2023, *Rockmate*, arXiv:2307.01236, and Gusak et al. 2025, *HiRemate*, ICML (PMLR 267), schedule units smaller than stages. Kirisame et al. 2021, *Dynamic Tensor Rematerialization* (DTR), arXiv:2006.09616, decides while the program runs. PyTorch's [article](https://pytorch.org/blog/activation-checkpointing-techniques/) *Current and New Activation Checkpointing Techniques* (2025). The package `checkpoint_schedules`, of the Firedrake project. PyTorch's `torch._functorch.partitioners`, read and run. The READMEs of cybertronai/gradient-checkpointing (2018) and NVIDIA/Megatron-LM, on GitHub (claims two and three).
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。Griewank 1992，*Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*，Optimization Methods and Software 1。Griewank 和 Walther 2000，*Algorithm 799: revolve*，ACM TOMS 26(1)。Beaumont et al. 2019，*Optimal checkpointing for heterogeneous chains*，arXiv:1911.13214：递推式的来源，其程序叫 **rotor**。Jain et al. 2019，*Checkmate*，arXiv:1910.02653。Zhao et al. 2023，*Rockmate*，arXiv:2307.01236，以及 Gusak et al. 2025，*HiRemate*，ICML（PMLR 267），调度的单位比级更小。`checkpoint_schedules`，出自 Firedrake 项目的软件包。PyTorch 的 `torch._functorch.partitioners`（我们读过并运行过其源码）。GitHub 上 cybertronai/gradient-checkpointing（2018）和 NVIDIA/Megatron-LM 的 README（第二、三条说法）。
+# **出处。** Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。Griewank 1992，*Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*，Optimization Methods and Software 1。Griewank 和 Walther 2000，*Algorithm 799: revolve*，ACM TOMS 26(1)。Gruslys et al. 2016，*Memory-Efficient Backpropagation Through Time*，arXiv:1606.03401。Beaumont et al. 2019，*Optimal checkpointing for heterogeneous chains*，arXiv:1911.13214：递推式的来源，其程序叫 **rotor**。Jain et al. 2019，*Checkmate*，arXiv:1910.02653。Zhao et al. 2023，*Rockmate*，arXiv:2307.01236，以及 Gusak et al. 2025，*HiRemate*，ICML（PMLR 267），调度的单位比级更小。Kirisame et al. 2021，*Dynamic Tensor Rematerialization*（DTR），arXiv:2006.09616，在程序运行时才决定重计算哪些结果。PyTorch 的[文章](https://pytorch.org/blog/activation-checkpointing-techniques/) *Current and New Activation Checkpointing Techniques*（2025）。`checkpoint_schedules`，出自 Firedrake 项目的软件包。PyTorch 的 `torch._functorch.partitioners`（我们读过并运行过其源码）。GitHub 上 cybertronai/gradient-checkpointing（2018）和 NVIDIA/Megatron-LM 的 README（第二、三条说法）。
 #
 # </div>
 
@@ -870,16 +991,16 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # </div>
 
 # %% [markdown]
-# ## 3.12 Other depths / 其他深度
+# ## 3.13 Other depths, and giving up early / 其他深度，以及提前丢掉
 #
 # <div lang="en">
 #
-# Here is the same sweep for 16, 36 and 64 layers, with your prediction for every $k$ as a dot. The table adds 50 layers, which is not a square: $k^* = \sqrt{2 \cdot 50} = 10$ divides it.
+# The picture shows the same sweep for 16, 36 and 64 layers, with your prediction for every $k$ as a dot. The table adds 50 layers. This number is not a square, but $k^* = \sqrt{2 \cdot 50} = 10$ divides it.
 #
 # </div>
 # <div lang="zh">
 #
-# 对 16、36 和 64 层同样扫一遍，图中的小点是你对每个 $k$ 的预测。表里还有 50 层，它不是平方数，而 $k^* = \sqrt{2 \cdot 50} = 10$ 能整除它。
+# 下图对 16、36 和 64 层做同样的测量，图中的小点是你对每个 $k$ 的预测。表里还有 50 层，它不是平方数，但 $k^* = \sqrt{2 \cdot 50} = 10$ 能整除它。
 #
 # </div>
 
@@ -900,76 +1021,12 @@ in_depth.compare_cuts(balanced, tapered, predicted_peak, measured_peak)
 # %% [markdown]
 # <div lang="en">
 #
-# Does any schedule of section 3.6's kind peak lower in the time of the tapered cut? A forward of a layer takes 1 and a backward 2, so 300 in all. One more forward of all layers except the last adds 99.
+# Some schedules discard a kept result before its backward. Can such a schedule be faster? On equal stages, we have found none. But take five stages with forward times 10, 5, 5, 5, 10 (each backward 1), outputs of 2, 4, 4, 1, 4 bytes, and 3, 4, 4, 1, 4 bytes kept. (Some outputs are larger than the one before, so `optimal` checks that forwards fit.) Within 13 bytes `optimal` takes 80 units of time:
 #
 # </div>
 # <div lang="zh">
 #
-# 在 3.6 节的那类调度里，有没有一种用时与渐短的切法相同，峰值更低？一层的前向用时 1，反向用时 2，共 300；除最后一层外再做一次前向，多用 99。
-#
-# </div>
-
-# %%
-from course_lib.schedule import frontier, optimal
-
-links = Chain.uniform(100, saved_bytes=2)  # in units of B
-min(cost.peak_bytes for cost in frontier(links) if cost.time <= 300 + 99)
-
-# %% [markdown]
-# <div lang="en">
-#
-# None does. To go below 22 with whole layers, some of them must run more than twice (section 3.15). But a layer has two operators. Keep only what each Linear returns, and let each GELU run once more, together with the next Linear, which early stop skips. Then a layer keeps $A = B$, and the segments are tapered for that:
-#
-# </div>
-# <div lang="zh">
-#
-# 没有。以整层为单位，要降到 22 以下，就得让有些层运行不止两次（3.15 节）。但一层里有两个算子。只保留每个 Linear 的输出，让每个 GELU 与下一个 Linear 一起再运行一次，而提前终止会省去这个 Linear。这样一层只保存 $A = B$，各段再按这个比例越往后越短：
-#
-# </div>
-
-
-# %%
-class KeptLinears(nn.Sequential):
-    def forward(self, x):
-        first, *others, last = [module for layer in self for module in layer]
-        x = first(x)
-        for pair in zip(others[::2], others[1::2], strict=True):  # a GELU and the next Linear
-            x = checkpoint(nn.Sequential(*pair), x, use_reentrant=False, preserve_rng_state=False)
-        return last(x)
-
-
-inside, shorter = KeptLinears(*hundred), accumulate(range(14, 0, -1), initial=0)
-ways, rows = {"tapered": (hundred, tapered(100))}, []
-ways["tapered, inside the layers"] = inside, sorted({min(100, cut) for cut in shorter})
-for name, (layers, cuts) in ways.items():
-    equal = figures.equal_gradients(layers, x, (in_segments, [0, 100]), (in_segments, cuts))
-    peak, flops = figures.peak_and_flops(in_segments, layers, cuts)
-    rows.append((name, equal, round(peak / B, 1), flops))
-table(["cut", "gradients equal", "measured (units of B)", "FLOPs"], rows)
-
-# %% [markdown]
-# <div lang="en">
-#
-# The peak falls to 17, for the same FLOPs and equal gradients. The FLOPs count only matrix products, and each of them runs as often as before. So 22 is the best of a model of whole layers.
-#
-# </div>
-# <div lang="zh">
-#
-# 峰值降到 17，FLOPs 相同，梯度相等。FLOPs 只计矩阵乘法，而每次乘法运行的次数都没有变。所以 22 只是以整层为单位的模型里最好的。
-#
-# </div>
-
-# %% [markdown]
-# ## 3.13 Giving up early / 提前丢掉
-#
-# <div lang="en">
-#
-# Can a schedule that discards early be faster? We have found none on equal stages. But take five stages with forward times 10, 5, 5, 5, 10 (each backward 1), outputs of 2, 4, 4, 1, 4 bytes, and 3, 4, 4, 1, 4 bytes kept. Within 13 bytes `optimal` takes 80:
-#
-# </div>
-# <div lang="zh">
-#
-# 会提前丢掉的调度里，有没有更快的？各级相同时，我们没有找到。可是取这样五个级：前向用时 10、5、5、5、10（反向各 1），输出 2、4、4、1、4 字节，保存 3、4、4、1、4 字节。13 字节之内，`optimal` 用时 80：
+# 有些调度会在用到之前就丢弃已保存的结果。这样的调度会更快吗？各级相同时，我们没有找到更快的。可是，请看这样五个级：前向用时 10、5、5、5、10（反向各 1），输出 2、4、4、1、4 字节，保存 3、4、4、1、4 字节。（其中有的输出比前一级的大，所以 `optimal` 会检查前向能否放下。）在 13 字节之内，`optimal` 给出的调度用时 80：
 #
 # </div>
 
@@ -980,16 +1037,16 @@ five = exercises.five_stages()
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 5.** Change the list so that it stays within 13 bytes and takes less than 80. Keep an input on the way, and release it before its backward. Where does that save a run?
+# **Exercise 6.** Change the list so that it stays within 13 bytes and takes less than 80. Keep an input while running on, and release this input before the backward of its stage. Which stage then runs once less?
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 5。** 修改这张清单，使它不超过 13 字节，用时少于 80。请在往前跑的途中留住一份输入，并在那一级的反向之前释放它。这样在哪里能少跑一遍？
+# **练习 6。** 修改这张清单，使它不超过 13 字节，用时少于 80。请在往前跑的途中保留一份输入，并在那一级的反向之前释放它。这样，哪一级的前向可以少跑一遍？
 #
 # </div>
 
-# %% minutes=12
+# %% minutes=15
 actions = [*optimal(five, 13)]
 exercises.check_gives_up_early(actions)
 
@@ -1008,23 +1065,17 @@ exercises.check_gives_up_early(actions)
 # %% [markdown]
 # <div lang="en">
 #
-# It takes 70, because stage 0 runs once less. Stages 2 and 3 are reached from $x_1$, which is then released, so that all of both stages fits. This lies *below* the frontier that the library computes. Like the program of Beaumont et al., it finds the best **persistent** schedule.
+# The new schedule takes 70, because stage 0 runs once less. Stages 2 and 3 run forward from $x_1$, which is then released, so everything that both stages keep fits. This schedule lies *below* the frontier that the library computes, because the library, like the program of Beaumont et al., finds the best **persistent** schedule.
 #
 # </div>
 # <div lang="zh">
 #
-# 用时 70，因为第 0 级少跑了一遍。去第 2、3 级是从 $x_1$ 出发的，然后 $x_1$ 就释放了，于是这两级可以全部保留。它落在库算出的前沿*下方*。库与 Beaumont 等人的程序一样，找的是最好的**持久**（persistent）调度。
+# 新的调度用时 70，因为第 0 级少跑了一遍。第 2、3 级的前向从 $x_1$ 出发，然后 $x_1$ 就释放了，于是这两级要保存的张量全都放得下。这个调度落在库算出的前沿*下方*，因为库与 Beaumont 等人的程序一样，找的是最好的**持久**（persistent）调度。
 #
 # </div>
 
 # %%
 from course_lib.schedule import Schedule
-from course_lib.schedule import ScheduledSequential as Scheduled
-
-
-def scheduled(layers, schedule, x):
-    return Scheduled(layers, schedule)(x)
-
 
 early, layers5 = Schedule(actions), hundred[:5]
 print(figures.equal_gradients(layers5, x, (in_segments, [0, 5]), (scheduled, early)))
@@ -1037,12 +1088,12 @@ predictions([("discarded early", promised, ran)], unit="bytes")
 #
 # <div lang="en">
 #
-# `ScheduledSequential` does the following, and also takes care of random numbers, buffers and autocast.
+# `ScheduledSequential` does what this function does, and also takes care of random numbers, buffers and autocast.
 #
 # </div>
 # <div lang="zh">
 #
-# `ScheduledSequential` 做的就是下面这些，此外还照管随机数、缓冲区和 autocast。
+# `ScheduledSequential` 的核心就是下面这个函数，此外，它还要处理随机数、缓冲区和 autocast。
 #
 # </div>
 
@@ -1074,49 +1125,16 @@ equal = all(map(torch.equal, figures.gradients(in_segments, hundred, [0, 100], x
 table(["gradients equal"], [[equal]])
 
 # %% [markdown]
-# <div lang="en">
-#
-# For a quarter of the decoder's bytes, the error is more than 8 bytes:
-#
-# </div>
-# <div lang="zh">
-#
-# 把解码器的字节降到四分之一时，误差不止 8 字节：
-#
-# </div>
-
-# %%
-cost_of = partial(figures.cost_of, make_stages)
-quarter = optimal(chain, simulate(store_all(chain), chain).peak_bytes // 4)
-promised = simulate(quarter, chain).peak_bytes
-rows = [("a quarter", promised, cost_of(scheduled, quarter)[0])]
-untied, _ = cost_of(scheduled, quarter, tied=False)
-rows.append(("a quarter, two matrices", promised, untied))
-predictions(rows, unit="bytes")
-
-# %% [markdown]
-# <div lang="en">
-#
-# The head shares its matrix with the embedding, and autograd holds the head's part of the gradient, 2.1 MB, until the embedding's part has come. A chain of stages does not describe that.
-#
-# </div>
-# <div lang="zh">
-#
-# 输出头与嵌入共用一个矩阵，autograd 要把输出头那一份梯度（2.1 MB）一直留到嵌入那一份算出来，而由级组成的链描述不了这件事。
-#
-# </div>
-
-# %% [markdown]
 # ## 3.15 Forget again, and again / 一忘再忘
 #
 # <div lang="en">
 #
-# **Recursive**: keep the middle, do the right half, then the left, and treat each half in the same way. About $\log_2 L$ inputs are live, and a stage runs $\frac12 \log_2 L$ more times on average. Up to the picture, a stage of this section keeps one activation, $A = B$.
+# A **recursive** schedule keeps the input in the middle of the chain, does the right half, then the left half, and treats each half in the same way. About $\log_2 L$ inputs are live, and a stage runs $\frac12 \log_2 L$ more times on average. Until the picture below, each stage keeps one activation, $A = B$.
 #
 # </div>
 # <div lang="zh">
 #
-# **递归**：留住中点，先做右半，再做左半，每一半也照此办理。同时留着的输入约有 $\log_2 L$ 份，每一级平均多运行 $\frac12 \log_2 L$ 次。本节到画图之前，一级只保存一份激活值，即 $A = B$。
+# **递归**的调度保留链中点的输入，先做后一半，再做前一半，每一半也同样处理。同时存活的输入约有 $\log_2 L$ 份，每一级平均多运行 $\frac12 \log_2 L$ 次。下图之前的内容都假设每一级只保存一份激活值，即 $A = B$。
 #
 # </div>
 
@@ -1136,20 +1154,20 @@ table(["L", "store all", "√L segments", "recursive", "forwards per stage", "pr
 # %% [markdown]
 # <div lang="en">
 #
-# A **slot** holds one input, and the chain's own input takes one. A forward that does not keep all is a **run ahead**. With $c$ slots, and no stage running ahead more than $r$ times, Griewank (1992) reverses
+# A **slot** holds one input, and the chain's own input takes one slot. A forward that does not keep all is a **run ahead**. With $c$ slots, and no stage running ahead more than $r$ times, a **binomial schedule** (Griewank 1992) reverses
 #
 # $$\beta(c, r) = \binom{c + r}{c}$$
 #
-# stages by a **binomial schedule**. Griewank and Walther (2000), whose program is called revolve, do it with the fewest forwards. Where should the next input be kept? Every place is tried, with one slot less for the right part. It is your recurrence of section 3.6, with slots instead of bytes:
+# stages. The program of Griewank and Walther (2000), called revolve, finds such a schedule with the fewest forwards. Where should the next input be kept? The recurrence tries every place, and the right part then has one slot less. It is your recurrence of section 3.6, with slots instead of bytes:
 #
 # </div>
 # <div lang="zh">
 #
-# 一个**槽**（slot）存放一份输入，链自己的输入也占一个。一次前向若没有全部保留，就算这一级**空跑**了一次。有 $c$ 个槽，每一级空跑不超过 $r$ 次，Griewank（1992）的调度可以反向走完
+# 一个**槽**（slot）存放一份输入，链自己的输入也占一个槽。一次前向如果没有全部保留，就算这一级**往前跑**（run ahead）了一次。如果有 $c$ 个槽，每一级往前跑不超过 $r$ 次，那么**二项式调度**（Griewank 1992）能做完
 #
 # $$\beta(c, r) = \binom{c + r}{c}$$
 #
-# 级，这叫**二项式调度**。Griewank 和 Walther（2000）的程序叫做 revolve，用的前向次数最少。下一份输入该留在哪里？每个位置都试一遍，右边的部分可用的槽少一个。这就是你在 3.6 节写的递推式，只是把字节换成了槽：
+# 级的反向。Griewank 和 Walther（2000）的程序叫做 revolve，它找到的二项式调度前向次数最少。下一份输入该在哪一级保留？递推式把每一级都试一遍。在某一级保留输入，链就从这一级的开头分成前后两段。做后一段时，这份输入一直占着一个槽，所以后一段能用的槽少一个。这就是你在 3.6 节写的递推式，只是把字节换成了槽：
 #
 # </div>
 
@@ -1192,16 +1210,16 @@ table(["slots c", "r = 1", "r = 2", "r = 3", "β(c, r)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Four slots and three runs ahead reverse $\binom{7}{4} = 35$ stages. A thousand stages with 32 slots take 2.4 more forwards per stage.
+# Four slots and three runs ahead per stage reverse $\binom{7}{4} = 35$ stages. With 1000 stages and 32 slots, a stage runs forward 2.4 more times on average than when all is kept.
 #
-# The picture shows three schedules of 16 stages that keep two activations each, and all three peak at 8. Time runs to the right, and stage 0 is the lowest row. Each dark box is an action: a green one is a forward that keeps all, a blue one keeps its input, a gray one keeps nothing, and a red one is a backward. The pale band to the right of a box lasts as long as its tensors are kept.
+# The picture shows three schedules of 16 stages that keep two activations each. All three schedules peak at $8 B$. Time runs to the right, and stage 0 is the lowest row. Each dark box is an action. A green box is a forward that keeps all, a blue box is a forward that keeps its input, a gray box is a forward that keeps nothing, and a red box is a backward. The pale band to the right of a box lasts as long as its tensors are kept.
 #
 # </div>
 # <div lang="zh">
 #
-# 四个槽、空跑三次，可以反向走完 $\binom{7}{4} = 35$ 级。如果有一千个级、32 个槽，每级要多做 2.4 次前向。
+# 四个槽、每级往前跑三次，可以反向做完 $\binom{7}{4} = 35$ 级。如果有 1000 级、32 个槽，与全部保留时相比，每级平均要多做 2.4 次前向。
 #
-# 图上是 16 个级的三种调度，每级保存两份激活值，三种的峰值都是 8。时间从左到右，最下面一行是第 0 级。深色的格子是动作：绿色是全部保留的前向，蓝色是只留输入的前向，灰色是什么也不留的前向，红色是反向。格子右边的浅色带表示这些张量留到什么时候。
+# 图上是 16 级的三种调度，每级保存两份激活值，三种调度的峰值都是 $8 B$。时间从左到右，最下面一行是第 0 级。深色的格子是动作：绿色是全部保留的前向，蓝色是只保留输入的前向，灰色是什么也不保留的前向，红色是反向。格子右边的浅色带表示这些张量保留到什么时候。
 #
 # </div>
 
@@ -1221,16 +1239,16 @@ for name, plan in plans.items():
 predictions(rows, unit="bytes")
 
 # %% [markdown]
-# ## 3.16 Which results the compiler keeps / 编译器留下了哪些结果
+# ## 3.16 Which results the compiler keeps, and older claims / 编译器留下了哪些结果，以及更早的说法
 #
 # <div lang="en">
 #
-# In section 3.5 the peak rose while the saved bytes fell. Where a minimal cut of the graph does not meet the budget, a knapsack solver chooses, here at a half and below. Below, its choice is printed, and then replaced: seven of the sixteen Linears, spread evenly.
+# In section 3.5 the peak rose while the saved bytes fell. If a minimal cut of the graph does not meet the budget, as here at 0.5 and 0.25, a knapsack solver chooses the results to keep. The cell prints the solver's choice for 0.25, then replaces it by seven of the sixteen Linears, spread evenly.
 #
 # </div>
 # <div lang="zh">
 #
-# 3.5 节里，保存的字节减少，峰值却升高了。图上的最小割达不到预算时，由一个背包求解器来选，在这里是一半及以下。下面先打印它的选择，再换成另一种：从十六个 Linear 里均匀地选七个。
+# 3.5 节里，保存的字节减少，峰值却升高了。如果图的最小割满足不了预算（这里是预算为 0.5 和 0.25 时），编译器就用一个背包求解器来选择保留哪些结果。下面先打印求解器在预算为 0.25 时的选择，再换成另一种选择，从十六个 Linear 里均匀地选七个。
 #
 # </div>
 
@@ -1250,37 +1268,63 @@ def spread(sizes, flops, most):
 
 
 with mock.patch("torch._functorch.partitioners.dp_knapsack", spread):  # the compiler's solver
-    evenly = own_model.budget_table(compiled, layers16, x, {"`0.25`, seven spread evenly": 0.25})
+    evenly = own_model.budget_table(layers16, x, {"`0.25`, seven spread evenly": (in_region, 0.25)})
 print(*chosen)
 evenly
 
 # %% [markdown]
 # <div lang="en">
 #
-# The spread choice saves the same bytes for the same FLOPs as the first seven, and has half the peak. The solver sees bytes and FLOPs, which are alike for all sixteen. **Which** results are kept decides.
+# The seven spread results take as many bytes and cost as many FLOPs as the first seven, but the peak is half as high. The solver sees only bytes and FLOPs, which are the same for all sixteen results. The peak depends on **which** results are kept.
 #
-# Checkmate solves such a choice as an integer program over the graph. Rockmate (arXiv:2307.01236) treats the graph of each block in this way, and combines the blocks by the recurrence of section 3.6. HiRemate repeats these two steps on several levels.
+# Checkmate formulates such a choice as an integer program over the graph. Rockmate (arXiv:2307.01236) treats the graph of each block in this way, and combines the blocks by the recurrence of section 3.6. HiRemate repeats these two steps on several levels.
 #
 # </div>
 # <div lang="zh">
 #
-# 均匀选出的七个，与前七个相比，保存的字节相同，FLOPs 也相同，峰值却只有一半。求解器看到的只有字节和 FLOPs，而十六个结果的字节和 FLOPs 都一样。关键在于留下的是**哪些**结果。
+# 均匀选出的七个结果，与前七个结果相比，字节数和 FLOPs 都相同，峰值却只有一半。求解器只考虑字节和 FLOPs，而十六个结果的字节和 FLOPs 都一样。峰值取决于保留的是**哪些**结果。
 #
 # Checkmate 把这种选择写成图上的整数规划来解。Rockmate（arXiv:2307.01236）用同样的办法处理每个块的图，再用 3.6 节的递推式把各块组合起来。HiRemate 在几个层次上重复这两步。
 #
 # </div>
 
 # %% [markdown]
-# ## 3.17 Traps, and older claims / 陷阱，以及更早的说法
-#
 # <div lang="en">
 #
-# `checkpoint_sequential` has two traps, shown with 3 segments of six Linears and GELUs. Given a list of the Linears only, it runs these without a warning, and the GELUs are gone. In the reentrant mode a segment whose input needs no gradient does not train, so only the last segment, which has no checkpoint, gets gradients.
+# The context manager of section 3.5 must cover the whole forward pass of a graph, so two budgets need two graphs. Outside of the compiler it raises an error:
 #
 # </div>
 # <div lang="zh">
 #
-# `checkpoint_sequential` 有两个陷阱，用六个 Linear 和 GELU、3 段来看。只把各个 Linear 列成表传给它，它照样运行，没有任何警告，GELU 却没有了。在可重入模式下，一个段的输入若不需要梯度，这一段就得不到训练，只有没有检查点的最后一段得到梯度。
+# 3.5 节的上下文管理器必须包住一张图的整个前向，所以要用两个预算，就要有两张图。在编译器之外使用则会报错：
+#
+# </div>
+
+
+# %%
+def two_budgets(x, apart=True):
+    with torch.autograd.graph.region_activation_memory_budget(0.5):
+        x = layers16[:2](x)
+    if not apart:
+        return layers16[2:4](x)  # this half has no budget
+    torch._dynamo.graph_break()
+    with torch.autograd.graph.region_activation_memory_budget(1.0):
+        return layers16[2:4](x)
+
+
+compiled = torch.compile(two_budgets, backend="aot_eager")
+runs = {"not compiled": two_budgets, "half of a graph": partial(compiled, apart=False)}
+own_model.outcomes({**runs, "two graphs, two budgets": compiled}, x)
+
+# %% [markdown]
+# <div lang="en">
+#
+# `checkpoint_sequential` has two traps, shown with 3 segments of six Linears and GELUs. First, if you pass a list of the Linears only, it runs them without a warning and without the GELUs. Second, in the reentrant mode a segment whose input needs no gradient does not train. Then only the last segment, which has no checkpoint, gets gradients.
+#
+# </div>
+# <div lang="zh">
+#
+# `checkpoint_sequential` 有两个陷阱，下面把六个 Linear 加 GELU 分成 3 段来演示。第一，如果只把各个 Linear 列成表传给它，它照样运行，没有任何警告，但 GELU 没有运行。第二，在可重入模式下，一段的输入如果不需要梯度，这一段就得不到训练，只有没有检查点的最后一段得到梯度。
 #
 # </div>
 
@@ -1304,12 +1348,12 @@ table(["trap", "found"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# These four claims stood in the teaching documents from which this course grew. The first two are about layers that keep one activation, such as Linear and Tanh.
+# These four claims come from the teaching documents from which this course grew. The first two are about layers that keep one activation, such as Linear and Tanh.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面是四条说法，都出自本课程的前身，即几份教学文档。前两条说的是只保存一份激活值的层，例如 Linear 加 Tanh。
+# 下面是四种说法，都出自本课程最初依据的教学材料。前两种说的是只保存一份激活值的层，例如 Linear 加 Tanh。
 #
 # </div>
 
@@ -1320,16 +1364,16 @@ measured = in_depth.figures_of_older_claims(in_segments, hundred, tapered(100))
 claims.older_claims(*measured)
 
 # %% [markdown]
-# ## 3.18 On a GPU / 在 GPU 上
+# ## 3.17 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
-# `ScheduledSequential` runs on CUDA without a change. Here each stage's cost is in seconds. Without a GPU, the cell shows the figures recorded on an H100 and an H200. Each predicted peak is within 8 bytes of the measured one. The schedules get a half and a quarter of the memory that keeping everything takes, not counting the weights' gradients. With a half the step takes 15% longer on the H200 and 16% on the H100; with a quarter it takes 27% longer on both. For a quarter, the two GPUs get different schedules, because their stages take different times.
+# `ScheduledSequential` runs on CUDA without a change. Here each stage's cost is in seconds. Without a GPU, the cell shows the numbers recorded on an H100 and an H200. Each measured peak is 8 bytes above the predicted one. Not counting the weights' gradients, the schedules get a half and a quarter of the memory that keeping everything takes. With a half, the step takes 15% longer on the H200 and 16% on the H100; with a quarter it takes 27% longer on both. The schedules for a quarter differ, because the same stage takes different times on the two GPUs.
 #
 # </div>
 # <div lang="zh">
 #
-# `ScheduledSequential` 不用改动就能在 CUDA 上运行，这里每一级的代价以秒计。没有 GPU 时，显示的是 H100 和 H200 的记录。预测的峰值与实测都只差 8 字节。不计权重的梯度，调度可用的内存分别是全部保留时的一半和四分之一。限制在一半时，这一步在 H200 上多花 15% 的时间，在 H100 上多花 16%；限制在四分之一时，在两块卡上都多花 27%。这时两块卡得到的调度不同，因为各级的用时不同。
+# `ScheduledSequential` 不用改动就能在 CUDA 上运行，这里每一级的代价以秒计。没有 GPU 时，单元格显示 H100 和 H200 的记录。实测的峰值都比预测的多 8 字节。不计权重的梯度，调度可用的显存分别是全部保留时的一半和四分之一。显存限制在一半时，训练步在 H200 上多花 15% 的时间，在 H100 上多花 16%；限制在四分之一时，在两块卡上都多花 27%。后一种限制下，两块卡得到的调度不同，因为同一级在两块卡上的用时不同。
 #
 # </div>
 
@@ -1339,20 +1383,20 @@ from course_lib.lessons import on_gpu
 on_gpu("03")
 
 # %% [markdown]
-# ## 3.19 More exercises / 更多练习
+# ## 3.18 More exercises / 更多练习
 #
 # <div lang="en">
 #
-# **Exercise 6.** Six stages, `Chain.uniform(6, saved_bytes=2)`. Draw a schedule on paper that peaks at 7 or less and needs 11 forwards or fewer, then write it down. The check simulates it.
+# **Exercise 7.** For six stages, `Chain.uniform(6, saved_bytes=2)`, draw a schedule on paper that peaks at 7 or less and needs 11 forwards or fewer, then write it down. The check simulates it.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 六个级，`Chain.uniform(6, saved_bytes=2)`。先在纸上画一个调度，峰值不超过 7，前向不超过 11 次，再把它写成清单。检查程序会模拟它。
+# **练习 7。** 链有六级，即 `Chain.uniform(6, saved_bytes=2)`。先在纸上画一个调度，峰值不超过 7，前向不超过 11 次，再把它写成清单。检查程序会模拟它。
 #
 # </div>
 
-# %% minutes=6
+# %% minutes=8
 actions = [Forward(0, "input"), Forward(1, "nothing"), ...]
 exercises.check_drawn_schedule(actions)
 
@@ -1371,17 +1415,17 @@ exercises.check_drawn_schedule(actions)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 7.** Write `plan(first, stages, room)`, which returns the list of actions that takes the time of `fastest`; `first` is the number of its first stage in the chain. The check simulates your list for the chains of exercise 4, and for the pyramid within 150 MB, where all cuts need 163.
+# **Exercise 8.** Write `plan(first, stages, room)`, which returns a list of actions that takes the time of `fastest`. `first` is the number of the first of these stages in the chain. The check simulates your list for the chains of exercise 4, and for the pyramid within 150 MB, where all cuts need at least 163 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 7。** 写出 `plan(first, stages, room)`，返回用时等于 `fastest` 的动作清单；`first` 是其中第一级在链上的编号。检查会在练习 4 的几条链上模拟你的清单，再加上 150 MB 之内的金字塔，而在金字塔上，任何切法都要 163 MB。
+# **练习 8。** 写出 `plan(first, stages, room)`，返回一张动作清单，清单的用时要等于 `fastest` 算出的值。`first` 是这些级中第一级在链上的编号。检查会在练习 4 的几条链上模拟你的清单，也会在限用 150 MB 的金字塔上模拟。金字塔的任何切法都至少要 163 MB。
 #
 # </div>
 
 
-# %% minutes=15
+# %% minutes=19
 def plan(first, stages, room):
     return []
 

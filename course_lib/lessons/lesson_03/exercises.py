@@ -9,6 +9,11 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from course_lib.memory import MemoryMeter
+from course_lib.models import deep_mlp
 from course_lib.schedule import (
     Backward,
     Chain,
@@ -25,12 +30,15 @@ from course_lib.teaching.exercises import (
     Messages,
     WrongAnswer,
     cases,
+    draw_case,
     exercise,
     not_answered,
     numbers,
     returns_none,
+    seed_of,
     throughout,
 )
+from course_lib.teaching.exercises.probes import is_close
 
 say = Messages(__file__)
 
@@ -49,9 +57,9 @@ def _sums(cuts: Sequence[int], layer_bytes: int = A) -> list[int]:
     return [(j + 1) * B + size * layer_bytes for j, size in enumerate(_sizes(cuts))]
 
 
-def _peak(cuts: Sequence[int]) -> int:
+def _peak(cuts: Sequence[int], layer_bytes: int = A) -> int:
     """Return the peak of segments in bytes: the largest number of `_sums`, plus one gradient."""
-    return max(_sums(cuts)) + B
+    return max(_sums(cuts, layer_bytes)) + B
 
 
 def _sums_of_largest(cuts: Sequence[int]) -> list[int]:
@@ -70,7 +78,7 @@ def _largest_or_last(cuts: Sequence[int]) -> tuple[int, int]:
     return max(largest[-1], last) + B, max(largest[0], last) + B
 
 
-#: Message on a mistake -> the peak that it gives. Several mistakes are right for some cuts.
+#: Key of the message on a mistake -> peak with the mistake, which for some cuts is the right peak.
 _PEAKS: dict[str, Callable[[Sequence[int]], Any]] = {
     "units": lambda cuts: _peak(cuts) / B,
     "layer_and_boundary": lambda cuts: max(_sums(cuts, A + B)) + B,
@@ -131,7 +139,7 @@ def _draw_triple(rng: random.Random) -> tuple[int, int, int]:
             return layers, kept, boundary
 
 
-#: Message on a mistake -> the number of segments that it gives, or a tuple of them.
+#: Key of the message on a mistake -> number of segments that it gives, or a tuple of numbers.
 _COUNTS: dict[str, Callable[[int, int, int], Any]] = {
     "root_of_layers": lambda L, A, B: math.sqrt(L),
     "no_root": lambda L, A, B: L * A / B,
@@ -152,7 +160,7 @@ _COUNTS: dict[str, Callable[[int, int, int], Any]] = {
 
 
 def _rounded_or_not(mistake: Callable[[int, int, int], Any]) -> throughout:
-    """Return a mistake that also accepts the rounded numbers of segments of `mistake`."""
+    """Return a mistake that gives the numbers of `mistake`, and the same numbers rounded."""
 
     def ways(L: int, A: int, B: int) -> tuple[float, ...]:
         found = mistake(L, A, B)
@@ -187,7 +195,7 @@ def check_best_count(L: int, A: int, B: int) -> float:
 
 
 @cache
-def least_peak(depth: int) -> int:
+def least_peak(depth: int, layer_bytes: int = A) -> int:
     """Return the lowest peak, in bytes, over all cuts of `depth` equal layers."""
 
     @cache
@@ -196,7 +204,7 @@ def least_peak(depth: int) -> int:
             return 0
         sizes = range(1, layers + 1)
         return min(
-            max((inputs + 1) * B + size * A, peak_of_rest(layers - size, inputs + 1))
+            max((inputs + 1) * B + size * layer_bytes, peak_of_rest(layers - size, inputs + 1))
             for size in sizes
         )
 
@@ -205,53 +213,61 @@ def least_peak(depth: int) -> int:
 
 @exercise()
 def check_tapered(answer: Any) -> Verdict:
-    """Check `function(depth)`, which returns the cuts with the lowest peak.
+    """Check `function(depth, kept)`, which returns the cuts with the lowest peak.
 
-    Some depths can be cut into equal segments, and some cannot.
+    A layer keeps `kept` times the bytes of a boundary. Some depths can be cut into equal segments,
+    and some cannot.
     """
     depths = [*range(2, 20), *cases([25, 50, 64], lambda rng: rng.randint(20, 90)), 100]
-    raw = [answer(depth) for depth in depths]
+    tried = [(depth, 2) for depth in depths] + [(20, 1), (55, 1), (40, 3)]
+    raw = [answer(depth) if kept == 2 else answer(depth, kept) for depth, kept in tried]
     if all(given is None for given in raw) or all(
         hasattr(given, "__len__") and [*given] == [0, depth]
-        for given, depth in zip(raw, depths, strict=True)
+        for given, (depth, _) in zip(raw, tried, strict=True)
     ):
         return not_answered()
-    for given, depth in zip(raw, depths, strict=True):
+    for given, (depth, kept) in zip(raw, tried, strict=True):
         if given is None:
-            return returns_none(f"depth = {depth}")
-    given = [_cuts_of(one, depth) for one, depth in zip(raw, depths, strict=True)]
-    peaks, least = [*map(_peak, given)], [*map(least_peak, depths)]
+            return returns_none(f"depth = {depth}, kept = {kept}")
+    given = [_cuts_of(one, depth) for one, (depth, _) in zip(raw, tried, strict=True)]
+    least = [least_peak(depth, kept * B) for depth, kept in tried]
+
+    def peaks_of(all_cuts: list[list[int]]) -> list[int]:
+        return [_peak(cuts, kept * B) for cuts, (_, kept) in zip(all_cuts, tried, strict=True)]
+
+    peaks, twos = peaks_of(given), len(depths)
     if peaks == least:
-        return say.right("tapered.right", count=f"{peaks[-1] / B:g}")
+        return say.right("tapered.right", count=f"{peaks[twos - 1] / B:g}")
     turned = [[cuts[-1] - cut for cut in reversed(cuts)] for cuts in given]
-    say.refuse_if([*map(_peak, turned)] == least, "tapered.turned")
+    say.reject_if(peaks_of(turned) == least, "tapered.turned")
     equal = all(max(sizes) - min(sizes) <= 1 for sizes in map(_sizes, given))
-    say.refuse_if(equal, "tapered.equal")
-    for depth, cuts, peak, best in zip(depths, given, peaks, least, strict=True):
+    say.reject_if(equal, "tapered.equal")
+    say.reject_if(peaks[:twos] == least[:twos], "tapered.kept")
+    for (depth, kept), cuts, peak, best in zip(tried, given, peaks, least, strict=True):
         if peak != best:
             shown = f"{cuts}" if len(cuts) < 9 else f"{cuts[:7]} …"
             peaks_in_b = {"peak": f"{peak / B:g}", "least": f"{best / B:g}"}
-            say.wrong("tapered.higher", depth=depth, cuts=shown, **peaks_in_b)
+            say.wrong("tapered.higher", depth=depth, kept=kept, cuts=shown, **peaks_in_b)
     raise AssertionError("no peak is higher than the least")
 
 
 def _cuts_of(given: Any, depth: int) -> list[int]:
     """Return `given` as cuts of `depth` layers, or reject the answer."""
     listed = hasattr(given, "__iter__")
-    say.refuse_if(not listed, "tapered.list", kind=type(given).__name__)
-    say.refuse_if(isinstance(given, set | frozenset), "tapered.set")
+    say.reject_if(not listed, "tapered.list", kind=type(given).__name__)
+    say.reject_if(isinstance(given, set | frozenset), "tapered.set")
     try:
         cuts = [float(cut) for cut in given]
     except (TypeError, ValueError):
         cuts = [math.nan]
     shown = f"{given}"[:60]
-    say.refuse_if(sum(cuts) == depth and cuts[1:] != [depth], "tapered.sizes", cuts=shown)
+    say.reject_if(sum(cuts) == depth and cuts[1:] != [depth], "tapered.sizes", cuts=shown)
     whole = all(cut.is_integer() for cut in cuts)
-    say.refuse_if(not whole, "tapered.whole_numbers", cuts=shown)
+    say.reject_if(not whole, "tapered.whole_numbers", cuts=shown)
     ends = len(cuts) > 1 and cuts[0] == 0 and cuts[-1] == depth
-    say.refuse_if(not ends, "tapered.ends", depth=depth, cuts=shown)
+    say.reject_if(not ends, "tapered.ends", depth=depth, cuts=shown)
     increasing = all(start < end for start, end in pairwise(cuts))
-    say.refuse_if(not increasing, "tapered.increasing", cuts=shown)
+    say.reject_if(not increasing, "tapered.increasing", cuts=shown)
     return [int(cut) for cut in cuts]
 
 
@@ -329,17 +345,7 @@ _KEPT: dict[str, Callable[[tuple[Stage, ...], int], int]] = {
     "all_outputs": lambda stages, e: sum(stage.output_bytes for stage in stages[:e]),
     "exchanged": lambda stages, e: 0,
 }
-#: Mistake -> stages whose forward times are added. Mistakes without a message of their own use
-#: `other_stages`.
-_PASSED: dict[str, Callable[[tuple[Stage, ...], int], tuple[Stage, ...]]] = {
-    "no_time": lambda stages, e: (),
-    "past_e": lambda stages, e: stages[: e + 1],
-    "not_first": lambda stages, e: stages[1:e],
-    "first_alone": lambda stages, e: stages[:1],
-    "e_alone": lambda stages, e: stages[e : e + 1],
-    "twice": lambda stages, e: stages[:e] * 2,
-}
-_OTHERS = ("earlier_too_little", "backward_times", "no_earlier", "no_e", "longer")
+_OTHERS = ("earlier_too_little", "no_earlier", "no_e")
 
 
 @cache
@@ -349,7 +355,7 @@ def _fastest(stages: tuple[Stage, ...], room: int, mistake: str) -> float:
     Args:
         stages: The stages that have not run yet.
         room: Budget in bytes, without the input of the first stage.
-        mistake: A mistake of `_KEPT`, `_PASSED` or `_OTHERS`, or "never runs on".
+        mistake: A mistake of `_KEPT` or `_OTHERS`, or "never runs on".
     """
     if not stages:
         return 0
@@ -365,17 +371,12 @@ def _run_on(stages: tuple[Stage, ...], e: int, room: int, mistake: str) -> float
     """Return the wrong time of `mistake` if forward runs to stage e without saving."""
     output = stages[e - 1].output_bytes
     kept = _KEPT[mistake](stages, e) if mistake in _KEPT else output
-    passed = _PASSED[mistake](stages, e) if mistake in _PASSED else stages[:e]
-    ahead = sum(stage.forward_time for stage in passed)
-    if mistake == "backward_times":
-        ahead += sum(stage.backward_time for stage in passed)
-    behind = stages[e + 1 :] if mistake == "no_e" else stages[e:]
-    later = _fastest(behind, room - kept, mistake)
+    ahead = sum(stage.forward_time for stage in stages[:e])
+    later = _fastest(stages[e + (mistake == "no_e") :], room - kept, mistake)
     if mistake == "no_earlier":
         return ahead + later
     earlier_room = room - output if mistake in ("earlier_too_little", "exchanged") else room
-    earlier = _fastest(stages[:e], earlier_room, mistake)
-    return ahead + (max(later, earlier) if mistake == "longer" else later + earlier)
+    return ahead + later + _fastest(stages[:e], earlier_room, mistake)
 
 
 @exercise(errors={"maximum recursion depth": "recurrence.endless"})
@@ -394,10 +395,8 @@ def check_recurrence(answer: Any) -> Verdict:
         return not_answered()
     if given == [least for *_, least in tried]:
         return say.right("recurrence.right", number=len(tried))
-    for mistake in (*_KEPT, *_PASSED, *_OTHERS):
-        name = f"recurrence.{mistake}"
-        name = name if name in say else "recurrence.other_stages"
-        say.refuse_if(given == times_with(mistake), name)
+    for mistake in (*_KEPT, *_OTHERS):
+        say.reject_if(given == times_with(mistake), f"recurrence.{mistake}")
     for (chain, room, least), time in zip(tried, given, strict=True):
         if time != least:
             numbers = {"best": f"{least:g}", "given": f"{_number(time):g}"}
@@ -406,6 +405,7 @@ def check_recurrence(answer: Any) -> Verdict:
 
 
 def _number(given: Any) -> float:
+    """Return an answer as a float, or reject it if it is not a number."""
     try:
         return float(given + 0.0)
     except TypeError:
@@ -413,6 +413,81 @@ def _number(given: Any) -> float:
         raise WrongAnswer(
             text("Expected one number, got a `{kind}`.", kind=kind), exact=True
         ) from None
+
+
+def _run_layers(
+    run: Callable, depth: int, width: int, rows: int, seed: int
+) -> tuple[float, int, list[Tensor | None]]:
+    """Return the peak, the FLOPs and the gradients of `run(layers, x)` followed by backward.
+
+    The layers are pairs of Linear and GELU, initialized with `seed`. The gradients of the weights
+    are allocated before the run, and the peak includes the input. Its unit is the size of one
+    boundary.
+    """
+    layers = nn.Sequential(*(deep_mlp(depth=1, width=width, seed=seed + i) for i in range(depth)))
+    parameters = [*layers.parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    weights = torch.linspace(-1, 2, rows * width).view(rows, width)
+    with MemoryMeter() as meter:
+        x = torch.linspace(-1, 1, rows * width).view(rows, width)
+        output = run(layers, x)
+        if output is None or output is ...:
+            raise NotImplementedError
+        of_layers = isinstance(output, Tensor) and output.shape == x.shape
+        say.reject_if(not of_layers, "nested.output", kind=type(output).__name__)
+        say.reject_if(not output.requires_grad, "nested.no_graph")
+        loss = (output * weights).sum()
+        del output  # otherwise it would be live during backward
+        loss.backward()
+    gradients = [parameter.grad for parameter in parameters]
+    return meter.peak_bytes / (4 * rows * width), meter.flops, gradients
+
+
+@cache
+def _run_without_checkpoints(
+    depth: int, width: int, rows: int, seed: int
+) -> tuple[float, int, list[Tensor | None]]:
+    """Return the results of `_run_layers` without checkpoints, which are the same at each try."""
+    return _run_layers(lambda layers, x: layers(x), depth, width, rows, seed)
+
+
+@exercise()
+def check_nested(answer: Any) -> Verdict:
+    """Check `function(layers, x)`, which runs layers in nested checkpoints.
+
+    The gradients must be those of the plain layers. Layers must run again, but no Linear may run
+    forward more than twice. The peak must be that of tapered segments whose layers keep one
+    boundary each.
+    """
+    shown = {}
+    chains = [
+        (100, 25, 1000),
+        *draw_case([(40, 16, 500)], lambda rng: [(rng.randint(30, 60), 16, 500)]),
+    ]
+    for depth, width, rows in chains:
+        sizes = depth, width, rows, seed_of(0)
+        baseline, once, wanted = _run_without_checkpoints(*sizes)
+        peak, flops, found = _run_layers(answer, *sizes)
+        if (peak, flops) == (baseline, once):
+            return not_answered()
+        depths, peaks = {"depth": depth}, {"peak": f"{peak:.2f}"}
+        times = {"times": f"{flops / once:.2f}"}
+        shown = shown or peaks | times
+        say.reject_if(not all(map(is_close, found, wanted)), "nested.gradients", **depths)
+        many = flops > once + 2 * rows * width**2 * depth
+        say.reject_if(many, "nested.flops", **depths, **times)
+        # While a GELU is recomputed, its output is also live.
+        least, of_layers = least_peak(depth, B) / B + 1, least_peak(depth) / B
+        moved = peak <= least + 1.5 and flops < 1.1 * once
+        say.reject_if(moved, "nested.moved", **depths, **peaks)
+        if peak > least + 1.5:
+            say.reject_if(peak > depth, "nested.one_segment", **depths, **peaks)
+            say.reject_if(round(peak, 1) == of_layers, "nested.tapered", **depths, **peaks)
+            states = 5056 * depth / (4 * rows * width)  # one generator state per inner checkpoint
+            say.reject_if(peak - states <= least + 1.5, "nested.random_state", **depths, **peaks)
+            say.wrong("nested.peak", **depths, **peaks, **times, least=f"{least:g}")
+    return say.right("nested.right", **shown)
 
 
 @exercise()
@@ -487,8 +562,8 @@ def check_plan(answer: Any) -> Verdict:
     return say.right("plan.right", number=len(tried))
 
 
-#: Pattern of an error of `simulate` -> message, because the errors are in English only.
-_REFUSALS = {
+#: Pattern in an error of `simulate` -> key of a message in both languages.
+_VIOLATIONS = {
     r"runs only if its input is live, and (x_\d+) is not": "common.no_input",
     r"its stage's input is live, and (x_\d+) is not": "common.no_input_of_stage",
     r"and S_(\d+) is not; run": "common.nothing_kept",
@@ -499,25 +574,25 @@ _REFUSALS = {
 }
 
 
-def _refusal(refused: IllegalSchedule) -> str:
-    """Return the message that rejects an illegal schedule; it gives the violated rule."""
-    message = f"{refused}"
+def _explanation(error: IllegalSchedule) -> str:
+    """Return the message on an illegal schedule, which states the rule that was violated."""
+    message = f"{error}"
     action = re.search(r"action (\d+), (\w+\(.*?\))", message)
-    for pattern, name in _REFUSALS.items():
+    for pattern, name in _VIOLATIONS.items():
         if found := re.search(pattern, message):
             reason = say.fill(name, what=found[1])
             if action is None:
-                return say("common.refuses", reason=reason)
+                return say("common.rejects", reason=reason)
             values = {"number": action[1], "action": f"`{action[2]}`"}
-            return say("common.refuses_action", reason=reason, **values)
-    return say("common.refuses_otherwise", problem=f"`{message}`")
+            return say("common.rejects_action", reason=reason, **values)
+    return say("common.rejects_otherwise", problem=f"`{message}`")
 
 
 def _simulate(actions: Any, chain: Chain) -> Cost:
     """Return the cost of the learner's schedule, or reject the schedule with the reason."""
     try:
         return simulate(Schedule(actions), chain)
-    except IllegalSchedule as refused:
-        raise WrongAnswer(_refusal(refused)) from None
+    except IllegalSchedule as error:
+        raise WrongAnswer(_explanation(error)) from None
     except Exception as error:
         say.wrong("common.cannot_simulate", error=f"`{error!r}`")

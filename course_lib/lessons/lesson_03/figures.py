@@ -32,7 +32,7 @@ _NAMES = {
 
 
 def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -> "Figure":
-    """Draw the smooth formula and the measured peaks over the number of segments.
+    """Draw the smooth formula and the measured peaks against the number of segments.
 
     Args:
         depth: Number of layers, L.
@@ -61,7 +61,7 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
 def draw_sweeps(
     sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]
 ) -> "Figure":
-    """Draw measured and predicted peaks over the number of segments k, for several depths."""
+    """Draw measured and predicted peaks against the number of segments k, for several depths."""
     title = "The zigzag is the same at every depth, as predicted"
     drawn, axes = figure(title, columns=len(sweeps), width=8.2, height=3.2)
     look = {"color": COLORS["predicted"], "alpha": 0.6, "markersize": 3}
@@ -137,7 +137,7 @@ def cost_of(
     return meter.peak_bytes + x.nbytes, meter.flops
 
 
-def draw_rooms(cuts: Mapping[str, Sequence[int]]) -> "Figure":
+def draw_budgets(cuts: Mapping[str, Sequence[int]]) -> "Figure":
     """Draw the tensors that are live while each segment runs forward again and backward.
 
     There is one panel per list of cuts, one column per segment, and one box per layer above the
@@ -281,7 +281,7 @@ def _legend(drawn: "Figure") -> None:
     drawn.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
 
 
-def what_you_may_have_read(
+def claims_table(
     peak: Callable[[Sequence[int]], int], tapered: Callable[[int], list[int]], groups: Sequence[int]
 ) -> Table:
     """Return a table of the lesson's claims, and of the measured numbers that test them.
@@ -295,6 +295,6 @@ def what_you_may_have_read(
         peak(cuts) // B for cuts in (tapered(25), range(0, 101, 10), tapered(100))
     )
     measured = " → ".join(f"{count / 1e6:.1f}" for count in groups)
-    return claims.what_you_may_have_read(
+    return claims.claims_table(
         CLAIMS, f"{shorter} B → {longer} B", f"{equal} B → {longer} B", f"{measured} MB"
     )

@@ -115,15 +115,14 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
     Args:
         chains: Dict from a label to a chain.
     """
-    title = (
-        "With nearly equal stages, good cuts reach the frontier. With uneven stages, the frontier"
-        " goes lower"
-    )
+    title = "On the decoder good cuts reach the frontier, on the pyramid the frontier goes lower"
     drawn, axes = figure(title, columns=len(chains), width=8.2, height=3.6, sharey=True)
     rows = []
     for ax, (name, chain) in zip(axes, chains.items(), strict=True):
         line = frontier(chain)
-        (across, up), (peaks, times) = (_costs(each, line[-1]) for each in (line, best_cuts(chain)))
+        (across, up), (peaks, times) = (
+            _peaks_and_times(each, line[-1]) for each in (line, best_cuts(chain))
+        )
         ax.step(across, up, where="post", color=COLORS["predicted"], label=text("frontier"))
         ax.plot(peaks, times, "s", color="#4477AA", markersize=4, label=text("best cuts"))
         label_axes(ax, "peak (MB)", xlim=(0, None), ylim=(0.98, 1.36))
@@ -137,7 +136,9 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
     return shown_once(drawn)
 
 
-def _costs(points: Sequence[Cost], baseline: Cost) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _peaks_and_times(
+    points: Sequence[Cost], baseline: Cost
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the points' peaks in MB, and their times relative to the baseline's time."""
     costs = ((point.peak_bytes / 1e6, point.time / baseline.time) for point in points)
     across, up = zip(*costs, strict=True)
@@ -157,13 +158,13 @@ def draw_frontier(
         lines: Dict from a label to the points of a frontier. The last point of the first frontier
             is the baseline.
         variants: Dict from a label to (points, marker, color). `points` is a dict from a name to
-            (peak in bytes, FLOPs). The name is written at its point if the name contains words.
+            (peak in bytes, FLOPs). A name that is a string is written next to its point.
     """
     baseline = next(iter(lines.values()))[-1]
     drawn, ax = figure(title, height=4.0)
     alt = []
     for (name, line), color in zip(lines.items(), (COLORS["predicted"], EARLY), strict=False):
-        across, up = _costs(line, baseline)
+        across, up = _peaks_and_times(line, baseline)
         ax.step(across, up, where="post", color=color, label=text(name))
         ends = {"least": f"{across[0]:.1f}", "times": f"{up[0]:.2f}", "most": f"{across[-1]:.1f}"}
         words = "{name}: from {least} MB at {times} times the FLOPs to {most} MB at 1"

@@ -1,19 +1,33 @@
-"""Tables of lesson 03 on ways to keep fewer activations: chunked loss, Llama, compiled layers."""
+"""Variants of lesson 03 that keep fewer activations: chunked loss, compiled stages, Llama layer."""
 
 import warnings
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from course_lib._torch.compiler import activation_memory_budget
 from course_lib.checkpoint import checkpointed_loss
-from course_lib.memory import saved_tensors, symbolic
-from course_lib.teaching import Table, table, text
+from course_lib.labels import join_labels
+from course_lib.memory import MemoryMeter, saved_tensors, symbolic
+from course_lib.models import Decoder, loss_stages, random_tokens
+from course_lib.teaching import COLORS, Table, figure, table, text
+from course_lib.teaching.figures import shown_once
+from course_lib.teaching.marks import label_axes, note
 
 from .exercises import B
 from .figures import peak_and_flops
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Cost = tuple[int, int]  # peak in bytes, FLOPs
+
+#: Variant -> place of its name in `draw_ways`: distance above its point in units of 1/72 inch, and
+#: the side of the name that is aligned with the point.
+_PLACES = {"products kept": (13, "left"), "loss in chunks": (42, "right")}
+_PLACES |= {"no checkpoint": (-27, "right"), "compiler's budget, 0.5": (-13, "left")}
 
 
 class _ChunkedLoss(nn.Module):
@@ -77,49 +91,100 @@ def saved_when_compiled(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
         return saved_tensors(run, x).total_bytes
 
 
-def decision_table(measured: Mapping[int, Mapping[str, Cost]]) -> Table:
-    """Show a table of peak and FLOPs of each variant, for each number of layers.
+def decoder_stages(**changes: int) -> tuple[nn.Sequential, Tensor]:
+    """Return the course's decoder as a chain of stages that ends in its loss, and the input.
+
+    The stages are the embedding, attention and feed-forward network of each layer, and the head.
 
     Args:
-        measured: Dict from the number of layers to a dict from the variant's label to (peak in
-            bytes, FLOPs). FLOPs are shown relative to the first variant. A variant that was not
-            measured at a depth has empty cells.
+        changes: Sizes that differ from those of the course, such as `layers`.
     """
-    columns = ["way"]
-    for layers in measured:
-        columns += [
-            text("peak (MB), {n} layers", n=layers),
-            text("FLOPs (× baseline), {n} layers", n=layers),
-        ]
-    rows: dict[str, list] = {}
-    for place, costs in enumerate(measured.values()):
-        baseline = next(iter(costs.values()))[1]
+    sizes = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8, "sequence": 128}
+    decoder, tokens = Decoder(**sizes | changes), random_tokens(8, 128, 2048)
+    return loss_stages(decoder, tokens[:, 1:]), tokens[:, :-1].contiguous()
+
+
+def compile_privately(module: nn.Module, x: Tensor, budget: float) -> Callable[[Tensor], Tensor]:
+    """Compile a module with PyTorch's private setting `activation_memory_budget`, and run it once.
+
+    All earlier compiled code is discarded. The run is forward and backward, so gradients remain.
+    """
+    torch.compiler.reset()
+    with activation_memory_budget(budget):
+        run = torch.compile(module, backend="aot_eager")
+        run(x).sum().backward()
+    return run
+
+
+def compiled_cost(budget: float) -> Cost:
+    """Return peak and FLOPs of the compiled decoder of 8 layers, as `figures.cost_of` does."""
+    stages, inputs = decoder_stages()
+    run = compile_privately(stages, inputs, budget)
+    with MemoryMeter() as meter:
+        run(inputs).backward()
+    return meter.peak_bytes + inputs.nbytes, meter.flops
+
+
+def draw_ways(measured: Mapping[int, Mapping[str, Cost]]) -> "Figure":
+    """Draw peak and FLOPs of each variant of the decoder's step, one panel per number of layers.
+
+    Args:
+        measured: Dict from the number of layers to a dict from a variant's label, such as "each
+            layer", to (peak in bytes, FLOPs). FLOPs are drawn relative to the first variant.
+    """
+    title = "A checkpoint around each layer has the lowest peak with 8 layers, but not with 48"
+    drawn, axes = figure(title, columns=len(measured), width=8.6, height=3.6, sharey=True)
+    alt = []
+    for ax, (layers, costs) in zip(axes, measured.items(), strict=True):
+        largest, baseline = next(iter(costs.values()))
         for name, (peak, flops) in costs.items():
-            row = rows.setdefault(name, [name] + [""] * 2 * len(measured))
-            row[2 * place + 1 : 2 * place + 3] = round(peak / 1e6, 1), round(flops / baseline, 2)
-    return table(columns, rows.values())
+            x, y = peak / 1e6, flops / baseline
+            ax.plot(x, y, "o", color=COLORS["measured"])
+            values = {"name": name, "peak": f"{x:.1f}"}
+            up, side = _PLACES.get(name, (0, "left"))
+            line = {"arrowstyle": "-", "color": "#AAAAAA", "relpos": (1, 0.5)}
+            look = {"ha": side, "fontsize": 8, "arrowprops": line if abs(up) > 20 else None}
+            note(ax, text("{name}, {peak} MB", **values), (x, y), (0 if up else 8, up), **look)
+            words = "{n} layers, {name}: {peak} MB, {times} times the FLOPs"
+            alt.append(text(words, n=layers, times=f"{y:.2f}", **values))
+        limits = {"xlim": (0, 1.08 * largest / 1e6), "ylim": (0.92, 1.32)}
+        label_axes(ax, "peak (MB)", title=text("{n} layers", n=layers), **limits)
+    axes[0].set_ylabel(text("FLOPs (× baseline)"))
+    drawn.course_alt = text("{points}.", points=join_labels(alt, "; "))
+    return shown_once(drawn)
 
 
 def budget_table(
-    compiled: Callable[[nn.Module, Tensor, float], Callable[[Tensor], Tensor]],
     layers: nn.Module,
     x: Tensor,
-    budgets: Mapping[str, float],
+    variants: Mapping[str, tuple[Callable[[nn.Module, Tensor, float], Callable], float]],
 ) -> Table:
     """Show a table of saved bytes, peak and FLOPs of layers compiled with each budget.
 
     Args:
-        compiled: Function that takes a module, its input and a budget, and returns the compiled
-            module. The function may discard earlier compiled code.
         layers, x: Module to compile, and its input.
-        budgets: Dict from a label to a budget.
+        variants: Dict from a label to (function, budget). The function takes the module, its input
+            and the budget, and returns the compiled module. It may discard earlier compiled code.
     """
     _, baseline = peak_and_flops(lambda layers, _, x: layers(x), layers, None)
     rows = []
-    for name, budget in budgets.items():
-        run = compiled(layers, x, budget)
+    for name, (compile_with, budget) in variants.items():
+        run = compile_with(layers, x, budget)
         saved = saved_when_compiled(run, x)
         peak, flops = peak_and_flops(lambda _, run, x: run(x), layers, run)
         rows.append((name, round(saved / B, 1), round(peak / B, 1), round(flops / baseline, 2)))
     columns = ["budget", "saved (units of B)", "peak (units of B)", "FLOPs (× baseline)"]
     return table(columns, rows)
+
+
+def outcomes(runs: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> Table:
+    """Show a table of functions, and for each of them whether it runs or which error it raises."""
+    rows = []
+    for name, run in runs.items():
+        torch.compiler.reset()
+        try:
+            run(x).sum().backward()
+            rows.append((name, "runs"))
+        except RuntimeError as error:
+            rows.append((name, f"`{type(error).__name__}`"))
+    return table(["region", "found"], rows)
