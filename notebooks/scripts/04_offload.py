@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "Every activation goes to a file until backward needs it, and nothing is computed twice.\n\nWhen does a copy cost nothing?", "zh": "每份激活值都先挪进文件，反向用到时再取回，什么也不用重计算。\n\n拷贝什么时候没有代价？"}
+# %% [markdown] slide={"en": "Every activation goes to a lower tier until backward needs it, and nothing is computed twice.\n\nWhen does a copy cost nothing?", "zh": "每份激活值都先挪到下一级存储，反向用到时再取回，什么也不用重计算。\n\n拷贝什么时候没有代价？"}
 # # 4 What if we move bytes to a lower tier instead? (offload) / 不忘掉，而是挪到下一级存储呢？（卸载）
 #
 # <div lang="en">
 #
-# Move every activation of the course's step to a file, and fetch it when backward asks for it. The peak falls, and nothing is computed twice. Does it fall further than with a checkpoint around each layer? And further still with both?
+# Move every activation of a step to a lower tier, such as the host's memory, and fetch it when backward needs it. Nothing is computed twice. A copy that takes no longer than the computation at the same time should add no time.
 #
-# And what does it cost? Suppose that each copy takes no longer than the computation that runs at the same time. Does the step then take as long as it does without copies?
+# The figure shows recorded times of an eight-layer decoder on an H200. Offload lowers the peak from 11.2 GB to 4.2 GB.
 #
 # </div>
 # <div lang="zh">
 #
-# 把课程训练步里的每份激活值都移到文件，反向用到时再取回，峰值就降低了，而且什么也不用重计算。这就是**卸载**（offload）：把暂时不用的数据移到下一级存储，不是“卸载软件”的卸载。它比每层一个检查点降得更多吗？两者合用，还会更低吗？
+# 把一步里的每份激活值都移到下一级存储（例如主机内存），反向用到时再取回，什么也不用重计算。这叫做**卸载**（offload），与“卸载软件”无关。拷贝与计算同时进行，所以，只要拷贝不比同时进行的计算更久，这一步就不应变慢。
 #
-# 那么代价在哪里？假设链路够快，每次拷贝都不比同时进行的计算更久。这时训练步的用时，与没有拷贝时一样吗？
+# 下图显示八层解码器的一步在 H200 上用了多久，数据是事先记录的。卸载把峰值从 11.2 GB 降到 4.2 GB。
 #
 # </div>
 
@@ -29,70 +29,76 @@ from course_lib.teaching import language
 
 language()
 
-# %% [markdown]
+# %% slide="result"
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from course_lib.lessons.lesson_04 import exercises, figures, simulation
+from course_lib.models import deep_mlp
+from course_lib.offload import offload_activations
+from course_lib.simulated import SimulatedDevice
+from course_lib.teaching import predictions, table, text
+
+figures.draw_recorded()
+
+# %% [markdown] slide={"en": "**Guess first.** Copies and computation run at the same time. Why does the step with offload take 33% longer?", "zh": "**先猜**：拷贝与计算同时进行，为什么加了卸载，这一步还是多花 33% 的时间？"}
 # <div lang="en">
 #
-# **Goals** (100 minutes). Write a formula for the time of a step with hidden copies, and compare it with a clock. Write activation offload from nothing. Say which wait orders which two things, and how it is written in `torch.cuda`. Say what offload, checkpoints and both together do to the peak, and which link each needs.
+# **Guess first:** why does the step with offload still take 33% longer? Write down a reason. Section 4.9 tests it.
+#
+# **Goals** (118 minutes, in two sittings):
+#
+# - Write a formula for the time of a step with copies, then activation offload from nothing.
+# - Name the two operations that each wait puts in order.
+# - Decide when to combine offload with checkpoints.
+# - Explain the 33%.
 #
 # **What to know before**: lesson 01; lesson 02 for saved-tensor hooks and checkpoints.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（100 分钟）：写出拷贝被计算掩盖时一步所需的时间，并与时钟比较；从零写出激活值卸载；说出每一处等待规定了哪两件事的先后，在 `torch.cuda` 里怎么写；说出卸载、检查点以及两者合用时，峰值各会怎样，各需要多快的链路。
+# **先猜**：为什么加了卸载，这一步还是多花 33% 的时间？写下你的理由，4.9 节会检验它。
 #
-# **预备知识**：第 01 课；第 02 课里给保存的张量挂的钩子，以及检查点。
+# **目标**（共 118 分钟，分两次学）
+#
+# - 写出一个公式，算出带拷贝的一步要多久，再从零写出激活值卸载。
+# - 说出每一处等待规定了哪两个操作的先后。
+# - 判断什么时候该把卸载与检查点合用。
+# - 解释这 33%。
+#
+# **预备知识**：第 01 课，以及第 02 课里的检查点和挂在保存的张量上的钩子。
 #
 # </div>
-
-# %%
-import inspect
-from contextlib import nullcontext
-from weakref import WeakKeyDictionary
-
-import torch
-from torch.autograd.graph import saved_tensors_hooks
-
-from course_lib.lessons.ledger import ledger
-from course_lib.lessons.lesson_04 import exercises, figures, simulation
-from course_lib.lessons.lesson_04.steps import metered_step, started_down, started_up, step_peak
-from course_lib.memory import MemoryMeter
-from course_lib.models import Decoder, deep_mlp, random_tokens
-from course_lib.offload import DiskStore, OffloadedOptimizer, offload_activations
-from course_lib.offload.device import Cuda
-from course_lib.simulated import SimulatedDevice
-from course_lib.teaching import predictions, table, text, timelines
 
 # %% [markdown]
 # ## 4.1 Four tiers / 四个存储层级
 #
 # <div lang="en">
 #
-# Data may lie on several **tiers**: on the chip, in the device's memory, in the host's, on a disk. The **lower tier** is the one farther from the arithmetic. The numbers are from an H100's data sheet and a usual server; bandwidths count one direction.
+# Data may be on several **tiers**: on the chip, in the device's memory, in the host's memory, or on a disk. A **lower tier** is farther from the arithmetic units. The figure's numbers are from an H100's data sheet and a typical server. Each bandwidth counts one direction.
 #
 # </div>
 # <div lang="zh">
 #
-# 数据可以放在几个**存储层级**上：芯片上、设备内存（在 GPU 上就是显存）、主机内存、磁盘。**下一级存储**指离计算更远的那个存储层级。图中的数取自 H100 的数据手册和常见的服务器；链路的带宽按单向计。
+# 数据可以放在几个**存储层级**上：芯片上、设备内存（GPU 的显存）、主机内存、磁盘。**下一级存储**指离计算单元更远的存储层级。图中的数取自 H100 的数据手册和常见的服务器。链路的带宽按单向计。
 #
 # </div>
 
 # %% slide="result"
 figures.draw_tiers()
 
-# %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\n**Guess first.** How many FLOPs per byte does a copy need to hide?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n**先猜**：每搬一个字节，至少要做多少 FLOPs，拷贝才能被掩盖？"}
+# %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\nHow many FLOPs per byte does a copy need to hide?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n每搬一个字节，至少要做多少 FLOPs，拷贝才能被掩盖？"}
 # <div lang="en">
 #
-# A copy can hide behind the matrix products that run at the same time, if it takes no longer than they do. So the network must do enough FLOPs for each byte: the device's FLOPs per second divided by the link's bytes per second. This number is the machine's **threshold**. The FLOPs that the network does for each byte it moves are its **arithmetic intensity** towards the lower tier.
-#
-# **Guess first:** a GPU with 989 TFLOP/s (H100, dense bf16) behind PCIe 5. How many FLOPs does each byte need?
+# A copy can hide behind the matrix products that run at the same time, if the copy takes no longer than these products. So the network must do enough FLOPs per byte that it moves. The smallest sufficient number, the machine's **threshold**, is the device's FLOPs per second divided by the link's bytes per second. The network's FLOPs per byte are its **arithmetic intensity** towards the lower tier. The table shows the thresholds of an H100 with 989 TFLOP/s (dense bf16):
 #
 # </div>
 # <div lang="zh">
 #
-# 只要一次拷贝不比同时进行的矩阵乘法更久，它就能被掩盖。所以每搬一个字节，网络至少要做一定数量的 FLOPs，也就是设备每秒的 FLOPs 除以链路每秒的字节。这个数叫**阈值**，由机器决定。网络每搬一个字节做多少 FLOPs，则是它相对于下一级存储的**算术强度**。
-#
-# **先猜**：一块 989 TFLOP/s 的 GPU（H100，稠密 bf16），经 PCIe 5 拷贝。每搬一个字节，至少要做多少 FLOPs？
+# 一次拷贝只要不比同时进行的矩阵乘法更久，就能被掩盖。所以网络每搬一个字节，至少要做一定数量的 FLOPs。这个数量叫做**阈值**，由机器决定，等于设备每秒的 FLOPs 除以链路每秒的字节数。网络每搬一个字节实际做多少 FLOPs，则叫做网络相对于下一级存储的**算术强度**。下表是一块 H100（稠密 bf16，989 TFLOP/s）用不同链路时的阈值。
 #
 # </div>
 
@@ -103,32 +109,20 @@ rows = [(name, round(rate / bandwidth)) for name, bandwidth in links.items()]
 table(["link", "FLOPs per byte"], rows)
 
 # %% [markdown]
-# <div lang="en">
-#
-# Over PCIe 5 nearly 16,000; over the other links from 2,000 to 141,000. But a threshold says only that copies *can* hide. Do they?
-#
-# </div>
-# <div lang="zh">
-#
-# 经 PCIe 5 要将近 16,000，经其余的链路要 2,000 到 141,000。但是，阈值只说拷贝**可以**被掩盖。真的被掩盖了吗？
-#
-# </div>
-
-# %% [markdown]
 # ## 4.2 Fetching ahead / 提前取回
 #
 # <div lang="en">
 #
-# A `SimulatedDevice` works like a GPU: one stream computes, one engine copies to the host (D2H, as profilers write), and another copies to the GPU (H2D). Operators really run here. Its clock counts only the FLOPs of matrix products and the bytes on the links, so GELU takes no time.
+# The threshold says only that copies *can* hide. Do copies really hide? A `SimulatedDevice` works like a GPU: one stream computes, one engine copies to the host (D2H, as profilers write), and another engine copies to the GPU (H2D). Its clock counts only the FLOPs of matrix products and the bytes on the links, so GELU takes no time.
 #
-# The network has sixteen layers of Linear and GELU. A layer's forward takes $f$ seconds, its backward $g = 2 f$. It saves two storages of $B$ = 2.048 MB, the inputs of Linear and of GELU. Copying one takes $c$ seconds. The link is exactly at the threshold: a layer's two copies take as long as its forward, $2 c = f$.
+# The network has sixteen layers of Linear and GELU. A layer's forward takes $f$ seconds, its backward $g = 2 f$. Each layer keeps two storages of $B$ = 2.048 MB for backward, the inputs of Linear and of GELU. Copying one storage takes $c$ seconds. The link is exactly at the threshold: a layer's two copies take as long as its forward, $2 c = f$.
 #
 # </div>
 # <div lang="zh">
 #
-# `SimulatedDevice` 模仿 GPU：一条流做计算，一个引擎负责换出（D2H，性能分析器里用这个名字），另一个引擎负责换入（H2D）。算子真的在本机运行。它的时钟只计矩阵乘法的 FLOPs 和链路上的字节，所以 GELU 不花时间。
+# 达到阈值，只说明拷贝**可以**被掩盖。实际运行时，拷贝真的被掩盖了吗？`SimulatedDevice` 模仿 GPU，其中一条流做计算，一个引擎负责换出（拷贝到主机，性能分析器写作 D2H），另一个引擎负责换入（拷贝到 GPU，写作 H2D）。这个设备的时钟只计矩阵乘法的 FLOPs 和链路上的字节，所以 GELU 不花时间。
 #
-# 网络有十六层，每层是一个 Linear 和一个 GELU。一层的前向要 $f$ 秒，反向要 $g = 2 f$ 秒。每层保存两份存储区（storage），各 $B$ = 2.048 MB，分别是 Linear 和 GELU 的输入。拷贝一份要 $c$ 秒。链路正好在阈值上，也就是说，一层的两次拷贝与它的前向一样久，$2 c = f$。
+# 网络有十六层，每层是一个 Linear 和一个 GELU。一层的前向要 $f$ 秒，反向要 $g = 2 f$ 秒。每层为反向保存两份存储区（storage），各 $B$ = 2.048 MB，分别是 Linear 的输入和 GELU 的输入。拷贝一份存储区要 $c$ 秒。链路正好在阈值上，也就是说一层的两次拷贝与它的前向一样久（$2 c = f$）。
 #
 # </div>
 
@@ -150,68 +144,57 @@ def step_on_device(p, link, in_flight=2):
     return device, began, held
 
 
-# %% [markdown] slide={"en": "Two copies take as long as a layer's forward.\n\n**Guess first.** Each storage is fetched when it is needed. How much longer is the step?", "zh": "两次拷贝与一层的前向一样久。\n\n**先猜**：轮到哪个算子，才取它要的那份存储区。这一步会久多少？"}
+# %% [markdown] slide={"en": "Two copies take as long as a layer's forward.\n\n**Guess first.** Each storage is fetched when it is needed. How much longer is the step?", "zh": "两次拷贝与一层的前向一样久。\n\n**先猜**：轮到某个算子，才换入它要用的那份存储区。这一步会久多少？"}
 # <div lang="en">
 #
-# Suppose that backward fetches each storage when the operator that uses it is next. **Guess first:** without copies the step takes 12.3 ms. How long does the step take with them?
+# Without copies the step takes 12.3 ms. Let backward fetch each storage only when the operator that uses the storage is next. **Guess first:** how long does the step take with the copies?
 #
 # </div>
 # <div lang="zh">
 #
-# 假设反向时轮到哪个算子，才去取它要用的那份存储区。**先猜**：不拷贝时，这一步要 12.3 毫秒。加上这些拷贝，要多久？
+# 不拷贝时，这一步要 12.3 ms。假设反向时轮到某个算子，才开始换入它要用的那份存储区。**先猜**：加上这些拷贝，这一步要多久？
 #
 # </div>
 
 # %% slide="result"
-threshold = 2 * B / f  # bytes a second: two copies in the time of one layer's forward
-plain = 47 * f  # 16 f + 16 g, less the gradient of the batch, f
+threshold = 2 * B / f  # bytes per second: two copies take as long as one layer's forward
+plain = 47 * f  # 16 f + 16 g - f, because the batch needs no gradient
 runs = {p: step_on_device(p, threshold) for p in (0, 1, 2)}
-figures.draw_step(0, runs[0], plain)
+figures.draw_steps({0: runs[0]}, plain)
 
-# %% [markdown] slide={"en": "When backward begins to use storage 5, the fetch of storage $5 + p$ starts.\n\n**Guess first.** How long is the step with $p$ = 1, 2?", "zh": "反向开始使用第 5 份存储区时，启动第 $5 + p$ 份的取回。\n\n**先猜**：$p$ = 1、2 时各要多久？"}
+# %% [markdown] slide={"en": "When backward begins to use storage 5, the fetch of storage $5 + p$ starts.\n\nHow long is the step with $p$ = 1, 2?", "zh": "反向开始使用第 5 份存储区时，启动第 $5 + p$ 份的换入。\n\n$p$ = 1、2 时各要多久？"}
 # <div lang="en">
 #
-# In forward, copies to the host run next to the products. In backward, compute waits for every copy to the GPU.
-#
-# So let these copies start earlier. Number the storages in the order in which backward uses them. With `prefetch=2`, when backward begins to use storage 5, the fetch of storage 7 starts. In general, when backward begins to use storage $i$, the fetch of storage $i + p$ starts.
-#
-# **Guess first:** how long does the step take with $p = 1$, and with $p = 2$?
+# In forward, copies to the host run at the same time as matrix products. In backward, compute waits for every copy to the GPU, so these copies must start earlier. Number the storages from 0 in the order in which backward uses them. When backward begins to use storage $i$, the fetch of storage $i + p$ starts. With $p = 2$ (`prefetch=2`), storage 7 is fetched when the use of storage 5 begins:
 #
 # </div>
 # <div lang="zh">
 #
-# 前向时，换出与矩阵乘法同时进行。反向时，每一次换入，计算都要停下来等。
-#
-# 那就早一点开始换入。把存储区按反向使用的顺序编号。`prefetch=2` 时，反向开始使用第 5 份时，启动第 7 份的取回。一般地，反向开始使用第 $i$ 份时，启动第 $i + p$ 份的取回。
-#
-# **先猜**：$p = 1$ 时这一步要多久？$p = 2$ 呢？
+# 前向时换出与矩阵乘法同时进行。反向时，计算每次都要停下来等换入完成，所以换入应该早一点开始。把存储区按反向使用的顺序从 0 开始编号。反向开始使用第 $i$ 份时，启动第 $i + p$ 份的换入。例如 $p = 2$（`prefetch=2`）时，反向一开始使用第 5 份，就启动第 7 份的换入。
 #
 # </div>
 
 # %% slide="result"
-figures.draw_step(1, runs[1], plain)
-
-# %% slide="result"
-figures.draw_step(2, runs[2], plain)
+figures.draw_steps({p: runs[p] for p in (1, 2)}, plain)
 
 # %% [markdown]
 # <div lang="en">
 #
-# With $p = 2$ the copies add only 1% to the time. The last $p + 1$ storages stay on the device, because backward needs them first, so 31, 30 and 29 of 32 are copied.
+# With $p = 2$ the step takes only 1% longer than without copies. Storages 0 to $p$ stay on the device, because backward would fetch them at once. So for $p$ = 0, 1, 2, only 31, 30, 29 of 32 storages are copied.
 #
-# **Exercise 1.** Type the seconds of forward and backward for $L$ layers and $p$ = 0, 1, 2. The link may now be faster or slower, so any of $f$, $g$ and $c$ may be the longest. In backward, a layer first needs GELU's storage, which takes no time, then the Linear's, for its products ($g$). Copies in one direction take turns. (Errors up to 9% are allowed, because a step's ends differ from its middle.)
+# **Exercise 1.** Write the seconds of forward and backward together for $L$ layers and $p$ = 0, 1, 2. Any of $f$, $g$ and $c$ may now be the longest. In backward, a layer first needs GELU's storage, then the Linear's storage for its matrix products ($g$). Copies in one direction run one after the other. (Errors up to 9% are allowed, because a step's ends differ from its middle.)
 #
 # </div>
 # <div lang="zh">
 #
-# $p = 2$ 时，拷贝只多花 1% 的时间。最后 $p + 1$ 份存储区不搬，留在设备上，因为反向最先用到它们。所以 $p$ = 0、1、2 时，32 份里分别拷贝 31、30、29 份。
+# $p = 2$ 时，这一步只比不拷贝时多花 1% 的时间。第 0 份到第 $p$ 份存储区留在设备上，因为即使搬走，反向一开始又要把它们换入。所以 $p$ = 0、1、2 时，32 份存储区里分别只拷贝 31、30、29 份。
 #
-# **练习 1。** 写出 $L$ 层的前向加反向要多少秒，$p$ = 0、1、2 都要对。现在链路可快可慢，所以 $f$、$g$、$c$ 之中谁最长都有可能。反向时，一层先要 GELU 的存储区（GELU 不花时间），再要 Linear 的，然后做矩阵乘法（$g$）。同一方向的拷贝一个接一个。（容许 9% 的误差，因为一步的首尾与中间略有不同。）
+# **练习 1。** 写出 $L$ 层的前向加反向共要多少秒，$p$ = 0、1、2 都要对。现在 $f$、$g$、$c$ 三者中，哪个最长都有可能。反向时，一层先要 GELU 的存储区，再要 Linear 的存储区，然后做矩阵乘法（$g$）。同一方向的拷贝一个接一个。（容许 9% 的误差，因为一步的首尾与中间略有不同。）
 #
 # </div>
 
 
-# %% minutes=11
+# %% minutes=14
 def step_time(L, f, g, c, p):
     return None
 
@@ -225,83 +208,33 @@ if not exercises.check_step_time.accepted:
 
     def step_time(L, f, g, c, p):
         backward = {0: g + 2 * c, 1: c + max(g, c), 2: max(g, 2 * c)}[p]
-        # The first layer hands no gradient on, which saves f.
+        # The first layer computes no gradient of its input, which saves f.
         return L * max(f, 2 * c) + L * backward - f
 
 
 exercises.check_step_time(step_time)
 ### END SOLUTION
 
-# %% slide="result"
-clock = {(c, p): simulation.clock(16, c, p) for c in (0.25, 0.5, 1, 2) for p in (0, 1, 2)}
-figures.draw_times(step_time, clock)
-
-# %% [markdown] slide={"en": "$p$ hides the copies to the GPU.\n\n**Guess first.** Only one copy to the host may be unfinished at a time. Does forward slow down?", "zh": "$p$ 掩盖的是换入。\n\n**先猜**：如果同时只许一次换出没有完成，前向会变慢吗？"}
-# ## 4.3 Copies in flight / 在途的拷贝
+# %% [markdown] slide={"en": "Two hooks: **pack** copies a storage out, **unpack** brings it back.\n\nWhat must not move? What moves once? When is it released?", "zh": "两个钩子：**pack** 把存储区换出，**unpack** 把它换入。\n\n什么不该搬？什么只搬一次？什么时候释放？"}
+# ## 4.3 From nothing / 从零写起
 #
 # <div lang="en">
 #
-# The memory of a storage is free only when its copy to the host is finished, so compute must not run far ahead of these copies. `in_flight` says how many of them may be unfinished while compute goes on. With `in_flight=1`, when the copy of storage 5 starts, compute waits until the copy of storage 4 is finished. With `in_flight=2`, compute waits only for storage 3. (The default is 2 on CUDA and 1 on a CPU. All figures above use 2.)
+# An activation is freed when nothing refers to it any more. So a function that merely copies its input to the lower tier frees nothing (section 4.16), because autograd still keeps the input. With lesson 02's two hooks, autograd keeps only what the first hook returns. Follow four rules:
 #
-# **Guess first:** does forward take longer with `in_flight=1`?
-#
-# </div>
-# <div lang="zh">
-#
-# 一份存储区的换出完成之后，它的内存才能释放，所以计算不能比换出快太多。`in_flight` 规定计算继续进行时，最多有几次换出可以还没有完成，也就是**在途**（in flight）。`in_flight=1` 时，第 5 份的换出一启动，计算就停下来，等第 4 份的换出完成。`in_flight=2` 时，只要等第 3 份完成。（默认值在 CUDA 上是 2，在 CPU 上是 1。上面各图都是 2。）
-#
-# **先猜**：`in_flight=1` 时，前向会变慢吗？
-#
-# </div>
-
-# %% slide="result"
-one_in_flight = step_on_device(2, threshold, in_flight=1)
-figures.draw_forward(one_in_flight, 8 * f)
-
-# %% slide="result"
-cases = {(0, 2): runs[0], (1, 2): runs[1], (2, 2): runs[2], (2, 1): one_in_flight}
-times = {case: (device.seconds - began) / plain for case, (device, began, _) in cases.items()}
-above = [round((device.peak_bytes - held) / B, 2) for device, _, held in cases.values()]
-rows = [(*case, round(times[case], 3), peak) for case, peak in zip(cases, above, strict=True)]
-columns = ["fetched ahead, p", "copies in flight", "time (× baseline)"]
-table([*columns, "peak above the start (in units of B)"], rows)
-
-# %% [markdown]
-# <div lang="en">
-#
-# With one copy in flight, forward takes 1.5 times as long. A layer saves its two storages one directly after the other, so in each layer compute waits for the first copy, $c = f/2$. So both settings are needed: two storages fetched ahead hide the copies to the GPU, and two copies in flight hide those to the host.
-#
-# The price is memory. With two copies in flight the peak here is $(p + 4)\,B$: the last $p + 1$ storages, two in flight, and one that is being computed.
-#
-# </div>
-# <div lang="zh">
-#
-# 只许一次换出在途时，前向要 1.5 倍的时间。这是因为每层的两份存储区紧挨着保存，计算在每一层都要停下来，等第一次拷贝完成，也就是等 $c = f/2$ 那么久。所以两项设置缺一不可：提前取回两份，可以掩盖换入；允许两次换出同时在途，可以掩盖换出。
-#
-# 代价是内存。两次换出同时在途时，这里的峰值是 $(p + 4)\,B$，包括最后的 $p + 1$ 份、换出还没有完成的两份，以及正在计算的一份。
-#
-# </div>
-
-# %% [markdown] slide={"en": "Two hooks: **pack** copies a storage out, **unpack** brings it back.\n\nWhat must not move? What moves once? When is it released?", "zh": "两个钩子：**pack** 把存储区换出，**unpack** 取回来。\n\n什么不该搬？什么只搬一次？什么时候释放？"}
-# ## 4.4 From nothing / 从零写起
-#
-# <div lang="en">
-#
-# An activation is freed when nothing refers to it any more, neither autograd's saved tensors nor your own variables. So a function that merely copies its input to the lower tier frees nothing (section 4.16). The two hooks of lesson 02 do free it, because autograd then keeps what the first hook returns. They follow four rules:
-#
-# - A **parameter** never moves, because the model keeps it in any case. A Linear saves `weight.t()`, a view, so compare storages and not tensors.
-# - A **storage** moves once, even if several operators save it, and once more if it is changed in place in between. `tensor._version` counts these changes.
-# - The second hook returns the **view** that was saved, with its shape, stride and offset.
+# - A **parameter** never moves, because the model keeps it anyway. A Linear keeps `weight.t()`, a view, so compare storages and not tensors.
+# - A **storage** moves once, even if several operators keep it. It moves again if it was changed in place since its last move, like an input buffer that each batch overwrites. `tensor._version` counts the changes.
+# - The second hook returns the **view** that the first hook got, with its shape, stride and offset.
 # - When backward no longer needs an activation, its copy in the lower tier is **released**, too.
 #
 # </div>
 # <div lang="zh">
 #
-# 只有当一个激活值不再被任何地方引用时，它的内存才会释放。引用它的有 autograd 保存的张量，也可能有你自己的变量。所以，一个函数如果只是把输入拷贝到下一级存储，就什么也没有释放（4.16 节）。要靠第 02 课的两个钩子：有了它们，autograd 保存的就不再是张量，而是第一个钩子的返回值。两个钩子要遵守四条规则：
+# 只有当一个激活值不再被任何地方引用时，它的内存才会释放。所以，一个函数如果只是把输入拷贝到下一级存储，就什么也没有释放（4.16 节），因为 autograd 仍然保存着这个输入。用了第 02 课的两个钩子，autograd 只保存第一个钩子的返回值，激活值因此得以释放。写钩子要遵守四条规则：
 #
-# - **参数**从不搬，因为模型反正要留着它。Linear 保存的是视图 `weight.t()`，所以要比较存储区，而不是比较张量。
-# - 一份**存储区**只搬一次，哪怕有几个算子保存它。如果其间被原地修改过，就要再搬一次。`tensor._version` 记着修改了几次。
-# - 第二个钩子返回的，必须是当初保存的那个**视图**，形状、步幅、偏移都一样。
+# - **参数**一律不搬，因为模型反正要留着它。Linear 保存的是参数的视图 `weight.t()`，所以要比较存储区而不是张量。
+# - 一份**存储区**只搬一次，哪怕有几个算子都保存了它。上次搬走之后如果又被原地修改过，就要再搬一次。例如，每批数据都会覆盖的输入缓冲区就是这样。`tensor._version` 记着修改了几次。
+# - 第二个钩子必须返回第一个钩子收到的那个**视图**，形状、步长、偏移都一样。
 # - 反向不再需要某个激活值时，它在下一级存储里的副本也要**释放**。
 #
 # </div>
@@ -309,32 +242,30 @@ table([*columns, "peak above the start (in units of B)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The exercise uses these names:
+# The code uses these names:
 #
-# - `store` is the lower tier, and `stay` is the set of storages that must not move.
-# - `room = store.put(row)` copies a row of numbers to the lower tier. `room.get()` starts the copy back and returns a function. Calling it, `room.get()()`, waits for the row and returns it. When nothing refers to `room` any more, its bytes in the lower tier are free again.
-# - `rooms` maps each storage to its version and its room. When a storage is freed, its entry disappears. (Its address would not do as the key, because the allocator gives it to the next tensor.)
+# - `store` is the lower tier, `stay` is the set of storages that must not move, and `whole(tensor)` returns all of a tensor's storage as one row of numbers.
+# - `room = store.put(row)` copies a row to the lower tier. `room.get()` starts the copy back and returns a function. `room.get()()` waits for the row and returns it. When nothing refers to `room` any more, its bytes in the lower tier are free again.
+# - `rooms` maps each storage to its version and its room. When a storage is freed, its entry disappears. (An address cannot be the key, because a later tensor may get the same address.)
 #
-# **Exercise 2.** Fill in the two hooks. `pack` gets a tensor and returns what the graph keeps in its place. `unpack` gets that back and returns the tensor, by `row.as_strided(shape, stride, offset)`.
+# **Exercise 2.** Fill in the two hooks. `pack` gets a tensor and returns what the graph keeps instead. `unpack` gets what `pack` returned and returns the tensor, as `row.as_strided(shape, stride, offset)`, where `row` comes from the lower tier.
 #
 # </div>
 # <div lang="zh">
 #
-# 练习里用到这些名字：
+# 用到的名字：
 #
-# - `store` 代表下一级存储，`stay` 是不许搬走的存储区的集合。
-# - `room = store.put(row)` 把一行数换出到下一级存储。`room.get()` 启动换入，并返回一个函数；调用它，即 `room.get()()`，就等到这一行数取回来，并返回这一行。`room` 不再被引用时，它在下一级存储里占的字节就空出来了。
-# - `rooms` 记录每份存储区的版本和它的 `room`。存储区释放之后，对应的记录会自动消失。（不能用地址作键，因为分配器会把它再分给下一个张量。）
+# - `store` 代表下一级存储，`stay` 是不能搬走的存储区的集合，`whole(tensor)` 把张量的整份存储区排成一行数。
+# - `room = store.put(row)` 把一行数换出到下一级存储。`room.get()` 启动换入并返回一个函数。`room.get()()` 等换入完成，再返回这一行数。`room` 不再被引用时，它在下一级存储里占的字节随之释放。
+# - `rooms` 记录每份存储区的版本和它的 `room`。存储区释放之后对应的记录会自动消失。（不能用地址作键，因为分配器会把它再分给后来的张量。）
 #
-# **练习 2。** 写出两个钩子。`pack` 接收一个张量，它的返回值由计算图代为保存；`unpack` 接收这个返回值，用 `row.as_strided(shape, stride, offset)` 恢复出张量并返回。
+# **练习 2。** 写出两个钩子。`pack` 接收一个张量，它的返回值由计算图保存，用来代替这个张量。`unpack` 接收 `pack` 的返回值，用 `row.as_strided(shape, stride, offset)` 恢复出张量并返回，其中 `row` 是从下一级存储换入的那一行数。
 #
 # </div>
 
 
-# %% minutes=14
-def whole(tensor):  # all of its storage, in one row
-    count = tensor.untyped_storage().nbytes() // tensor.itemsize
-    return tensor.detach().as_strided((count,), (1,), 0)
+# %% minutes=18
+from course_lib.lessons.lesson_04.steps import whole
 
 
 def offloading(store, stay):
@@ -383,53 +314,70 @@ exercises.check_offloading(offloading)
 # %% [markdown]
 # <div lang="en">
 #
-# Before any claim of saving: are the gradients of the course's decoder equal, bit by bit? On a CPU the lower tier is a file. The cell compares your hooks and the library's `offload_activations`. The library does not move small storages (section 4.17).
+# **End of the first sitting** (60 minutes). You have a formula for the time of a step with copies, and hooks that offload a network's activations. The second sitting asks what can go wrong while copies run, how offload changes the decoder's peak, and why the H200's step takes 33% longer.
 #
 # </div>
 # <div lang="zh">
 #
-# 看省了多少内存之前，先检查课程解码器的梯度是否逐比特相等。在 CPU 上，下一级存储是文件。下面比较你写的钩子和课程库的 `offload_activations`。太小的存储区，课程库不搬（4.17 节）。
+# **第一次学习到此结束**（60 分钟）。你已经有了一个公式，能算出带拷贝的一步要多久，还写好了能卸载网络激活值的钩子。第二次学习要弄清三个问题，即拷贝进行时可能出什么错，卸载对解码器的峰值有什么影响，以及 H200 上的那一步为什么多花 33% 的时间。
 #
 # </div>
 
-
-# %%
-def make_decoder():
-    return Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
-
-
-decoder = make_decoder()
-
-
-def gradients(context):
-    decoder.zero_grad()
-    with context:
-        loss = decoder.loss(random_tokens(batch=8, sequence=128, vocabulary=2048))
-    loss.backward()
-    return [parameter.grad for parameter in decoder.parameters()]
-
+# %% [markdown] slide={"en": "$p$ hides the copies to the GPU.\n\nWhat hides those to the host?", "zh": "$p$ 掩盖的是换入。\n\n换出靠什么掩盖？"}
+# ## 4.4 Copies in flight / 在途的拷贝
+#
+# <div lang="en">
+#
+# The memory of a storage is free only when its copy to the host is finished, so compute must not run far ahead of these copies. A copy is **in flight** from its start to its end. `in_flight` is the largest number of copies to the host in flight while compute goes on. With `in_flight=1`, when a copy starts, compute waits until the previous copy is finished. With `in_flight=2`, the default on CUDA and in section 4.2, compute waits only for the copy before the previous one.
+#
+# </div>
+# <div lang="zh">
+#
+# 一份存储区的换出完成之后，它的内存才能释放，所以计算不能比换出超前太多。已经启动、还没有完成的拷贝叫**在途**（in flight）的拷贝。`in_flight` 规定计算继续进行时最多可以有几次换出在途。`in_flight=1` 时，一次换出一启动，计算就停下来等前一次换出完成。CUDA 上的默认值和 4.2 节用的都是 `in_flight=2`，这时计算只等上上一次换出完成。
+#
+# </div>
 
 # %% slide="result"
-stay = {parameter.untyped_storage() for parameter in decoder.parameters()}
-expected, ways = gradients(nullcontext()), {"yours": offloading(DiskStore(), stay)}
-ways["the library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
-table(["", "equal"], [(k, all(map(torch.equal, expected, gradients(c)))) for k, c in ways.items()])
+cases = {(p, 2): run for p, run in runs.items()} | {(2, 1): step_on_device(2, threshold, 1)}
+times = {case: (device.seconds - began) / plain for case, (device, began, _) in cases.items()}
+above = [round((device.peak_bytes - held) / B, 2) for device, _, held in cases.values()]
+rows = [(*case, round(times[case], 3), peak) for case, peak in zip(cases, above, strict=True)]
+columns = ["fetched ahead, p", "copies in flight", "time (× baseline)"]
+table([*columns, "peak above the start (in units of B)"], rows)
 
-# %% [markdown] slide={"en": "A stream does its work in order. Two streams know nothing of each other.\n\nAn **event** marks a place in one. Who waits for it?", "zh": "一条流按顺序做事；两条流互不知情。\n\n**事件**是一条流里的记号。谁该等它？"}
+# %% [markdown]
+# <div lang="en">
+#
+# With one copy in flight, the step takes 16% longer than without copies. GELU takes no time, so its input and its output, which the next Linear keeps, are saved one directly after the other. When the output's copy starts, compute waits for the whole copy of the input, $c = f/2$, in each of the 14 layers that copy both. So both settings are needed.
+#
+# The price is memory. With two copies in flight the peak here is $(p + 4)\,B$ above the start: the last $p + 1$ storages, two storages in flight, and the one that is being computed.
+#
+# </div>
+# <div lang="zh">
+#
+# 只允许一次换出在途时，这一步比不拷贝时多花 16% 的时间。GELU 不花时间，所以它的输入和输出几乎同时保存下来（输出由下一个 Linear 保存）。输出的换出一启动，计算就停下来等输入的换出从头到尾完成，也就是等 $c = f/2$ 那么久。两份存储区都要拷贝的 14 层里都有这样一次等待。所以两项设置缺一不可。
+#
+# 代价是内存。两次换出同时在途时，这里的峰值比开始时多 $(p + 4)\,B$，包括最后的 $p + 1$ 份存储区、换出还没有完成的两份，以及正在计算的一份。
+#
+# </div>
+
+# %% [markdown] slide={"en": "A stream runs its operations in order. Nothing orders two streams.\n\nAn **event** marks a place in one stream. Who waits for the event?", "zh": "一条流按顺序执行任务，两条流之间没有先后。\n\n**事件**是一条流里的记号。谁该等它？"}
 # ## 4.5 Streams and events / 流与事件
 #
 # <div lang="en">
 #
-# The host starts operations and goes on without waiting for the results. A **stream** executes its operations one after the other. Operations on two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all the operations that a stream has been given so far. `device.wait(event)` makes the current stream wait for the event, and `device.finish(event)` makes the host wait for it. This is how the library starts a copy, on any device:
+# The host starts operations and goes on without waiting for their results. A **stream** executes its operations one after the other. Operations on two streams may run in any order, unless one stream waits for an **event** of the other stream. An event marks the end of all operations given to its stream so far. `device.wait(event)` makes the current stream wait for the event, and `device.finish(event)` makes the host wait. This function of the library starts a copy, on any device:
 #
 # </div>
 # <div lang="zh">
 #
-# 主机只管下达任务，不等结果就继续往下走。一条**流**（stream）按顺序逐个执行自己的任务。两条流的任务谁先谁后没有规定，除非一条流等待另一条流的**事件**（event）。事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等到这个记号为止，`device.finish(event)` 则让主机等。不论在哪种设备上，课程库都这样启动一次拷贝：
+# 主机只管下达任务，不等结果出来就继续执行。一条**流**（stream）按顺序逐个执行交给它的任务。两条流的任务谁先谁后没有规定，除非一条流等待另一条流的**事件**（event）。事件是标在那条流此前接到的所有任务之后的记号。`device.wait(event)` 让当前的流等到这个记号为止，`device.finish(event)` 则让主机等。不论在哪种设备上，课程库都用下面这个函数启动一次拷贝。
 #
 # </div>
 
 # %%
+import inspect
+
 print(inspect.getsource(SimulatedDevice.copy))
 
 # %% slide="result"
@@ -440,9 +388,9 @@ figures.draw_order()
 #
 # Each of these waits has a reason:
 #
-# - **Made**, then copied to the host: the copy must not read a storage before it has been computed.
-# - Copied to the host, then **released**: the allocator gives released memory to the next tensor at once, so the copy must have read it by then.
-# - Copied to the host, then read by the **host** or copied back: the numbers must have arrived.
+# - **Made**, then copied to the host: the copy must not read a storage before its numbers have been computed.
+# - Copied to the host, then **released**: the allocator gives released memory to the next tensor at once, so the copy must be complete before the release.
+# - Copied to the host, then read by the **host** or copied back: the numbers must have arrived in host memory.
 # - Copied to the GPU, then **used**: no operator may use a storage before its copy has finished.
 #
 # </div>
@@ -450,62 +398,71 @@ figures.draw_order()
 #
 # 每一处等待都有原因：
 #
-# - 先**算好**，再换出：数据还没有算好，拷贝就不能去读它。
-# - 先换出，再**释放**：拷贝还没有读完，这份存储区的内存就不能释放，因为分配器会立刻把它分给下一个张量。
-# - 先换出，再由**主机**读，或者再换入：数要先到齐。
-# - 先换入，再**使用**：拷贝还没有完成，任何算子都不能使用这份存储区。
+# - 先**算好**，再换出：存储区里的数算好之前，拷贝不能去读。
+# - 先换出，再**释放**：换出完成之前，这份存储区的内存不能释放，因为分配器会立刻把释放的内存分给下一个张量。
+# - 先换出，再由**主机**读，或者再换入：数要先全部到达主机内存。
+# - 先换入，再**使用**：换入完成之前，任何算子都不能使用这份存储区。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# With `torch.cuda` you write:
+# With `torch.cuda`, write these operations as the library's `Cuda` does (`course_lib/offload/device.py`):
 #
 # | the library | `torch.cuda` | meaning |
 # |---|---|---|
 # | `device.side("down")` | `torch.cuda.Stream()` | a second stream |
-# | `device.event()` | `torch.cuda.current_stream().record_event()` | mark the orders so far |
-# | `device.wait(event)` | `torch.cuda.current_stream().wait_event(event)` | the stream waits |
+# | `device.event()` | `torch.cuda.current_stream().record_event()` | mark the end of the operations so far |
+# | `device.wait(event)` | `torch.cuda.current_stream().wait_event(event)` | the current stream waits |
 # | `device.finish(event)` | `event.synchronize()` | the host waits |
-# | `device.used(tensor)` | `tensor.record_stream(torch.cuda.current_stream())` | keep this memory until the stream is done with it |
-# | `device.pinned(shape, dtype)` | `torch.empty(shape, dtype=dtype, pin_memory=True)` | **pinned memory**: host memory that the system cannot move, so the GPU copies it by itself |
-#
-# These are the library's own lines for CUDA. Section 4.21 has what a GPU measured with them:
+# | `device.used(tensor)` | `tensor.record_stream(torch.cuda.current_stream())` | keep the tensor's memory until the current stream has finished with it (its cost: section 4.17) |
+# | `device.pinned(shape, dtype)` | `torch.empty(shape, dtype=dtype, pin_memory=True)` | **pinned memory**: host memory that the system cannot move, so the GPU copies it without the CPU |
 #
 # </div>
 # <div lang="zh">
 #
-# 同样的事，用 `torch.cuda` 这样写：
+# 直接用 `torch.cuda` 时，同样的操作写法如下。课程库的 `Cuda` 类在内部也是这样调用 `torch.cuda` 的（`course_lib/offload/device.py`）。
 #
 # | 课程库 | `torch.cuda` | 含义 |
 # |---|---|---|
 # | `device.side("down")` | `torch.cuda.Stream()` | 另一条流 |
-# | `device.event()` | `torch.cuda.current_stream().record_event()` | 在此前的任务之后做记号 |
-# | `device.wait(event)` | `torch.cuda.current_stream().wait_event(event)` | 流等待 |
+# | `device.event()` | `torch.cuda.current_stream().record_event()` | 在此前的所有任务之后做记号 |
+# | `device.wait(event)` | `torch.cuda.current_stream().wait_event(event)` | 当前的流等待 |
 # | `device.finish(event)` | `event.synchronize()` | 主机等待 |
-# | `device.used(tensor)` | `tensor.record_stream(torch.cuda.current_stream())` | 这条流用完之前，保留这块内存 |
-# | `device.pinned(shape, dtype)` | `torch.empty(shape, dtype=dtype, pin_memory=True)` | **锁页内存**：系统不能挪动的主机内存，GPU 可以自己拷贝 |
-#
-# 下面是课程库为 CUDA 写的代码。在 GPU 上的实测结果见 4.21 节：
+# | `device.used(tensor)` | `tensor.record_stream(torch.cuda.current_stream())` | 当前的流用完这个张量之前，不重新分配它的显存（代价见 4.17 节） |
+# | `device.pinned(shape, dtype)` | `torch.empty(shape, dtype=dtype, pin_memory=True)` | **锁页内存**：系统不能挪动的主机内存，因此 GPU 不靠 CPU 就能拷贝 |
 #
 # </div>
 
-# %%
-for name in ("on", "side", "event", "wait", "finish", "used", "pinned"):
-    print(inspect.getsource(getattr(Cuda, name)))
-
-# %% [markdown] slide={"en": "One wait is missing.\n\n**Guess first.** Is the gradient wrong?", "zh": "少了一处等待。\n\n**先猜**：梯度会错吗？"}
+# %% [markdown]
 # ## 4.6 One wait taken away / 少了一处等待
 #
 # <div lang="en">
 #
-# If a wait is missing, the simulated device reports a **race**: two accesses to the same memory whose order nothing determines. The numbers may still be right, but only by luck. Two modes remove this luck. `late` runs each copy as late as the waits allow, and `early` runs everything else as early as they allow. Each row of the table offloads a network of five layers without one of the waits. **Guess first:** in which rows is the gradient wrong?
+# If a wait is missing, the simulated device reports a **race**: two accesses to the same memory in an order that nothing determines. The numbers may still be right, but only by luck. Two modes remove this luck. In mode `late` each copy runs as late as the waits allow, and in mode `early` every operation runs as early as the waits allow. The program in the figure has no wait. It makes $y = 2$, copies $y$ to the host, reuses the memory of $y$ for 100, and reads the copy on the host. At first all memory contains 0.
 #
 # </div>
 # <div lang="zh">
 #
-# 少了一处等待，模拟设备就会报告**竞争**（race），意思是有两次操作访问同一块内存，而它们的先后没有任何规定。这时结果也可能是对的，但只是碰巧。设备有两种模式可以排除这种巧合。在遵守各处等待的前提下，`late` 让每次拷贝尽量晚，`early` 让其余的操作尽量早。下表卸载一个五层的网络，每次去掉一处等待。**先猜**：哪几行的梯度是错的？
+# 少了一处等待，模拟设备会报告**竞争**（race），也就是有两次操作访问同一块内存，谁先谁后却没有规定。这时结果也可能是对的，但只是碰巧。设备有两种模式可以排除这种巧合。在不违反任何一处等待的前提下，`late` 让每次拷贝尽量晚执行，`early` 让所有操作尽量早执行。下图的程序一处等待也没有。它先算出 $y = 2$，把 $y$ 换出，再把 $y$ 的内存拿来存放 100，最后由主机读取换出的数。程序开始之前，各处内存里都是 0。
+#
+# </div>
+
+# %% slide="result"
+from course_lib.lessons.lesson_04.steps import start_to_device, start_to_host
+
+figures.draw_modes()
+
+# %% [markdown] slide={"en": "One wait is missing.\n\n**Guess first.** Is the gradient wrong?", "zh": "少了一处等待。\n\n**先猜**：梯度会错吗？"}
+# <div lang="en">
+#
+# In each row of the table, a network of five layers is offloaded without one of the waits. (The first row has all waits.) **Guess first:** in which rows is the gradient wrong?
+#
+# </div>
+# <div lang="zh">
+#
+# 下表每一行都卸载一个五层的网络，并去掉一处等待（第一行除外）。**先猜**：哪几行的梯度是错的？
 #
 # </div>
 
@@ -515,12 +472,12 @@ simulation.without_waits()
 # %% [markdown]
 # <div lang="en">
 #
-# In the normal mode the gradient is right in every row. In diffusers' pull request 13502, a `wait_stream` was missing between copying weights to the GPU and using them. A pure-PyTorch version gave wrong numbers in about 98% of iterations on five identical GPUs, and never with the wait.
+# In the normal mode the gradient is right in every row. In diffusers' pull request 13502, a `wait_stream` was missing between copying weights to the GPU and using them. A reduced program gave wrong numbers in about 98% of its iterations on five identical GPUs, and never with the wait.
 #
 # </div>
 # <div lang="zh">
 #
-# 照常运行时，每一行的梯度都对。在 diffusers 的合并请求 13502 里，权重换入 GPU 之后、使用之前，少了一处 `wait_stream`。化简成纯 PyTorch 代码后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有。
+# 照常运行时，每一行的梯度都对。diffusers 的合并请求 13502 讲的就是这种错误，权重换入 GPU 之后、使用之前，少了一处 `wait_stream`。把程序化简之后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有错。
 #
 # </div>
 
@@ -528,35 +485,35 @@ simulation.without_waits()
 # %% [markdown]
 # <div lang="en">
 #
-# `started_down(device, y)` starts a copy to the host, and `started_up(device, host)` a copy to the GPU. Both return the new tensor, and the event at the end of the copy.
+# `start_to_host(device, y)` starts a copy to the host, and `start_to_device(device, host)` starts a copy to the GPU. Both return the new tensor and the event at the copy's end.
 #
-# **Exercise 3.** Add the one missing line to each function: `device.wait(copied)`, or `device.finish(copied)` only where the host has to wait. The check runs all three in each mode, and looks at races and at numbers.
+# **Exercise 3.** Add the one missing line to each function: `device.wait(copied)`, or `device.finish(copied)` only where the host has to wait. The check runs all three functions in each mode, and looks for races and wrong numbers.
 #
 # </div>
 # <div lang="zh">
 #
-# `started_down(device, y)` 启动一次换出，`started_up(device, host)` 启动一次换入。两者都返回新的张量，以及标在拷贝末尾的事件。
+# `start_to_host(device, y)` 启动一次换出，`start_to_device(device, host)` 启动一次换入。两个函数都返回新的张量，以及标在拷贝末尾的事件。
 #
-# **练习 3。** 给每个函数补上缺的那一行：`device.wait(copied)`；非要主机等不可的地方，才用 `device.finish(copied)`。检查会在每种模式下运行这三个函数，既看竞争，也看数值。
+# **练习 3。** 给每个函数补上缺的那一行 `device.wait(copied)`。只有必须由主机等的地方，才用 `device.finish(copied)`。检查会在每种模式下运行这三个函数，既看有没有竞争，也看数值对不对。
 #
 # </div>
 
 
-# %% minutes=9
+# %% minutes=12
 def read(device, x):
     y = x * 2
-    host, copied = started_down(device, y)
+    host, copied = start_to_host(device, y)
     return host.tolist()
 
 
 def use(device, host):
-    x, copied = started_up(device, host)
+    x, copied = start_to_device(device, host)
     return x * 2
 
 
 def let_go(device, x):
     y = x * 2
-    host, copied = started_down(device, y)
+    host, copied = start_to_host(device, y)
     del y  # its memory is free ...
     z = x * 100  # ... and z gets it
     device.finish(copied)
@@ -571,18 +528,18 @@ if not exercises.check_waits.accepted:
 
     def read(device, x):
         y = x * 2
-        host, copied = started_down(device, y)
+        host, copied = start_to_host(device, y)
         device.finish(copied)
         return host.tolist()
 
     def use(device, host):
-        x, copied = started_up(device, host)
+        x, copied = start_to_device(device, host)
         device.wait(copied)
         return x * 2
 
     def let_go(device, x):
         y = x * 2
-        host, copied = started_down(device, y)
+        host, copied = start_to_host(device, y)
         device.wait(copied)
         del y
         z = x * 100
@@ -596,74 +553,119 @@ exercises.check_waits((read, use, let_go))
 # %% [markdown]
 # <div lang="en">
 #
-# `read` shows the classic mistake: `y.to("cpu", non_blocking=True)`, read at once. No error is raised; the numbers are what the memory held before. The next cell runs it in `late` mode, with the wait and without:
+# Without its wait, `read` is a classic mistake: `y.to("cpu", non_blocking=True)`, whose result is read at once. PyTorch raises no error. The host reads numbers from before the copy, as in the figure's modes `late` and `early`.
 #
 # </div>
 # <div lang="zh">
 #
-# `read` 少了等待，就是一个经典错误：`y.to("cpu", non_blocking=True)` 之后马上就读。程序不报任何错，读到的却是那块内存里原来的数。下面在 `late` 模式下运行，一次不等待，一次等待：
+# `read` 少了等待，这是一个经典错误，相当于调用 `y.to("cpu", non_blocking=True)` 之后马上读取结果。程序不报任何错，主机读到的却是那块内存在拷贝之前存放的数，与图中 `late` 和 `early` 两种模式一样。
 #
 # </div>
 
-# %% slide="result"
-numbers_read = [simulation.read_late(waits) for waits in (False, True)]
-rows = zip(("reads at once", "waits, then reads"), map("`{}`".format, numbers_read), strict=True)
-table(["host", "numbers read"], rows)
-
-# %% [markdown] slide={"en": "The course's decoder: offload, or checkpoints, or both.\n\n**Guess first.** Which of the three peaks lowest? Which moves least?", "zh": "课程的解码器，可以卸载、用检查点，或两者合用。\n\n**先猜**：三者之中谁的峰值最低？谁搬得最少？"}
+# %% [markdown]
 # ## 4.7 The decoder: moved, forgotten, or both / 解码器：搬走、忘掉，还是都用
 #
 # <div lang="en">
 #
-# A layer of the course's decoder saves 20 times as many bytes as its input has. With a checkpoint around each layer, it saves only its input. **Guess first:** how high is the peak of a step with offload, with checkpoints, and with both?
+# First, does offload leave the decoder's gradients equal, bit by bit? On a CPU the lower tier is a file. The cell tests your hooks and the library's `offload_activations`, which does not move storages smaller than `min_bytes`.
 #
 # </div>
 # <div lang="zh">
 #
-# 课程解码器的一层，保存的字节是它的输入的 20 倍。每层加一个检查点，就只保存输入。**先猜**：只卸载、只用检查点、两者合用，一步的峰值各是多少？
+# 比较峰值之前，先检查卸载之后课程解码器的梯度是否与原来逐比特相等。在 CPU 上，下一级存储是文件。下面检查你写的钩子和课程库的 `offload_activations`，后者不搬小于 `min_bytes` 的存储区。
+#
+# </div>
+
+# %%
+from contextlib import nullcontext
+
+from course_lib.models import Decoder, random_tokens
+from course_lib.offload import DiskStore
+
+decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
+
+
+def gradients(context):
+    decoder.zero_grad()
+    with context:
+        loss = decoder.loss(random_tokens(batch=8, sequence=128, vocabulary=2048))
+    loss.backward()
+    return [parameter.grad for parameter in decoder.parameters()]
+
+
+# %%
+stay = {parameter.untyped_storage() for parameter in decoder.parameters()}
+expected, ways = gradients(nullcontext()), {"yours": offloading(DiskStore(), stay)}
+ways["the library"] = offload_activations(DiskStore(), min_bytes=1 << 17)
+table(["", "equal"], [(k, all(map(torch.equal, expected, gradients(c)))) for k, c in ways.items()])
+
+# %% [markdown] slide={"en": "The course's decoder: offload, or checkpoints, or both.\n\n**Guess first.** Which has the lowest peak? Which moves the fewest bytes?", "zh": "课程的解码器，可以卸载、用检查点，或两者合用。\n\n**先猜**：三种做法里，哪种峰值最低？哪种搬的字节最少？"}
+# <div lang="en">
+#
+# For backward, a layer of this decoder keeps 20 times as many bytes as its input has. A layer with a checkpoint keeps only its input. **Guess first:** how high is the peak of a step with offload, with checkpoints, and with both?
+#
+# </div>
+# <div lang="zh">
+#
+# 这个解码器的一层为反向保存的字节数，是这一层输入的 20 倍。每层加一个检查点之后，一层只保存自己的输入。**先猜**：只卸载、只用检查点、两者合用，一步的峰值各是多少？
 #
 # </div>
 
 # %% slide="result"
+from course_lib.lessons.lesson_04.steps import metered_step
+
 steps = {(k, p): metered_step(k, p) for k in (False, True) for p in (None, 1)}
 names = "plain", "offload", "checkpoint", "checkpoints and offload"
 rows = [(n, f"{m.peak_bytes:,}", d) for n, (m, d) in zip(names, steps.values(), strict=True)]
 table(["step", "peak (bytes)", "copied to the file (bytes)"], rows)
 
 # %% jupyter={"source_hidden": true} slide="result"
+from course_lib.teaching import timelines
+
 two = {name: steps[k, 1][0] for k, name in ((False, "offload"), (True, "checkpoints and offload"))}
 title = "With checkpoints a whole layer is in memory at once, and the peak is 9 MB higher"
 timelines(two, title=title, panel_height=1.9)
 
-# %% [markdown] slide={"en": "124.8 MB against 134.0: with checkpoints on top the peak is **higher**.\n\nTheir inputs are gone by then, and a whole layer is back.", "zh": "124.8 MB 对 134.0 MB，再加检查点，峰值反而**更高**。\n\n峰值那一刻，被搬走的输入反正不在了；而整整一层都回来了。"}
+# %% [markdown] slide={"en": "Offload: 124.8 MB. Offload and checkpoints: 134.0 MB, a **higher** peak.\n\nAt that point, moved inputs are already freed, and a whole layer is recomputed.", "zh": "只卸载，峰值 124.8 MB。再加检查点，134.0 MB，反而**更高**。\n\n峰值那一刻，搬走的输入本来就已经释放，而整整一层又重新算了出来。"}
 # <div lang="en">
 #
-# 134,006,104 bytes. Both together peak at the same byte as checkpoints alone, and 9 MB higher than offload alone. The peak is at the end of backward. By then the inputs of the later layers have been freed, whether they were moved or not. The activations of the **first** layer are still live. Offload brings them back one tensor at a time, and a checkpoint recomputes all of them at once. A saving counts only at the moment of the peak (section 2.5).
+# With both, the peak is 134,006,104 bytes, the same as with checkpoints alone, and 9 MB higher than with offload alone. This peak is near the end of backward. By then the inputs of later layers have been freed, whether or not they were moved. The activations of the **first** layer are live. Offload copies them back one by one, and a checkpoint recomputes all of them at once.
 #
-# Is it a mistake, then, to use both? Together they move only 1/18 of the bytes, which pays on a slow link. And with more than about $12 h$ tokens per step (here $4 h$), moving the inputs lowers the peak. A layer's input is then larger than its gradients, which backward creates while it frees inputs. More layers add both in proportion.
+# Is it a mistake, then, to use both? For each layer, backward frees one input of $4 h$ bytes per token, and creates $4 \cdot 12 h^2$ bytes of gradients. So with fewer than $12 h$ tokens per step, the gradients at the end of backward are larger than the inputs at its start. The course's step has $4 h$ tokens. The table varies tokens and layers, on tensors without values (`symbolic`):
 #
 # </div>
 # <div lang="zh">
 #
-# 134,006,104 字节。两者合用时，峰值与只用检查点时一样，一个字节也没有少，比只卸载还高 9 MB。峰值在反向快结束时，这时后面各层的输入无论搬走过没有，都已经用完并释放。仍然存活的，是**第一层**的激活值。卸载一次只取回一个张量，检查点则把它们一次全部重新算出来。内存要在峰值那一刻省下来，才算数（2.5 节）。
+# 两者合用时，峰值是 134,006,104 字节，与只用检查点时一字节不差，比只卸载还高 9 MB。这个峰值出现在反向快结束时。此刻，后面各层的输入无论有没有搬走过，都已经用完并释放。仍然存活的是**第一层**的激活值。卸载把这些激活值逐个换入，检查点则把它们一次全部重新算出来。
 #
-# 那么合用就错了吗？合用时要搬的字节，是只卸载时的 1/18，链路慢的时候就很划算。一步里的 token 超过约 $12 h$ 个时（这里是 $4 h$ 个），把输入搬走还能降低峰值。这时一层的输入比它的梯度大，而反向一边产生梯度，一边释放输入。增加层数时，两者按同样的比例增加。
+# 那么，两者合用是不是错了？反向每走过一层，就释放这一层的输入（每个 token 是 $4 h$ 字节），同时产生这一层的梯度（共 $4 \cdot 12 h^2$ 字节）。因此，一步里的 token 少于 $12 h$ 个时，反向结束时的梯度比反向开始时的输入还大。课程的这一步有 $4 h$ 个 token。下面改变 token 数和层数，用没有数值的张量（`symbolic`）运行前向与反向。
 #
 # </div>
 
-# %%
-now = (20e9, 2, False), (2e9, 2, True)  # link, p, checkpointed
-simulation.decoder_table({lanes: simulation.simulated_decoder(*lanes) for lanes in now})
+# %% slide="result"
+from course_lib.lessons.lesson_04.steps import checkpointed_peak
 
-# %% [markdown] slide={"en": "On a link of 2 GB/s, offload alone takes almost four times as long.\n\nHow fast must the link be?", "zh": "链路为 2 GB/s 时，只卸载要花基线将近四倍的时间。\n\n链路到底要多快？"}
+rows = []
+for layers, tokens_per_h in ((8, 4), (8, 16), (8, 32), (32, 4), (32, 16), (32, 32)):
+    alone, both = (checkpointed_peak(layers, tokens_per_h, p) for p in (None, 1))
+    peaks = (f"{peak / 1e6:.1f}" for peak in (alone, both))
+    rows.append((layers, tokens_per_h, *peaks, f"{both / alone - 1:+.1%}"))
+columns = ["checkpoint (MB)", "checkpoints and offload (MB)", "change"]
+table(["layers", "tokens per h", *columns], rows)
+
+# %% [markdown] slide={"en": "Both together move 1/18 of the bytes that offload alone moves.\n\nHow fast must the link be?", "zh": "合用时搬的字节是只卸载时的 1/18。\n\n链路到底要多快？"}
 # <div lang="en">
 #
-# This is the same step on the simulated device at $10^{12}$ FLOP/s, with $p$ = 2 and two copies in flight (without Adam). On the fast link, offload alone takes almost no extra time, and checkpoints cost a fifth. On the slow link, offload alone takes almost four times as long as the plain step. With checkpoints, so few bytes move that their copies are hidden. How fast must the link be, then?
+# With 16 or 32 times $h$ tokens, adding offload to checkpoints lowers the peak by 7% to 29%, and by more with 32 layers than with 8. With 4 times $h$ tokens the peak stays the same, unless most weights are frozen and have no gradients, as with LoRA. With frozen layers the peak falls by 15% (8 layers) and 21% (32 layers).
+#
+# The second reason to use both is the link. Both together move 9.4 MB, only 1/18 of the 168.8 MB of offload alone. The table shows the step on the simulated device at $10^{12}$ FLOP/s, with two copies in flight and $p$ = 2, so one more storage stays on the device:
 #
 # </div>
 # <div lang="zh">
 #
-# 这是同一个训练步在模拟设备上的用时，算力为 $10^{12}$ FLOP/s，$p$ = 2，同时有两次拷贝在途（不含 Adam）。链路快时，只卸载几乎不多花时间，而检查点要多花五分之一。链路慢时，只卸载要花基线将近四倍的时间；如果再加上检查点，要搬的字节就少得多，拷贝可以被计算掩盖。那么，链路到底要多快？
+# 一步的 token 数是 $h$ 的 16 倍或 32 倍时，在检查点之上再卸载，峰值降低 7% 到 29%，32 层比 8 层降得更多。token 数只有 $h$ 的 4 倍时，峰值不变，除非像 LoRA 那样冻结多数权重，让这些权重没有梯度。冻结各层之后，8 层时峰值降低 15%，32 层时降低 21%。
+#
+# 合用的另一个理由是链路。只卸载要搬 168.8 MB，合用只搬 9.4 MB，是前者的 1/18。下表是课程的训练步在模拟设备上的结果，算力为 $10^{12}$ FLOP/s，同时有两次拷贝在途。这里 $p$ = 2，所以留在设备上的存储区又多了一份。
 #
 # </div>
 
@@ -673,74 +675,32 @@ simulation.link_table()
 # %% [markdown]
 # <div lang="en">
 #
-# If all activations move, forward does 90 FLOPs for each byte. By the rule of section 4.1, 11 GB/s is enough on this device. On that link the step still takes 14% longer, because 90 is an average, and attention does fewer FLOPs per saved byte. From 17 GB/s on, the copies add at most 5%. If only the inputs of checkpoints move, forward does 1,792 FLOPs per byte. By the rule 0.56 GB/s is enough, and for 5% it takes 0.85 GB/s.
+# If all activations move, forward does 90 FLOPs per moved byte. By section 4.1, a link of 11 GB/s is enough on this device. On that link the step still takes 14% longer than without copies, for a reason that section 4.9 finds. From 17 GB/s on, the copies add at most 5% to the step. At 2 GB/s, offload alone takes almost four times the baseline's time. Offload with checkpoints takes 1.23 times the baseline's time, and 0.21 of the extra 0.23 is recomputation.
 #
 # </div>
 # <div lang="zh">
 #
-# 全部激活值都搬时，前向每搬一个字节要计算 90 FLOPs。按 4.1 节的规则，在这台设备上 11 GB/s 的链路就够了。可是在这样的链路上，一步仍要多花 14% 的时间，因为 90 只是平均值，注意力每保存一个字节所做的 FLOPs 要少一些。从 17 GB/s 起，拷贝最多多花 5% 的时间。只搬检查点的输入时，前向每搬一个字节要计算 1,792 FLOPs。按规则 0.56 GB/s 就够，从 0.85 GB/s 起，拷贝最多多花 5% 的时间。
-#
-# </div>
-
-# %% [markdown] slide={"en": "Adam's state: 8 bytes per parameter, used once per step.\n\n**Guess first.** All of it is offloaded. How high is the peak **during** `step()`?", "zh": "Adam 的状态是每个参数 8 字节，每步只用一次。\n\n**先猜**：全都卸载之后，`step()` **当中**的峰值是多少？"}
-# ## 4.8 The optimizer's state, in pages / 优化器状态，分页进出
-#
-# <div lang="en">
-#
-# Adam keeps 8 bytes of state per parameter and uses them only once per step. `OffloadedOptimizer` keeps this state in the lower tier, and for fp32 weights its steps equal those of `torch.optim.AdamW` (section 4.18). On a CPU the state returns to memory in **pages**, each with the state of some parameters. While one page is updated, the next one is read and the previous one is written. Between two steps, 55.0 MB less are live. **Guess first:** by how much is the peak of `step()` lower?
-#
-# </div>
-# <div lang="zh">
-#
-# Adam 为每个参数保存 8 字节的状态，每步只用一次。`OffloadedOptimizer` 把状态放到下一级存储。权重是 fp32 时，它每一步的结果都与 `torch.optim.AdamW` 相等（4.18 节）。在 CPU 上，状态分**页**换入内存，每页是若干个参数张量的状态。更新这一页的同时，读入下一页，写回上一页。步与步之间少占 55.0 MB。**先猜**：`step()` 的峰值会低多少？
-#
-# </div>
-
-# %% slide="result"
-peaks = {"all the state in memory": step_peak(16, fraction=0)}
-peaks |= {text("pages of {mib} MiB", mib=mib): step_peak(mib) for mib in (16, 4)}
-table(["state", "peak of `step()` (MB)"], [(k, round(v / 1e6, 1)) for k, v in peaks.items()])
-
-# %% [markdown]
-# <div lang="en">
-#
-# With pages of 16 MiB, the default, the peak is only a tenth lower, although nearly half of the 114.2 MB is state. Three pages are in memory at once, and they hold 50.3 MB. With pages of 4 MiB the peak is 67.1 MB (exercise 4 in section 4.18 asks for the formula).
-#
-# With a GPU, the CPU runs the update. For each parameter it reads weight, gradient and two moments in host memory, and writes weight and moments, 28 bytes in all. At 200 GB/s this takes one second for 7 billion parameters.
-#
-# </div>
-# <div lang="zh">
-#
-# 每页 16 MiB（默认值）时，峰值只低了十分之一，而 114.2 MB 里将近一半是状态。这是因为内存里同时有三页，共 50.3 MB。每页 4 MiB 时，峰值是 67.1 MB（4.18 节的练习 4 会问公式）。
-#
-# 使用 GPU 时，更新由 CPU 来做。每个参数要在主机内存里读权重、梯度和两个矩，再写回权重和两个矩，一共读写 28 字节。按 200 GB/s 算，70 亿个参数要一秒。
+# 如果换出全部激活值，前向每搬一个字节要计算 90 FLOPs。按 4.1 节的规则，在这个设备上 11 GB/s 的链路已经够了。可是在这样的链路上一步仍比不拷贝时多花 14% 的时间，原因见 4.9 节。链路达到 17 GB/s 以后，拷贝最多使一步多花 5% 的时间。链路只有 2 GB/s 时，如果只卸载，一步的用时将近基线的四倍。如果卸载与检查点合用，用时就是基线的 1.23 倍，多出的 0.23 里有 0.21 是重计算。
 #
 # </div>
 
 # %% [markdown]
-# ## 4.9 In your own code / 实际怎么写
+# ## 4.8 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
-# PyTorch has such hooks in one line, `save_on_cpu` (on a GPU with `pin_memory=True`). They fetch nothing ahead. Here they copy nothing, because `.cpu()` of a CPU tensor is that tensor. So hooks of our own count what they would copy from a GPU, which is every saved tensor:
+# PyTorch has such hooks in one line, `save_on_cpu` (on a GPU with `pin_memory=True`). `save_on_cpu` fetches nothing ahead. On a CPU it copies nothing, because `.cpu()` of a CPU tensor is that tensor. So the cell counts what it would copy from a GPU, which is every saved tensor:
 #
 # </div>
 # <div lang="zh">
 #
-# PyTorch 里有现成的钩子 `save_on_cpu`，只要一行代码（在 GPU 上加 `pin_memory=True`）。它不会提前取回。在这里它什么也不拷贝，因为 CPU 张量的 `.cpu()` 就是它自己。所以我们自己写钩子，数一数它在 GPU 上要拷贝多少，也就是把每个保存的张量都算上：
+# PyTorch 里有现成的钩子 `save_on_cpu`，只要一行代码（在 GPU 上加 `pin_memory=True`）。`save_on_cpu` 不会提前取回。在 CPU 上它什么也不拷贝，因为 CPU 张量的 `.cpu()` 返回的就是这个张量自己。所以下面统计它在 GPU 上要拷贝多少字节，也就是所有保存的张量的字节数。
 #
 # </div>
 
 # %%
 saved = []
-
-
-def noted(tensor):
-    saved.append(tensor)
-    return tensor
-
-
-gradients(saved_tensors_hooks(noted, lambda tensor: tensor))
+gradients(saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda packed: packed))
 kept = [tensor for tensor in saved if tensor.untyped_storage() not in stay]
 total, activations = sum(t.nbytes for t in saved), sum(t.nbytes for t in kept)
 once = sum(storage.nbytes() for storage in {t.untyped_storage() for t in kept})
@@ -751,78 +711,173 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 # %% [markdown]
 # <div lang="en">
 #
-# `save_on_cpu` would move 247.7 MB instead of 178.4 MB. The extra bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages moved again.
-#
-# Hugging Face's `offload=True` moves the inputs of its checkpoints by `save_on_cpu` with pinned memory. Without a GPU, PyTorch's CPU build raises an error, and its CUDA build moves nothing (section 4.15 uses the library):
+# `save_on_cpu` would move 247.7 MB instead of 178.4 MB. The extra bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages that are moved again. Frameworks turn on offload like this:
 #
 # </div>
 # <div lang="zh">
 #
-# `save_on_cpu` 要搬 247.7 MB，而按那四条规则只要 178.4 MB。多出来的部分里，27.3 MB 是参数，GPU 反正要留着它们；41.9 MB 是重复保存的存储区。
-#
-# Hugging Face 的 `offload=True` 用 `save_on_cpu` 和锁页内存搬走检查点的输入。没有 GPU 时，PyTorch 的 CPU 版会报错，CUDA 版则什么也不搬（4.15 节改用课程库来卸载这样的模型）：
+# `save_on_cpu` 要搬 247.7 MB，而按那四条规则只要搬 178.4 MB。多搬的部分里，27.3 MB 是参数，GPU 反正要留着它们，另外 41.9 MB 是重复搬运的存储区。各框架里启用卸载的写法如下。
 #
 # </div>
-
-# %%
-from transformers import LlamaConfig, LlamaForCausalLM
-
-sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "vocab_size": 512}
-llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes))
-llama.activation_checkpointing_enable(offload=True)
-try:
-    llama(random_tokens(8, 63, 512))  # raises in PyTorch's CPU build
-except RuntimeError as error:
-    assert "pin_memory=True requires a CUDA or other accelerator backend" in str(error)
 
 # %% [markdown]
 # <div lang="en">
 #
-# | where | not run here |
+# | framework | line (only the first one runs here, in section 4.15) |
 # |---|---|
 # | Hugging Face 5.23 Trainer (in 5.17 `gradient_checkpointing`) | `TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})` |
-# | TRL, torchtune | `get_act_offloading_ctx_manager(model, max_fwd_stash_size=5)`; `enable_activation_offloading=True` |
-# | FSDP2 | `fully_shard(model, offload_policy=CPUOffloadPolicy())`: parameters, gradients and optimizer state |
+# | TRL, torchtune | `SFTConfig(activation_offloading=True)`; `enable_activation_offloading=True` |
 # | Megatron-LM | `--fine-grained-activation-offloading`; `--optimizer-cpu-offload --optimizer-offload-fraction 0.5` |
 # | Transformer Engine | `get_cpu_offload_context(enabled=True, num_layers=8, model_layers=12)` |
+# | FSDP2 | `fully_shard(model, offload_policy=CPUOffloadPolicy())`: parameters, gradients and optimizer state, but no activations. The CPU runs the optimizer |
 # | torchao, DeepSpeed | `CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)`; `"offload_optimizer": {"device": "cpu"}` |
+# | paged optimizers (bitsandbytes) | `TrainingArguments(optim="paged_adamw_8bit")`: state in unified memory, which CUDA moves to the host only when GPU memory is full |
 #
-# TRL's `max_fwd_stash_size` is the `in_flight` of section 4.3.
+# TRL and torchtune keep up to `max_fwd_stash_size=5` tensors in flight, like `in_flight=5` in section 4.4. Section 4.18 offloads optimizer state.
 #
 # </div>
 # <div lang="zh">
 #
-# | 框架 | 写法（此处未运行） |
+# | 框架 | 写法（本课只运行第一行，见 4.15 节） |
 # |---|---|
 # | Hugging Face 5.23 的 Trainer（5.17 里叫 `gradient_checkpointing`） | `TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"offload": True})` |
-# | TRL、torchtune | `get_act_offloading_ctx_manager(model, max_fwd_stash_size=5)`；`enable_activation_offloading=True` |
-# | FSDP2 | `fully_shard(model, offload_policy=CPUOffloadPolicy())`：参数、梯度和优化器状态 |
+# | TRL、torchtune | `SFTConfig(activation_offloading=True)`；`enable_activation_offloading=True` |
 # | Megatron-LM | `--fine-grained-activation-offloading`；`--optimizer-cpu-offload --optimizer-offload-fraction 0.5` |
 # | Transformer Engine | `get_cpu_offload_context(enabled=True, num_layers=8, model_layers=12)` |
+# | FSDP2 | `fully_shard(model, offload_policy=CPUOffloadPolicy())`：卸载参数、梯度和优化器状态，不卸载激活值。优化器在 CPU 上运行 |
 # | torchao、DeepSpeed | `CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)`；`"offload_optimizer": {"device": "cpu"}` |
+# | 分页优化器（bitsandbytes） | `TrainingArguments(optim="paged_adamw_8bit")`：状态放在统一内存里，显存满了，CUDA 才把状态移到主机 |
 #
-# TRL 的 `max_fwd_stash_size` 就是 4.3 节的 `in_flight`。
+# TRL 和 torchtune 最多允许 `max_fwd_stash_size=5` 个张量在途，相当于 4.4 节的 `in_flight=5`。优化器状态的卸载见 4.18 节。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Five sentences that people meet. Hands up before each row: true, partly, or false?", "zh": "五句常见的说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
-# ## 4.10 Claims and measurements / 说法与实测
+# %% [markdown] slide={"en": "On the H200, offload takes 33% longer and `save_on_cpu` 95%.\n\nWhat did you guess?", "zh": "在 H200 上，卸载多花 33% 的时间，`save_on_cpu` 多花 95%。\n\n你当时猜的是什么？"}
+# ## 4.9 Why 33% longer? / 为什么多花 33%？
 #
 # <div lang="en">
 #
-# These are five common claims.
+# Back to the step on the H200: eight layers, $h = 2048$, fp32, 8,192 tokens. `count_forward` runs the forward on symbolic tensors. It counts FLOPs outside of attention, and the bytes that offload and `save_on_cpu` copy to the host. The cell adds the time of all copies to the baseline's time, as if no copy were hidden.
 #
 # </div>
 # <div lang="zh">
 #
-# 五句常见的说法。
+# 回到 H200 上的那一步。解码器有八层，$h = 2048$，fp32，一步有 8,192 个 token。`count_forward` 用符号张量运行前向，统计注意力以外的 FLOPs，以及卸载和 `save_on_cpu` 各换出多少字节。然后把全部拷贝的时间加到基线的时间上，也就是假设没有一次拷贝被掩盖。
 #
 # </div>
 
 # %% slide="result"
-figures.what_you_may_have_read(steps, times, numbers_read)
+from course_lib.lessons.lesson_04.gpu import recorded_on_h200
 
-# %% [markdown] slide={"en": "The same step of the same decoder, one technique per row.\n\nThree unlike techniques, and what is left is nearly the same. What is it?", "zh": "同一个解码器的同一步，一种技术一行。\n\n几种技术各不相同，剩下的却差不多。剩下的是什么？"}
+flops, moved, saved_bytes = simulation.count_forward()
+h200 = recorded_on_h200()
+link, step_s, rows = h200["link"], h200["plain_seconds"], []
+for name, count in {"plain": 0, "offloaded": moved, "save_on_cpu": saved_bytes}.items():
+    added_up = round(step_s + 2 * count / link, 3)
+    rows.append((name, round(count / 1e9, 1), added_up, round(h200[f"{name}_seconds"], 3)))
+table(["step", "copied to the host (GB)", "added up (s)", "recorded (s)"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# `save_on_cpu` hides no copies: its step takes even slightly longer than the sum. Offload hides half of its copies. Is the link too slow to hide all of them? The threshold of section 4.1 decides:
+#
+# </div>
+# <div lang="zh">
+#
+# `save_on_cpu` 的一步比相加的结果还略长一点，可见它一次拷贝也没有掩盖。卸载则掩盖了一半的拷贝时间。是不是因为链路太慢，所以掩盖不了全部拷贝？下面把算术强度与阈值比一比（4.1 节）。
+#
+# </div>
+
+# %% slide="result"
+rate = 3 * flops / step_s  # backward does twice the FLOPs of forward
+rows = [("threshold of the H200 and its link", round(rate / link))]
+table(["", "FLOPs per byte"], [*rows, ("forward of this decoder", round(flops / moved))])
+
+# %% [markdown]
+# <div lang="en">
+#
+# The step is almost exactly at the threshold, like the network of section 4.2. There, copies added 1% with $p$ = 2 and two copies in flight. But all storages of that network had the same size. The figure shows two layers of this decoder on the simulated device, with the H200's FLOP/s and link:
+#
+# </div>
+# <div lang="zh">
+#
+# 这一步的算术强度几乎正好等于阈值，与 4.2 节的网络一样。在那个网络里，$p$ = 2、两次拷贝在途时，这一步只比不拷贝时多花 1% 的时间。不过那个网络的存储区全都一样大。下图是这个解码器的两层在模拟设备上的情形，算力和链路取 H200 的值。
+#
+# </div>
+
+# %% slide="result"
+decoder_runs = {n: simulation.small_decoder(rate, link, n) for n in (2, 4, 8)}
+figures.draw_layers(decoder_runs[2])
+
+# %% [markdown]
+# <div lang="en">
+#
+# Nearly all bytes of a layer are in storages 1 to 4 times as large as its input. `prefetch` and `in_flight` count storages, not bytes. When a copy starts, all copies except the last two must be complete, so compute waits for large storages. Is the step faster with more storages in flight?
+#
+# </div>
+# <div lang="zh">
+#
+# 一层保存的字节几乎都在少数几份大的存储区里，每份是这一层输入的 1 到 4 倍。`prefetch` 和 `in_flight` 数的是存储区的份数，不是字节。一次换出启动时，除了最近的两次，更早的换出都必须已经完成，所以遇到大的存储区，计算要等它拷贝完。允许更多份存储区在途，这一步会更快吗？
+#
+# </div>
+
+# %% slide="result"
+rows = []
+for n, (device, began, _) in decoder_runs.items():
+    time, peak = 256 * (device.seconds - began) / step_s, 256 * device.peak_bytes / 1e9
+    rows.append((n, round(time, 2), round(peak, 2)))
+table(["in flight, and fetched ahead", "simulated time (× baseline)", "peak (GB)"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# With two storages in flight, the simulated step takes 37% longer than the baseline. The H200's step took 33% longer. With eight, the simulated step takes 1% longer, for 0.4 GB more memory. This setting was not run on a GPU. Compare with your guess.
+#
+# With storages of equal size, nine settings were run on an H200: eight layers of 8,192 units, with a link twice as fast as the threshold requires. The table compares these times (× baseline) with the clock and your formula of exercise 1. With one copy in flight, the table adds another $c$ per layer to your formula.
+#
+# </div>
+# <div lang="zh">
+#
+# 在途和提前取回都是两份时，模拟的一步比基线多花 37% 的时间，H200 上实际多花 33%。都是八份时，模拟的一步只多花 1%，代价是多占 0.4 GB 内存。八份的设置没有在 GPU 上运行过。现在回头看看，你最初猜对了吗？
+#
+# 再看另一个网络，它的各份存储区都一样大，九种设置都在 H200 上运行过。这个网络有八层，每层 8,192 个单元，链路比阈值所要求的快一倍。下表把这些用时（基线的倍数）与模拟设备的时钟和你在练习 1 写的公式放在一起比较。对只允许一次换出在途的设置，表中的值是你的公式每层再加一个 $c$。
+#
+# </div>
+
+# %%
+simulation.settings_table(step_time)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Clock and H200 differ by at most 0.016 of the baseline's time, your formula and the H200 by at most 0.04.
+#
+# </div>
+# <div lang="zh">
+#
+# 与 H200 的实测相比，模拟设备的时钟最多相差基线时间的 0.016 倍，你的公式最多相差 0.04 倍。
+#
+# </div>
+
+# %% [markdown] slide={"en": "Five common claims. Hands up before each row: true, partly, or false?", "zh": "五种常见的说法。看每一行之前先举手：成立、部分成立，还是不成立？"}
+# ## 4.10 Claims and measurements / 说法与实测
+#
+# <div lang="en">
+#
+# The table tests five common claims.
+#
+# </div>
+# <div lang="zh">
+#
+# 下表检验五种常见的说法。
+#
+# </div>
+
+# %% slide="result"
+figures.claims_table(steps, times)
+
+# %% [markdown] slide={"en": "The same step, one technique per row.\n\nCheckpoints leave a peak of 134.0 MB, and offload 124.8 MB. What fills both peaks?", "zh": "还是同样的训练步，每种技术占一行。\n\n用检查点，峰值还有 134.0 MB。用卸载，还有 124.8 MB。这两个峰值里什么最多？"}
 # ## 4.11 The ledger / 账本
 #
 # <div lang="en">
@@ -832,47 +887,49 @@ figures.what_you_may_have_read(steps, times, numbers_read)
 # </div>
 # <div lang="zh">
 #
-# 本课的这一行把全部激活值移到文件，并提前取回一个存储区。
+# 本课的这一行把全部激活值移到文件，并提前取回一份存储区。
 #
 # </div>
 
 # %% slide="result"
+from course_lib.lessons.ledger import ledger
+
 meter, down = steps[False, 1]
 ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_bytes=2 * down)
 
-# %% [markdown] slide={"en": "A copy is hidden if products run at the same time, if it starts early enough, and if whatever uses it waits for it.", "zh": "拷贝要被掩盖，得满足三条：同时有矩阵乘法可做，开始得够早，并且用它的一方等它完成。"}
+# %% [markdown] slide={"en": "A copy is hidden if matrix products run meanwhile, and if it starts early enough. The operator that uses it must wait.", "zh": "拷贝开始得够早，同时又有矩阵乘法可做，才能被掩盖。要用到这份数据的算子，必须等拷贝完成。"}
 # ## 4.12 Summary / 小结
 #
 # <div lang="en">
 #
-# - A copy can hide if the FLOPs per byte reach the machine's threshold at every point of the step, and if it starts early enough. Here two storages fetched ahead hide the copies to the GPU (H2D), and two copies in flight hide those to the host (D2H). Each costs one storage.
-# - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and a storage as often as it is saved.
-# - Only a wait orders two streams. If one is missing, the result is right only by luck.
-# - At the peak, offload holds single tensors of a layer, but a checkpoint holds the whole layer. Both together move far fewer bytes over a slower link, but here they peak higher than offload alone.
+# - A copy can hide if the FLOPs per byte reach the machine's threshold, if it starts early enough, and if enough copies are in flight. `prefetch` hides copies to the GPU (H2D), `in_flight` those to the host (D2H). Both count storages. In a decoder, two storages are too few, because their sizes differ.
+# - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and moves a storage as often as it is saved for backward.
+# - Only a wait orders two streams. If a wait is missing, the result is right only by luck.
+# - Offload on top of checkpoints can use a far slower link than offload alone. In the decoders here it lowers the peak further only with more than about $12 h$ tokens per step, or with frozen weights.
 #
 # **Next:** [lesson 05](05_gradient_accumulation.ipynb) splits the batch into micro-batches.
 #
 # </div>
 # <div lang="zh">
 #
-# - 如果每搬一个字节所做的 FLOPs 不少于机器的阈值，而且拷贝开始得够早，拷贝就能被掩盖。这个阈值要在训练步的每一处都达到，只是平均达到还不够。在这里，提前取回两份可以掩盖换入（H2D），允许两次换出同时在途可以掩盖换出（D2H）。每多提前一份，或者每多一次在途的换出，就要多占一份存储区的内存。
-# - 两个钩子让每份存储区的每个版本只搬一次，从不搬参数，取回的是原来的视图。`save_on_cpu` 则连参数也搬，而且一份存储区保存几次就搬几次。
-# - 流与流之间，只有等待才规定先后。少了一处等待，结果即使对，也只是碰巧。
-# - 峰值那一刻，用卸载时内存里只有一层的单个张量，用检查点时则有整整一层。合用时搬的字节少得多，链路慢一些也够用，但在这里峰值高于只用卸载。
+# - 只有每搬一个字节所做的 FLOPs 达到机器的阈值，拷贝开始得够早，在途的拷贝也够多，拷贝才能被掩盖。`prefetch` 掩盖换入（H2D），`in_flight` 掩盖换出（D2H），两者数的都是存储区的份数。解码器的存储区大小不一，所以只设两份太少。
+# - 两个钩子不搬参数，其余存储区的每个版本也只搬一次，取回时得到的仍是原来的视图。`save_on_cpu` 则连参数也搬，而且一份存储区为反向保存几次，就搬几次。
+# - 流与流之间谁先谁后，只由等待来规定。少了一处等待，结果即使对，也只是碰巧。
+# - 先加检查点再卸载，链路即使比只卸载时所需的慢得多，计算也能掩盖拷贝。在本课的解码器上，一步里的 token 超过约 $12 h$ 个，或者权重冻结时，峰值才会进一步降低。
 #
-# **下一步**：[第 05 课](05_gradient_accumulation.ipynb)把批次拆开来算。
+# **下一步**：[第 05 课](05_gradient_accumulation.ipynb)把批次拆成微批次。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Rhu et al. 2016, *vDNN*, arXiv:1602.08124 (offload and prefetch of activations). Rajbhandari et al. 2021, *ZeRO-Infinity*, arXiv:2104.07857 (bandwidth arithmetic). Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (the update on the CPU). PyTorch tutorial *A guide on good usage of non_blocking and pin_memory()*. huggingface/diffusers 13502, huggingface/accelerate 4175, huggingface/transformers 48444, DeepSpeed 7474 (pull requests). NVIDIA's data sheets of H100 and GH200; PCI-SIG.
+# **Sources.** Rhu et al. 2016, *vDNN*, arXiv:1602.08124 (offload and prefetch of activations). Rajbhandari et al. 2021, *ZeRO-Infinity*, arXiv:2104.07857 (bandwidth arithmetic). Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (the update on the CPU). PyTorch tutorial *A guide on good usage of non_blocking and pin_memory()*. PyTorch's documentation of `Tensor.record_stream`; pytorch/pytorch 147168 and pytorch/torchtitan 735 (issues about its memory); TRL's `activation_offloading.py`. huggingface/diffusers 13502, huggingface/accelerate 4175, huggingface/transformers 48444, DeepSpeed 7474 (pull requests). NVIDIA's data sheets of H100 and GH200; the PCI Express specifications of PCI-SIG.
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Rhu et al. 2016，*vDNN*，arXiv:1602.08124（激活值的卸载与预取）。Rajbhandari et al. 2021，*ZeRO-Infinity*，arXiv:2104.07857（带宽估算）。Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（在 CPU 上更新）。PyTorch 教程 *A guide on good usage of non_blocking and pin_memory()*。huggingface/diffusers 13502、huggingface/accelerate 4175、huggingface/transformers 48444、DeepSpeed 7474（合并请求）。NVIDIA 的 H100 与 GH200 数据手册；PCI-SIG。
+# **出处。** Rhu et al. 2016，*vDNN*，arXiv:1602.08124（激活值的卸载与预取）。Rajbhandari et al. 2021，*ZeRO-Infinity*，arXiv:2104.07857（带宽估计）。Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（在 CPU 上更新）。PyTorch 教程 *A guide on good usage of non_blocking and pin_memory()*。PyTorch 文档 `Tensor.record_stream`；pytorch/pytorch 147168 与 pytorch/torchtitan 735（报告这个函数多占显存的 issue）；TRL 的 `activation_offloading.py`。huggingface/diffusers 13502、huggingface/accelerate 4175、huggingface/transformers 48444、DeepSpeed 7474（合并请求）。NVIDIA 的 H100 与 GH200 数据手册；PCI-SIG 的 PCI Express 规范。
 #
 # </div>
 
@@ -895,52 +952,39 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# Take $s = 4096$ tokens in 16 bits. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. It saves $34 h$ bytes (lesson 01), or $2 h$ with a checkpoint. The table gives the smallest $h$ at the data sheets' rates, and at half the FLOP/s and 80% of the bandwidth.
+# Take a sequence of $s = 4096$ tokens and activations of 16 bits per number. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. For backward, the layer keeps $34 h$ bytes (lesson 01), or $2 h$ bytes with a checkpoint. By the data sheets, the copies of all activations can hide on NVLink-C2C if $h \ge 2773$:
 #
 # </div>
 # <div lang="zh">
 #
-# 设序列长 $s = 4096$，16 位精度。用融合的因果注意力时，每个 token 在一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs，保存 $34 h$ 字节（第 01 课）；加了检查点则是 $2 h$ 字节。下表列出最小的 $h$：先按数据手册，再假设算力只达到一半，带宽只达到 80%。
+# 设序列长 $s = 4096$，激活值的每个数占 16 位。用融合的因果注意力时，每个 token 在一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs。这一层为反向保存 $34 h$ 字节（第 01 课），加了检查点则是 $2 h$ 字节。按数据手册，$h \ge 2773$ 时，全部激活值的拷贝在 NVLink-C2C 上能被掩盖。
 #
 # </div>
-
-# %%
-figures.draw_threshold(rate, links)
 
 # %%
 import math
 
+h100 = 989e12  # FLOP/s
 rows = []
 for name, bandwidth in links.items():
-    thresholds = [share * rate / bandwidth for share in (1, 0.5 / 0.8)]  # data sheet, reached
-    least = [(at * saved - 2 * 4096) / 24 for saved in (34, 2) for at in thresholds]
+    least = [(saves * h100 / bandwidth - 2 * 4096) / 24 for saves in (34, 2)]
     rows.append((name, *(max(1, math.ceil(h)) for h in least)))
-columns = ["34 h (data sheet)", "34 h (reached)", "2 h (data sheet)", "2 h (reached)"]
-table(["smallest h at which copies hide", *columns], rows)
+table(["smallest h at which copies hide", "34 h (data sheet)", "2 h (data sheet)"], rows)
 
-# %% [markdown]
-# <div lang="en">
-#
-# By the data sheets, copies of all activations hide on NVLink-C2C if $h \ge 2773$.
-#
-# </div>
-# <div lang="zh">
-#
-# 按数据手册，$h \ge 2773$ 时，全部激活值的拷贝在 NVLink-C2C 上能被掩盖。
-#
-# </div>
+# %%
+figures.draw_threshold(h100, links)
 
 # %% [markdown]
 # ## 4.14 Your own link, and host memory / 你自己的链路，以及主机内存
 #
 # <div lang="en">
 #
-# This cell measures your link. On a CPU it measures copies within memory, and writing to the system's file cache. If a GPU's link is slow, run `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv` during a copy.
+# This cell measures your link. On a CPU it measures copies within memory, and writes to the system's file cache. If a GPU's link is slow, run `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv` during a copy.
 #
 # </div>
 # <div lang="zh">
 #
-# 这个单元格测量你的链路。在 CPU 上，它测的是内存内的拷贝，以及系统文件缓存的写入。如果 GPU 的链路很慢，请在拷贝时运行 `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv`。
+# 这个单元格测量你的链路。在 CPU 上，它测的是内存内的拷贝，以及向系统文件缓存的写入。如果 GPU 的链路很慢，请在拷贝时运行 `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv`。
 #
 # </div>
 
@@ -959,12 +1003,12 @@ table(["", "GB/s"], [(name, round(host.nbytes / s / 1e9, 1)) for name, s in seco
 # %% [markdown]
 # <div lang="en">
 #
-# **Host memory** must hold all that moves, for each GPU. With $h = 4096$, 32 layers and one sequence of 4096 tokens, all activations take $34 \cdot 4096 \cdot 4096 \cdot 32$ bytes, 18.3 GB, and checkpointed inputs 1.1 GB. PyTorch rounds each pinned block up to a power of two.
+# **Host memory** must hold all bytes that are moved, for each of its GPUs. With $h = 4096$, 32 layers and one sequence of 4096 tokens, all activations take $34 \cdot 4096 \cdot 4096 \cdot 32$ bytes, 18.3 GB, and checkpointed inputs take 1.1 GB. PyTorch rounds the size of each pinned block up to the next power of two.
 #
 # </div>
 # <div lang="zh">
 #
-# **主机内存**要装得下搬走的一切，有几块 GPU 就乘以几。设 $h = 4096$，32 层，一条 4096 个 token 的序列，全部激活值占 $34 \cdot 4096 \cdot 4096 \cdot 32$ 字节，即 18.3 GB；检查点的输入占 1.1 GB。PyTorch 还会把每块锁页内存的大小向上取到二的幂。
+# **主机内存**要装得下搬走的全部字节，有几块 GPU 就乘以几。设 $h = 4096$，32 层，一条 4096 个 token 的序列，全部激活值占 $34 \cdot 4096 \cdot 4096 \cdot 32$ 字节，即 18.3 GB，检查点的输入则占 1.1 GB。PyTorch 申请锁页内存时，还会把每块的大小向上取整到二的整数次幂。
 #
 # </div>
 
@@ -973,17 +1017,42 @@ table(["", "GB/s"], [(name, round(host.nbytes / s / 1e9, 1)) for name, s in seco
 #
 # <div lang="en">
 #
-# The library's hooks can wrap any forward, such as a Hugging Face model's. Compiled code calls them, too. Does the peak fall?
+# Hugging Face's `offload=True` moves the inputs of its checkpoints, using `save_on_cpu` with pinned memory. Without a GPU, PyTorch's CPU build raises an error, and its CUDA build moves nothing:
 #
 # </div>
 # <div lang="zh">
 #
-# 课程库的钩子可以套在任何前向外面，例如 Hugging Face 模型的前向。编译过的代码同样会调用它们。峰值会降低吗？
+# Hugging Face 的 `offload=True` 用 `save_on_cpu` 和锁页内存搬走检查点的输入。没有 GPU 时，PyTorch 的 CPU 版会报错，CUDA 版则什么也不搬。
 #
 # </div>
 
+# %%
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "vocab_size": 512}
+llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes))
+llama.activation_checkpointing_enable(offload=True)
+try:
+    llama(random_tokens(8, 63, 512))  # raises in PyTorch's CPU build
+except RuntimeError as error:
+    assert "pin_memory=True requires a CUDA or other accelerator backend" in str(error)
+
+# %% [markdown]
+# <div lang="en">
+#
+# The library's hooks can wrap the forward of any model, such as this Llama. Compiled code calls the hooks, too. Does the peak fall?
+#
+# </div>
+# <div lang="zh">
+#
+# 课程库的钩子可以套在任何模型的前向外面，例如这个 Llama 的前向。编译过的代码同样会调用这些钩子。峰值会降低吗？
+#
+# </div>
 
 # %%
+from course_lib.memory import MemoryMeter
+
+
 def llama_peak(compiled, context):
     config = LlamaConfig(num_attention_heads=4, **sizes | {"num_hidden_layers": 4})
     model, ids = LlamaForCausalLM(config), random_tokens(8, 63, 512)
@@ -1009,12 +1078,12 @@ table(["compiled", "plain, peak (MB)", "offload, peak (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# If each layer is compiled alone, offload works. Compiled whole, with its loss, the model is one operator for autograd. It hands its saved tensors to the hooks when forward ends, and needs all of them when backward begins, so the peak stays.
+# If each layer is compiled separately, offload lowers the peak. If the whole model is compiled with its loss, the model is one operator for autograd. This operator hands all its saved tensors to the hooks when forward ends, and needs all of them when backward begins, so the peak stays the same.
 #
 # </div>
 # <div lang="zh">
 #
-# 逐层编译时，卸载有效。整个模型连同损失一起编译时，它对 autograd 来说只是一个算子：前向结束时才把保存的张量一起交给钩子，反向一开始又要全部取回，所以峰值不变。
+# 逐层编译时，卸载能降低峰值。整个模型连同损失一起编译时，它对 autograd 来说只是一个算子。这个算子在前向结束时才把保存的张量一起交给钩子，反向一开始又要全部换入，所以峰值不变。
 #
 # </div>
 
@@ -1023,12 +1092,12 @@ table(["compiled", "plain, peak (MB)", "offload, peak (MB)"], rows)
 #
 # <div lang="en">
 #
-# This function keeps a copy of an activation in the lower tier, and fetches it in backward. Is the gradient right? Is anything freed?
+# This function keeps a copy of an activation in the lower tier, and fetches the copy in backward. Is the gradient right? Does the function free any memory?
 #
 # </div>
 # <div lang="zh">
 #
-# 下面的函数在下一级存储里留一份激活值，反向时再取回来。梯度对不对？有没有释放什么？
+# 下面的函数在下一级存储里留一份激活值的副本，反向时再换入。梯度对不对？这个函数有没有释放内存？
 #
 # </div>
 
@@ -1071,26 +1140,71 @@ ratio, kept
 # %% [markdown]
 # <div lang="en">
 #
-# The gradient is exactly doubled: once as it came, once through the "restored" activation. And nothing is freed, because the next operator, `sin`, saves the same storage.
+# The gradient is exactly doubled: the function passes it on once unchanged, and adds it once through the "restored" activation. And no memory is freed, because the next operator, `sin`, keeps the same storage. This function and the three other claims below are from the teaching documents from which the course grew:
 #
 # </div>
 # <div lang="zh">
 #
-# 梯度恰好翻倍：一份是原样传来的，一份来自“恢复”的激活值。而且什么也没有释放，因为下一个算子 `sin` 仍然保存着同一份存储区。
+# 梯度恰好翻倍，因为这个函数先把梯度原样传下去，又经过“恢复”的激活值再加上一份。而且这个函数什么内存也没有释放，因为下一个算子 `sin` 仍然保存着同一份存储区。这个函数和下面的三种说法，都出自编写本课程时最初参考的教学材料。
 #
 # </div>
 
+# %%
+import warnings
+
+model = deep_mlp(depth=8, width=64)
+adam = torch.optim.AdamW(model.parameters())
+model(torch.ones(4, 64)).sum().backward()
+adam.step()
+
+
+def addresses():
+    return [value.data_ptr() for state in adam.state.values() for value in state.values()]
+
+
+before = addresses()
+for state in adam.state.values():
+    for value in state.values():
+        value.to("cpu", copy=True)  # "offloads" the optimizer
+unmoved = [a == b for a, b in zip(before, addresses(), strict=True)]
+
+
+# %%
+class EagerPrefetcher:
+    def __init__(self, loader):
+        self.loader = loader
+        self.next = next(self.batches)  # loads the first batch
+
+    def __iter__(self):
+        self.batches = iter(self.loader)
+        return self
+
+
+try:
+    EagerPrefetcher([torch.zeros(1)])
+except AttributeError as error:
+    missing = error.name
+
+# %%
+mask_peaks = []
+for make in (nn.Transformer, lambda: nn.Transformer):
+    with MemoryMeter() as meter, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make().generate_square_subsequent_mask(512)
+    mask_peaks.append(meter.peak_bytes)
+figures.older_claims(ratio, kept, unmoved, missing, mask_peaks)
+
 # %% [markdown]
-# ## 4.17 What yours lacks / 你那个版本缺什么
+# ## 4.17 What yours lacks, and the price of `record_stream` / 你那个版本缺什么，以及 `record_stream` 的代价
 #
 # <div lang="en">
 #
-# Your hooks fetch nothing ahead, and they switch off autograd's check that no saved tensor was changed in place. The library raises an error if the change comes before the copy is complete, as here.
+# Your hooks fetch nothing ahead. They also switch off autograd's check that no saved tensor was changed in place. The library raises an error if a tensor is changed before its copy is complete, as in the next cell.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的钩子不提前取回张量，还让 autograd 不再检查保存的张量有没有被原地修改。如果张量在拷贝完成之前就被改动，课程库会报错，如下所示。
+# 你的钩子不提前取回张量。用了这些钩子，autograd 也不再检查保存的张量有没有被原地修改。如果张量在拷贝完成之前就被修改，课程库会报错，如下所示。
 #
 # </div>
 
@@ -1105,23 +1219,136 @@ try:
 except RuntimeError as refused:
     print(refused)
 
-
 # %% [markdown]
-# ## 4.18 Pages, and a fraction of the state / 页，以及只放一部分状态
-#
 # <div lang="en">
 #
-# **Exercise 4.** All of the optimizer's state is offloaded. What is the peak of `step()`, in bytes? Weights and gradients are in memory, too. (Errors up to 6% are allowed, since pages hold the state of whole parameters.)
+# On CUDA, a tensor's memory must not be reused while a side stream still copies the tensor (section 4.5). Two ways are safe. With `record_stream`, the memory is marked as used by the side stream, and the program may drop the tensor at once. When PyTorch's allocator gets this memory back, it records an event on the side stream. The memory can be reused only after the host finds this event complete at a later allocation. But the host starts layers long before the GPU runs them, and at that time hardly any event is complete. FSDP2, torchtune and TRL use the second way: they hold a reference to the tensor. A few tensors later, the compute stream waits for the copy's event, and the reference is dropped. So the host does not have to find an event complete.
 #
 # </div>
 # <div lang="zh">
+#
+# 在 CUDA 上，另一条流（拷贝流）还在拷贝一个张量时，这个张量的显存不能重新分配（4.5 节）。安全的做法有两种。第一种是 `record_stream`，它把这块显存标记为拷贝流正在使用，于是程序马上可以释放对张量的引用。PyTorch 的分配器收回这块显存时，在拷贝流上记一个事件。以后主机再分配显存时，要查到这个事件已经完成，这块显存才能重新使用。可是主机下达各层的任务远早于 GPU 执行这些任务，那时事件几乎都还没有完成。FSDP2、torchtune 和 TRL 采用第二种做法，先保留对张量的引用，等后面又拷贝了几个张量，再让计算流等待这次拷贝的事件，然后释放引用。这样不需要主机查询事件。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# The next cells give the simulated device an allocator that, at each allocation, checks which events are complete. Its host runs 0, 4 or 16 layers ahead of the GPU. Each layer's output is copied to the host, and a copy takes as long as a layer's computation.
+#
+# </div>
+# <div lang="zh">
+#
+# 下面给模拟设备换上一个按同样规则工作的分配器，它只在主机分配显存时查询事件是否完成。主机下达任务的进度分别比 GPU 超前 0、4、16 层。每层的输出都换出到主机，一次拷贝与一层的计算一样久。
+#
+# </div>
+
+# %%
+from collections import deque
+
+from course_lib.simulated.race_detector import Arena
+
+
+class PollingArena(Arena):
+    host_seconds = 0.0  # simulated time of the host
+
+    def collect(self):  # makes dropped blocks available, if their events are complete
+        ready, waiting = deque(), deque()
+        for block, events in self.freed:
+            seen = all(event.seconds <= self.host_seconds for event in events)
+            (ready if seen else waiting).append((block, events))
+        self.freed = ready
+        super().collect()
+        self.freed = waiting
+
+
+# %%
+def blocks_taken(release, ahead):
+    taken, ends, held = [], [0.0] * (ahead + 1), deque()
+    with SimulatedDevice(flops_per_second=128, down_bytes_per_second=4) as device:
+        device.memory = device.log.arenas[0] = PollingArena("device", 1 << 22)
+        weight, y = (device.move(torch.zeros(64, 64)) for _ in range(2))
+        for _ in range(24):
+            device.memory.host_seconds = ends[-ahead - 1]  # the GPU is `ahead` layers behind
+            y = y @ weight
+            ends.append(device.current().seconds)
+            host = device.pinned(y.shape, y.dtype)
+            release(device, held, y, device.copy(host, y, "down"))
+            taken.append(device.live_bytes // y.nbytes - 1)  # not counting the weight
+    return taken
+
+
+# %%
+def with_record_stream(device, held, y, copied):
+    with device.on(device.side("down")):
+        device.used(y)  # y.record_stream(side stream); the caller then drops y
+
+
+def with_references(device, held, y, copied):
+    held.append((y, copied))
+    if len(held) > 2:
+        device.wait(held.popleft()[1])  # and drops the oldest output
+
+
+name = "record_stream, {n} layers ahead"
+taken = {text(name, n=n): blocks_taken(with_record_stream, n) for n in (0, 4, 16)}
+taken["references, 16 layers ahead"] = blocks_taken(with_references, 16)
+figures.draw_taken(taken)
+
+# %% [markdown]
+# <div lang="en">
+#
+# With `record_stream` the outputs of the layers take two blocks of memory, plus one block per layer that the host is ahead. With references the outputs take two blocks, however far the host is ahead. These counts come from a simulation of the rule by which PyTorch's caching allocator reuses a block. On GPUs, pytorch/pytorch 147168 and pytorch/torchtitan 735 report that `record_stream` needs more memory. The library holds references, too, until the compute stream has waited for the copy.
+#
+# </div>
+# <div lang="zh">
+#
+# 用 `record_stream` 时，各层的输出占两块显存，主机每超前一层，就再多占一块。保留引用时，主机无论超前多少都只占两块。这些块数是模拟出来的，模拟依照 PyTorch 缓存分配器复用显存块的规则。在 GPU 上，pytorch/pytorch 147168 和 pytorch/torchtitan 735 报告了 `record_stream` 多占显存的现象。课程库同样保留引用，直到计算流等到这次拷贝的事件为止。
+#
+# </div>
+
+# %% [markdown]
+# ## 4.18 The optimizer's state, in pages / 优化器状态，分页进出
+#
+# <div lang="en">
+#
+# Adam keeps 8 bytes of state per parameter and uses this state only once per step. `OffloadedOptimizer` keeps the state in the lower tier. On a CPU the state returns to memory in **pages**, each with the state of some parameter tensors. While one page is updated, the next page is read and the previous page is written. Between two steps, the live bytes are 55.0 MB lower. **Guess first:** by how much is the peak of `step()` lower?
+#
+# </div>
+# <div lang="zh">
+#
+# Adam 为每个参数保存 8 字节的状态，每步只用一次。`OffloadedOptimizer` 把状态放到下一级存储。在 CPU 上，状态分**页**换入内存，每页是若干个参数张量的状态。更新一页的同时读入下一页、写回上一页。两步之间，存活字节少了 55.0 MB。**先猜**：`step()` 的峰值会低多少？
+#
+# </div>
+
+# %%
+from course_lib.lessons.lesson_04.steps import step_peak
+from course_lib.offload import OffloadedOptimizer
+
+all_above = step_peak(16, fraction=0)
+measured = {mib: step_peak(mib) for mib in (1, 4, 16, 32)}
+peaks = {"all the state in memory": all_above}
+peaks |= {text("pages of {mib} MiB", mib=mib): measured[mib] for mib in (16, 4)}
+table(["state", "peak of `step()` (MB)"], [(k, round(v / 1e6, 1)) for k, v in peaks.items()])
+
+# %% [markdown]
+# <div lang="en">
+#
+# With pages of 16 MiB, the default, the peak is only a tenth lower than with all the state in memory, although nearly half of that peak, 114.2 MB, is state. Three pages are in memory at once, and these pages hold 50.3 MB.
+#
+# **Exercise 4.** All of the optimizer's state is offloaded. What is the peak of `step()`, in bytes? Weights and gradients are in memory, too. (Errors up to 6% are allowed, since a page holds the state of whole parameter tensors.)
+#
+# </div>
+# <div lang="zh">
+#
+# 每页 16 MiB（默认值）时，峰值只低了十分之一，尽管状态全在内存里时，114.2 MB 的峰值里将近一半是状态。这是因为内存里同时有三页，共 50.3 MB。
 #
 # **练习 4。** 优化器的状态全部卸载之后，`step()` 的峰值是多少字节？权重和梯度也在内存里。（允许有 6% 的误差，因为一个参数张量的状态不会拆到两页。）
 #
 # </div>
 
 
-# %% minutes=5
+# %% minutes=7
 def peak_in_step(parameters, page_bytes):
     return None
 
@@ -1142,22 +1369,19 @@ exercises.check_peak_in_step(peak_in_step)
 
 
 # %%
-all_above = step_peak(16, fraction=0)
-measured = {mib: step_peak(mib) for mib in (1, 4, 16, 32)}
 figures.draw_pages(peak_in_step, measured, plain=all_above)
 
 # %% [markdown]
 # <div lang="en">
 #
-# `OffloadedOptimizer` can also offload a **fraction** of the state, as Megatron-LM's hybrid optimizer does. On a GPU the CPU updates that fraction, and the update overlaps with copies. Five steps equal those of `torch.optim.AdamW`:
+# If the parameters are on a GPU, the CPU runs the update. For each parameter the CPU reads weight, gradient and two moments in host memory, and writes weight and moments, 28 bytes in all. At 200 GB/s the update of 7 billion parameters takes one second. `OffloadedOptimizer` can also offload only a **fraction** of the state, as Megatron-LM's hybrid optimizer does. Then the CPU updates only the parameters whose state is offloaded. The update of one parameter overlaps with copies of other gradients and weights. The weights after five steps equal those of `torch.optim.AdamW`:
 #
 # </div>
 # <div lang="zh">
 #
-# `OffloadedOptimizer` 也可以只卸载一部分状态，由**比例**（fraction）决定，与 Megatron-LM 的混合优化器一样。在 GPU 上，这一部分由 CPU 更新，与拷贝重叠。做五步，结果与 `torch.optim.AdamW` 相等：
+# 参数在 GPU 上时，更新由 CPU 来做。每更新一个参数，CPU 要从主机内存读出权重、梯度和两个矩，再写回权重和两个矩，一共读写 28 字节。按 200 GB/s 算，更新 70 亿个参数要一秒。`OffloadedOptimizer` 也可以只卸载一部分状态，由**比例**（fraction）决定，与 Megatron-LM 的混合优化器一样。这时 CPU 只更新状态已卸载的那些参数，CPU 更新一个参数的同时，其他参数的梯度和权重正在拷贝，即两者重叠（overlap）。做五步之后，权重与 `torch.optim.AdamW` 的相等：
 #
 # </div>
-
 
 # %%
 from torch import nn
@@ -1179,19 +1403,20 @@ runs = [trained(OffloadedOptimizer, fraction=fraction) for fraction in (0, 0.25,
 [all(map(torch.equal, weights, found)) for found, _ in runs]
 
 # %%
-from course_lib.lessons.lesson_04.steps import peaks_of_fractions
-
-peaks_of_fractions(measured)
+halves = {mib: step_peak(mib, fraction=0.5) for mib in (16, 4)}
+fractions = {"0": [all_above] * 2, "0.5": [*halves.values()], "1.0": [measured[16], measured[4]]}
+rows = [(name, *(f"{peak / 1e6:.1f}" for peak in found)) for name, found in fractions.items()]
+table(["fraction", *(text("pages of {mib} MiB (MB)", mib=mib) for mib in halves)], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Half of the state in pages of 16 MiB saves nothing, because three pages hold that half. Each step writes 8 bytes per offloaded parameter, and every step except the first reads 8 (12 with fp32 master weights):
+# If half of the state is offloaded in pages of 16 MiB, the peak does not fall, because three pages hold all of that half. Each step writes 8 bytes per offloaded parameter, and every step except the first reads 8 bytes (with fp32 master weights 12 bytes instead of 8):
 #
 # </div>
 # <div lang="zh">
 #
-# 只卸载一半状态、每页 16 MiB 时，一点也不省，因为三页就装下了这一半。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时各是 12 字节）。上面的五步就是这样：
+# 只卸载一半状态、每页 16 MiB 时，峰值没有降低，因为三页就已装下这一半状态。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时，两个 8 字节都变成 12 字节）。上面的五步正是这样：
 #
 # </div>
 
@@ -1256,67 +1481,49 @@ predictions([*rows, ("peak with offloaded state", above - 8 * parameters, below)
 # %% [markdown]
 # <div lang="en">
 #
-# The prefetcher makes the next batch while this one is used. If making a batch takes $t_1$ and using it $t_2$, each batch takes $\max(t_1, t_2)$ instead of $t_1 + t_2$. Nothing is hidden if making and using need one core, or the GIL:
+# The prefetcher makes the next batch while the current batch is used, so a batch takes the longer of the two times instead of their sum. No time is hidden if making and using a batch need the same CPU core, or the GIL:
 #
 # </div>
 # <div lang="zh">
 #
-# 这个批次还在使用时，预取器就准备下一个。准备要 $t_1$，使用要 $t_2$，一轮就从 $t_1 + t_2$ 缩短到 $\max(t_1, t_2)$。如果准备与使用抢同一个 CPU 核心，或抢 GIL，就什么也掩盖不了：
-#
-# </div>
-
-
-# %% tags=["nbval-ignore-output", "shows-seconds"]
-from course_lib.lessons.lesson_04.steps import loops
-
-loops()
-
-# %% [markdown]
-# ## 4.20 Older claims / 更早的说法
-#
-# <div lang="en">
-#
-# The first claim is about section 4.16's function.
-#
-# </div>
-# <div lang="zh">
-#
-# 第一条说的就是 4.16 节的函数。
+# 当前批次还在使用时，预取器已在准备下一个批次，因此每个批次的时间从两者之和缩短到两者中较长的一个。如果准备批次与使用批次要抢同一个 CPU 核心，或抢 GIL，就什么也掩盖不了。
 #
 # </div>
 
 # %%
-from course_lib.lessons.lesson_04 import older
+import time
 
-older.older_claims(ratio, kept)
+
+def batches(work):
+    for _ in range(10):
+        work()  # makes the batch
+        yield torch.zeros(1)
+
+
+def seconds(work, wrap):
+    start = time.perf_counter()
+    for _ in wrap(batches(work)):
+        work()  # uses the batch
+    return round(time.perf_counter() - start, 2)
+
+
+# %% tags=["nbval-ignore-output", "shows-seconds"]
+cases = {"both wait 20 ms": lambda: time.sleep(0.02)}
+cases["both compute in Python"] = lambda: sum(range(1_000_000))  # holds the GIL
+rows = [(name, seconds(work, iter), seconds(work, Prefetcher)) for name, work in cases.items()]
+table(["", "plain (s)", "prefetched (s)"], rows)
 
 # %% [markdown]
-# ## 4.21 On a GPU / 在 GPU 上
+# ## 4.20 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
-# On CUDA the lower tier is pinned host memory. This cell measures your GPU, or shows the figures recorded on an H100 and an H200. On the H200, offloading the activations lowers the peak from 11.2 GB to 4.18 GB and takes 33% longer. `save_on_cpu` takes 95% longer. Its peak is one storage lower, 4.11 GB, because it fetches nothing ahead and waits for each copy. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
+# On CUDA the lower tier is pinned host memory. This cell measures on your GPU, or shows numbers recorded on an H100 and an H200. On the H200, `save_on_cpu` has the lowest peak, 4.11 GB. The peak of offload is 4.18 GB, because offload fetches storages ahead, and `save_on_cpu` waits for each copy. The difference is about one input of a layer. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量；没有 GPU，就显示在 H100 和 H200 上记录的数据。在 H200 上，卸载激活值把峰值从 11.2 GB 降到 4.18 GB，时间多 33%。`save_on_cpu` 的时间多 95%，峰值低一份存储区，是 4.11 GB，因为它不提前取回，每次拷贝都等到完成。从锁页内存“非阻塞”拷贝，调用 0.02 ms 就返回；从可换页内存拷贝，要 28.6 ms 才返回。
-#
-# </div>
-
-# %% [markdown]
-# <div lang="en">
-#
-# Why 33%? The step moves 8.7 GB to the host. At 55 GB/s this takes 0.16 s, as long as forward, a third of 0.47 s. So the link is at the threshold, which is not enough for a decoder (section 4.7). A sixteenth of the step's sizes and FLOP/s takes 37% longer on the simulated device.
-#
-# For eight Linear layers of 8,192 units, the link is twice as fast as the threshold. For nine settings of `prefetch` and `in_flight`, the device had predicted 1.01 to 1.14 times the step without offload. The H200 differed by at most 0.011 (`docs/gpus.md`).
-#
-# </div>
-# <div lang="zh">
-#
-# 为什么会多 33%？这一步要换出 8.7 GB。链路每秒 55 GB，所以换出要 0.16 秒，与前向一样久，因为前向是 0.47 秒的三分之一。也就是说，链路正好在阈值上，而对解码器这还不够（4.7 节）。各种大小和算力都缩到十六分之一，在模拟设备上，这一步也要多花 37% 的时间。
-#
-# 八层 Linear、每层 8,192 个单元的网络里，链路比阈值所要求的快一倍。对这个网络，`prefetch` 和 `in_flight` 取九种设置，模拟设备曾预测时间是不卸载的 1.01 到 1.14 倍。H200 的实测值与预测最多相差 0.011（`docs/gpus.md`）。
+# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量。没有 GPU 时，就显示在 H100 和 H200 上记录的数据。在 H200 上，`save_on_cpu` 的峰值最低，是 4.11 GB。卸载的峰值是 4.18 GB，因为卸载会提前取回存储区，而 `save_on_cpu` 每次都要等拷贝完成。两者的差约等于一层的输入。从锁页内存“非阻塞”拷贝，调用 0.02 ms 就返回；从可分页内存拷贝，要 28.6 ms 才返回。
 #
 # </div>
 
@@ -1324,3 +1531,20 @@ older.older_claims(ratio, kept)
 from course_lib.lessons import on_gpu
 
 on_gpu("04")
+# %% [markdown]
+# <div lang="en">
+#
+# The cell prints the library's methods for CUDA, in the order of the table of section 4.5:
+#
+# </div>
+# <div lang="zh">
+#
+# 下面是课程库为 CUDA 写的方法，顺序与 4.5 节的表一致。
+#
+# </div>
+
+# %%
+from course_lib.offload.device import Cuda
+
+for name in ("on", "side", "event", "wait", "finish", "used", "pinned"):
+    print(inspect.getsource(getattr(Cuda, name)))

@@ -50,8 +50,9 @@ def _step(
 ) -> Time:
     """Return the formula of the time of forward and backward, `function(L, f, g, c, p)`.
 
-    L is the number of layers, f the time of a layer's forward product, g the time of its backward
-    products, c the time of one copy, and p the number of storages that are fetched ahead.
+    L is the number of layers, f the time of a layer's matrix product in forward, g the time of its
+    matrix products in backward, c the time of one copy, and p the number of storages that are
+    fetched ahead.
 
     In forward, the two copies of a layer overlap with the layer's matrix product. In backward, the
     layer's two matrix products take g together, and its two copies take c each. With p = 0 both
@@ -141,8 +142,8 @@ def check_step_time(L: int, f: float, g: float, c: float, p: int) -> float:
     return clock(16, c, p) if L == 16 else _step_time(L, f, g, c, p)
 
 
-class _Below(Store):
-    """A lower tier that copies at once and records the data that it received."""
+class _RecordingStore(Store):
+    """A lower tier that copies at once and records the address of each tensor that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,14 +172,14 @@ def check_offloading(function: Any) -> Verdict:
     uneven, seen = uneven_gradient(x), []
     run = partial(_program, linear, x, seen, torch.Tensor.clone)
     parameters = {each.untyped_storage().data_ptr() for each in linear.parameters()}
-    large, least = _to_be_moved(run, parameters)
+    large, least = _count_saved_storages(run, parameters)
     wanted = torch.autograd.grad(run(torch.enable_grad()), (x, *linear.parameters()), uneven)
-    store, stay = _Below(), {each.untyped_storage() for each in linear.parameters()}
+    store, stay = _RecordingStore(), {each.untyped_storage() for each in linear.parameters()}
     context = function(store, stay)
     if context is ...:
         return not_answered()
     is_context = hasattr(context, "__enter__")
-    say.refuse_if(not is_context, "offloading.no_hooks", kind=type(context).__name__)
+    say.reject_if(not is_context, "offloading.no_hooks", kind=type(context).__name__)
     out = _program(linear, x, seen, _at_one_address(), context)
     if any(each() is not None for each in seen):
         gc.collect()  # the answer's own objects may refer to each other
@@ -188,23 +189,23 @@ def check_offloading(function: Any) -> Verdict:
         return not_answered()
     if not moved:
         say.wrong("offloading.nothing_moved")
-    say.refuse_if(parameters & set(store.addresses), "offloading.parameter")
+    say.reject_if(parameters & set(store.addresses), "offloading.parameter")
     if held:
         say.wrong("offloading.held", hint="offloading.return_room", held=held, count=len(seen))
-    say.refuse_if(store.stats.bytes_up, "offloading.copied_back_at_once")
+    say.reject_if(store.stats.bytes_up, "offloading.copied_back_at_once")
     out.backward(uneven)
     found = (x.grad, *(each.grad for each in linear.parameters()))
     moved_bytes = store.stats.bytes_down
     if not all(a is not None and torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
-        say.refuse_if(moved_bytes < least, "offloading.address_used_again")
+        say.reject_if(moved_bytes < least, "offloading.address_used_again")
         say.wrong("offloading.another_view")
     twice = moved_bytes > least + 64
-    say.refuse_if(twice, "offloading.moved_twice", moved=moved, large=large)
+    say.reject_if(twice, "offloading.moved_twice", moved=moved, large=large)
     del out
     if store.used_bytes:
         gc.collect()
-    say.refuse_if(store.used_bytes, "offloading.rooms_kept", count=store.used_bytes)
-    say.refuse_if(not _equal_after_a_change(function), "offloading.old_version")
+    say.reject_if(store.used_bytes, "offloading.rooms_kept", count=store.used_bytes)
+    say.reject_if(not _is_right_after_change(function), "offloading.old_version")
     return say.right("offloading.right", large=large)
 
 
@@ -240,12 +241,12 @@ def _program(
         return z.cos() * part
 
 
-def _to_be_moved(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[int, int]:
+def _count_saved_storages(run: Callable[[Any], Tensor], parameters: set[int]) -> tuple[int, int]:
     """Return the number of the storages that autograd saves in `run`, and their bytes.
 
     Parameters and scalars are not counted.
     """
-    kept: list[Tensor] = []  # keeps all of them alive, so that no address is reused
+    kept: list[Tensor] = []  # keeps all tensors alive, so no address is reused
     run(saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor))
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
     large = [
@@ -275,7 +276,7 @@ def _at_one_address() -> Callable[[Tensor], Tensor]:
     return move
 
 
-def _equal_after_a_change(function: Callable) -> bool:
+def _is_right_after_change(function: Callable) -> bool:
     """Return whether the gradient is right if a storage is saved, changed in place and saved again.
 
     Autograd allows this, because backward never uses the first saved version.
@@ -286,14 +287,14 @@ def _equal_after_a_change(function: Callable) -> bool:
     def gradient(context: AbstractContextManager) -> Tensor:
         data = torch.linspace(-1, 1, 64 * 64).view(64, 64).clone()
         with context:
-            first = linear(data)  # its graph stays alive, like that of an earlier batch
+            first = linear(data)  # keeps its graph alive, as an earlier batch may
             data.mul_(2)
             second = linear(data).square().sum()
         (found,) = torch.autograd.grad(second, linear.weight)
         del first
         return found
 
-    return torch.equal(gradient(function(_Below(), stay)), gradient(nullcontext()))
+    return torch.equal(gradient(function(_RecordingStore(), stay)), gradient(nullcontext()))
 
 
 class _RecordingDevice(SimulatedDevice):
@@ -338,7 +339,7 @@ def check_waits(functions: Any) -> Verdict:
     The programs must have no race and right results, and the host must not wait too often.
     """
     three = isinstance(functions, tuple | list) and len(functions) == len(_PROGRAMS)
-    say.refuse_if(not three, "waits.three_functions")
+    say.reject_if(not three, "waits.three_functions")
     found = {}
     for name, function in zip(_PROGRAMS, functions, strict=True):
         problems = (
@@ -401,7 +402,7 @@ def _problem(name: str, function: Any, mode: Mapping[str, bool]) -> str | None:
     if name == "let_go" and (made < 2 or above >= 2 * values.nbytes):
         return "waits.another_order"
     if races:
-        host_reads = name == "let_go" and finished < waits  # the original has one `finish`
+        host_reads = name == "let_go" and finished < waits  # the unchanged program has one `finish`
         return "waits.host_reads" if host_reads else unordered
     if name != "use" and isinstance(found, Tensor):
         return "waits.no_list"

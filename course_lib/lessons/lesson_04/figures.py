@@ -1,6 +1,6 @@
-"""Figures of lesson 04: memory tiers, timelines, copies, step times, pages and thresholds."""
+"""Figures of lesson 04: memory tiers, timelines, copies, pages and thresholds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from course_lib.labels import join_labels
@@ -9,10 +9,11 @@ from course_lib.simulated import SimulatedDevice
 from course_lib.simulated.lanes import LANE_COLORS, LANE_NAMES
 from course_lib.teaching import COLORS, Table, claims, figure, text
 from course_lib.teaching.figures import shown_once
-from course_lib.teaching.marks import arrow, label_axes, note, points, write
+from course_lib.teaching.marks import arrow, clauses, label_axes, name_rows, note, points, write
 
-from .claims import CLAIMS
-from .simulation import RECORDED
+from .claims import CLAIMS, OLDER_CLAIMS
+from .gpu import recorded_on_h200
+from .simulation import RECORDED, copies_without_waits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,98 +47,105 @@ def draw_tiers() -> "Figure":
     return shown_once(drawn)
 
 
-#: p -> title of the step in which p storages are fetched ahead.
+def draw_recorded() -> "Figure":
+    """Draw the recorded times of a decoder's forward and backward on an H200.
+
+    One bar is the step without offload, and two bars are the step with two ways to offload
+    activations.
+    """
+    found, rows = recorded_on_h200(), []
+    names = {"plain": "plain", "offload_activations": "offloaded", "save_on_cpu": "save_on_cpu"}
+    drawn, ax = figure("On an H200 the same step takes longer with offload", height=2.0)
+    for row, (name, key) in enumerate(names.items()):
+        time, longer = (found[f"{key}_seconds"] / each for each in (1, found["plain_seconds"]))
+        label = f"{time:.2f} s" + (f" (+{longer - 1:.0%})" if row else "")
+        rows.append({"name": text(name), "time": label})
+        ax.barh(row, time, height=0.6, color=LANE_COLORS["down" if row else "compute"])
+        write(ax, time + 0.01, row, label, ha="left", fontsize=10)
+    drawn.course_alt = clauses("{name}: {time}", rows)
+    name_rows(ax, [*names])
+    label_axes(ax, "time of forward and backward (s)", xlim=(0, 1.15))
+    return shown_once(drawn)
+
+
+#: Values of p -> title of the figure of the steps in which p storages are fetched ahead.
 _STEPS = {
-    0: "p = 0: compute waits for every fetch, and the step takes {ms} ms",
-    1: "p = 1: compute waits for one fetch of two, and the step takes {ms} ms",
-    2: "p = 2: compute hardly waits in backward, and the step takes {ms} ms",
+    (0,): "p = 0: compute waits for every fetch, and the step takes {ms0} ms",
+    (1, 2): "The step takes {ms1} ms with p = 1 and {ms2} ms with p = 2, which hides the fetches",
 }
+Step = tuple[SimulatedDevice, float, int]
 
 
-def draw_step(p: int, run: tuple[SimulatedDevice, float, int], plain: float) -> "Figure":
-    """Draw timelines of compute and of the copies in both directions, and live bytes below.
+def draw_steps(runs: Mapping[int, Step], plain: float) -> "Figure":
+    """Draw timelines of compute and of the copies in both directions.
 
-    The bytes that were live before the step are subtracted.
+    For a single step, the live bytes are drawn below, without those from before the step.
 
     Args:
-        p: Number of storages that are fetched ahead.
-        run: The simulated device after the step, the time at which the step began, and the live
-            bytes at that time.
+        runs: Dict from p, the number of storages that are fetched ahead, to the simulated device
+            after the step, the time at which the step began, and the live bytes at that time.
         plain: Seconds of the step without copies, marked by a line.
     """
-    device, began, held = run
-    title = text(_STEPS[p], ms=f"{1000 * (device.seconds - began):.2f}")
+    took = {p: f"{1000 * (device.seconds - began):.2f}" for p, (device, began, _) in runs.items()}
+    title = text(_STEPS[tuple(runs)], **{f"ms{p}": ms for p, ms in took.items()})
     alt = text(
-        "Three lanes: compute, copies to the host, copies to the GPU. Under them, the live"
-        " bytes. Without copies: {ms} ms.",
+        "Three lanes: compute, copies to the host, copies to the GPU. Without copies: {ms} ms.",
         ms=f"{1000 * plain:.2f}",
     )
-    drawn, (lanes, below) = figure(title, rows=2, height=3.0, sharex=True, alt=alt)
-    device.plot(lanes, since=began)
-    device.plot_bytes(below, since=began)
-    low, high = held / 1e6, device.peak_bytes / 1e6
-    below.set(ylim=(low, low + 1.1 * (high - low)), ylabel=text("MB"))
-    below.set_yticks([low, low + 5, low + 10], ["0", "5", "10"])
-    lanes.axvline(plain, color="#222222", linewidth=1.0, linestyle="--")
-    lanes.set(xlabel="", xlim=(0, 1.36 * plain))
+    drawn, axes = figure(title, rows=2, height=3.0 if len(runs) == 1 else 3.4, sharex=True, alt=alt)
+    for ax, (p, (device, began, _)) in zip(axes, runs.items(), strict=False):
+        device.plot(ax, since=began)
+        ax.axvline(plain, color="#222222", linewidth=1.0, linestyle="--")
+        ax.set(xlabel="", xlim=(0, 1.36 * plain))
+        if len(runs) > 1:
+            ax.set_title(text("p = {p}", p=p), fontsize=9, loc="left", pad=2)
+    if len(runs) == 1:
+        ((device, began, held),) = runs.values()
+        device.plot_bytes(axes[1], since=began)
+        low, high = held / 1e6, device.peak_bytes / 1e6
+        axes[1].set(ylim=(low, low + 1.1 * (high - low)), ylabel=text("MB"))
+        axes[1].set_yticks([low, low + 5, low + 10], ["0", "5", "10"])
+    else:
+        axes[1].set_xlabel(text("simulated seconds"))
     look = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "baseline"}
-    note(lanes, "without copies", (plain, 1.0), (0, 3), fontsize=9, **look)
+    note(axes[0], "without copies", (plain, 1.0), (0, 3), fontsize=9, **look)
     return shown_once(drawn)
 
 
-def draw_forward(run: tuple[SimulatedDevice, float, int], shown: float) -> "Figure":
-    """Draw timelines of compute and of the copies to the host in the first layers of forward.
+def draw_layers(step: Step) -> "Figure":
+    """Draw compute and copies to the host in the first two layers of the recorded decoder.
 
     Args:
-        run: The simulated device after the step, the time at which the step began, and the live
-            bytes at that time.
-        shown: Seconds from the start of the step that are drawn.
+        step: Result of `small_decoder`. Times are multiplied by 256, which gives those of the GPU.
     """
-    device, began, _ = run
     alt = text(
-        "Two lanes during the first layers of forward: compute, and copies to the host. Between"
-        " the products of two layers, compute waits as long as one copy takes."
+        "Two lanes during the first layers of forward: compute, and copies to the host. Twice per"
+        " layer, compute waits until a copy of several milliseconds is complete."
     )
-    title = "One copy in flight: compute waits for the first copy of every layer"
-    drawn, ax = figure(title, height=1.7, alt=alt)
-    device.plot(ax, since=began)
-    ax.set(xlim=(0, shown), ylim=(1.5, -0.5))
+    title = "Two copies in flight: compute waits while the largest storages are copied"
+    drawn, ax = figure(title, height=1.8, alt=alt)
+    step[0].plot(ax, since=step[1])
+    ax.set_xticks([tick / 256e3 for tick in range(0, 61, 10)], map(str, range(0, 61, 10)))
+    label_axes(ax, "simulated time (ms)", xlim=(0, 61 / 256e3), ylim=(1.5, -0.5))
     return shown_once(drawn)
 
 
-#: Time without copies of 16 layers with f = 1 and g = 2: 16 f + 16 g - f.
-_BASE = 47
-
-
-def draw_times(typed: Callable[..., float], clock: Mapping[tuple[float, int], float]) -> "Figure":
-    """Draw the reader's formula as lines and the simulated clock as points, over the copy time.
+def draw_taken(taken: Mapping[str, Sequence[int]]) -> "Figure":
+    """Draw the number of outputs in memory against the number of layers that the host has started.
 
     Args:
-        typed: The reader's `step_time`, evaluated for 16 layers with f = 1 and g = 2.
-        clock: Dict from (c, p) to the simulated time; c and the time are in units of f.
+        taken: Dict from the label of a line to the number of outputs after each layer.
     """
-    times = [
-        text("c = {c} f, p = {p}: {t}", c=c, p=p, t=f"{t / _BASE:.2f}")
-        for (c, p), t in clock.items()
-    ]
-    alt = "Times relative to the step without copies: {points}."
-    title = (
-        "Up to the threshold c = f/2, fetching two ahead is almost free, but fetching none is not"
-    )
-    drawn, ax = figure(title, height=3.6, alt=text(alt, points=join_labels(times, "; ")))
-    across = [i / 50 for i in range(1, 106)]
-    for p, (style, marker) in enumerate((("-", "o"), ("--", "s"), (":", "D"))):
-        line = {c: typed(16, 1.0, 2.0, c, p) for c in across}
-        if None not in line.values():  # otherwise the formula is not written yet
-            points(ax, line, style, unit=_BASE, color=COLORS["predicted"])
-        measured = {c: t for (c, ahead), t in clock.items() if ahead == p}
-        points(ax, measured, marker, unit=_BASE, label=text("p = {p}", p=p))
-    ax.vlines(0.5, 0, 2.6, color="#888888", linewidth=0.8)  # ends below the legend
-    write(ax, 0.52, 0.1, "threshold", ha="left", va="baseline", fontsize=9)
-    label_axes(ax, "time of a copy (in units of f)", "time (× baseline)", xlim=(0, 2.1))
-    ax.set_ylim(0, 4.9)
-    title = text("line: your formula; points: clock")
-    ax.legend(loc="upper left", title=title, ncols=3, alignment="left", columnspacing=1.2)
+    rows = [{"name": text(name), "most": max(counts)} for name, counts in taken.items()]
+    title = "With record_stream, each layer that the host runs ahead takes one more block"
+    drawn, ax = figure(title, height=3.0, alt=clauses("{name}: at most {most}", rows))
+    for (name, counts), style in zip(taken.items(), ("-", "--", "-.", ":"), strict=True):
+        color, width = ("#004488", 2.4) if style == ":" else ("#994455", 1.5)
+        line = dict(enumerate(counts, start=1))
+        points(ax, line, style, color=color, linewidth=width, label=text(name))
+    label_axes(ax, "layers that the host has started", "outputs that take memory")
+    ax.set(xlim=(0, 25), ylim=(0, 20), yticks=range(0, 21, 5))
+    ax.legend(loc="upper left", fontsize=9)
     return shown_once(drawn)
 
 
@@ -162,11 +170,7 @@ def draw_order() -> "Figure":
     )
     title = "Each arrow is a wait. Without it, nothing determines which of the two comes first"
     drawn, ax = figure(title, height=2.7, alt=alt)
-    for lane, start, length, label in _BOXES:
-        kind = _LANES[lane]
-        ax.broken_barh([(start, length)], (lane - 0.35, 0.7), color=LANE_COLORS[kind])
-        color = "black" if kind == "up" else "white"
-        write(ax, start + length / 2, lane, label, color=color, fontsize=9)
+    _draw_boxes(ax, _BOXES, _LANES)
     for before, after in ((0, 1), (1, 2), (1, 5), (1, 3), (3, 4)):
         (lane, start, length, _), (to, begin, *_) = _BOXES[before], _BOXES[after]
         arrow(ax, (start + length, lane), (begin, to), linewidth=1.3)
@@ -175,13 +179,59 @@ def draw_order() -> "Figure":
     return shown_once(drawn)
 
 
+def _draw_boxes(
+    ax: Any, boxes: Iterable[tuple[int, float, float, str]], lanes: Sequence[str]
+) -> None:
+    """Draw operations as labeled boxes: tuples of lane, start, length and label."""
+    for lane, start, length, label in boxes:
+        kind = lanes[lane]
+        ax.broken_barh([(start, length)], (lane - 0.35, 0.7), color=LANE_COLORS[kind])
+        color = "black" if kind == "up" else "white"
+        write(ax, start + length / 2, lane, label, color=color, fontsize=9)
+
+
+#: Mode -> title of its panel, and the starts of "make", "copy", "reuse" and "read".
+_MODES = {
+    "normal": ("normal: in the order of the program", (0.0, 1.8, 5.2, 5.2)),
+    "late": ("late: the copy runs as late as possible", (0.0, 3.8, 1.8, 1.8)),
+    "early": ("early: copy and read run as early as possible", (0.0, 0.0, 1.8, 0.0)),
+}
+
+
+def draw_modes() -> "Figure":
+    """Draw a copy to the host without any wait in three modes, with the numbers that result."""
+    title = "Without waits, each of these orders of one copy is possible"
+    drawn, axes = figure(title, rows=3, height=4.2, sharex=True)
+    kinds, sentences = ("compute", "down", "host"), []
+    found = copies_without_waits()
+    for ax, (name, (heading, starts)) in zip(axes, _MODES.items(), strict=True):
+        make, copy, reuse, read = starts
+        boxes = (0, make, 1.6, "make"), (1, copy, 3.2, "copy"), (0, reuse, 1.6, "reuse")
+        _draw_boxes(ax, [*boxes, (2, read, 1.6, "read")], kinds)
+        results = text("the host reads {n}", n=f"{found[name][0]:.0f}")
+        write(ax, 7.3, 2, results, ha="left", fontsize=9)
+        write(
+            ax, 7.3, 1, text("the copy holds {n}", n=f"{found[name][1]:.0f}"), ha="left", fontsize=9
+        )
+        sentences.append(text("{name}: {result}", name=text(name), result=results))
+        ax.set_title(text(heading), fontsize=9, loc="left", pad=2)
+        ax.grid(visible=False)
+        ax.set_yticks(range(3), [LANE_NAMES[kind] for kind in kinds])
+        ax.set(xlim=(-0.1, 9.9), ylim=(2.6, -0.6), xticks=[])
+    alt = "A copy without any wait, in three modes: {results}."
+    drawn.course_alt = text(alt, results=join_labels(sentences, "; "))
+    label_axes(axes[-1], "time")
+    return shown_once(drawn)
+
+
 def draw_pages(
     typed: Callable[[int, int], float], peaks: Mapping[int, int], plain: int
 ) -> "Figure":
-    """Draw the peak of an optimizer step over the page size: the reader's formula and measurements.
+    """Draw the peak of an optimizer step against the page size: the learner's formula and
+    measurements.
 
     Args:
-        typed: The reader's `peak_in_step(parameters, page_bytes)`.
+        typed: The learner's `peak_in_step(parameters, page_bytes)`.
         peaks: Dict from the MiB of a page to the peak in bytes.
         plain: Peak in bytes with all the state in memory.
     """
@@ -214,7 +264,7 @@ def draw_pages(
 
 
 def draw_threshold(rate: float, links: Mapping[str, float]) -> "Figure":
-    """Draw FLOPs per byte of a causal layer over its width, and the threshold of each link.
+    """Draw FLOPs per byte of a causal layer against its width, and the threshold of each link.
 
     The layer has 4096 tokens.
 
@@ -240,10 +290,9 @@ def draw_threshold(rate: float, links: Mapping[str, float]) -> "Figure":
     return shown_once(drawn)
 
 
-def what_you_may_have_read(
+def claims_table(
     steps: Mapping[tuple[bool, int | None], tuple[Any, int]],
     times: Mapping[tuple[int, int], float],
-    read: Sequence[list[float]],
 ) -> Table:
     """Return a table of the lesson's claims, and of the numbers that test them.
 
@@ -252,15 +301,14 @@ def what_you_may_have_read(
             Steps with p = 1 are shown.
         times: Dict from (p, copies in flight) to the time at the threshold, relative to the
             baseline. Times with two copies in flight are shown.
-        read: Numbers that the host read without a wait, and numbers read after a wait.
     """
     (alone, down), (both, less) = steps[False, 1], steps[True, 1]
-    plain = RECORDED[None, 0, False].seconds
+    plain, gpu = RECORDED[None, 0, False], recorded_on_h200()
+    recorded = gpu["save_on_cpu_seconds"] / gpu["plain_seconds"]
     decoder = [
-        RECORDED[key].seconds / plain
-        for key in ((None, 0, True), (20e9, 2, False), (2e9, 2, False))
+        RECORDED[key] / plain for key in ((None, 0, True), (20e9, 2, False), (2e9, 2, False))
     ]
-    return claims.what_you_may_have_read(
+    return claims.claims_table(
         CLAIMS,
         text(
             "{alone} / {both} MB; {down} / {less} MB copied to the file",
@@ -269,8 +317,29 @@ def what_you_may_have_read(
             down=f"{down / 1e6:.1f}",
             less=f"{less / 1e6:.1f}",
         ),
-        " / ".join(f"{times[p, 2]:.2f}" for p in (0, 1, 2)) + "; 1.95",
+        " / ".join(f"{times[p, 2]:.2f}" for p in (0, 1, 2)) + f"; {recorded:.2f}",
         " / ".join(f"{each:.2f}" for each in decoder),
-        " / ".join(f"{[round(number) for number in numbers]}" for numbers in read),
+        " / ".join(f"{copies_without_waits()[mode][0]:.0f}" for mode in ("late", "normal")),
         text("28 bytes; 2 bytes of gradient, 2 of weight (bf16)"),
+    )
+
+
+def older_claims(
+    ratio: float, kept: Sequence[int], unmoved: Sequence[bool], error: str, peaks: Sequence[int]
+) -> Table:
+    """Return the table of the claims of older teaching documents, and of their measurements.
+
+    Args:
+        ratio: Gradient that the claim's code gives, divided by the right gradient.
+        kept: Bytes that the graph keeps without and with the claim's function.
+        unmoved: Whether each state tensor of the optimizer is still at its old address.
+        error: Name of the attribute that the prefetcher lacks.
+        peaks: Peaks in bytes of making a mask with and without a new `nn.Transformer`.
+    """
+    return claims.claims_table(
+        OLDER_CLAIMS,
+        text("{ratio:.1f} ×; {before} → {after} bytes", ratio=ratio, before=kept[0], after=kept[1]),
+        text("{unmoved} of {count} have not moved", unmoved=sum(unmoved), count=len(unmoved)),
+        text("{kind}: there is no {missing} yet", kind="`AttributeError`", missing=f"`{error}`"),
+        " : ".join(f"{peak / 1e6:.0f} MB" for peak in peaks),
     )

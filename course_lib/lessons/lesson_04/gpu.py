@@ -1,5 +1,6 @@
 """Offloading on a GPU: activations, optimizer state, and copies from pinned and pageable memory."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from course_lib.teaching.experiments import (
     peaks,
     seconds,
 )
+from course_lib.teaching.recordings import FOLDER
 
 
 @experiment(
@@ -46,8 +48,8 @@ def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
     of two.
     """
     pinned = device.type == "cuda"
-    # In fp32 a layer saves 68 bytes per number of its input. Pinned memory holds them twice,
-    # plus half of that for rounding.
+    # In fp32 a layer saves 68 bytes per element of its input. Pinned memory holds these bytes
+    # twice, and rounding up adds at most half of that.
     if pinned:
         need_host_memory(
             3 * 68 * sizes["batch"] * sizes["sequence"] * sizes["hidden"] * sizes["layers"]
@@ -68,6 +70,17 @@ def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
         "save_on_cpu": lambda: step(save_on_cpu(pin_memory=pinned)),
     }
     yield from compare_variants(device, variants, model=model)
+
+
+def recorded_on_h200() -> dict[str, float]:
+    """Return the recorded results of `offloaded_activations` on an H200.
+
+    The additional entry `link` is the measured bandwidth of copies to the host, in bytes per
+    second.
+    """
+    recording = json.loads((FOLDER / "nvidia-h200.json").read_text(encoding="utf-8"))
+    found = recording["experiments"]["04"]["offloaded_activations"]
+    return found["figures"] | {"link": found["link_bytes_per_second"]["down"]}
 
 
 @experiment(

@@ -1,23 +1,29 @@
-"""Steps of lesson 04 on the simulated device: a chain of Linear and GELU, and the decoder."""
+"""Steps of lesson 04 on the simulated device: a chain of Linear and GELU, and decoders."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.checkpoint import checkpoint_blocks
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore, offload_activations
+from course_lib.offload.stores import SymbolicStore
 from course_lib.simulated import SimulatedDevice
+from course_lib.symbolic import symbolic
 from course_lib.teaching import Table, table
 from course_lib.teaching.tables import NumberText
 
+from .gpu import offloaded_activations
+
 
 @cache
-def clock(layers: int, copy: float, p: int) -> float:
+def clock(layers: int, copy: float, p: int, in_flight: int = 2) -> float:
     """Return the simulated time of forward and backward of a chain of Linear and GELU.
 
     The unit is the time of one layer's forward.
@@ -25,7 +31,8 @@ def clock(layers: int, copy: float, p: int) -> float:
     Args:
         layers: Number of layers.
         copy: Time of a copy, in units of the time of one layer's forward.
-        p: Number of storages that are fetched ahead. Two copies to the host may be in flight.
+        p: Number of storages that are fetched ahead.
+        in_flight: Number of copies to the host that may be in flight.
     """
     rows, width = 32, 16
     forward = 2 * rows * width**2 / 1e12
@@ -35,62 +42,124 @@ def clock(layers: int, copy: float, p: int) -> float:
     with SimulatedDevice(flops_per_second=1e12, **links) as device:
         network, x = device.move(deep_mlp(layers, width)), device.move(torch.ones(rows, width))
         began = device.seconds
-        with offload_activations(HostStore(), min_bytes=1, prefetch=p, in_flight=2):
+        with offload_activations(HostStore(), min_bytes=1, prefetch=p, in_flight=in_flight):
             loss = network(x).sum()
         loss.backward()
     return (device.seconds - began) / forward
 
 
-class Lanes(NamedTuple):
-    """Time and peak of forward and backward on the simulated device.
-
-    Attributes:
-        seconds: Simulated seconds.
-        above_bytes: Peak minus the bytes that were live before the step: weights, gradients and the
-            batch.
-    """
-
-    seconds: float
-    above_bytes: int
+#: (copies in flight, p) -> time of 8 layers of 8,192 units on 16,384 rows on an H200, relative to
+#: the step without offload. `make gpu-bench` measured them; a test compares them with docs/gpus.md.
+ON_H200 = {
+    (1, 1): 1.133, (1, 2): 1.068, (1, 3): 1.056,
+    (2, 1): 1.078, (2, 2): 1.010, (2, 3): 1.011,
+    (3, 1): 1.078, (3, 2): 1.011, (3, 3): 1.011,
+}  # fmt: skip
 
 
-def simulated_decoder(link: float | None, p: int = 0, checkpointed: bool = False) -> Lanes:
-    """Return the result of the course's decoder at 1e12 FLOP/s, with two copies in flight.
+def settings_table(typed: Callable[..., Any]) -> Table:
+    """Show the nine settings of `ON_H200` by the learner's formula, the clock and the H200.
 
-    The decoder's gradients exist from the start.
+    At 50 TFLOP/s and 50 GB/s, a copy takes 0.244 of a layer's forward. With one copy in flight,
+    compute also waits for one copy per layer, which is added to the formula.
 
     Args:
+        typed: The learner's `step_time`; it returns None if the learner has not written it yet.
+    """
+    rows, copy, plain = [], 4 * 50e12 / (2 * 8192 * 50e9), 8 * 3 - 1
+    for (in_flight, p), measured in ON_H200.items():
+        formula, shown = typed(8, 1, 2, copy, min(p, 2)), NumberText("–")
+        if formula is not None:
+            shown = NumberText(f"{(formula + 8 * copy * (in_flight == 1)) / plain:.3f}")
+        simulated = NumberText(f"{clock(8, copy, p, in_flight) / plain:.3f}")
+        rows.append((in_flight, p, shown, simulated, NumberText(f"{measured:.3f}")))
+    names = "your formula", "simulated", "H200"
+    return table(["copies in flight", "fetched ahead, p", *names], rows)
+
+
+def count_forward() -> tuple[int, int, int]:
+    """Run the forward of the decoder of `recorded_on_h200` on tensors without values.
+
+    Returns:
+        FLOPs of its matrix products outside of attention, bytes that `offload_activations` copies
+        to the host, and bytes that `save_on_cpu` copies, which are those of all saved tensors.
+    """
+    saved, store, sizes = [], SymbolicStore(), dict(offloaded_activations.sizes)
+    batch = sizes.pop("batch"), sizes["sequence"], sizes["vocabulary"]
+    with symbolic(), FlopCounterMode(display=False) as counter:
+        decoder, tokens = Decoder(**sizes, fused=True), random_tokens(*batch)
+        with saved_tensors_hooks(lambda tensor: saved.append(tensor.nbytes), lambda packed: packed):
+            decoder.loss(tokens)
+        flops = counter.get_total_flops()
+        with offload_activations(store, min_bytes=1 << 10, prefetch=2):
+            decoder.loss(tokens)
+    return flops, store.stats.bytes_down, sum(saved)
+
+
+def _run_decoder(
+    rate: float,
+    link: float | None,
+    checkpointed: bool = False,
+    batch: int = 8,
+    fused: bool = False,
+    sizes: Sequence[int] = (2048, 256, 8, 8, 128),
+    **options: int,
+) -> tuple[SimulatedDevice, float, int]:
+    """Run a decoder's forward and backward.
+
+    Args:
+        rate: FLOP/s of the device.
         link: Bytes per second in each direction, or None to offload nothing.
-        p: Number of storages that are fetched ahead.
         checkpointed: Whether each layer has a checkpoint.
+        batch, fused, sizes: Arguments of the decoder and of its batch.
+        options: Arguments of `offload_activations`.
+
+    Returns:
+        The device after the step, the time at which it began, and the live bytes at that time.
     """
     links = dict.fromkeys(("up_bytes_per_second", "down_bytes_per_second"), link)
-    with SimulatedDevice(flops_per_second=1e12, memory_bytes=1 << 29, **links) as device:
-        decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
-        decoder, tokens = device.move(decoder), device.move(random_tokens(8, 128, 2048))
-        for parameter in decoder.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+    with SimulatedDevice(flops_per_second=rate, memory_bytes=1 << 29, **links) as device:
+        names = ("vocabulary", "hidden", "heads", "layers", "sequence")
+        decoder = device.move(Decoder(**dict(zip(names, sizes, strict=True)), fused=fused))
+        tokens = device.move(random_tokens(batch, sizes[-1], sizes[0]))
         if checkpointed:
             checkpoint_blocks(decoder, "layers.*", preserve_rng_state=False)
         began, held = device.seconds, device.live_bytes
-        options = {"min_bytes": 1 << 17, "prefetch": p, "in_flight": 2}
         with nullcontext() if link is None else offload_activations(HostStore(), **options):
             loss = decoder.loss(tokens)
         loss.backward()
-    return Lanes(device.seconds - began, device.peak_bytes - held)
+    return device, began, held
 
 
-#: Arguments of `simulated_decoder` -> its result; a test runs some of them again.
+def decoder_seconds(link: float | None, p: int = 0, checkpointed: bool = False) -> float:
+    """Return the time of the course's decoder at 1e12 FLOP/s; see `_run_decoder`."""
+    options = {"min_bytes": 1 << 17, "prefetch": p, "in_flight": 2}
+    device, began, _ = _run_decoder(1e12, link, checkpointed, **options)
+    return device.seconds - began
+
+
+def small_decoder(rate: float, link: float, ahead: int) -> tuple[SimulatedDevice, float, int]:
+    """Run the recorded decoder with a sixteenth of its sizes and of the GPU's FLOP/s.
+
+    Every matrix product and every copy takes 1/256 of its time on the GPU. `ahead` is the number of
+    storages that are fetched ahead, and the number of copies to the host that may be in flight.
+    """
+    options = {"min_bytes": 1024, "prefetch": ahead, "in_flight": ahead}
+    sizes = (512, 128, 16, 8, 128)
+    return _run_decoder(rate / 16, link, batch=4, fused=True, sizes=sizes, **options)
+
+
+#: Arguments of `decoder_seconds` -> its result; a test runs some of them again.
 RECORDED = {
-    (None, 0, False): Lanes(0.045097, 195_174_408),
-    (None, 0, True): Lanes(0.054761, 36_716_552),
-    (20e9, 2, False): Lanes(0.046672, 28_459_008),
-    (17e9, 2, False): Lanes(0.047353, 28_459_008),
-    (11.16e9, 2, False): Lanes(0.051472, 28_459_008),
-    (2e9, 2, False): Lanes(0.168707, 28_459_008),
-    (2e9, 2, True): Lanes(0.055285, 31_473_672),
-    (0.85e9, 2, True): Lanes(0.057388, 31_473_672),
-    (0.558e9, 2, True): Lanes(0.059995, 31_473_672),
+    (None, 0, False): 0.045097,
+    (None, 0, True): 0.054761,
+    (20e9, 2, False): 0.046672,
+    (17e9, 2, False): 0.047353,
+    (11.16e9, 2, False): 0.051472,
+    (2e9, 2, False): 0.168707,
+    (2e9, 2, True): 0.055285,
+    (0.85e9, 2, True): 0.057388,
+    (0.558e9, 2, True): 0.059995,
 }
 _FORWARD_FLOPS = 15_032_385_536  # of the course's decoder
 #: Whether layers are checkpointed -> label, bytes moved with two storages fetched ahead, and the
@@ -101,57 +170,27 @@ _VARIANTS = {
 }
 
 
-def decoder_table(live: Mapping[tuple, Lanes]) -> Table:
-    """Show a table of steps: relative time and `Lanes.above_bytes`.
-
-    Times are relative to the step without copies and checkpoints.
-
-    Args:
-        live: Dict from arguments of `simulated_decoder` to a result that was computed in the
-            notebook. All other rows are stored results.
-    """
-    known, rows = {**RECORDED, **live}, []
-    plain = known[None, 0, False].seconds
-    variants = [("plain", None, 0, False), ("checkpoint", None, 0, True)]
-    variants += [("offload", link, 2, False) for link in (20e9, 2e9)]
-    variants += [("checkpoints and offload", 2e9, 2, True)]
-    for name, *key in variants:
-        found = known[tuple(key)]
-        link = "–" if key[0] is None else f"{key[0] / 1e9:.0f} GB/s"
-        times, above = f"{found.seconds / plain:.3f}", f"{found.above_bytes / 1e6:.1f}"
-        run = "now" if tuple(key) in live else "recorded"
-        rows.append((name, link, NumberText(times), NumberText(above), run))
-    return table(["step", "link", "time (× baseline)", "peak above the start (MB)", "run"], rows)
-
-
 def link_table() -> Table:
     """Show a table of the bandwidth that each variant of the decoder's step needs.
 
-    The threshold is computed. Simulated times are stored results, relative to the same step without
-    copies.
+    The threshold is computed. Simulated times are stored results. They are relative to the same
+    step without copies, except in the last row, where they are relative to the plain step.
     """
-    names = [
-        "copied to the host (MB)",
-        "FLOPs of forward per byte",
-        "threshold link (GB/s)",
-        "time on this link (× no copies)",
-        "link for at most × 1.05 (GB/s)",
-    ]
-    columns = []
+    plain = RECORDED[None, 0, False]
+    rows: dict[str, list[str]] = {}
     for checkpointed, (_, moved, average, enough) in _VARIANTS.items():
-        alone = RECORDED[None, 0, checkpointed].seconds
-        slower = RECORDED[average, 2, checkpointed].seconds / alone
-        columns.append(
-            (
-                NumberText(f"{moved / 1e6:.1f}"),
-                NumberText(f"{_FORWARD_FLOPS / moved:,.0f}"),
-                NumberText(f"{average / 1e9:.2g}"),
-                NumberText(f"{slower:.2f}"),
-                NumberText(f"{enough / 1e9:.2g}"),
-            )
-        )
+        slower = RECORDED[average, 2, checkpointed] / RECORDED[None, 0, checkpointed]
+        for name, value in {
+            "copied to the host (MB)": f"{moved / 1e6:.1f}",
+            "FLOPs of forward per byte": f"{_FORWARD_FLOPS / moved:,.0f}",
+            "threshold link (GB/s)": f"{average / 1e9:.2g}",
+            "time on this link (× no copies)": f"{slower:.2f}",
+            "link for at most × 1.05 (GB/s)": f"{enough / 1e9:.2g}",
+            "time at 2 GB/s (× baseline)": f"{RECORDED[2e9, 2, checkpointed] / plain:.2f}",
+        }.items():
+            rows.setdefault(name, []).append(NumberText(value))
     variants = [name for name, *_ in _VARIANTS.values()]
-    return table(["what is moved", *variants], zip(names, *columns, strict=True))
+    return table(["what is moved", *variants], [(name, *row) for name, row in rows.items()])
 
 
 class _Hasty(HostStore):
@@ -176,9 +215,11 @@ class _UnorderedDevice(SimulatedDevice):
 
 
 def without_waits() -> Table:
-    """Show a table of the results of a small offloaded chain if one wait is removed.
+    """Run a small chain with offloaded activations, each time without one of its waits.
 
-    The columns are the number of races, and whether the first weight's gradient is right.
+    Returns:
+        A table with one row per missing wait: the number of races, and whether the first weight's
+        gradient is right in each mode of the simulated device.
     """
     mistakes = {
         "nothing": (SimulatedDevice, None),
@@ -211,20 +252,23 @@ def _first_gradient(
     return network[0].weight.grad, races
 
 
-def read_late(waits: bool) -> list[float]:
-    """Return the values that the host reads if copies run as late as possible.
+def copies_without_waits() -> dict[str, tuple[float, float]]:
+    """Copy a 2 to the host without any wait, and reuse its memory for 100, in each mode.
 
-    The right values are 0, 2, 4, 6.
-
-    Args:
-        waits: Whether the host waits for the copy before reading.
+    Returns:
+        Dict from the mode to the number that the host reads, and the number that the copy holds.
     """
-    with SimulatedDevice(late=True) as device:
-        y = device.move(torch.arange(4.0)) * 2
-        host = device.pinned(y.shape, y.dtype)
-        copied = device.copy(host, y, "down")
-        if waits:
-            device.finish(copied)
-        numbers = host.tolist()
-        device.races.clear()
-    return numbers
+    found = {}
+    for mode, options in {"normal": {}, "late": {"late": True}, "early": {"early": True}}.items():
+        with _UnorderedDevice(**options) as device:
+            host = device.pinned((1,), torch.float32)
+            x = device.move(torch.ones(1))
+            y = x * 2
+            device.copy(host, y, "down")
+            del y
+            z = x * 100  # noqa: F841  # uses the memory of y
+            read = host.tolist()[0]
+            device.finish(device.side("down").event())
+            found[mode] = read, host.tolist()[0]
+            device.races.clear()
+    return found
