@@ -7,6 +7,8 @@ from torch.nn.utils import clip_grad_norm_
 
 
 def _loop(bug: str | None) -> Callable[..., None]:
+    """Return the training loop with one bug, or the right loop if `bug` is None."""
+
     def train_epoch(
         model: Any,
         loss_sum: Any,

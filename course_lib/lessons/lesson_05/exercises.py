@@ -22,7 +22,8 @@ from course_lib.teaching.exercises import (
     numbers,
     seed_of,
 )
-from course_lib.teaching.exercises.probes import is_close, refuse_mistakes
+from course_lib.teaching.exercises.graded_cases import cases
+from course_lib.teaching.exercises.probes import is_close, reject_mistakes
 
 say = Messages(__file__)
 
@@ -30,19 +31,17 @@ say = Messages(__file__)
 #: Bytes of the course's decoder: its weights, the bytes per sequence, and the bytes that do not
 #: depend on the micro-batch.
 WEIGHTS, SLOPE, FLOOR = 27_502_592, 24_396_800, 110_010_776
-#: Measured peak for micro-batches of one sequence, which is not on the straight line.
-MEASURED_ALONE = 134_800_792
+#: Measured peaks that are not on the straight line: sequences per micro-batch -> bytes.
+OFF_THE_LINE = {1: 134_800_792, 8: BASELINE.peak_bytes}
 
 
 def _line(m: int) -> int:
-    """Return the peak in bytes of a step with several micro-batches of m sequences."""
+    """Return the peak in bytes that the line predicts for micro-batches of m sequences."""
     return FLOOR + m * SLOPE
 
 
 @numbers(
     {
-        "with_gradients": _line,
-        "two_sets": lambda m: _line(m) - 2 * WEIGHTS if m == 8 else None,
         "no_gradients": lambda m: _line(m) - WEIGHTS,
         "activations_alone": lambda m: m * SLOPE,
         "weights_alone": lambda m: WEIGHTS + m * SLOPE,
@@ -59,32 +58,56 @@ def _line(m: int) -> int:
         ),
     },
     cases=(4, 2, 1, 8),
-    also=lambda m: MEASURED_ALONE if m == 1 else None,
+    also=OFF_THE_LINE.get,
     tolerance=1e-9,  # a fitted line, such as `numpy.polyfit`'s, is not exact
     in_bytes=True,
 )
 def check_peaks(m: int) -> int:
     """Check `function(m)`, which returns the peak in bytes of a step over eight sequences.
 
-    m is the number of sequences per micro-batch, 1, 2, 4 or 8. For m = 1 the value of the straight
-    line and the measured peak are both accepted.
+    m is the number of sequences per micro-batch, 1, 2, 4 or 8. The measured peak is also accepted.
     """
-    return _line(m) if m < 8 else BASELINE.peak_bytes
+    return _line(m)
 
 
-@numbers({"no_divisor": 36, "no_floor": 40, "whole_batch": 64, "half": 16})
-def check_largest_micro_batch() -> int:
-    """Check the largest micro-batch size that divides a batch of 64 and has a peak below 1 GB."""
-    return max(m for m in range(1, 65) if 64 % m == 0 and _line(m) < 10**9)
+#: Recorded on an H200, for `pieces_of_a_batch`: peak with 1 sample, and bytes per further sample
+_ONE, _PER_SAMPLE = 2_370_539_600, (3_562_995_744 - 2_370_539_600) / 3
 
 
-@numbers({"too_small": 8, "more_than_enough": 32, "whole_batch": 64})
-def check_fast_micro_batch() -> int:
-    """Check the smallest micro-batch size m = 2**k with 80% of the throughput of m = 64.
+def _largest(budget: float, floor: float = _ONE - _PER_SAMPLE) -> int:
+    """Return the largest divisor of a batch of 64 samples whose peak is within the budget."""
+    return max(m for m in (1, 2, 4, 8, 16, 32, 64) if floor + m * _PER_SAMPLE <= budget)
 
-    A micro-batch of m samples takes 5 + m ms.
+
+def _best(budget: float) -> int:
+    return min(_largest(budget), 8)  # larger micro-batches are not faster
+
+
+@numbers(
+    {
+        "largest": lambda budget: {"samples": _largest(budget)},
+        "no_floor": lambda budget: {"samples": _largest(budget, floor=0)},
+        "no_divisor": lambda budget: {"samples": min(64, 1 + int((budget - _ONE) / _PER_SAMPLE))},
+        "no_budget": {"samples": 8},
+        "half": lambda budget: {"samples": _best(budget) // 2},
+        "whole_batch": {"samples": 64},
+        "activations_alone": lambda budget: {"bytes": _best(budget) * _PER_SAMPLE},
+        "added": lambda budget: {"milliseconds": 64 * (14.6 / _best(budget) + 2.17)},
+        "one_micro_batch": lambda budget: {"milliseconds": max(14.6, 2.17 * _best(budget))},
+    },
+    cases=lambda: cases(
+        [n * 10**9 for n in (3, 4, 6, 12, 40)], lambda rng: rng.randint(25, 500) * 10**8
+    ),
+    tolerance=2e-10,  # bytes may be rounded to whole numbers
+)
+def check_micro_batch(budget: int) -> dict[str, float]:
+    """Check `function(budget)`, which returns the fastest micro-batch within a budget in bytes.
+
+    If several sizes are equally fast, the smallest is right. Peak and time are those of the step.
     """
-    return min(m for m in (1, 2, 4, 8, 16, 32, 64) if m / (5 + m) >= 0.8 * 64 / (5 + 64))
+    m = _best(budget)
+    peak, time = _ONE + (m - 1) * _PER_SAMPLE, 64 / m * max(14.6, 2.17 * m)
+    return {"samples": m, "bytes": peak, "milliseconds": time}
 
 
 # The loop with five planted bugs
@@ -119,7 +142,7 @@ class _Recorder(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        say.refuse_if(any(gradient is None for gradient in gradients), "loop.no_gradient")
+        say.reject_if(any(gradient is None for gradient in gradients), "loop.no_gradient")
         self.gradients.append(torch.cat([gradient.flatten() for gradient in gradients]))
         self.rates.append(self.scheduler.last_epoch)
 
@@ -152,7 +175,7 @@ def _epoch(
         warnings.simplefilter("ignore")
         parts = optimizer, optimizer.scheduler, scaler
         loop(model, loss_sum, micro_batches, *parts, every, max_norm)
-    say.refuse_if(not optimizer.gradients, "loop.no_step")
+    say.reject_if(not optimizer.gradients, "loop.no_step")
     return optimizer
 
 
@@ -177,7 +200,10 @@ def _relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def divisor(loop: Callable) -> Label | None:
-    """Test the divisor of a loop on micro-batches with unequal token counts."""
+    """Return a message on the first wrong gradient of a loop, or None if all are right.
+
+    The micro-batches have unequal token counts, so that a wrong divisor changes a gradient.
+    """
     micro_batches = _micro_batches(1, 6, 2, 9, 3)
     groups = micro_batches[:2], micro_batches[2:4], micro_batches[4:]
     means, (tokens, more, _) = [_mean(group) for group in groups], map(_tokens, groups)
@@ -191,7 +217,7 @@ def divisor(loop: Callable) -> Label | None:
         "loop.second_gradient": [
             (second * more / (tokens + more), "loop.counted_again"),
             (first + second, "loop.not_cleared"),
-            (first / more + second, "loop.not_cleared"),  # all of `.grad` was divided
+            (first / more + second, "loop.not_cleared"),  # the first gradient was divided again
         ],
         "loop.last_group": [],
     }
@@ -206,7 +232,7 @@ def divisor(loop: Callable) -> Label | None:
 
 
 def clipping(loop: Callable) -> Label | None:
-    """Test the clipping of a loop on gradients that point in different directions.
+    """Return a message if a loop clips wrongly, tested on gradients of different directions.
 
     Micro-batches have equal token counts, and the loss scale is 1. The direction of the update is
     compared first, then its length.
@@ -221,7 +247,7 @@ def clipping(loop: Callable) -> Label | None:
 
 
 def schedule(loop: Callable) -> Label | None:
-    """Test how often and when the scheduler steps, on full groups with equal token counts."""
+    """Return a message if the scheduler steps too often, too rarely or too early."""
     record = _epoch(loop, _micro_batches(4, 4, 4, 4), 2)
     steps, scheduled = len(record.gradients), record.scheduler.last_epoch
     if scheduled != steps:
@@ -229,21 +255,23 @@ def schedule(loop: Callable) -> Label | None:
     return None if record.rates == [*range(steps)] else say("loop.first_rate")
 
 
-def remainder(loop: Callable) -> Label | None:
-    """Test which of five micro-batches, in groups of two, reach an optimizer step.
+def samples_used(loop: Callable, samples: int, size: int, every: int) -> tuple[int, int]:
+    """Return how many samples of an epoch reach an optimizer step, and the number of steps.
 
-    In micro-batch i, only feature i is not zero.
+    In sample i, only feature i is not zero.
     """
-    micro_batches = [torch.eye(5)[i].expand(2, 4, 5).contiguous() for i in range(5)]
-    found = _epoch(loop, micro_batches, 2).gradients
-    used = int(sum(gradient != 0 for gradient in found).bool().sum())
-    if (used, len(found)) == (5, 3):
-        return None
-    return say("loop.micro_batches_used", used=used, steps=len(found))
+    found = _epoch(loop, list(torch.eye(samples)[:, None].split(size)), every).gradients
+    return int(sum(gradient != 0 for gradient in found).bool().sum()), len(found)
+
+
+def remainder(loop: Callable) -> Label | None:
+    """Return a message if not all of five micro-batches, in groups of two, reach a step."""
+    used, steps = found = samples_used(loop, 5, 1, 2)
+    return None if found == (5, 3) else say("loop.micro_batches_used", used=used, steps=steps)
 
 
 def unscaling(loop: Callable) -> Label | None:
-    """Test that the length of a clipped update is the same with loss scales 1024 and 1."""
+    """Return a message if a clipped update has another length with loss scale 1024 than with 1."""
     scaled, plain = (
         _epoch(loop, _micro_batches(4, 4, seed=2), 2, max_norm=0.01, scale=scale)
         for scale in (1024.0, 1.0)
@@ -254,7 +282,7 @@ def unscaling(loop: Callable) -> Label | None:
     return None if 0.99 < times < 1.01 else say("loop.not_unscaled", times=f"{times:.2g}")
 
 
-def _grows_by(loop: Callable) -> int:
+def _peak_growth(loop: Callable) -> int:
     """Return the peak of a step with eight micro-batches minus the peak with two, in bytes.
 
     A loop that runs backward after each forward holds the activations of one micro-batch at a time,
@@ -283,7 +311,7 @@ def _updates_with_infinity(loop: Callable) -> bool:
     return True
 
 
-#: Bytes of a micro-batch's activations in `_grows_by`: two samples of 16 tokens, 64 numbers each
+#: Bytes of a micro-batch's activations in `_peak_growth`: two samples of 16 tokens, 64 numbers each
 _ACTIVATIONS = 2 * 16 * 64 * 4
 
 #: Name of a planted bug -> the check that detects only this bug.
@@ -315,10 +343,10 @@ def check_loop(function: Any) -> Verdict:
     found = [symptom for symptom in symptoms if symptom is not None]
     if found:
         say.wrong("loop.remaining", n=5 - len(found), found=join_labels(found, "; "))
-    say.refuse_if(_updates_with_infinity(function), "loop.infinite")
-    more = _grows_by(function)
-    say.refuse_if(more > 5 * _ACTIVATIONS, "loop.saves_nothing")
-    say.refuse_if(more > _ACTIVATIONS // 8, "loop.grows", more=more)
+    say.reject_if(_updates_with_infinity(function), "loop.infinite")
+    more = _peak_growth(function)
+    say.reject_if(more > 5 * _ACTIVATIONS, "loop.saves_nothing")
+    say.reject_if(more > _ACTIVATIONS // 8, "loop.grows", more=more)
     return say.right("loop.right")
 
 
@@ -347,20 +375,20 @@ def check_fp32_sums(function: Any) -> Verdict:
         for x in data:
             model(x).square().sum().backward()
         kept = meter.live_bytes
-    say.refuse_if(not isinstance(sums, Mapping), "fp32_sums.no_dict")
+    say.reject_if(not isinstance(sums, Mapping), "fp32_sums.no_dict")
     if not sums:
-        if _adds_nothing(function):  # the cell is unchanged
+        if _is_unchanged(function):  # the cell is unchanged
             return not_answered()
-        say.refuse("fp32_sums.empty")
+        say.reject("fp32_sums.empty")
     having = sum(any(key is parameter for key in sums) for parameter in parameters)
-    say.refuse_if(not having, "fp32_sums.keys")
+    say.reject_if(not having, "fp32_sums.keys")
     if having < 3:
         say.wrong("fp32_sums.some_parameters", n=having)
     found = [sums[parameter] for parameter in parameters]
-    say.refuse_if(not all(isinstance(one, Tensor) for one in found), "fp32_sums.one_tensor")
+    say.reject_if(not all(isinstance(one, Tensor) for one in found), "fp32_sums.one_tensor")
     kinds = sorted({str(one.dtype).removeprefix("torch.") for one in found})
-    say.refuse_if(kinds != ["float32"], "fp32_sums.dtype", kind=join_labels(kinds))
-    say.refuse_if(not any(one.any() for one in found), "fp32_sums.zero")
+    say.reject_if(kinds != ["float32"], "fp32_sums.dtype", kind=join_labels(kinds))
+    say.reject_if(not any(one.any() for one in found), "fp32_sums.zero")
     exact = [_sum_in_fp32(gradients) for gradients in by_parameter]
     rounding = {"rtol": 1e-5, "atol": 1e-5}
     mistakes = {
@@ -368,7 +396,7 @@ def check_fp32_sums(function: Any) -> Verdict:
         "fp32_sums.not_cleared": [_sum_in_fp32(gradients) for gradients in so_far],
         "fp32_sums.last_alone": [gradient.float() for gradient in each[-1]],
     }
-    refuse_mistakes(say, found, mistakes, **rounding)
+    reject_mistakes(say, found, mistakes, **rounding)
     if not is_close(found, exact, **rounding):
         say.wrong("fp32_sums.other_sums")
     left = any(parameter.grad is not None for parameter in parameters)
@@ -381,7 +409,7 @@ def _sum_in_fp32(gradients: Iterable[Tensor]) -> Tensor:
     return torch.stack([gradient.float() for gradient in gradients]).sum(0)
 
 
-def _adds_nothing(function: Any) -> bool:
+def _is_unchanged(function: Any) -> bool:
     """Return whether the learner has changed neither the function of the cell nor its hook.
 
     In the original, neither the function nor the hook uses a global name or an attribute.

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from course_lib.labels import join_labels
 from course_lib.teaching import COLORS, Table, claims, figure, table, text
 from course_lib.teaching.figures import shown_once
@@ -11,7 +13,7 @@ from course_lib.teaching.marks import box, clauses, label_axes, note, points, st
 
 from .bugs import PLANTED
 from .claims import CLAIMS
-from .exercises import FIVE
+from .exercises import FIVE, samples_used
 from .mean_of_means import load_record
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ _PARTS = ("parameter", "optimizer", "gradient", "activation", "temporary")
 
 
 def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figure":
-    """Draw live bytes at the peak over the sequences per micro-batch, and the reader's line.
+    """Draw live bytes at the peak against sequences per micro-batch, and the learner's line.
 
     Args:
         meters: Dict from the number of sequences per micro-batch to a meter of the step.
@@ -36,7 +38,7 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
     for m, end in zip(bars, stacked_bars(ax, bars, _PARTS, 0.5, upright=True), strict=True):
         x, above, side = (m, 9, "center") if m < 8 else (m - 0.35, -12, "right")
         write(ax, x, end + above, f"{end:.1f}", ha=side, va="baseline", fontsize=9)
-    if (ends := (line(2), line(4))) != (None, None):  # None if the reader has no formula yet
+    if (ends := (line(2), line(4))) != (None, None):  # None if the learner has no formula yet
         at = [(ends[0] + (m - 2) * (ends[1] - ends[0]) / 2) / 1e6 for m in (0, 4, 8)]
         ax.plot([0, 4], at[:2], color=COLORS["predicted"], linewidth=1.4)
         ax.plot([4, 8], at[1:], color=COLORS["predicted"], linewidth=1.2, linestyle=":")
@@ -122,30 +124,16 @@ def draw_order() -> "Figure":
     return shown_once(drawn)
 
 
-def differences(runs: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """Return a dict from the seed to differences in loss: mean of means minus token mean.
-
-    For each evaluation, there is one pair: the differences on short and on long samples.
-    """
-    return {
-        seed: [
-            (short - own_short, long - own_long)
-            for (short, long), (own_short, own_long) in zip(
-                run["mean of means"], run["token mean"], strict=True
-            )
-        ]
-        for seed, run in runs.items()
-    }
-
-
 def draw_training() -> "Figure":
     """Draw how much higher the loss with the mean of means is, with one line per recorded seed.
 
     Short and long samples are drawn separately.
     """
     made = load_record()
-    found, every = differences(made["runs"]), made["every"]
-    short, long = zip(*(each[-1] for each in found.values()), strict=True)
+    every = made["every"]
+    # for each seed and evaluation, the differences on short and on long samples
+    found = [np.subtract(run["mean of means"], run["token mean"]) for run in made["runs"].values()]
+    short, long = zip(*(each[-1] for each in found), strict=True)
     alt = text(
         "After {steps} steps, the loss of the mean of means is lower on short samples for"
         " {below} of {n} seeds, and higher on long samples for {above}.",
@@ -157,8 +145,8 @@ def draw_training() -> "Figure":
     title = "The mean of means is mostly better on short samples and worse on long ones"
     drawn, panels = figure(title, columns=2, height=3.2, sharey=True, alt=alt)
     for place, name in enumerate(("on lines of code", "on paragraphs")):
-        for pairs in found.values():
-            line = [pair[place] for pair in pairs]
+        for pairs in found:
+            line = pairs[:, place]
             steps = [every * i for i in range(len(line))]
             panels[place].plot(steps, line, color=COLORS["measured"], alpha=0.35, linewidth=1.2)
             points(panels[place], {steps[-1]: line[-1]}, markersize=4.5)
@@ -177,7 +165,7 @@ _SUMS = {
 
 
 def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
-    """Draw gradient errors over the number of micro-batches, for sums in bf16 and in fp32.
+    """Draw gradient errors against the number of micro-batches, for sums in bf16 and in fp32.
 
     Args:
         errors: Dict from "bf16" and "fp32" to a dict from the number of micro-batches to relative
@@ -213,10 +201,11 @@ def five_bugs() -> Table:
     return table(["the only bug", "report of the check for it", "other checks that fail"], rows)
 
 
-def what_you_may_have_read(
+def claims_table(
     off: Mapping[int, Sequence[float]],
     sums: Mapping[str, Mapping[int, Sequence[float]]],
     exact: Sequence[float],
+    meters: Mapping[int, Any],
 ) -> Table:
     """Return a table of the lesson's claims, and of the measured numbers that test them.
 
@@ -226,16 +215,18 @@ def what_you_may_have_read(
         sums: Dict from "fp32" to a dict from the number of micro-batches to errors of Linear
             weights' gradients, which are in bf16 and are added in fp32.
         exact: Errors of the token mean in fp32.
+        meters: Dict from the number of sequences per micro-batch to a meter of the step. The keys 1
+            and 8 are required.
     """
-    small = text("fp32: below {bound}; bf16 gradients: below 1%", bound="1e-6")
-    large = text(
-        "other values: {fp32} and {bf16}",
-        fp32=f"{max(exact):.0e}",
-        bf16=f"{max(sums['fp32'][256]):.1%}",
-    )
-    return claims.what_you_may_have_read(
+    right = max(exact) < 1e-6 and max(sums["fp32"][256]) < 0.01
+    bounds = text("fp32: below {bound}; bf16 gradients: below 1%", bound="1e-6")
+    used, _ = samples_used(PLANTED["remainder dropped"], 60, 4, 4)
+    peaks = {m: f"{meter.peak_bytes / 1e6:.1f}" for m, meter in meters.items()}
+    return claims.claims_table(
         CLAIMS,
         f"{min(off[1]):.0%} – {max(off[1]):.0%}",
         f"{min(off[8]):.1%} – {max(off[8]):.0%}",
-        small if max(exact) < 1e-6 and max(sums["fp32"][256]) < 0.01 else large,
+        bounds if right else "–",
+        f"{60 - used} / 60",
+        text("{once} → {single} MB", once=peaks[8], single=peaks[1]),
     )

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from course_lib._torch.modes import DYNAMO
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.models import Decoder, random_tokens
+
+from .mean_of_means import loss_sum
 
 # Modules that every rank would import otherwise. DDP imports `torch._dynamo`.
 IMPORTED_ONCE = (
@@ -28,22 +29,13 @@ IMPORTED_ONCE = (
 )
 
 
-def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
-    """Return the summed losses of tokens (b, s + 1) and the token count, without padding (0)."""
-    logits, targets = model(tokens[:, :-1]), tokens[:, 1:].flatten()
-    losses = functional.cross_entropy(
-        logits.flatten(0, 1), targets, ignore_index=0, reduction="sum"
-    )
-    return losses, int((targets != 0).sum())
-
-
 def _batch(micro_batches: int, rank: int) -> Tensor:
-    """Return the tokens of one rank.
+    """Return the tokens of one rank: rows of 17, 11 and 5 tokens on ranks 0, 1 and all others.
 
-    The second rank has fewer tokens. With equal numbers of tokens a mean of means would be right.
+    With equal numbers of tokens a mean of means would be right.
     """
     tokens = random_tokens(micro_batches, 16, 63, seed=rank) + 1
-    tokens[:, 17 - 6 * rank :] = 0
+    tokens[:, max(17 - 6 * rank, 5) :] = 0
     return tokens
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.accumulation import AccumulatedStep, split
+from course_lib.labels import verbatim
 from course_lib.models import Decoder
 from course_lib.teaching import Table, predictions, table, text
 
@@ -22,18 +23,31 @@ from .mean_of_means import batch, loss_sum, small_decoder
 COUNTS = (1, 4, 16, 64, 256)  # numbers of micro-batches in `errors_of_sums`
 
 
-def peak_moments(meters: Mapping[int, Any]) -> Table:
-    """Show a table of the operator at the peak, and of activations and temporaries at that point.
+def peak_compositions(meters: Mapping[int, Any]) -> Table:
+    """Show a table of the operator at the peak, and of the bytes in three categories at that point.
 
     Args:
         meters: Dict from the number of sequences per micro-batch to a meter of the step.
     """
-    rows = []
+    kinds, rows = ("gradient", "activation", "temporary"), []
     for m, meter in meters.items():
-        peak = max(meter.timeline, key=lambda sample: sum(sample.bytes.values()))
-        rows.append((m, peak.operator, peak.bytes["activation"], peak.bytes["temporary"]))
-    columns = ["sequences per micro-batch", "operator at the peak"]
+        peak = meter.at_peak()
+        rows.append((m, meter.trace(events=False).peak_operator, *(peak[kind] for kind in kinds)))
+    columns = ["sequences per micro-batch", "operator at the peak", "gradients (bytes)"]
     return table([*columns, "activations (bytes)", "temporary tensors (bytes)"], rows)
+
+
+def largest_at_peak(meter: Any) -> Table:
+    """Show the four largest activations and temporary tensors at the peak, and the sum of all."""
+    trace = meter.trace()
+    made = {span.storage: trace.operators[span.start][0] for span in reversed(trace.spans)}
+    kinds, point = ("activation", "temporary"), trace.peak_index
+    live = [span for span in trace.spans if span.start <= point < span.stop]
+    found = [(str(made[span.storage]), span.bytes) for span in live if span.category in kinds]
+    rows = [(verbatim(name), size) for name, size in sorted(found, key=lambda row: -row[1])[:4]]
+    everything = text("all {n} activations and temporary tensors", n=len(found))
+    rows.append((everything, sum(size for _, size in found)))
+    return table(["made by", "size (GB)"], [(name, f"{size / 1e9:.1f}") for name, size in rows])
 
 
 def training_parts(seed: int) -> tuple[Decoder, Any, Any, torch.amp.GradScaler]:
