@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "8192 tokens, 12 heads: 3.2 GB of probabilities; or the output, 25 MB, and one number per row.\n\nHow can that be enough?", "zh": "8192 个 token，12 个头：要么保存 3.2 GB 的概率，要么保存 25 MB 的输出，外加每行一个数。\n\n这怎么够？"}
+# %% [markdown] slide={"en": "8192 tokens, 12 heads: keep 3.2 GB of probabilities, or 25 MB of output and one number per row.\n\nHow can that be enough?", "zh": "8192 个 token，12 个头：要么保存 3.2 GB 的概率，要么保存 25 MB 的输出，外加每行一个数。\n\n这怎么够？"}
 # # 6 What if the operator itself forgets? (FlashAttention) / 让算子自己忘掉呢？（FlashAttention）
 #
 # <div lang="en">
 #
-# Take one attention layer with 8192 tokens and 12 heads of 64 features. For the backward pass, standard attention keeps its probabilities, which are 3.2 GB in fp32. FlashAttention keeps its output instead, which is 25 MB, and one number per row, which is another 0.4 MB. Both also keep Q, K and V (75 MB). The totals are 3,297 MB and 101 MB.
+# An attention layer has 8192 tokens and 12 heads of 64 features. For the backward pass, standard attention keeps its probabilities, which take 3.2 GB in fp32. Flash attention keeps its output (25 MB) and one number per row of probabilities (0.4 MB) instead. Both kinds also keep Q, K and V (75 MB), so the totals are 3297 MB and 101 MB.
 #
-# What is that number, and how can it be enough for dQ, dK and dV? In this lesson you write both passes, and three lines of a GPU kernel.
+# What is the number per row, and how can it be enough to compute dQ, dK and dV?
 #
 # </div>
 # <div lang="zh">
 #
-# 设一个注意力层有 8192 个 token、12 个头，每个头 64 维。标准注意力要为反向保存概率，fp32 下是 3.2 GB。FlashAttention 不保存概率，而是保存输出和每行一个数，前者 25 MB，后者 0.4 MB。两者都还要保存 Q、K、V，共 75 MB，所以合计分别是 3,297 MB 和 101 MB。
+# 设一个注意力层有 8192 个 token、12 个头，每个头 64 维。标准注意力要为反向保存概率，用 fp32 时占 3.2 GB。flash 注意力（论文和实现里叫 FlashAttention）不保存概率，而是保存输出（25 MB），并为概率矩阵的每一行保存一个数（0.4 MB）。两种注意力都还要保存 Q、K、V（75 MB），所以合计分别是 3297 MB 和 101 MB。
 #
-# 这个数是什么？凭它怎么就能算出 dQ、dK 和 dV？这一课里，前向和反向都由你来写，最后再写 GPU 核函数里的三行。
+# 每行保存的这个数是什么？为什么有了这个数，就能算出 dQ、dK 和 dV？
 #
 # </div>
 
@@ -30,7 +30,8 @@ import os
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # for section 6.8; Triton reads it when it is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # for section 6.6; Triton reads it when it is imported
+from course_lib.lessons.lesson_06 import exercises, figures
 from course_lib.teaching import language
 
 language()
@@ -38,49 +39,47 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (100 minutes). Write both passes of attention in tiles, without any N × N matrix. Predict what attention keeps, computes and moves, also with grouped queries. Find out which call of PyTorch's attention falls back to keeping the scores.
+# **Goals** (119 minutes, in two sittings):
 #
-# **What to know before**: lesson 01; lesson 02 for recomputation.
+# - Write the forward and backward pass of attention in tiles, without any N × N matrix.
+# - Predict the bytes and FLOPs of attention, and write three lines of a GPU kernel.
+# - Merge results for parts of the keys, and find out which calls of PyTorch's attention keep the scores.
+#
+# **What to know before**: lesson 01, and recomputation from lesson 02.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（100 分钟）：分块写出注意力的前向和反向，不出现任何 N × N 矩阵；预测注意力保存、计算和搬运多少，包括分组查询的情形；查出 PyTorch 的注意力在哪些调用里会退回去保存分数。
+# **目标**（共 119 分钟，分两次学）
 #
-# **预备知识**：第 01 课；第 02 课中的重计算。
+# - 分块写出注意力的前向和反向，不出现任何 N × N 矩阵。
+# - 预测注意力保存多少字节、需要多少 FLOPs，并写出一个 GPU 核函数里的三行代码。
+# - 把各部分键的注意力结果合并起来，并找出 PyTorch 的哪些注意力调用会保存分数。
+#
+# **预备知识**：第 01 课，以及第 02 课中的重计算。
 #
 # </div>
-
-# %%
-from functools import partial
-
-from torch.nn import functional as F
-
-from course_lib.attention import flash_attention, standard_attention
-from course_lib.lessons.lesson_06 import exercises, figures
-from course_lib.memory import MemoryMeter, saved_tensors, symbolic
-from course_lib.memory.measurement import flop_counter
 
 # %% [markdown] slide={"en": "Softmax of a row that you see block by block.\n\n**Write it**: what do you carry from block to block?", "zh": "一行分数只能一块一块地读，怎样求 softmax？\n\n**自己写**：从一块到下一块，要记住什么？"}
 # ## 6.1 Softmax in one pass / 只遍历一次的 softmax
 #
 # <div lang="en">
 #
-# Softmax needs the largest score of a row, because `exp` would overflow otherwise, and it needs a sum. Both seem to need the whole row first, but they do not. Take one block of columns after the other. Keep the largest score so far, $m$, and the sum so far, $\ell$, of the exponentials **relative to** $m$. If a later block has a larger score, multiply the old sum by a known factor that is smaller than 1. This is **online softmax**. In the end one number per row holds all that is needed, the **log-sum-exp** $\text{lse} = m + \log \ell$.
+# The softmax of a row needs the row's largest score, because `exp` would overflow otherwise, and a sum of exponentials. Neither the maximum nor the sum needs the whole row at once. Read one block of columns after the other. Keep the largest score so far, $m$, and the sum so far **relative to** $m$, $\ell = \sum e^{s - m}$. If a later block has a larger score, multiply the old sum by a known factor smaller than 1. This method is **online softmax**. After the last block, one number per row is enough, the **log-sum-exp** $\text{lse} = m + \log \ell$.
 #
-# **Exercise 1.** Write `log_sum_exp_in_blocks(scores, block)` for scores of shape (rows, n), in one pass over blocks of columns. The check uses scores whose `exp` overflows, and records which blocks you read.
+# **Exercise 1.** Write `log_sum_exp_in_blocks(scores, block)`. In one pass over blocks of columns of `scores`, (rows, n), it computes the log-sum-exps, (rows,). The check uses scores whose `exp` overflows, and records which blocks you read.
 #
 # </div>
 # <div lang="zh">
 #
-# softmax 要用到一行里最大的分数（否则 `exp` 会溢出），还要用到总和，看来都得先有整行，其实不必。每次取一块列，记住迄今最大的分数 $m$，以及迄今各指数项之和 $\ell$，指数项都**相对于** $m$ 来算。后面的块如果有更大的分数，就把原来的总和乘上一个已知的、小于 1 的因子。这就是**在线 softmax**（online softmax）。最后每行只需要一个数，即 **LSE**（log-sum-exp，指数和的对数）：$\text{lse} = m + \log \ell$。
+# 对一行做 softmax，要用到这一行最大的分数（否则 `exp` 会溢出）和各指数项的总和，而求这两个数都不必同时拿到整行。每次读入几列，作为一块，并记住到目前为止最大的分数 $m$，以及到目前为止**相对于** $m$ 的总和 $\ell = \sum e^{s - m}$。如果后面的块里有更大的分数，就把原来的总和乘以一个小于 1 的因子，这个因子可以直接算出来。这种算法叫**在线 softmax**（online softmax）。读完最后一块，每行只需要留下一个数，即 **LSE**（log-sum-exp，指数和的对数）：$\text{lse} = m + \log \ell$。
 #
-# **练习 1。** 写出 `log_sum_exp_in_blocks(scores, block)`，分数的形状是 (rows, n)，对列分块，只遍历一次。检查所用的分数，直接取 `exp` 会溢出；检查还会记录你读了哪些块。
+# **练习 1。** 写出 `log_sum_exp_in_blocks(scores, block)`，把各列分成块，只遍历一次。`scores` 的形状是 (rows, n)，返回每行的 LSE，形状是 (rows,)。检查所用的分数很大，如果直接取 `exp`，就会溢出。检查还会记录你读了哪些块。
 #
 # </div>
 
 
-# %% minutes=8
+# %% minutes=10
 def log_sum_exp_in_blocks(scores, block):
     return None
 
@@ -124,7 +123,7 @@ figures.draw_running(maxima, sums)
 # </div>
 # <div lang="zh">
 #
-# 有了 LSE，任何一个概率都可以由它的分数算出来：$p = e^{s - \text{lse}}$。请记住这个式子。
+# 有了 LSE，任何一个概率都可以由对应的分数算出来：$p = e^{s - \text{lse}}$。请记住这个式子。
 #
 # </div>
 
@@ -133,25 +132,25 @@ figures.draw_running(maxima, sums)
 #
 # <div lang="en">
 #
-# The output is a sum of values with weights, so it is updated like $\ell$: multiply the old output by the same factor, then add the part of the new block. At the end, divide it by $\ell$. Each block's scores can then be released.
+# The output of a row is a weighted sum of the rows of V. Update the output like $\ell$: multiply the old output by the same factor, then add the new block's contribution. After the last block, divide the output by $\ell$. Once a block has been added, its scores can be released.
 #
-# A GPU computes in a small, fast memory on the chip. The (n, block) scores of a long sequence do not fit there. Therefore the queries are cut into blocks too. A block of queries and a **key block** (keys with their values) give one **tile** of scores. Its size does not depend on the length.
+# A GPU computes in a small, fast memory on the chip. The (n, block) scores of a long sequence do not fit there, so the queries are cut into blocks too. A block of queries and a **key block** (keys with their values) give one **tile** of scores, whose size does not depend on the sequence length.
 #
-# **Exercise 2.** Write `forward(q, k, v, block_q, block_k)` for one head. Inputs are (n, d). There may be more keys than queries, and block sizes need not divide the lengths. Return the output, (n, d), and the log-sum-exps, (n,). Divide the scores by $\sqrt d$.
+# **Exercise 2.** Write `forward(q, k, v, block_q, block_k)` for one head. `q` is $(n_q, d)$; `k` and `v` are $(n_k, d)$. There may be more keys than queries, and block sizes need not divide the lengths. Return the output, $(n_q, d)$, and the log-sum-exps, $(n_q,)$. Divide the scores by $\sqrt d$.
 #
 # </div>
 # <div lang="zh">
 #
-# 输出是各个 V 的加权和，所以可以像 $\ell$ 一样更新：先把旧的输出乘上同一个因子，再加上新的一块的贡献，最后除以 $\ell$。一块算完，其中的分数就不必保留了。
+# 每一行的输出是 V 各行的加权和，所以更新输出的办法与更新 $\ell$ 相同，即先把旧的输出乘以同一个因子，再加上新读入的块的贡献。读完最后一块之后，把输出除以 $\ell$。一块算完之后，这一块的分数就不必保留了。
 #
-# GPU 在片上一小块快速存储里计算，序列长了，(n, block) 的分数就放不下，因此查询也要分块。一个查询块和一个**键块**（键连同它们的值）之间的分数，构成一个**分块**（tile），它的大小与序列长度无关。
+# GPU 计算时，要先把数据读进芯片上一块很小但很快的存储。如果序列很长，这块存储就放不下形状为 (n, block) 的分数，因此查询也要分成块。一个查询块和一个**键块**（键连同对应的值）之间的分数，构成一个**分块**（tile），分块的大小与序列长度无关。
 #
-# **练习 2。** 为一个头写出 `forward(q, k, v, block_q, block_k)`。输入都是 (n, d)，但键可能比查询多，块的大小也不一定整除长度。返回输出 (n, d) 和各行的 LSE (n,)。分数要除以 $\sqrt d$。
+# **练习 2。** 为一个头写出 `forward(q, k, v, block_q, block_k)`。`q` 的形状是 $(n_q, d)$，`k` 和 `v` 的形状是 $(n_k, d)$。键可能比查询多，块的大小也不一定整除长度。返回输出 $(n_q, d)$ 和各行的 LSE $(n_q,)$。分数要除以 $\sqrt d$。
 #
 # </div>
 
 
-# %% minutes=9
+# %% minutes=12
 def forward(q, k, v, block_q, block_k):
     return None
 
@@ -190,29 +189,29 @@ figures.draw_passes()
 #
 # <div lang="en">
 #
-# The backward pass needs P. From Q, K and the log-sum-exp it computes P again, tile by tile. Four products follow:
+# From Q, K and the log-sum-exp, the backward pass computes P again, tile by tile. Four matrix products follow:
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
-# Between them comes the gradient of softmax. Its Jacobian is $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$, so $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$. This sum runs over the **whole** row, but a tile has only a part of it. However, $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, so $D_i = dO_i \cdot O_i$ can be computed before the loops. This is why O is kept.
+# The gradient of softmax leads from $dP$ to $dS$. The Jacobian of softmax is $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$, so $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$. This sum runs over the **whole** row, but a tile has only a part of the row. However, $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, so $D_i = dO_i \cdot O_i$ can be computed before the loops. O is kept in order to compute $D_i$.
 #
-# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head. It returns dQ, dK and dV. Mind the factor $1/\sqrt d$.
+# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head. It returns dQ, dK and dV. Mind the factor $1/\sqrt d$. You may compute all three gradients in one pass over the tiles, or dQ in one pass and dK and dV in another. Two passes compute S and dP twice. In exchange, each iteration of an outer loop finishes one block of a gradient alone, so no two iterations add to the same place.
 #
 # </div>
 # <div lang="zh">
 #
-# 反向要用 P。它有 Q、K 和 LSE，所以可以逐个分块重新算出 P。接下来与标准注意力一样，是四次矩阵乘法：
+# 反向要用 P。由 Q、K 和 LSE 可以逐个分块重新算出 P。接下来与标准注意力一样，要做四次矩阵乘法：
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
-# 其间要用到 softmax 的梯度。它的雅可比矩阵是 $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$，所以 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$。这个和要对**整行**求，而一个分块只看得到这一行的一部分。不过 $dP_{ij} = dO_i \cdot V_j$，$O_i = \sum_j P_{ij} V_j$，因此 $D_i = dO_i \cdot O_i$，在循环之前就能算出来。保存 O 就是为了它。
+# 从 $dP$ 到 $dS$，要用 softmax 的梯度。softmax 的雅可比矩阵是 $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$，所以 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$。$D_i$ 要对**整行**求和，而一个分块里只有这一行的一部分。不过 $dP_{ij} = dO_i \cdot V_j$，$O_i = \sum_j P_{ij} V_j$，因此 $D_i = dO_i \cdot O_i$，在循环之前就可以算出来。保存 O，就是为了计算 $D_i$。
 #
-# **练习 3。** 为一个头写出 `backward(q, k, v, o, lse, grad_o, block_q, block_k)`，返回 dQ、dK、dV，形状与 q、k、v 相同。别忘了因子 $1/\sqrt d$。
+# **练习 3。** 为一个头写出 `backward(q, k, v, o, lse, grad_o, block_q, block_k)`，返回 dQ、dK、dV，形状与 q、k、v 相同。别忘了因子 $1/\sqrt d$。这三个梯度可以在一次遍历里算完，也可以遍历两次，一次算 dQ，一次算 dK 和 dV。遍历两次时，S 和 dP 各要算两遍。好处是外层循环的每一步都能独立算完梯度的一块，任何两步都不会累加到同一个位置。
 #
 # </div>
 
 
-# %% minutes=15
+# %% minutes=25
 def backward(q, k, v, o, lse, grad_o, block_q, block_k):
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
@@ -230,7 +229,7 @@ if not exercises.check_backward.accepted:
             rows = slice(i, i + block_q)
             for j in range(0, len(k), block_k):
                 keys = slice(j, j + block_k)
-                p = (q[rows] @ k[keys].T * scale - lse[rows, None]).exp()  # P, once more
+                p = (q[rows] @ k[keys].T * scale - lse[rows, None]).exp()  # P again
                 dv[keys] += p.T @ grad_o[rows]
                 ds = p * (grad_o[rows] @ v[keys].T - dots[rows]) * scale
                 dq[rows] += ds @ k[keys]
@@ -241,19 +240,9 @@ if not exercises.check_backward.accepted:
 exercises.check_backward(backward)
 ### END SOLUTION
 
-# %% [markdown]
-# <div lang="en">
-#
-# How exact are both passes? The figure shows the errors against float64 of your code, of the library and of standard attention, all in fp32.
-#
-# </div>
-# <div lang="zh">
-#
-# 两者有多精确？下图以 float64 为准，画出你的代码、库里的版本和标准注意力在 fp32 下的误差。
-#
-# </div>
+# %% jupyter={"source_hidden": true} slide="result" tags=["nbval-ignore-output", "shows-device"]
+from course_lib.attention import flash_attention, standard_attention
 
-# %% jupyter={"source_hidden": true} slide="result"
 q, k, v, grad_o = torch.randn(4, 1, 1, 300, 64)  # (batch, heads, n, d) each
 
 
@@ -275,49 +264,59 @@ solved = exercises.check_forward.accepted and exercises.check_backward.accepted
 if solved:
     ways["yours"] = yours()
 ways["the library"] = by_autograd(flash_attention, torch.float32)
-errors = {}
+rows = []
 for name, way in ways.items():
-    pairs = zip(way, exact, strict=True)
-    errors[name] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
-figures.draw_errors(errors)
+    errors = [(a - b).norm() / b.norm() for a, b in zip(way, exact, strict=True)]
+    rows.append((name, *(f"{1e7 * error:.1f}" for error in errors)))
+table(["relative error (1e-7)", "O", "dQ", "dK", "dV"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# All errors are near 4e-7. Tiled attention adds in a different order from standard attention, so the last digits differ. "Exact" attention is exact as a formula, not bit by bit.
+# The table lists the errors of fp32 results against float64. All errors are near 4e-7. Tiled attention adds in another order than standard attention, so the last digits differ. Tiled attention is exact as a formula, not bit by bit.
 #
 # </div>
 # <div lang="zh">
 #
-# 误差都在 4e-7 上下。分块计算时求和的顺序与标准注意力不同，因此末几位数字也不同。所谓“精确”注意力，是公式上精确，并不是逐比特相同。
+# 表中列出 fp32 的结果相对于 float64 的误差，都在 4e-7 左右。分块计算时，求和的顺序与标准注意力不同，因此结果的末几位数字也不同。说 flash 注意力“精确”，是指公式没有近似，并不是指结果逐比特相同。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# **End of the first sitting** (60 minutes). You have written both passes of flash attention, with errors like those of standard attention. The second sitting asks how many bytes and FLOPs these passes need, turns your forward pass into a GPU kernel, uses the log-sum-exp once more, and asks when PyTorch does not use flash attention.
+#
+# </div>
+# <div lang="zh">
+#
+# **第一次学习到此结束**（60 分钟）。你已经写完 flash 注意力的前向和反向，它们的误差与标准注意力相当。第二次学习先看前向和反向保存多少字节、需要多少 FLOPs，再把前向改写成 GPU 核函数，然后介绍 LSE 的另一个用处，最后看 PyTorch 什么时候不用 flash 注意力。
 #
 # </div>
 
 # %% [markdown] slide={"en": "**Guess first.** Twice the tokens: how much more does each kind keep?", "zh": "**先猜**：token 数加倍，两种注意力各要多保存多少？"}
-# ## 6.4 What is saved, also with grouped queries / 保存了什么（包括分组查询）
+# ## 6.4 What is saved / 保存了什么
 #
 # <div lang="en">
 #
-# Lesson 01's list shows what autograd holds after the forward pass of the library's version.
-#
-# **Guess first:** if the number of tokens doubles, how much more does each kind keep?
+# As in lesson 01, we list which tensors the library's flash attention keeps. **Guess first:** if the number of tokens doubles, by what factor do the kept bytes of standard and of flash attention grow?
 #
 # </div>
 # <div lang="zh">
 #
-# 前向之后，autograd 保存了什么？下面用第 01 课的表来看库里的版本。
-#
-# **先猜**：token 数加倍，两种注意力各要多保存多少？
+# 用库里的 flash 注意力做一次前向之后，autograd 保存了哪些张量？下面像第 01 课那样列出这些张量。**先猜**：如果 token 数加倍，标准注意力和 flash 注意力保存的字节数各变成原来的几倍？
 #
 # </div>
 
-
 # %%
-def kept(function, sequence, dtype=torch.float32, heads=12):
-    size = (1, heads, sequence, 64)
+from course_lib.attention import flash_attention, standard_attention
+from course_lib.memory import saved_tensors, symbolic
+
+
+def kept(function, n, dtype=torch.float32):
     with symbolic():
-        inputs = [torch.empty(size, dtype=dtype, requires_grad=True) for _ in range(3)]
-        return saved_tensors(function, *inputs)
+        qkv = [torch.empty(1, 12, n, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
+        return saved_tensors(function, *qkv)
 
 
 kept(flash_attention, 512)
@@ -338,48 +337,22 @@ for name in kinds:
         rows.append((label, sum(formula.values()), found))
 predictions([rows[i] for i in (0, 4, 5, 9)], unit="bytes")
 
-# %% [markdown]
-# <div lang="en">
-#
-# Most models today use **grouped-query attention** (GQA), in which several query heads share one head of keys and values. In PyTorch it is `enable_gqa=True`. Fewer heads of K and V are kept, and each is read by several query heads.
-#
-# **Exercise 4.** A layer has 32 query heads and 8 key and value heads, $d = 128$, 4096 tokens, batch size 1, in bf16. How many bytes does FlashAttention keep?
-#
-# </div>
-# <div lang="zh">
-#
-# 现在的模型大多用**分组查询注意力**（GQA），即几个查询头共用一个键值头，在 PyTorch 里写作 `enable_gqa=True`。这样，K 和 V 要保存的头数就少了，每个键值头供几个查询头读取。
-#
-# **练习 4。** 一层有 32 个查询头、8 个键值头，$d = 128$，4096 个 token，批次大小为 1，bf16。FlashAttention 保存多少字节？
-#
-# </div>
-
-# %% minutes=3
-answer = None  # bytes
-exercises.check_grouped_bytes(answer)
-
-# %% jupyter={"source_hidden": true}
-### BEGIN SOLUTION
-one_head = 4096 * 128 * 2
-exercises.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
-### END SOLUTION
-
 # %% [markdown] slide={"en": "FLOPs in $N^2 d$: forward, your backward, and a backward in two passes.\n\nWhy would anyone pass over the tiles twice?", "zh": "以 $N^2 d$ 计的 FLOPs：前向、你的反向、遍历两次的反向。\n\n为什么会有人愿意把分块遍历两次？"}
-# ## 6.5 What is computed / 计算了什么
+# ## 6.5 What is computed and moved / 计算了什么，搬运了什么
 #
 # <div lang="en">
 #
-# Computing P again has a cost. **Exercise 5.** Give the FLOPs for one head in units of $N^2 d$: of the forward pass, of your backward pass, and of a backward in **two passes** over the tiles. There, one pass computes dK and dV, the other computes dQ, and each computes S and dP for itself.
+# **Exercise 4.** Computing P again costs FLOPs. Give the FLOPs of one head, in units of $N^2 d$, for forward, for backward in one pass over the tiles, and for backward in **two passes**, where each pass computes S and dP for itself.
 #
 # </div>
 # <div lang="zh">
 #
-# 重新计算 P 是有代价的。**练习 5。** 以 $N^2 d$ 为单位，写出一个头的 FLOPs：前向、你写的反向，以及把所有分块**遍历两次**的反向。后者用一次遍历算 dK 和 dV，另一次算 dQ，S 和 dP 在两次遍历里各算一遍。
+# **练习 4。** 重新计算 P 会增加 FLOPs。以 $N^2 d$ 为单位，写出一个头在三种情形下的 FLOPs：前向，把分块遍历一次的反向，以及把分块**遍历两次**的反向。遍历两次时，每次遍历都要重新算一遍 S 和 dP。
 #
 # </div>
 
-# %% minutes=4
-flops = {"forward": None, "backward": None, "two passes": None}  # N² d
+# %% minutes=5
+flops = {"forward": None, "backward": None, "two passes": None}  # in N² d
 exercises.check_flops(flops)
 
 # %% jupyter={"source_hidden": true}
@@ -390,6 +363,8 @@ exercises.check_flops(flops)
 ### END SOLUTION
 
 # %% jupyter={"source_hidden": true} slide="result"
+from course_lib.memory.measurement import flop_counter
+
 one, n, d = [x[0, 0] for x in (q, k, v)], 300, 64
 with flop_counter() as first:
     o, lse = forward(*one, 60, 60) if solved else (None, None)
@@ -405,126 +380,38 @@ table(["", "FLOPs (units of n²d)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Two passes cost 40% more FLOPs in backward. In exchange, no two instances of a kernel write to the same place, so the result is **deterministic**. With one pass, many instances add to one dQ by atomic adds, in an order that changes between runs (FlashAttention's issue 414). In FlashAttention-2 only dQ is affected (issue 988), and elsewhere possibly the dK and dV of grouped queries. `torch.use_deterministic_algorithms(True)` avoids this.
+# In backward, two passes cost 40% more FLOPs than one pass, but the result is **deterministic**. With one pass, parallel programs add to the same dQ by atomic adds, in an order that changes between runs (FlashAttention's issue 414). FlashAttention's option `deterministic=True` fixes the order, but backward takes 21% longer on an H100 with head size 128, 8192 tokens and a causal mask (pull request 1893).
 #
-# One pass can be deterministic too, if the instances add in a fixed order. This is FlashAttention's `deterministic=True`. With it, backward takes 21% longer on an H100 with head size 128, 8192 tokens and a causal mask (pull request 1893). The kernels of this library use two passes.
-#
-# </div>
-# <div lang="zh">
-#
-# 遍历两次，反向要多 40% 的 FLOPs，换来的是任何两个核函数实例都不会写同一个地方，因此结果是**确定性的**（deterministic）。只遍历一次时，许多实例同时用原子加往同一个 dQ 上累加，每次运行的顺序都不同（FlashAttention 的 issue 414）。在 FlashAttention-2 里，受影响的只有 dQ（issue 988）；在别的实现里，分组查询的 dK 和 dV 也可能受影响。用 `torch.use_deterministic_algorithms(True)` 可以避免。
-#
-# 只遍历一次也可以是确定性的，只要各个实例按固定的顺序累加。FlashAttention 的 `deterministic=True` 就是这样做的。在 H100 上，头维度 128，8192 个 token，因果掩码，打开这个选项，反向要多花 21% 的时间（合并请求 1893）。本库的核函数遍历两次。
-#
-# </div>
-
-# %% [markdown] slide={"en": "More FLOPs than standard attention, and yet faster?\n\n**Guess first.** How many bytes does it move in comparison?", "zh": "FLOPs 比标准注意力多，反而更快？\n\n**先猜**：与标准注意力相比，搬运的字节是多是少？"}
-# ## 6.6 What is moved / 搬运了什么
-#
-# <div lang="en">
-#
-# Flash attention computes more, and can still be faster, because on a GPU the limit is often the number of bytes moved. Standard attention moves $\Theta(N d + N^2)$ numbers. Flash attention reads K and V once per block of queries, which makes $\Theta(N^2 d^2 / M)$ if $M$ numbers fit on the chip. FLOPs divided by bytes is the **arithmetic intensity**. The **roofline** is the smaller of compute rate and bandwidth times intensity. The figure shows counts, not measurements, for blocks of 64 and 128 queries.
+# Flash attention needs more FLOPs than standard attention, but can be faster because it moves fewer bytes. If $M$ numbers fit on the chip, a block has about $M/(4d)$ queries. Each block of queries reads K and V once, so flash attention moves $\Theta(N^2 d^2 / M)$ numbers, and standard attention $\Theta(N d + N^2)$. Section 6.17 draws the roofline.
 #
 # </div>
 # <div lang="zh">
 #
-# flash 注意力算得更多，却可能更快，因为在 GPU 上，限制往往来自搬运的字节数。标准注意力搬运 $\Theta(N d + N^2)$ 个数。flash 注意力每处理一个查询块，就把 K 和 V 读一遍。设片上放得下 $M$ 个数，一共要搬 $\Theta(N^2 d^2 / M)$ 个。FLOPs 除以字节是**算术强度**，**屋顶线**（roofline）取算力与“强度乘带宽”两者中较小的。下图是数出来的，不是测出来的，查询块取 64 和 128。
+# 把分块遍历两次，反向的 FLOPs 比遍历一次多 40%，但每次运行的结果都完全相同，也就是**确定**（deterministic）的结果。如果只遍历一次，并行的程序就要用原子加法往同一个 dQ 上累加，每次运行的累加顺序可能不同（FlashAttention 的 issue 414）。FlashAttention 的选项 `deterministic=True` 把这个顺序固定下来，但反向会变慢。以 H100 为例，头维度是 128、序列有 8192 个 token、带因果掩码时，反向的用时增加 21%（合并请求 1893）。
 #
-# </div>
-
-# %% jupyter={"source_hidden": true} slide="result"
-sizes = {"sequence": 4096, "head_dim": 64}
-reached = {"standard": attention_cost(**sizes, kind="standard").arithmetic_intensity}
-for count in (64, 128):  # queries per block: M / (4 d), 2 bytes per number
-    cost = attention_cost(**sizes, kind="flash", sram_bytes=count * 4 * 64 * 2)
-    reached[text("flash, {count} queries", count=count)] = cost.arithmetic_intensity
-devices = {"A100: 312 TFLOP/s, 2.0 TB/s": (312e12, 2.0e12)}
-devices["H100: 989 TFLOP/s, 3.35 TB/s"] = 989e12, 3.35e12
-figures.draw_roofline(devices, reached)
-
-# %% jupyter={"source_hidden": true}
-ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
-[round(x) for x in reached.values()], ridges
-
-# %% [markdown]
-# <div lang="en">
-#
-# Flash attention reaches 63 and 124 FLOPs per byte. Both lie to the left of the ridges of an A100 and an H100, 156 and 295, so by this count memory would still be the limit. In reality the L2 cache helps. The A100's L2 has 40 MB, so one head's K and V, 1 MB here, stay there. If K and V were read from memory only once per head, the intensity would be 2,032. FlashAttention-2 reports 50% to 73% of an A100's peak.
-#
-# </div>
-# <div lang="zh">
-#
-# flash 注意力的算术强度是每字节 63 和 124 FLOPs，都在 A100 与 H100 的拐点 156 和 295 的左边，照这样数，瓶颈仍是显存带宽。实际上 L2 缓存会帮忙：A100 的 L2 缓存有 40 MB，一个头的 K 和 V 在这里共 1 MB，能一直留在里面。假如每个头的 K 和 V 只从显存读一次，强度就是 2,032。FlashAttention-2 报告达到 A100 峰值算力的 50% 到 73%。
-#
-# </div>
-
-# %% [markdown] slide={"en": "Standard attention behind a checkpoint forgets P as well.\n\n**Guess first.** Peak and FLOPs, compared with flash?", "zh": "给标准注意力加检查点，也会忘掉 P。\n\n**先猜**：与 flash 相比，峰值和 FLOPs 如何？"}
-# ## 6.7 The general tool and the special one / 通用工具与专用工具
-#
-# <div lang="en">
-#
-# Lesson 02 has another way not to keep P, which is a checkpoint around standard attention. The comparison uses 1024 tokens, 8 heads and three layers in a row. **Guess first:** which of the two has the higher peak, and which does more FLOPs?
-#
-# </div>
-# <div lang="zh">
-#
-# 第 02 课有另一种不保存 P 的办法，就是给标准注意力加检查点。下面用 1024 个 token、8 个头、相连的三层来比较。**先猜**：两者哪个峰值更高，哪个 FLOPs 更多？
-#
-# </div>
-
-# %%
-from course_lib.checkpoint.readable import checkpoint
-
-
-def costs_of(layer, depth=3):
-    with symbolic():
-        o, k, v = inputs = [torch.empty(1, 8, 1024, 64, requires_grad=True) for _ in range(3)]
-        for x in inputs:
-            x.grad = torch.zeros_like(x)
-        with flop_counter() as counter, MemoryMeter() as meter:
-            for _ in range(depth):
-                o = layer(o, k, v)
-            o.sum().backward()
-    return meter.peak_bytes / 1e6, counter.get_total_flops() / 1e9
-
-
-# %% slide="result"
-no_random = {"use_reentrant": False, "preserve_rng_state": False}
-checkpointed = partial(checkpoint, standard_attention, **no_random)
-layers = {"standard": standard_attention, "checkpointed": checkpointed, "flash": flash_attention}
-figures.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
-
-# %% [markdown]
-# <div lang="en">
-#
-# Both forget P. The checkpoint's recomputation stops early, so both compute only $Q K^T$ again, with equal FLOPs. But when backward reaches a checkpointed layer, the whole of P exists again, with its gradient and that of the scores. These are three matrices of $N^2$ numbers per head, $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, or 101 of the 109 MB. Flash attention has only one tile of such a matrix at a time. A checkpoint discards P between layers, flash attention inside the operator.
-#
-# </div>
-# <div lang="zh">
-#
-# 两者都忘掉 P。检查点的重计算会提前终止，因此两者都只重做一次乘法 $Q K^T$，FLOPs 也就相同。但反向走到加了检查点的一层时，完整的 P 又出现了，同时还有它的梯度和分数的梯度。也就是每个头有三个矩阵，每个矩阵 $N^2$ 个数，共 $3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，占 109 MB 中的 101 MB。flash 注意力每次只有这种矩阵的一个分块。通用工具在层与层之间忘，专用工具在算子里面忘。
+# flash 注意力的 FLOPs 比标准注意力多，却可能更快，因为它搬运的字节更少。假设芯片上的存储放得下 $M$ 个数，那么一个查询块大约有 $M/(4d)$ 个查询。每个查询块都要把 K 和 V 读一遍，所以 flash 注意力一共搬运 $\Theta(N^2 d^2 / M)$ 个数，标准注意力则搬运 $\Theta(N d + N^2)$ 个数。屋顶线（roofline）图在 6.17 节。
 #
 # </div>
 
 # %% [markdown] slide={"en": "Your forward as a kernel: one instance per block of queries.\n\n**Three lines are yours**: `new`, `shrink`, `o`.", "zh": "把你的前向写成核函数：每个查询块一个实例。\n\n**三行由你写**：`new`、`shrink`、`o`。"}
-# ## 6.8 From torch to Triton / 从 torch 到 Triton 核函数
+# ## 6.6 From torch to Triton / 从 torch 到 Triton 核函数
 #
 # <div lang="en">
 #
-# On a GPU your outer loop becomes a **kernel**, a program with many parallel instances. Each **instance** takes one block of queries, and `tl.program_id(0)` tells it which one. `tl.load` reads a block of rows at computed addresses. On a CPU, Triton's interpreter runs the instances one after the other.
+# On a GPU, your outer loop becomes a **kernel**, a program that runs in many parallel instances. Each **instance** computes the block of queries whose number is `tl.program_id(0)`. `tl.load` reads rows at computed addresses. On a CPU, Triton's interpreter runs one instance after the other.
 #
-# Any number of tokens is allowed. Rows past the end are **masked**: `tl.load` returns 0 for them, `tl.store` skips them, and keys past the end get the score −∞, so their weight is 0. `tl.constexpr` marks numbers that are fixed when the kernel is compiled.
+# The block size need not divide the number of tokens. Rows past the end are **masked**: `tl.load` returns 0 for these rows, and `tl.store` skips them. Keys past the end get the score −∞, so their weight is 0. `tl.constexpr` marks numbers that are fixed when the kernel is compiled.
 #
-# **Exercise 6.** In `fold`, which processes one tile, the lines of `new`, `shrink` and `o` are missing. They are the lines of your `forward`, with `tl.maximum`, `tl.max(x, 1)`, `tl.exp`, `tl.dot` and `x[:, None]`.
+# **Exercise 5.** In `fold`, which processes one tile, the lines for `new`, `shrink` and `o` are missing. These lines do the same as in your `forward`, with `tl.maximum`, `tl.max(x, 1)`, `tl.exp`, `tl.dot` and `x[:, None]`.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，你的外层循环变成一个**核函数**（kernel），即同时运行许多份的程序。每个**实例**负责一个查询块，由 `tl.program_id(0)` 得知是哪一块。`tl.load` 按算好的地址读入若干行。在 CPU 上，Triton 的解释器把这些实例一个接一个地运行。
+# 在 GPU 上，你的外层循环变成一个**核函数**（kernel），也就是有许多实例并行运行的程序。每个**实例**负责一个查询块，块的编号是 `tl.program_id(0)`。`tl.load` 从算好的地址读入若干行。在 CPU 上，Triton 的解释器逐个运行这些实例。
 #
-# token 数可以是任意的，超出末尾的行用**掩码**处理：`tl.load` 对它们返回 0，`tl.store` 跳过它们，超出末尾的键得到分数 −∞，因此权重是 0。`tl.constexpr` 标出编译核函数时就固定下来的数。
+# 块的大小不一定能整除 token 数。超出末尾的行用**掩码**处理，`tl.load` 对这些行返回 0，`tl.store` 则不写这些行。超出末尾的键，分数设为 −∞，因此权重是 0。用 `tl.constexpr` 标出的数，在编译核函数时就已经固定。
 #
-# **练习 6。** `fold` 处理一个分块，其中缺 `new`、`shrink` 和 `o` 三行。它们就是你写的 `forward` 里的三行，要用 `tl.maximum`、`tl.max(x, 1)`、`tl.exp`、`tl.dot` 和 `x[:, None]`。
+# **练习 5。** 函数 `fold` 处理一个分块，其中还缺 `new`、`shrink` 和 `o` 三行。这三行与你写的 `forward` 里的计算相同，要用 `tl.maximum`、`tl.max(x, 1)`、`tl.exp`、`tl.dot` 和 `x[:, None]` 来写。
 #
 # </div>
 
@@ -559,7 +446,7 @@ def kernel(q, k, v, out, lse, n, D: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(lse + rows, (largest + tl.log(total))[:, None], mask=rows < n)
 
 
-# %% minutes=5
+# %% minutes=7
 def run(q, k, v):
     o, lse = torch.empty_like(q), q.new_empty(len(q))
     if triton:
@@ -585,29 +472,112 @@ if not exercises.check_kernel.accepted:
 exercises.check_kernel(run)
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "Six calls of PyTorch's attention.\n\n**Guess first.** Which one keeps the scores on this CPU? Which ones on an H200?", "zh": "六种调用 PyTorch 注意力的写法。\n\n**先猜**：哪一种在这个 CPU 上会保存分数？哪几种在 H200 上会？"}
-# ## 6.9 Why is my attention not flash? / 我的注意力为什么不是 flash？
+# %% [markdown] slide={"en": "Half of the keys gave $(o_1, \\text{lse}_1)$, the other half $(o_2, \\text{lse}_2)$.\n\n**Write it**: attention over all keys, without Q, K or V.", "zh": "一半的键给出 $(o_1, \\text{lse}_1)$，另一半给出 $(o_2, \\text{lse}_2)$。\n\n**自己写**：不用 Q、K、V，求对全部键的注意力。"}
+# ## 6.7 Two parts of the keys / 把键分成两部分
 #
 # <div lang="en">
 #
-# `F.scaled_dot_product_attention` chooses one of several implementations, its **backends**. Most of them are fused kernels, which keep one number per row. The last one, `MATH`, runs separate operators and keeps the scores. PyTorch changes to it without a warning. The choice depends on the mask, dropout, dtype, head size and numbers of heads.
+# The log-sum-exp has a second use. Suppose attention over one part of the keys gave the output $o_1$ and $\text{lse}_1$, and attention over the other part gave $o_2$ and $\text{lse}_2$. These four tensors are enough for attention over all keys.
 #
-# Below are six calls with 8 query heads and 1024 tokens. **Guess first:** which call keeps the scores on this CPU, and which ones on an H200?
+# **Exercise 6.** Write `merge(o1, lse1, o2, lse2)`, which returns the output, (n, d), and the log-sum-exps, (n,), for all keys. The parts may have different sizes, and scores may be as large as 1000. With a causal mask, a query may see no key of one part. For this part, the query's output is 0 and its log-sum-exp is −∞. Every query sees a key of the other part.
 #
 # </div>
 # <div lang="zh">
 #
-# `F.scaled_dot_product_attention` 有几种实现，称为**后端**（backend），每次调用选其中一种。多数后端是融合算子，每行只保存一个数。最后一种叫 `MATH`，它运行一连串单独的算子，并保存分数。换成它时，PyTorch 并不警告。选哪一种，取决于掩码、dropout、dtype、头的维度和头数。
+# LSE 还有第二个用处。假设对一部分键做注意力，得到输出 $o_1$ 和 $\text{lse}_1$，再对其余的键做注意力，得到输出 $o_2$ 和 $\text{lse}_2$。有了这四个张量，就能算出对全部键做注意力的结果。
 #
-# 下面是六种调用，都有 8 个查询头和 1024 个 token。**先猜**：哪一种在这个 CPU 上会保存分数？哪几种在 H200 上会？
+# **练习 6。** 写出 `merge(o1, lse1, o2, lse2)`，返回对全部键做注意力的输出 (n, d) 和各行的 LSE (n,)。两部分的大小可能不同，分数可能达到 1000。有因果掩码时，一个查询可能在其中一部分里一个键也看不见。这时，在这一部分上，这个查询的输出是 0，LSE 是 −∞。不过在另一部分里，它至少看得见一个键。
+#
+# </div>
+
+
+# %% minutes=5
+def merge(o1, lse1, o2, lse2):
+    return None
+
+
+exercises.check_merge(merge)
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not exercises.check_merge.accepted:
+
+    def merge(o1, lse1, o2, lse2):
+        lse = torch.logaddexp(lse1, lse2)
+        o = o1 * (lse1 - lse).exp()[:, None] + o2 * (lse2 - lse).exp()[:, None]
+        return o, lse
+
+
+exercises.check_merge(merge)
+### END SOLUTION
+
+# %%
+from functools import reduce
+
+
+def in_parts(q, k, v, count):
+    parts = zip(k.chunk(count), v.chunk(count), strict=True)
+    return reduce(lambda a, b: merge(*a, *b), [forward(q, *part, 64, 64) for part in parts])[0]
+
+
+q1, k1, v1 = torch.randn(3, 300, 64)
+if ready := exercises.check_forward.accepted and exercises.check_merge.accepted:
+    o1, lse1 = forward(q1, k1, v1, 64, 64)
+    decoding = in_parts(q1[-1:], k1, v1, 8)
+    ring = torch.cat([in_parts(rows, k1, v1, 4) for rows in q1.chunk(4)])
+
+# %% jupyter={"source_hidden": true} slide="result"
+pairs = {}
+if ready:
+    pairs["one query, 8 parts of the keys"] = decoding, o1[-1:]
+    pairs["4 parts of the queries and of the keys"] = ring, o1
+rows = [(name, torch.allclose(*pair, atol=1e-5)) for name, pair in pairs.items()]
+table(["merged results", "close to `forward`"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# The first row is **flash-decoding**. A model that generates text has one new query and many keys, so several instances each process a part of the keys. The second row is **ring attention**, in one process here. Each device has a part of the queries, keys and values, and passes its keys and values to the next. In lesson 08 the parts are on different ranks.
+#
+# </div>
+# <div lang="zh">
+#
+# 表的第一行是 **flash-decoding**。模型生成文字时，每次只有一个新的查询，键却很多，所以让几个实例各处理一部分键。第二行是**环形注意力**（ring attention），这里只用一个进程来演示。每台设备负责一部分查询、键和值，并把手里的键和值依次传给下一台设备。到了第 08 课，各部分的查询、键和值就分别放在不同的进程里。
+#
+# </div>
+
+# %% [markdown] slide={"en": "Six calls of PyTorch's attention.\n\n**Guess first.** Which one keeps the scores on this CPU? Which ones on an H200?", "zh": "六种调用 PyTorch 注意力的写法。\n\n**先猜**：哪一种在这个 CPU 上会保存分数？哪几种在 H200 上会？"}
+# ## 6.8 Why is my attention not flash? / 我的注意力为什么不是 flash？
+#
+# <div lang="en">
+#
+# `F.scaled_dot_product_attention` runs one of several implementations, called **backends**. Most backends are fused kernels, but the last one, `MATH`, runs separate operators and keeps the scores. PyTorch falls back to `MATH` without a warning.
+#
+# PyTorch checks the inputs to choose the backend. Only one fused kernel on CUDA accepts fp32. This kernel's head size must be a multiple of 16 bytes, or 4 numbers in fp32.
+#
+# The six calls have 8 query heads and 1024 tokens. **Guess first:** which call keeps the scores on this CPU, and which calls on an H200, in fp32 and in bf16?
+#
+# </div>
+# <div lang="zh">
+#
+# `F.scaled_dot_product_attention` 有几种实现，称为**后端**（backend），每次调用运行其中一种。多数后端是融合算子。剩下的一种后端叫 `MATH`，它依次运行一连串单独的算子，并保存分数。PyTorch 退回到 `MATH` 时并不发出警告。
+#
+# PyTorch 根据输入选择后端。例如在 CUDA 上，只有一种融合算子接受 fp32。这种算子要求头维度占用的字节数是 16 的倍数，用 fp32 时，头维度就必须是 4 的倍数。
+#
+# 下面六种调用都有 8 个查询头和 1024 个 token。**先猜**：在这个 CPU 上，哪一种调用会保存分数？在 H200 上，用 fp32 时和用 bf16 时，各有哪几种调用会保存分数？
 #
 # </div>
 
 
 # %%
-def call(d=64, kv_heads=8, dtype=torch.float32, mask=None, **options):
-    shapes = [(1, heads, 1024, d) for heads in (8, kv_heads, kv_heads)]
-    inputs = [torch.rand(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+from functools import partial
+
+from torch.nn import functional as F
+
+
+def call(d=64, d_v=None, kv_heads=8, dtype=torch.float32, mask=None, **options):
+    shapes = (8, d), (kv_heads, d), (kv_heads, d_v or d)
+    inputs = [torch.rand(1, n, 1024, size, dtype=dtype, requires_grad=True) for n, size in shapes]
     return inputs, options | ({"attn_mask": mask(dtype)} if mask else {})
 
 
@@ -632,48 +602,163 @@ def kept_by(call, **dtype):
 
 
 with symbolic(Symbolic(kind="cuda")):  # operators and bytes as on an H200, without a GPU
-    on_cuda = {name: kept_by(call) for name, call in calls.items()}
+    in_fp32 = {name: kept_by(call) for name, call in calls.items()}
+    in_bf16 = {name: kept_by(call, dtype=torch.bfloat16) for name, call in calls.items()}
+
 
 # %% jupyter={"source_hidden": true} slide="result"
-from torch.nn.attention import SDPBackend
+def on_cpu(call):
+    inputs, options = call()
+    choice = torch._fused_sdp_choice(*inputs, **options)  # PyTorch's own choice
+    return torch.nn.attention.SDPBackend(choice).name
+
 
 rows = []
 for name, each in calls.items():
-    inputs, options = each()
-    backend = SDPBackend(torch._fused_sdp_choice(*inputs, **options)).name  # PyTorch's own choice
-    with symbolic(Symbolic(kind="cuda")):
-        in_bf16 = kept_by(each, dtype=torch.bfloat16)
-    rows.append((name, f"`{backend}`", kept_by(each), on_cuda[name], in_bf16))
+    cells = []
+    # the calls that no GPU has run: head size 63, and a transposed mask in bf16
+    sources = (name == "head size 63", name in ("head size 63", "mask, transposed"))
+    for count, source in zip((in_fp32[name], in_bf16[name]), sources, strict=True):
+        cells.append(text("{count}, from source" if source else "{count}, run", count=count))
+    rows.append((name, f"`{on_cpu(each)}`", kept_by(each), *cells))
 headings = ["CPU: backend", "CPU: kept (MB)", "H200, fp32 (MB)", "H200, bf16 (MB)"]
 table(["call", *headings], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# - An $N \times N$ **mask** is kept itself, $4N^2$ bytes in fp32 (for each head, if each has its own). On CUDA, a mask whose last stride is not 1, as in T5, gets no fused kernel.
-# - **Dropout** is inside the kernels on CUDA. This CPU uses `MATH` and keeps 107 MB instead of 8.4 MB.
-# - **Head sizes** must be a multiple of 4 in fp32 on CUDA. In bf16, without a mask, PyTorch pads heads of up to 256 to a multiple of 8 (here 64) and keeps the padded tensors. With a mask, only multiples of 8 fit.
-# - **Grouped queries** get no fused kernel in fp32 on CUDA. With one, a Llama's step there would peak at 6,230 MB instead of 8,509 MB. In bf16 they get one, on an A100 or RTX 4090 only without a mask.
+# - PyTorch also keeps an $N \times N$ **mask**, $4N^2$ bytes in fp32. On CUDA, no fused kernel accepts a mask whose last stride is not 1, like T5's.
+# - On CUDA, fused kernels compute **dropout**. On this CPU, PyTorch uses `MATH` and keeps 107 MB, instead of 8.4 MB without dropout.
+# - In bf16 on CUDA without a mask, PyTorch pads **head sizes** of at most 256 to a multiple of 8 (here 63 to 64) and keeps the padded tensors. With a mask, fused kernels accept only multiples of 8.
+# - On CUDA, **grouped-query attention** gets no fused kernel in fp32. In bf16 it gets one, but on an A100 or RTX 4090 only without a mask.
+#
+# *Run* means that the peaks of training steps with such calls, on an H200 with PyTorch 2.11, agreed with the estimates. *From source* means that the number follows from the checks of PyTorch 2.11 and 2.13, and no GPU has confirmed it.
 #
 # </div>
 # <div lang="zh">
 #
-# - $N \times N$ 的**掩码**在 fp32 下要占 $4N^2$ 字节，因为掩码本身要保存。每个头各用一个掩码时，每个掩码都要占这么多。在 CUDA 上，最后一维步长不是 1 的掩码（T5 就是这样）用不上融合算子。
-# - **dropout** 在 CUDA 上由核函数内部完成。在这个 CPU 上则退回 `MATH`，保存 107 MB，而不是 8.4 MB。
-# - **头的维度**在 CUDA 上、fp32 时必须是 4 的倍数。bf16 时，只要没有掩码，256 以内的任何维度都用得上融合算子：PyTorch 先把每个头填充到 8 的倍数（这里是 64），再保存填充后的张量。有掩码时，维度必须是 8 的倍数。
-# - **分组查询**在 CUDA 上、fp32 时用不上融合算子。这时一个 Llama 训练步的峰值是 8,509 MB，如果能用融合算子，只要 6,230 MB。bf16 时可以用，但在 A100 或 RTX 4090 上，带掩码时不行。
+# - PyTorch 还会为反向保存 $N \times N$ 的**掩码**，用 fp32 时占 $4N^2$ 字节。在 CUDA 上，如果掩码最后一维的步长不是 1（T5 就是这样），就用不上融合算子。
+# - 在 CUDA 上，**dropout** 由融合算子内部完成。在这个 CPU 上，带 dropout 时 PyTorch 会退回到 `MATH`，保存 107 MB，不带 dropout 时只保存 8.4 MB。
+# - 在 CUDA 上用 bf16 时，只要没有掩码，PyTorch 就把 256 以内的**头维度**填充到 8 的倍数（这里是从 63 填充到 64），再保存填充后的张量。有掩码时，头维度必须是 8 的倍数，才用得上融合算子。
+# - 在 CUDA 上用 fp32 时，**分组查询注意力**用不上融合算子。用 bf16 时用得上，但在 A100 或 RTX 4090 上，必须不带掩码。
+#
+# 表中“运行过”是指，含有这种调用的训练步在 H200 上用 PyTorch 2.11 运行过，测得的峰值与估计相符。“依据源码”是指，这个数由 PyTorch 2.11 和 2.13 源码里的检查函数得出，还没有在 GPU 上核对过。
 #
 # </div>
+
+# %% [markdown] slide={"en": "FlashAttention-3 and 4, sliding windows, soft caps, sinks, keys of 192 and values of 128.\n\nWhich of them is still one call?", "zh": "FlashAttention-3 和 4，滑动窗口、soft cap、sink，键 192 维而值 128 维。\n\n哪些仍然只要一次调用？"}
+# ## 6.9 What came after / 后来的发展
+#
+# <div lang="en">
+#
+# You have written the algorithm of FlashAttention-2. FlashAttention-3 and 4 change how a GPU computes it. In PyTorch, both replace the same operators, so autograd keeps the same tensors.
+#
+# | implementation, from source | compute capability | dtypes |
+# |---|---|---|
+# | FlashAttention-2 | 8.0 to 12.1: A100, RTX 4090, H200, B200 | fp16, bf16 |
+# | FlashAttention-3 | 9.0: H100, H200 | fp16, bf16; fp8 without a backward pass |
+# | FlashAttention-4 | 9.0 and 10.0: H200, B200 | fp16, bf16 |
+#
+# With its package installed, `torch.nn.attention.activate_flash_attention_impl("FA4")` selects FlashAttention-4. Neither FlashAttention-3 nor 4 supports dropout. According to its paper, FlashAttention-3 is 1.5 to 2.0 times as fast as FlashAttention-2 on an H100 in fp16. The B200 sped up the matrix units more than the units for `exp`. Therefore FlashAttention-4 computes some exponentials in software, and multiplies by your `shrink` only if the maximum has grown enough.
+#
+# Newer models change attention itself. Which of these calls still get a fused kernel?
+#
+# </div>
+# <div lang="zh">
+#
+# 你写的是 FlashAttention-2 的算法。FlashAttention-3 和 4 沿用这个算法，改变的是它在 GPU 上的实现方式。在 PyTorch 里，这两个版本替换的是同一批算子的实现，所以 autograd 保存的张量不变。
+#
+# | 实现（依据源码） | 计算能力 | dtype |
+# |---|---|---|
+# | FlashAttention-2 | 8.0 到 12.1，如 A100、RTX 4090、H200、B200 | fp16、bf16 |
+# | FlashAttention-3 | 9.0，即 H100、H200 | fp16、bf16；fp8 没有反向 |
+# | FlashAttention-4 | 9.0 和 10.0，如 H200、B200 | fp16、bf16 |
+#
+# 装好 FlashAttention-4 的包以后，调用 `torch.nn.attention.activate_flash_attention_impl("FA4")` 就会选用 FlashAttention-4。FlashAttention-3 和 4 都不支持 dropout。据论文，在 H100 上用 fp16 计算时，FlashAttention-3 的速度是 FlashAttention-2 的 1.5 到 2.0 倍。B200 的矩阵单元加速得多，计算 `exp` 的单元加速得少，因此 FlashAttention-4 改用软件计算一部分指数，并且只在最大值增大得足够多时，才乘以你写的 `shrink`。
+#
+# 新的模型还改动了注意力本身。下面的调用里，哪些仍然用得上融合算子？
+#
+# </div>
+
+
+# %%
+ones = torch.ones(1024, 1024)
+variants = {
+    "sliding window, bool mask": partial(call, mask=lambda dtype: ones.tril().triu(-127).bool()),
+    "learned bias": partial(call, mask=lambda dtype: (0 * ones).to(dtype).requires_grad_()),
+    "keys of 192, values of 128": partial(call, is_causal=True, d=192, d_v=128),
+    "the same, values padded to 192": partial(call, is_causal=True, d=192),
+}
+
+# %% jupyter={"source_hidden": true} slide="result"
+from course_lib.symbolic import Gpu
+from course_lib.symbolic.cuda_kernels import Call, attention_kernel
+
+
+def kernel_on_h200(call):
+    inputs, options = call(dtype=torch.bfloat16)
+    mask, causal = options.get("attn_mask"), "is_causal" in options
+    return attention_kernel(Call(*inputs, mask, 0.0, causal, False, Gpu()))
+
+
+rows = [
+    (name, f"`{on_cpu(each)}`", kept_by(each), f"`{kernel_on_h200(each).upper()}_ATTENTION`")
+    for name, each in variants.items()
+]
+headings = ["CPU: backend", "CPU: kept (MB)", "H200, bf16, from source"]
+table(["call", *headings], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# The H200 columns follow the rules of PyTorch 2.11 and 2.13. With PyTorch 2.11, an H200 confirmed the bytes of the flag, the mask and dropout, and the kernels chosen for the transposed mask and grouped queries. No GPU has confirmed the head size, which follows PyTorch's compiled checks.
+# PyTorch keeps a **bool mask** in the dtype of Q, which in fp32 takes four times the bool mask's bytes. On this CPU, PyTorch falls back to `MATH` for a **learned bias**, and for values with **another head size** than the keys, as in multi-head latent attention (MLA). Padding these values with zeros halves the kept bytes. By PyTorch's checks, all four calls get a fused kernel on an H200 in bf16.
+#
+# `F.scaled_dot_product_attention` has no argument for a **soft cap** of the scores, which section 6.10 adds with `flex_attention`, and no argument for an **attention sink**. A sink adds the exponential of one more score to the denominator of each softmax, but no row to V. So your `merge` can add a sink as one more part of the keys, with output 0 and a log-sum-exp equal to the sink's score.
 #
 # </div>
 # <div lang="zh">
 #
-# H200 的两列按 PyTorch 2.11 和 2.13 的规则得出。其中，因果标志、掩码和 dropout 的字节数，以及转置的掩码和分组查询所选的核函数，都在 H200 上用 PyTorch 2.11 核对过。头的维度那一行还没有在 GPU 上核对过，它依据 PyTorch 编译好的检查函数。
+# PyTorch 把 **bool 掩码**转成 Q 的 dtype 再保存，用 fp32 时，占用的字节数是 bool 掩码本身的四倍。在这个 CPU 上，如果使用**可学习的偏置**，或者值与键的**头维度不同**（如多头潜在注意力，MLA），PyTorch 都会退回到 `MATH`。在后一种情形下，如果用零填充 V，保存的字节就减少一半。按照 PyTorch 的检查函数，在 H200 上用 bf16 时，这四种调用都用得上融合算子。
+#
+# `F.scaled_dot_product_attention` 没有给分数加 **soft cap** 的参数，6.10 节改用 `flex_attention` 来加。这个函数也没有 **attention sink** 的参数。sink 是每个 softmax 里多出的一个分数，它的指数项加进分母，但 V 并不增加一行。因此可以把 sink 看作另外一部分键，这部分的输出是 0，LSE 等于 sink 的分数，用你写的 `merge` 就能合并进去。
+#
+# </div>
+
+# %%
+sink = torch.ones(300)  # a learned number
+if ready:
+    with_sink, _ = merge(o1, lse1, torch.zeros_like(o1), sink)
+inputs = torch.randn(3, 1, 8, 300, 64, requires_grad=True).unbind()
+
+
+def gradients_of_attention():
+    o = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    return torch.autograd.grad(o.square().sum(), inputs)
+
+
+default = gradients_of_attention()
+torch.use_deterministic_algorithms(True)
+deterministic = gradients_of_attention()
+torch.use_deterministic_algorithms(False)
+
+# %% jupyter={"source_hidden": true}
+pairs = zip(default, deterministic, strict=True)
+rows = [("deterministic gradients, equal bit by bit", all(torch.equal(*pair) for pair in pairs))]
+if ready:
+    scores = torch.cat([q1 @ k1.T / 8, sink[:, None]], 1)  # the sink is one more column
+    expected = scores.softmax(1)[:, :-1] @ v1
+    rows.append(("sink by `merge`, close", torch.allclose(with_sink, expected, atol=1e-5)))
+table(["compared", "result"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# In this call on a CPU, `torch.use_deterministic_algorithms(True)` changes no gradient and raises no error. On CUDA, according to PyTorch's source, this setting makes FlashAttention's backward add in a fixed order, stops the memory-efficient kernel from splitting the keys, and excludes cuDNN. With `warn_only=True`, the first two kernels warn and stay nondeterministic.
+#
+# </div>
+# <div lang="zh">
+#
+# 在 CPU 上运行这次调用时，`torch.use_deterministic_algorithms(True)` 既不改变梯度，也不报错。在 CUDA 上，依据 PyTorch 的源码，打开这个设置以后，FlashAttention 的反向会按固定的顺序累加，memory-efficient 核函数不再把键拆开，cuDNN 则不会被选中。如果加上 `warn_only=True`，FlashAttention 和 memory-efficient 核函数只发出警告，结果仍然不确定。
 #
 # </div>
 
@@ -682,32 +767,30 @@ table(["call", *headings], rows)
 #
 # <div lang="en">
 #
-# The causal flag replaces a causal mask. Other masks are a task for `flex_attention`, which compiles a function into a kernel. Padding is best avoided: pack the sequences one after the other, and pass where each begins (`cu_seqlens`).
+# `flex_attention` compiles your functions for the mask and for the scores into one kernel. Avoid padding: pack the sequences one after the other, and pass the start of each (`cu_seqlens`) to `flash_attn_varlen_func`.
 #
 # | line | here |
 # |---|---|
 # | `F.scaled_dot_product_attention(q, k, v, is_causal=True)` | run below |
 # | `with sdpa_kernel(SDPBackend.FLASH_ATTENTION): ...` raises an error instead of falling back | run below |
-# | `flex_attention(q, k, v, block_mask=create_block_mask(same_document, ...))` | run below; no backward pass on a CPU |
-# | `torch.nn.attention.WARN_FOR_UNFUSED_KERNELS = True` gives the reasons in warnings | not run: the warnings differ by version |
+# | `flex_attention(q, k, v, score_mod=soft_cap, block_mask=create_block_mask(...))` | run below; no backward pass on a CPU |
+# | `torch.nn.attention.WARN_FOR_UNFUSED_KERNELS = True` warns why no fused kernel ran | not run: the warnings differ by version |
 # | Hugging Face: `from_pretrained(..., attn_implementation="sdpa")`, or `"flash_attention_2"` | not run: needs weights |
-# | `varlen_attn(q, k, v, cu_seqlens, ...)`, or `flash_attn_varlen_func` | not run: needs a GPU |
-# | `flash_attn_func(q, k, v, causal=True, deterministic=True)` | not run: needs a GPU |
+# | `varlen_attn(...)`, `flash_attn_varlen_func(...)`, `flash_attn_func(..., deterministic=True)` | not run: needs a GPU |
 #
 # </div>
 # <div lang="zh">
 #
-# 因果标志可以代替因果掩码。别的掩码可以用 `flex_attention`，它把一个函数编译成核函数。填充最好避免，办法是把各条序列首尾相接地打包，再传入每条序列从哪里开始（`cu_seqlens`）。
+# `flex_attention` 把你写的掩码函数和分数函数编译成一个核函数。要避免填充，可以把各条序列首尾相接，打包成一行，再把每条序列的起始位置（`cu_seqlens`）传给 `flash_attn_varlen_func`。
 #
 # | 写法 | 本课是否运行 |
 # |---|---|
 # | `F.scaled_dot_product_attention(q, k, v, is_causal=True)` | 下面运行 |
-# | `with sdpa_kernel(SDPBackend.FLASH_ATTENTION): ...`，不能运行时报错，而不是退回 | 下面运行 |
-# | `flex_attention(q, k, v, block_mask=create_block_mask(same_document, ...))` | 下面运行；在 CPU 上没有反向 |
-# | `torch.nn.attention.WARN_FOR_UNFUSED_KERNELS = True`，用警告说明原因 | 未运行：警告随版本而不同 |
+# | `with sdpa_kernel(SDPBackend.FLASH_ATTENTION): ...`，这个后端不能运行时就报错，不会退回 | 下面运行 |
+# | `flex_attention(q, k, v, score_mod=soft_cap, block_mask=create_block_mask(...))` | 下面运行；在 CPU 上没有反向 |
+# | `torch.nn.attention.WARN_FOR_UNFUSED_KERNELS = True`，用警告说明为什么没有选用融合算子 | 未运行：警告随版本而不同 |
 # | Hugging Face：`from_pretrained(..., attn_implementation="sdpa")`，或 `"flash_attention_2"` | 未运行：需要权重 |
-# | `varlen_attn(q, k, v, cu_seqlens, ...)`，或 `flash_attn_varlen_func` | 未运行：需要 GPU |
-# | `flash_attn_func(q, k, v, causal=True, deterministic=True)` | 未运行：需要 GPU |
+# | `varlen_attn(...)`、`flash_attn_varlen_func(...)`、`flash_attn_func(..., deterministic=True)` | 未运行：需要 GPU |
 #
 # </div>
 
@@ -725,20 +808,23 @@ def same_document(batch, head, query, key):
     return (document[query] == document[key]) & (query >= key)
 
 
-block_mask = create_block_mask(same_document, None, None, 512, 512, device="cpu")
+def soft_cap(score, batch, head, query, key):
+    return 2 * torch.tanh(score / 2)
+
 
 # %% jupyter={"source_hidden": true}
 import warnings
 
 from torch.nn.attention.flex_attention import flex_attention
 
+block_mask = create_block_mask(same_document, None, None, 512, 512, device="cpu")
 with warnings.catch_warnings(record=True) as said:
-    packed = flex_attention(q, k, v, block_mask=block_mask)
-ends = [(0, 200), (200, 400), (400, 512)]  # cu_seqlens is [0, 200, 400, 512]
-alone = [
-    F.scaled_dot_product_attention(*(x[..., a:b, :] for x in (q, k, v)), is_causal=True)
-    for a, b in ends
-]
+    packed = flex_attention(q, k, v, score_mod=soft_cap, block_mask=block_mask)
+alone = []
+for a, b in [(0, 200), (200, 400), (400, 512)]:  # cu_seqlens is [0, 200, 400, 512]
+    scores = soft_cap(q[..., a:b, :] @ k[..., a:b, :].mT / 8, *4 * [None])
+    hidden = torch.ones(b - a, b - a, dtype=torch.bool).triu(1)
+    alone.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[..., a:b, :])
 flags = torch.allclose(flash_attention(q, k, v, causal=True), theirs, atol=1e-5)
 print(*(str(each.message).splitlines()[0] for each in said))
 flags, torch.allclose(torch.cat(alone, 2), packed, atol=1e-5), f"{block_mask.sparsity():.0f}%"
@@ -746,52 +832,66 @@ flags, torch.allclose(torch.cat(alone, 2), packed, atol=1e-5), f"{block_mask.spa
 # %% [markdown]
 # <div lang="en">
 #
-# The flag gives the library's result, and the block mask that of each document alone. It skips half of the tiles. The warning matters: without `torch.compile`, `flex_attention` computes the whole matrix of scores.
+# With `is_causal=True`, PyTorch's result agrees with the library's. `flex_attention` gives the same result as attention on each document alone, with the cap. Its block mask skips half of the tiles. Note the warning: without `torch.compile`, `flex_attention` computes the whole matrix of scores.
 #
 # </div>
 # <div lang="zh">
 #
-# 因果标志的结果与库里的版本一致，块掩码的结果与逐篇文档单独计算一致，而且跳过了一半的分块。要留意那条警告：不用 `torch.compile` 时，`flex_attention` 会算出完整的分数矩阵。
+# 带 `is_causal=True` 时，PyTorch 的结果与库里的版本一致。`flex_attention` 的结果，也与逐篇文档单独计算注意力（同样带 soft cap）的结果一致。这次调用的块掩码跳过了一半的分块。请留意输出里的那条警告，它说的是，如果不用 `torch.compile`，`flex_attention` 就会算出完整的分数矩阵。
 #
 # </div>
 
 # %% [markdown]
 # ## 6.11 Claims and measurements / 说法与实测
-#
-# <div lang="en">
-#
-# These are three common claims.
-#
-# </div>
-# <div lang="zh">
-#
-# 下面三句话很常见。
-#
-# </div>
 
 # %% jupyter={"source_hidden": true} slide="result"
-double = saved["flash"][1] / saved["flash"][0]
-sizes = {"head_dim": 64, "kind": "flash"}
-one, other = (attention_cost(sequence=n, **sizes).flops for n in (512, 1024))
-sizes |= {"sequence": 512, "pass_": "backward"}
-backs = [attention_cost(**sizes, tile_passes=n).flops for n in (1, 2)]
-figures.what_you_may_have_read(
-    f"{double:.1f} × / {other / one:.1f} ×",
-    "; ".join(f"{2 * back / one:.0f}" for back in backs),
-    " / ".join(f"{back / one:.2f} ×" for back in backs),
+from course_lib import memory
+from course_lib.checkpoint.readable import checkpoint
+from course_lib.lessons.lesson_06 import claims
+
+checkpointed = partial(
+    checkpoint, standard_attention, use_reentrant=False, preserve_rng_state=False
 )
 
-# %% [markdown] slide={"en": "The step of lesson 00 with flash attention alone, 128 tokens.\n\n**Guess first.** How much of 277.7 MB does it save?", "zh": "第 00 课的训练步，只换成 flash 注意力，128 个 token。\n\n**先猜**：277.7 MB 里能省多少？"}
+
+def peak(layer, depth):
+    with symbolic(), memory.MemoryMeter() as meter:
+        o, k, v = (torch.zeros(1, 8, 1024, 64, requires_grad=True) for _ in range(3))
+        for _ in range(depth):
+            o = layer(o, k, v)
+        o.sum().backward()
+    return meter.peak_bytes
+
+
+double = saved["flash"][1] / saved["flash"][0]
+sizes = {"head_dim": 64, "kind": "flash"}
+single, other = (attention_cost(sequence=n, **sizes).flops for n in (512, 1024))
+growth = f"{double:.1f} × / {other / single:.1f} ×"
+sizes |= {"sequence": 512, "pass_": "backward"}
+backs = [attention_cost(**sizes, tile_passes=n).flops for n in (1, 2)]
+vectors = [row for row in kept(flash_attention, 1024, torch.bfloat16) if len(row.shape) == 3]
+savings = [1 - peak(checkpointed, depth) / peak(standard_attention, depth) for depth in (1, 3, 6)]
+claims.claims_table(
+    growth,
+    "; ".join(f"{2 * back / single:.0f}" for back in backs),
+    " / ".join(f"{back / single:.2f} ×" for back in backs),
+    f"{len(vectors)}",
+    f"{vectors[0].dtype}".removeprefix("torch."),
+    " / ".join(f"{100 * saving:.0f} %" for saving in savings),
+    growth,
+)
+
+# %% [markdown] slide={"en": "The step of lesson 00 with flash attention alone, 128 tokens.\n\n**Guess first.** By how much does the peak of 277.7 MB fall?", "zh": "第 00 课的训练步，只把标准注意力换成 flash 注意力，128 个 token。\n\n**先猜**：277.7 MB 的峰值能省下多少？"}
 # ## 6.12 The ledger / 账本
 #
 # <div lang="en">
 #
-# This is the training step of lesson 00 with flash attention as its only change. The second result estimates the peak for one sequence of 4096 tokens, with standard and flash attention.
+# The first table repeats lesson 00's training step with flash attention as the only change. The second table estimates the peak for one sequence of 4096 tokens.
 #
 # </div>
 # <div lang="zh">
 #
-# 这是第 00 课的那个训练步，只换成了 flash 注意力。第二个结果是一条 4096 个 token 的序列的估计峰值，分别用标准注意力和 flash 注意力。
+# 第一张表的训练步就是第 00 课的那一步，只把标准注意力换成了 flash 注意力。第二张表把输入换成一条 4096 个 token 的序列，给出峰值的估计值。
 #
 # </div>
 
@@ -815,36 +915,36 @@ table(["attention", "peak (GB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# At 128 tokens P is a small part of a layer, so flash attention saves only 9% of the peak. With one sequence of 4096 tokens, the estimated peak falls from 5.97 GB to 0.78 GB. Which technique saves the most depends on the sequence length.
+# At 128 tokens, P is a small part of a layer's kept bytes, so flash attention reduces the peak by only 9%. With one sequence of 4096 tokens, the estimated peak falls from 5.97 GB to 0.78 GB. Which technique reduces the peak most depends on the sequence length.
 #
 # </div>
 # <div lang="zh">
 #
-# 128 个 token 时，P 只占一层的一小部分，所以 flash 注意力只省下峰值的 9%。换成一条 4096 个 token 的序列，估计峰值就从 5.97 GB 降到 0.78 GB。哪一种技术省得最多，取决于序列长度。
+# 序列只有 128 个 token 时，一层保存的字节里，P 只占一小部分，所以 flash 注意力只把峰值降低 9%。换成一条 4096 个 token 的序列，估计的峰值从 5.97 GB 降到 0.78 GB。哪一种技术省得最多，取决于序列长度。
 #
 # </div>
 
-# %% [markdown] slide={"en": "One number per row restores every probability.\n\nThe checkpoint forgets between layers, flash inside the operator.", "zh": "每行一个数，就能还原每一个概率。\n\n检查点在层与层之间忘，flash 在算子里面忘。"}
+# %% [markdown] slide={"en": "One number per row restores every probability.\n\nIt also merges the results for parts of the keys.", "zh": "每行一个数，就能还原每一个概率。\n\n有了这个数，还能合并各部分键的结果。"}
 # ## 6.13 Summary / 小结
 #
 # <div lang="en">
 #
-# - Softmax can be computed in one pass over blocks. One number per row, the log-sum-exp, restores every probability.
-# - dQ, dK and dV need Q, K, V, O and that number. The saved bytes grow with $N$, and the FLOPs grow with $N^2$.
-# - Backward is five products. Two passes need seven, and then no two instances write to the same place.
-# - A checkpoint around attention also forgets P, for the same FLOPs without a causal mask, but the whole of P exists again at the peak.
-# - PyTorch falls back to keeping the scores without a warning. `sdpa_kernel` makes it raise an error instead.
+# - Softmax can be computed block by block, in one pass. One number per row, the log-sum-exp, restores every probability.
+# - It is enough to keep Q, K, V, O and the log-sum-exp for backward. The kept bytes grow with $N$, the FLOPs with $N^2$.
+# - Backward needs five matrix products per tile. Two passes need seven, but no two instances write to the same place.
+# - The outputs and log-sum-exps for parts of the keys are enough for attention over all keys.
+# - PyTorch falls back without a warning to a backend that keeps the scores. With `sdpa_kernel`, it raises an error.
 #
-# **Next:** [lesson 07](07_fit_the_budget.ipynb) fits all techniques into a budget.
+# **Next:** [lesson 07](07_fit_the_budget.ipynb) combines all techniques within a memory budget.
 #
 # </div>
 # <div lang="zh">
 #
-# - softmax 可以分块计算，只遍历一次。每行一个数，即 LSE，就能还原每一个概率。
-# - dQ、dK、dV 只需要 Q、K、V、O 和这个数。保存的字节与 $N$ 成正比，FLOPs 与 $N^2$ 成正比。
-# - 反向是五次乘法。遍历两次则是七次，那样任何两个实例都不会写同一个地方。
-# - 给注意力加检查点，也忘掉 P，但峰值时完整的 P 又出现了。没有因果掩码时，FLOPs 与只遍历一次的 flash 注意力相同。
-# - PyTorch 会不声不响地退回到保存分数的实现，用 `sdpa_kernel` 可以让它报错。
+# - softmax 可以分块计算，只遍历一次。每行只要保存一个数（LSE），就能还原这一行的全部概率。
+# - 反向只需要保存 Q、K、V、O 和 LSE。保存的字节与 $N$ 成正比，FLOPs 与 $N^2$ 成正比。
+# - 如果只遍历一次，反向对每个分块做五次矩阵乘法。如果遍历两次，就要做七次，但任何两个实例都不会写入同一个位置。
+# - 有了各部分键的输出和 LSE，就能算出对全部键做注意力的结果。
+# - PyTorch 会不加警告地退回到保存分数的后端。用 `sdpa_kernel` 指定后端以后，PyTorch 就会报错，而不会退回。
 #
 # **下一步**：[第 07 课](07_fit_the_budget.ipynb)把这些技术结合起来，满足内存预算。
 #
@@ -853,12 +953,12 @@ table(["attention", "peak (GB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Milakov and Gimelshein 2018, *Online normalizer calculation for softmax*, arXiv:1805.02867. Dao et al. 2022, *FlashAttention*, arXiv:2205.14135. Dao 2023, *FlashAttention-2*, arXiv:2307.08691. Ainslie et al. 2023, *GQA*, arXiv:2305.13245. Dong et al. 2024, *Flex Attention*, arXiv:2412.05496. Williams et al. 2009, *Roofline*, CACM 52(4). NVIDIA's data sheets of A100 and H100. FlashAttention's repository, issues 414 and 988, pull request 1893.
+# **Sources.** Milakov and Gimelshein 2018, *Online normalizer calculation for softmax*, arXiv:1805.02867. Dao et al. 2022, *FlashAttention*, arXiv:2205.14135. Dao 2023, *FlashAttention-2*, arXiv:2307.08691. Shah et al. 2024, *FlashAttention-3*, arXiv:2407.08608. Zadouri et al. 2026, *FlashAttention-4*, arXiv:2603.05451. Dao et al. 2023, *Flash-Decoding for long-context inference*, PyTorch's blog. Liu et al. 2023, *Ring Attention*, arXiv:2310.01889. Ainslie et al. 2023, *GQA*, arXiv:2305.13245. Dong et al. 2024, *Flex Attention*, arXiv:2412.05496. Williams et al. 2009, *Roofline*, CACM 52(4). NVIDIA's data sheets of A100 and H100. PyTorch's sources `sdp_utils.cpp`, `attention_backward.cu`, `_fa3.py` and `_fa4.py`. FlashAttention's repository, issue 414 and pull request 1893.
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Milakov 和 Gimelshein 2018，*Online normalizer calculation for softmax*，arXiv:1805.02867。Dao et al. 2022，*FlashAttention*，arXiv:2205.14135。Dao 2023，*FlashAttention-2*，arXiv:2307.08691。Ainslie et al. 2023，*GQA*，arXiv:2305.13245。Dong et al. 2024，*Flex Attention*，arXiv:2412.05496。Williams et al. 2009，*Roofline*，CACM 52(4)。NVIDIA 的 A100 与 H100 数据手册。FlashAttention 代码仓库的 issue 414、988 与 pull request 1893。
+# **出处。** Milakov 和 Gimelshein 2018，*Online normalizer calculation for softmax*，arXiv:1805.02867。Dao et al. 2022，*FlashAttention*，arXiv:2205.14135。Dao 2023，*FlashAttention-2*，arXiv:2307.08691。Shah et al. 2024，*FlashAttention-3*，arXiv:2407.08608。Zadouri et al. 2026，*FlashAttention-4*，arXiv:2603.05451。Dao et al. 2023，*Flash-Decoding for long-context inference*，PyTorch 博客。Liu et al. 2023，*Ring Attention*，arXiv:2310.01889。Ainslie et al. 2023，*GQA*，arXiv:2305.13245。Dong et al. 2024，*Flex Attention*，arXiv:2412.05496。Williams et al. 2009，*Roofline*，CACM 52(4)。NVIDIA 的 A100 与 H100 数据手册。PyTorch 的源文件 `sdp_utils.cpp`、`attention_backward.cu`、`_fa3.py` 和 `_fa4.py`。FlashAttention 代码仓库的 issue 414 与 pull request 1893。
 #
 # </div>
 
@@ -876,17 +976,67 @@ table(["attention", "peak (GB)"], rows)
 #
 # </div>
 
-# %% [markdown]
-# ## 6.14 Which tiles a causal mask needs / 因果掩码要算哪些分块
+# %% [markdown] slide={"en": "Standard attention inside a checkpoint does not keep P either.\n\n**Guess first.** Peak and FLOPs, compared with flash attention?", "zh": "给标准注意力加检查点，也就不保存 P。\n\n**先猜**：与 flash 注意力相比，峰值和 FLOPs 如何？"}
+# ## 6.14 The general tool and the special one / 通用工具与专用工具
 #
 # <div lang="en">
 #
-# The library skips the tiles above the diagonal of a causal mask. The numbers are the order in forward.
+# Lesson 02 has another way not to keep P: a checkpoint around standard attention. The comparison uses 1024 tokens, 8 heads and three layers in a row. **Guess first:** which has the higher peak, checkpointed standard attention or flash attention, and which needs more FLOPs?
 #
 # </div>
 # <div lang="zh">
 #
-# 有因果掩码时，库里的版本跳过对角线以上的分块。图中的数字是前向时的计算顺序。
+# 第 02 课有另一种不保存 P 的办法，就是给标准注意力加检查点。下面用 1024 个 token、8 个头、依次相连的三层注意力来比较。**先猜**：一个是加了检查点的标准注意力，另一个是 flash 注意力，哪个峰值更高，哪个 FLOPs 更多？
+#
+# </div>
+
+# %%
+from course_lib.checkpoint.readable import checkpoint
+from course_lib.memory import MemoryMeter
+from course_lib.memory.measurement import flop_counter
+
+
+def costs_of(layer, depth=3):
+    with symbolic():
+        o, k, v = inputs = [torch.empty(1, 8, 1024, 64, requires_grad=True) for _ in range(3)]
+        for x in inputs:
+            x.grad = torch.zeros_like(x)
+        with flop_counter() as counter, MemoryMeter() as meter:
+            for _ in range(depth):
+                o = layer(o, k, v)
+            o.sum().backward()
+    return meter.peak_bytes / 1e6, counter.get_total_flops() / 1e9
+
+
+# %% slide="result"
+no_random = {"use_reentrant": False, "preserve_rng_state": False}
+checkpointed = partial(checkpoint, standard_attention, **no_random)
+layers = {"standard": standard_attention, "checkpointed": checkpointed, "flash": flash_attention}
+figures.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
+
+# %% [markdown]
+# <div lang="en">
+#
+# Neither method keeps P. The checkpoint's recomputation stops early, so both methods compute only $Q K^T$ again, with equal FLOPs. But when backward reaches a checkpointed layer, the whole of P exists again, with the gradients of P and of the scores. These three matrices of $N^2$ numbers per head take $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, or 101 of the 109 MB of the peak. Flash attention has only one tile of such a matrix at a time. A checkpoint discards P between layers, and flash attention discards P inside the operator.
+#
+# </div>
+# <div lang="zh">
+#
+# 两种方法都不保存 P。检查点的重计算会提前终止，因此两种方法都只多做一次矩阵乘法 $Q K^T$，FLOPs 也就相同。但反向进行到加了检查点的一层时，完整的 P 又出现在内存里，同时还有 P 的梯度和分数的梯度。每个头有三个这样的矩阵，每个矩阵有 $N^2$ 个数，总共 $3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，在 109 MB 的峰值里占 101 MB。而 flash 注意力在任何时刻都只需要这些矩阵里的一个分块。检查点在层与层之间丢弃 P，flash 注意力在算子内部丢弃 P。
+#
+# </div>
+
+# %% [markdown]
+# ## 6.15 Which tiles a causal mask needs / 因果掩码要算哪些分块
+#
+# <div lang="en">
+#
+# With a causal mask, the library skips the tiles above the diagonal. The numbers in the figure show the order in which forward computes the tiles.
+#
+# </div>
+# <div lang="zh">
+#
+# 有因果掩码时，库里的 flash 注意力跳过对角线以上的分块。图中的数字表示前向计算各分块的顺序。
 #
 # </div>
 
@@ -896,17 +1046,17 @@ figures.draw_causal_tiles()
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 7.** How many tiles does `tiles(queries, keys, block_q, block_k)` have to compute with a causal mask? The mask is aligned at the bottom right, so the last query sees all keys, and with fewer keys than queries the first queries see none. (`is_causal=True` in PyTorch aligns at the top left.) Blocks need not divide the lengths.
+# **Exercise 7.** Write `tiles(queries, keys, block_q, block_k)`, the number of tiles to compute with a causal mask. The mask is aligned at the bottom right, so the last query sees all keys. If there are fewer keys than queries, the first queries see no key. (`is_causal=True` in PyTorch aligns at the top left.) Blocks need not divide the lengths.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 7。** 带因果掩码时，`tiles(queries, keys, block_q, block_k)` 一共要算多少个分块？掩码在右下角对齐，所以最后一个查询看得见所有的键；键比查询少时，最前面的查询一个键也看不见。（PyTorch 的 `is_causal=True` 在左上角对齐。）块的大小不一定整除长度。
+# **练习 7。** 写出 `tiles(queries, keys, block_q, block_k)`，返回带因果掩码时一共要计算多少个分块。掩码在右下角对齐，所以最后一个查询看得见所有的键。如果键比查询少，最前面的几个查询一个键也看不见。（PyTorch 的 `is_causal=True` 在左上角对齐。）块的大小不一定能整除长度。
 #
 # </div>
 
 
-# %% minutes=6
+# %% minutes=8
 def tiles(queries, keys, block_q, block_k):
     return None
 
@@ -929,16 +1079,16 @@ exercises.check_causal_tiles(tiles)
 ### END SOLUTION
 
 # %% [markdown]
-# ## 6.15 Saved bytes, part by part / 逐项列出保存的字节
+# ## 6.16 Saved bytes, part by part, and with grouped queries / 逐项列出保存的字节，以及分组查询的情形
 #
 # <div lang="en">
 #
-# This table lists the saved bytes at N = 2048.
+# The table lists the bytes of each tensor that is saved for backward, at N = 2048.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表逐项列出 N = 2048 时保存的字节。
+# 下表列出 N = 2048 时为反向保存的各个张量的字节数。
 #
 # </div>
 
@@ -958,95 +1108,101 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 8.** Write `probabilities(q, k, lse)`, which returns the matrix P of one head from Q and K, (n, d), and the log-sum-exps, (n,). Use neither softmax nor a sum over a row.
+# In **grouped-query attention** (GQA), several query heads share one head of keys and values. PyTorch's argument for GQA is `enable_gqa=True`.
+#
+# **Exercise 8.** A layer has 32 query heads and 8 key and value heads, $d = 128$, 4096 tokens and batch size 1, in bf16. How many bytes does flash attention keep for backward?
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 8。** 写出 `probabilities(q, k, lse)`，由一个头的 Q、K (n, d) 和 LSE (n,) 得到矩阵 P。不要用 softmax，也不要对行求和。
+# 在**分组查询注意力**（GQA）里，几个查询头共用一个键值头。PyTorch 里的参数是 `enable_gqa=True`。
+#
+# **练习 8。** 一层有 32 个查询头、8 个键值头，头维度 $d = 128$，序列有 4096 个 token，批次大小为 1，数据类型是 bf16。flash 注意力要为反向保存多少字节？
 #
 # </div>
 
-
-# %% minutes=5
-def probabilities(q, k, lse):
-    return None
-
-
-exercises.check_probabilities(probabilities)
+# %% minutes=4
+answer = None  # bytes
+exercises.check_grouped_bytes(answer)
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not exercises.check_probabilities.accepted:
-
-    def probabilities(q, k, lse):
-        return (q @ k.T * q.shape[1] ** -0.5 - lse[:, None]).exp()
-
-
-exercises.check_probabilities(probabilities)
+one_head = 4096 * 128 * 2
+exercises.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
 ### END SOLUTION
 
 # %% [markdown]
-# ## 6.16 FLOPs, bytes, time / FLOPs、字节与时间
+# ## 6.17 FLOPs, bytes, time / FLOPs、字节与时间
 #
 # <div lang="en">
 #
-# The table counts one head's FLOPs and bytes at N = 4096, for FlashAttention-2's loops and this library's two passes, with 163 KiB on the chip. The time is at least the larger of compute time and memory time, at 312 TFLOP/s and 2.0 TB/s. The second table shows seconds on this CPU.
+# The table counts the FLOPs and the moved bytes of one head at N = 4096, for FlashAttention-2's loops and for this library's two passes, with 163 KiB of shared memory per block. The time is at least the larger of compute time and memory time, here on an A100 with 312 TFLOP/s and 2.0 TB/s. FLOPs divided by moved bytes is the **arithmetic intensity**. The **roofline** is the smaller of two numbers: the compute rate, and the bandwidth multiplied by the intensity. The figure shows counts, not measurements, for flash attention with blocks of 64 and 128 queries.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表统计 N = 4096 时一个头的 FLOPs 和搬运量，分别按 FlashAttention-2 的循环和本库遍历两次的做法，设片上有 163 KiB。按 312 TFLOP/s 和 2.0 TB/s，时间至少是计算时间与访存时间中较大的。第二张表是在这个 CPU 上用的秒数。
+# 下表统计 N = 4096 时一个头的 FLOPs 和搬运的字节数，分别按 FlashAttention-2 的循环和本库遍历两次的做法计算，假设每个线程块有 163 KiB 共享内存。时间至少是计算时间与访存时间中较长的一个，这里按 A100 的 312 TFLOP/s 和 2.0 TB/s 计算。FLOPs 除以搬运的字节数，得到**算术强度**。**屋顶线**（roofline）取两个数中较小的一个，一个是算力，另一个是带宽与算术强度的乘积。图里的数是计算出来的，不是实测值。对 flash 注意力，图里分别画出查询块有 64 个和 128 个查询的情形。
 #
 # </div>
 
 # %% jupyter={"source_hidden": true}
 figures.costs_of_both_passes(sequence=4096, head_dim=64)
 
-# %% tags=["nbval-ignore-output", "shows-seconds"]
-from timeit import repeat
+# %% jupyter={"source_hidden": true}
+sizes = {"sequence": 4096, "head_dim": 64}
+reached = {"standard": attention_cost(**sizes, kind="standard").arithmetic_intensity}
+for count in (64, 128):  # queries per block: M / (4 d), 2 bytes per number
+    cost = attention_cost(**sizes, kind="flash", sram_bytes=count * 4 * 64 * 2)
+    reached[text("flash, {count} queries", count=count)] = cost.arithmetic_intensity
+devices = {"A100: 312 TFLOP/s, 2.0 TB/s": (312e12, 2.0e12)}
+devices["H100: 989 TFLOP/s, 3.35 TB/s"] = 989e12, 3.35e12
+figures.draw_roofline(devices, reached)
 
-from course_lib.teaching import table
-
-
-def seconds(function, n):
-    q, k, v = (torch.randn(1, 4, n, 64, requires_grad=True) for _ in range(3))
-    return round(min(repeat(lambda: function(q, k, v).sum().backward(), number=1, repeat=3)), 3)
-
-
-layers["framework, fused"] = F.scaled_dot_product_attention
-rows = [(name, *(seconds(layer, n) for n in (1024, 2048))) for name, layer in layers.items()]
-table(["", "N = 1024", "N = 2048"], rows)
+# %% jupyter={"source_hidden": true}
+ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
+[round(x) for x in reached.values()], ridges
 
 # %% [markdown]
-# ## 6.17 Dropout by seed, and an older idea / 用种子做 dropout，以及更早的思路
-#
 # <div lang="en">
 #
-# Dropout on P would need a mask of N × N. CUDA kernels keep only a **seed**. In both passes, a counter-based generator computes each element's random number from the seed and the element's index in P.
-#
-# The idea is older than FlashAttention. Rabe and Staats 2021 (*Self-attention Does Not Need O(n²) Memory*, arXiv:2112.05682) used the same running maximum and sum, with one checkpoint per block for backward.
+# With blocks of 64 and 128 queries, flash attention has an intensity of 63 and 124 FLOPs per byte. Both numbers are below the ridges of an A100 and an H100, where the two rates are equal (156 and 295 FLOPs per byte). By this count, memory bandwidth would still be the limit. In reality, the L2 cache reduces the reads from memory. The A100's L2 cache has 40 MB, so one head's K and V, 1 MB here, stay in the cache. If K and V were read from memory only once per head, the intensity would be 2032 FLOPs per byte. The paper of FlashAttention-2 reports 50% to 73% of an A100's peak compute rate.
 #
 # </div>
 # <div lang="zh">
 #
-# 对 P 做 dropout，本来要一个 N × N 的掩码。CUDA 核函数只保存一个**种子**。基于计数器的随机数发生器凭种子和位置，就能算出 P 中每个元素的随机数，前向和反向各算一次。
-#
-# 这一课的思路比 FlashAttention 更早。Rabe 和 Staats 2021（*Self-attention Does Not Need O(n²) Memory*，arXiv:2112.05682）就用了同样的当前最大值和总和，反向时每块一个检查点。
+# 查询块有 64 个和 128 个查询时，flash 注意力的算术强度分别是每字节 63 和 124 FLOPs。在屋顶线的拐点，上述两个数相等。A100 和 H100 的拐点分别是每字节 156 和 295 FLOPs，flash 注意力都没有达到。单看这些数，瓶颈仍是显存带宽。实际上，L2 缓存会减少从显存读取的次数。A100 的 L2 缓存有 40 MB，而一个头的 K 和 V 在这里共 1 MB，能一直留在缓存里。假如每个头的 K 和 V 只从显存读一次，算术强度就是每字节 2032 FLOPs。据论文，FlashAttention-2 达到了 A100 峰值算力的 50% 到 73%。
 #
 # </div>
 
 # %% [markdown]
-# ## 6.18 The library's kernels / 库里的核函数
+# ## 6.18 Dropout by seed, and an older idea / 用种子做 dropout，以及更早的思路
 #
 # <div lang="en">
 #
-# The library has one kernel for forward and two for backward: one sums dK and dV over the queries, the other sums dQ over the keys. The cells count each kernel's products, and compare the gradients with the torch backend for 40 tokens, without and with a causal mask.
+# Dropout on P would need a mask of N × N for backward. CUDA kernels keep only a **seed** instead. In forward and again in backward, a counter-based generator computes each element's random number from the seed and the element's index in P.
+#
+# The idea of tiled attention is older than FlashAttention. Rabe and Staats 2021 (*Self-attention Does Not Need O(n²) Memory*, arXiv:2112.05682) used the same running maximum and sum, with one checkpoint per block for backward.
 #
 # </div>
 # <div lang="zh">
 #
-# 库里的前向是一个核函数，反向是两个，一个沿查询累加 dK 和 dV，另一个沿键累加 dQ。下面的单元格数出每个核函数里有几次矩阵乘法，再用 40 个 token 与 torch 后端的梯度比较，先不带因果掩码，再带上。
+# 对 P 做 dropout，本来要为反向保存一个 N × N 的掩码，而 CUDA 核函数只保存一个**种子**。只要有种子和元素在 P 中的位置，基于计数器的随机数发生器就能算出这个元素的随机数，因此前向算一次，反向再算一次即可。
+#
+# 分块计算注意力的思路比 FlashAttention 更早。Rabe 和 Staats 2021（*Self-attention Does Not Need O(n²) Memory*，arXiv:2112.05682）就已经边读边更新最大值和总和，并给每一块加检查点，反向时再重新计算这一块。
+#
+# </div>
+
+# %% [markdown]
+# ## 6.19 The library's kernels / 库里的核函数
+#
+# <div lang="en">
+#
+# The library has one kernel for forward and two kernels for backward. One backward kernel sums dK and dV over the queries, and the other sums dQ over the keys. The first cell counts each kernel's matrix products. The second cell compares the Triton kernels' gradients with those of the torch backend for 40 tokens, without and with a causal mask.
+#
+# </div>
+# <div lang="zh">
+#
+# 库里的前向用一个核函数，反向用两个核函数，其中一个沿查询累加 dK 和 dV，另一个沿键累加 dQ。下面第一个单元格统计每个核函数里有几次矩阵乘法。第二个单元格用 40 个 token，比较 Triton 核函数与 torch 后端的梯度，先不带因果掩码，再带因果掩码。
 #
 # </div>
 
@@ -1072,43 +1228,16 @@ masks = (False, True) if triton else ()
 [torch.allclose(gradients("triton", c), gradients("torch", c), atol=1e-4) for c in masks]
 
 # %% [markdown]
-# ## 6.19 Older claims / 更早的说法
-
-# %% jupyter={"source_hidden": true}
-from course_lib.lessons.lesson_06 import claims
-
-in_bf16 = kept(flash_attention, 1024, torch.bfloat16)
-vectors = [row for row in in_bf16 if len(row.shape) == 3]
-
-
-def peak(layer, depth):
-    with symbolic(), MemoryMeter() as meter:
-        o, k, v = (torch.zeros(1, 8, 1024, 64, requires_grad=True) for _ in range(3))
-        for _ in range(depth):
-            o = layer(o, k, v)
-        o.sum().backward()
-    return meter.peak_bytes
-
-
-savings = [1 - peak(checkpointed, depth) / peak(standard_attention, depth) for depth in (1, 3, 6)]
-claims.older_claims(
-    f"{len(vectors)}",
-    f"{vectors[0].dtype}".removeprefix("torch."),
-    " / ".join(f"{100 * saving:.0f} %" for saving in savings),
-    f"{double:.1f} × / {other / one:.1f} ×",
-)
-
-# %% [markdown]
 # ## 6.20 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
-# On a GPU `backend="auto"` selects the Triton kernels of this course, and this cell measures them next to PyTorch's. Without a GPU it shows the times and bytes of both passes on an H100 and an H200, with a causal mask and 4096 tokens. On the H200 the course's kernels take 1.56 ms, PyTorch's FlashAttention takes 2.22 ms, and cuDNN, which PyTorch chooses on this GPU, takes 1.29 ms. FlashAttention's backward takes a workspace; the course's kernels need none.
+# On a GPU, `backend="auto"` selects the Triton kernels of this course, and this cell measures them next to PyTorch's kernels. Without a GPU, the cell shows the recorded times and bytes of forward and backward on an H100 and an H200, with a causal mask and 4096 tokens. On the H200, the course's kernels take 1.56 ms, PyTorch's FlashAttention takes 2.22 ms, and cuDNN, which PyTorch chooses on this GPU, takes 1.29 ms. FlashAttention's backward allocates a workspace; the course's kernels need no workspace.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，`backend="auto"` 会选用本课程的 Triton 核函数，这个单元格会现场测量，并与 PyTorch 的几种核函数对照。没有 GPU，就显示 H100 和 H200 的记录，测的是带因果掩码、4096 个 token 时的前向加反向。在 H200 上，本课程的核函数用 1.56 ms，PyTorch 的 FlashAttention 用 2.22 ms，cuDNN 是 PyTorch 在这块卡上的默认选择，用 1.29 ms。FlashAttention 的反向要占一块工作区。本课程的核函数不需要工作区。
+# 在 GPU 上，`backend="auto"` 会选用本课程的 Triton 核函数。如果这台机器有 GPU，下面的单元格就现场测量这些核函数，并与 PyTorch 的几种核函数对照。如果没有，就显示在 H100 和 H200 上的记录，即带因果掩码、序列长 4096 个 token 时，前向加反向的用时和字节数。在 H200 上，本课程的核函数用时 1.56 ms，PyTorch 的 FlashAttention 用时 2.22 ms，cuDNN 的核函数（PyTorch 在这块 GPU 上的默认选择）用时 1.29 ms。FlashAttention 的反向需要一块显存作为工作区，本课程的核函数不需要。
 #
 # </div>
 

@@ -2,11 +2,9 @@
 
 from functools import partial
 
-from course_lib.teaching.claims import read_claims, what_you_may_have_read
+from course_lib.teaching import claims
 
 #: Claims that learners may have read.
-CLAIMS = read_claims(__file__, "claims")
-#: Claims found only in the teaching documents from which the course was developed.
-OLDER_CLAIMS = read_claims(__file__, "older_claims")
+CLAIMS = claims.read_claims(__file__, "claims")
 #: Function that returns their table, with the measured value of each.
-older_claims = partial(what_you_may_have_read, OLDER_CLAIMS)
+claims_table = partial(claims.claims_table, CLAIMS)

@@ -29,7 +29,7 @@ from course_lib.teaching.exercises import (
     not_answered,
     numbers,
 )
-from course_lib.teaching.exercises.probes import is_close, refuse_mistakes
+from course_lib.teaching.exercises.probes import is_close, reject_mistakes
 
 from .tiles import attention, backward_in_tiles, fold, forward_in_tiles, large_and_small, one_head
 
@@ -64,16 +64,16 @@ class _ReadRecorder(TorchDispatchMode):
         super().__init__()
         self.scores, self.block = scores, block
         self.too_wide: list[str] = []
-        self.blocks_read: list[int] = []  # their offsets in the scores
+        self.blocks_read: list[int] = []  # offset of each block in the scores
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.overloadpacket.__name__
         if not (operator.is_view or name in _COPYING | _INDEXING or name.startswith(_ALLOCATING)):
             for tensor in tensors_in(args):
-                self.look(name, tensor)
+                self.record_read(name, tensor)
         return operator(*args, **(kwargs or {}))
 
-    def look(self, name: str, tensor: Tensor) -> None:
+    def record_read(self, name: str, tensor: Tensor) -> None:
         """Record that the operator `name` reads `tensor`."""
         most = len(self.scores) * self.block
         if tensor.numel() > most or max(tensor.shape, default=0) > self.block:
@@ -99,7 +99,7 @@ class _HostReadRecorder(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in _HOST_READS:
-            self.recorder.look(function.__name__, args[0])
+            self.recorder.record_read(function.__name__, args[0])
         return function(*args, **(kwargs or {}))
 
 
@@ -127,8 +127,8 @@ def check_log_sum_exp(function: Any) -> Verdict:
     along = torch.linspace(-1, 1, columns)
     shift = draw_case(0.0, lambda rng: rng.uniform(0, 0.5))
     waves = torch.linspace(-3 + shift, 3 + shift, 4 * columns).sin().view(4, columns)
-    # small scores that rise and fall, large ones of both signs, a row far below 0, and one that
-    # falls so far that `exp` overflows
+    # small scores that rise and fall, large ones of both signs, a row far below 0, and one
+    # that falls from 500 to -500
     large = 10 * waves[0], 500 * waves[1], 1000 * waves[2]
     scores = torch.stack([along, -along, *large, waves[3] - 1000, -500 * along])
     given = scores.clone()
@@ -137,14 +137,14 @@ def check_log_sum_exp(function: Any) -> Verdict:
     if found is None:
         return not_answered()
     proper = isinstance(found, Tensor) and found.numel() == rows
-    say.refuse_if(not proper, "log_sum_exp.no_tensor")
+    say.reject_if(not proper, "log_sum_exp.no_tensor")
     found = found.flatten().float()
     if not is_close(found, scores.logsumexp(1), atol=1e-4):
         table = LOG_SUM_EXP_MISTAKES.items()
         mistakes = {name: log_sum_exp(scores, block, **mistake) for name, mistake in table}
         mistakes["log_sum_exp.last_block"] = log_sum_exp(scores[:, :21], block)
-        refuse_mistakes(say, found, mistakes, atol=1e-4, equal_nan=True)
-        say.refuse_if((found[:2] == -math.inf).all(), "log_sum_exp.never_set")
+        reject_mistakes(say, found, mistakes, atol=1e-4, equal_nan=True)
+        say.reject_if((found[:2] == -math.inf).all(), "log_sum_exp.never_set")
         if found[:2].isnan().any():  # the scores of these rows lie between -1 and 1
             say.wrong("log_sum_exp.nan")
         if found.isnan().any() or (found == math.inf).any():
@@ -153,9 +153,9 @@ def check_log_sum_exp(function: Any) -> Verdict:
             say.wrong("log_sum_exp.sum_of_zero")
         say.wrong("log_sum_exp.other_numbers")
     for name in recorder.too_wide:
-        say.refuse("log_sum_exp.more_than_a_block", name=name)
+        say.reject("log_sum_exp.more_than_a_block", name=name)
     again = len(set(recorder.blocks_read)) < len(recorder.blocks_read)
-    say.refuse_if(again, "log_sum_exp.second_pass")
+    say.reject_if(again, "log_sum_exp.second_pass")
     return say.right("log_sum_exp.right")
 
 
@@ -209,10 +209,10 @@ def _products(function: Callable, case: tuple[Tensor, ...]) -> float:
         function(*case, *blocks)
     with _TileRecorder(*blocks, d) as recorder:
         function(*case, *blocks)
-    say.refuse_if(meter.peak_bytes >= n * n * 4, "common.all_scores_live")
+    say.reject_if(meter.peak_bytes >= n * n * 4, "common.all_scores_live")
     for shape in recorder.too_large:
-        say.refuse("common.larger_than_a_tile", shape=shape)
-    say.refuse_if(not meter.flops, "common.no_product")
+        say.reject("common.larger_than_a_tile", shape=shape)
+    say.reject_if(not meter.flops, "common.no_product")
     _check_block_order(function, case, meter.flops / n)
     return round(meter.flops / (2 * n * n * d), 2)
 
@@ -235,7 +235,7 @@ def _check_block_order(
         function(*few, *blocks)
     if meter.flops <= queries * flops_per_query:
         for shape in recorder.too_large:
-            say.refuse("common.blocks_exchanged", shape=shape)
+            say.reject("common.blocks_exchanged", shape=shape)
 
 
 FORWARD_MISTAKES = {
@@ -270,16 +270,16 @@ def check_forward(function: Any) -> Verdict:
     if found is None:
         return not_answered()
     numels = [getattr(x, "numel", int)() for x in found] if isinstance(found, tuple | list) else []
-    say.refuse_if(numels != [640, 40] or found[0].shape != (40, 16), "forward.two_tensors")
+    say.reject_if(numels != [640, 40] or found[0].shape != (40, 16), "forward.two_tensors")
     found = [found[0].double(), found[1].flatten().double()]
     if not _close(found, wanted := attention(*case)):
-        _refuse_forward(found, wanted, *case)
+        _reject_forward(found, wanted, *case)
     products = _products(function, one_head(256, 256, 8, torch.float32)[:3])
-    say.refuse_if(products != 2, "forward.products", products=products)
+    say.reject_if(products != 2, "forward.products", products=products)
     return say.right("forward.right")
 
 
-def _refuse_forward(
+def _reject_forward(
     found: list[Tensor], wanted: list[Tensor], q: Tensor, k: Tensor, v: Tensor
 ) -> NoReturn:
     def in_tiles(q: Tensor, keys: int = len(k), **mistake: Any) -> list[Tensor]:
@@ -294,11 +294,11 @@ def _refuse_forward(
         "forward.divided_by_keys": in_tiles(q * (d / len(k)) ** 0.5),
         "forward.last_keys": (in_tiles(q, n), in_tiles(q, whole_k)),
     }
-    refuse_mistakes(say, found, mistakes | other_cases, rtol=1e-6, equal_nan=True)
+    reject_mistakes(say, found, mistakes | other_cases, rtol=1e-6, equal_nan=True)
     first_rows = _close([x[:whole_q] for x in found], [x[:whole_q] for x in wanted])
-    say.refuse_if(first_rows, "forward.last_queries")
+    say.reject_if(first_rows, "forward.last_queries")
     right_output, right_lse = map(_close, found, wanted)
-    say.refuse_if(right_lse, "common.output")
+    say.reject_if(right_lse, "common.output")
     if not all(x.isfinite().all() for x in found):
         say.wrong("forward.overflow")
     say.wrong("forward.log_sum_exp" if right_output else "common.log_sum_exp")
@@ -340,28 +340,28 @@ def check_backward(function: Any) -> Verdict:
     wanted = torch.autograd.grad(attention(*inputs)[0], inputs, case[-1])
     three = isinstance(found, tuple | list) and all(isinstance(x, Tensor) for x in found)
     shapes = [x.shape for x in wanted]
-    say.refuse_if(not three or [x.shape for x in found] != shapes, "backward.three_tensors")
+    say.reject_if(not three or [x.shape for x in found] != shapes, "backward.three_tensors")
     found = [x.double() for x in found]
     if not _close(found, wanted):
         mistakes = {
             name: backward_in_tiles(*case, *_BLOCKS, **mistake)
             for name, mistake in BACKWARD_MISTAKES.items()
         }
-        refuse_mistakes(say, found, mistakes, rtol=1e-6, equal_nan=True)
-        _refuse_gradients(found, wanted)
+        reject_mistakes(say, found, mistakes, rtol=1e-6, equal_nan=True)
+        _reject_gradients(found, wanted)
     products = _products(function, one_head(256, 256, 8, torch.float32))
-    say.refuse_if(products not in (5, 7), "backward.products", products=products)
+    say.reject_if(products not in (5, 7), "backward.products", products=products)
     return say.right("backward.right" if products == 5 else "backward.right_in_two_passes")
 
 
-def _refuse_gradients(found: list[Tensor], wanted: Sequence[Tensor]) -> NoReturn:
+def _reject_gradients(found: list[Tensor], wanted: Sequence[Tensor]) -> NoReturn:
     elsewhere = all(any(_close(one, other) for other in wanted) for one in found)
-    say.refuse_if(elsewhere, "backward.order")
+    say.reject_if(elsewhere, "backward.order")
     pairs = list(zip(found, wanted, strict=True))
     off = [name for name, pair in zip(("dQ", "dK", "dV"), pairs, strict=True) if not _close(*pair)]
     for name, times in (("backward.too_large", 4), ("backward.too_small", 1 / 4)):
         all_of_them = all(_close(one, other) or _close(one, times * other) for one, other in pairs)
-        say.refuse_if(all_of_them, name, names=", ".join(off))
+        say.reject_if(all_of_them, name, names=", ".join(off))
     say.wrong("backward.not_yet", names=", ".join(off))
 
 
@@ -497,7 +497,7 @@ def check_kernel(run: Any) -> Verdict:
             raise _root_cause(error) from None
     if found is None:
         return not_answered()
-    say.refuse_if(counter.get_total_flops(), "kernel.by_pytorch")
+    say.reject_if(counter.get_total_flops(), "kernel.by_pytorch")
     wanted = attention(q, k, v)
     found = [x.float().cpu().reshape(y.shape) for x, y in zip(found, wanted, strict=True)]
     right_output, right_lse = map(partial(is_close, atol=2e-3, equal_nan=True), found, wanted)
@@ -510,8 +510,8 @@ def check_kernel(run: Any) -> Verdict:
 
         mistakes = {name: of_kernel(k, v, **mistake) for name, mistake in KERNEL_MISTAKES.items()}
         mistakes["kernel.beyond"] = of_kernel(keys, values)
-        refuse_mistakes(say, found, mistakes, atol=2e-3, equal_nan=True)
-        say.refuse_if(right_lse, "common.output")
+        reject_mistakes(say, found, mistakes, atol=2e-3, equal_nan=True)
+        say.reject_if(right_lse, "common.output")
         finite = all(x.isfinite().all() for x in found)
         say.wrong("common.log_sum_exp" if finite else "kernel.overflow")
     return say.right("kernel.right")
@@ -533,43 +533,98 @@ def _is_untouched(run: Any) -> bool:
     return code is not None and set(code.co_names) <= {"tl", "exp", "sum"}
 
 
-# Probabilities from the log-sum-exp
+# Merging the attention outputs of two parts of the keys
+
+
+def merge_parts(
+    *parts: Tensor, weigh: Callable = lambda part, lse, other: (part - lse).exp()
+) -> list[Tensor]:
+    """Return [o, lse] of all keys from [o1, lse1, o2, lse2]; another `weigh` makes a mistake."""
+    o1, lse1, o2, lse2 = parts
+    lse = torch.logaddexp(lse1, lse2)
+    one, two = weigh(lse1, lse, lse2), weigh(lse2, lse, lse1)
+    return [o1 * one[:, None] + o2 * two[:, None], lse]
+
+
+MERGE_MISTAKES: dict[str, Callable] = {
+    "merge.mean": lambda part, lse, other: torch.full_like(lse, 0.5),
+    "merge.sum": lambda part, lse, other: torch.ones_like(lse),
+    "merge.swapped": lambda part, lse, other: (other - lse).exp(),
+    "merge.linear": lambda part, lse, other: part / (part + other),
+    "merge.one_part": lambda part, lse, other: (part > other).to(lse.dtype),
+    "merge.not_divided": lambda part, lse, other: (part - torch.maximum(part, other)).exp(),
+}
+#: Name of a message -> wrong log-sum-exps from those of both parts.
+MERGED_LSE_MISTAKES: dict[str, Callable] = {
+    "merge.lse_sum": torch.add,
+    "merge.lse_maximum": torch.maximum,
+    "merge.lse_mean": lambda one, two: (one + two) / 2,
+    "merge.lse_not_logarithm": lambda one, two: one.exp() + two.exp(),
+    "merge.lse_of_shares": lambda one, two: torch.zeros_like(one),
+}
+
+
+def _two_parts(
+    q: Tensor, k: Tensor, v: Tensor, first: int, *, causal: bool = False, apart: float = 0.0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return [o1, lse1, o2, lse2] of the first keys and the others, and [o, lse] of all keys.
+
+    Args:
+        apart: Number that is added to the scores of the first keys.
+    """
+    scores = q @ k.T * q.shape[1] ** -0.5
+    scores[:, :first] += apart
+    if causal:
+        scores += torch.full_like(scores, -math.inf).triu(len(k) - len(q) + 1)
+    found = []
+    for keys in (slice(first), slice(first, None), slice(None)):
+        # the probabilities of a row without a key are nan, and its output is 0
+        o = scores[:, keys].softmax(1).nan_to_num() @ v[keys]
+        found += o, scores[:, keys].logsumexp(1)
+    return found[:4], found[4:]
 
 
 @exercise()
-def check_probabilities(function: Any) -> Verdict:
-    """Check a function that returns P of one head, `(n, n)`, from Q, K and the log-sum-exp."""
-    # q @ k.T is not symmetric, so that q and k cannot be exchanged
-    end = draw_case(2.0, lambda rng: rng.uniform(1.8, 2.2))
-    q, k = torch.linspace(-2, end, 80).view(5, 16), torch.linspace(1, 41, 80).sin().view(5, 16)
-    scores = q @ k.T / 4
-    lse = scores.logsumexp(1)
-
-    def result(*given: Tensor) -> Any:
-        found = function(*(x.clone() for x in given))
-        return found.float() if isinstance(found, Tensor) else found
-
-    found = result(q, k, lse)
-    if found is None:
-        return not_answered()
-    matrix = isinstance(found, Tensor) and found.shape == (5, 5)
-    say.refuse_if(not matrix, "probabilities.no_matrix")
-    large = result(50 * q, 50 * k, (2500 * scores).logsumexp(1))
-    overflows = isinstance(large, Tensor) and large.isnan().any() and not found.isnan().any()
-    say.refuse_if(overflows, "probabilities.overflow")
-    mistakes = {
-        "common.no_scale": (q @ k.T - lse[:, None]).exp(),
-        "probabilities.wrong_axis": (scores - lse).exp(),
-        "probabilities.logarithms": scores - lse[:, None],
-    }
-    refuse_mistakes(say, found, mistakes, atol=1e-5)
-    if not is_close(found, scores.softmax(1), atol=1e-5):
-        sums_of_one = is_close(found.sum(1), torch.ones(5), atol=1e-4)
-        say.wrong("probabilities.other" if sums_of_one else "probabilities.sums")
-    halved = result(q, k, lse + math.log(2))  # the log-sum-exp if every key occurred twice
-    if not isinstance(halved, Tensor) or not is_close(2 * halved, found, atol=1e-5):
-        say.wrong("probabilities.not_from_lse")
-    return say.right("probabilities.right")
+def check_merge(function: Any) -> Verdict:
+    """Check `function(o1, lse1, o2, lse2)`, which returns (o, lse) for both parts of the keys."""
+    q, k, v, *_ = one_head(40, 56, 16, torch.float64)
+    q[::5] /= 400
+    parts, wanted = _two_parts(q, k, v, 17)
+    # four queries see no key of the second part
+    causal, seen = _two_parts(q, k, v, 20, causal=True)
+    rounded = [x.bfloat16() if x.dim() == 2 else x.float() for x in parts]
+    for message, given, right, atol in (
+        (None, parts, wanted, 1e-8),
+        ("merge.overflow", *_two_parts(*large_and_small(40, 56, torch.float64), 17), 1e-8),
+        ("merge.apart", *_two_parts(q, k, v, 17, apart=2000.0), 1e-8),
+        ("merge.apart", *_two_parts(q, k, v, 17, apart=-2000.0), 1e-8),
+        ("merge.no_key", causal, seen, 1e-8),
+        ("merge.no_key", causal[2:] + causal[:2], seen, 1e-8),
+        ("merge.digits", rounded, wanted, 0.02),
+    ):
+        try:
+            found = function(*(x.clone() for x in given))
+        except RuntimeError:
+            if message != "merge.digits":
+                raise
+            say.reject("merge.dtypes")
+        if found is None:
+            return not_answered()
+        two = isinstance(found, tuple | list) and all(isinstance(x, Tensor) for x in found)
+        two = two and [x.shape for x in found] == [x.shape for x in right]
+        say.reject_if(not two, "merge.two_tensors")
+        o, lse = (x.double() for x in found)
+        right_lse = is_close(lse, right[1], rtol=1e-6)
+        if not (right_lse and is_close(o, right[0], rtol=1e-6, atol=atol)):
+            if message:
+                say.reject(message)
+            made = {name: each(*given[1::2]) for name, each in MERGED_LSE_MISTAKES.items()}
+            reject_mistakes(say, lse, made, rtol=1e-6)
+            say.reject_if(not right_lse, "merge.log_sum_exp")
+            made = {name: merge_parts(*given, weigh=w)[0] for name, w in MERGE_MISTAKES.items()}
+            reject_mistakes(say, o, made, rtol=1e-6)
+            say.wrong("merge.output")
+    return say.right("merge.right")
 
 
 def triton_here() -> tuple[ModuleType | None, ModuleType | SimpleNamespace, Callable]:

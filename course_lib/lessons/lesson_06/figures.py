@@ -5,11 +5,9 @@ from typing import TYPE_CHECKING
 
 from course_lib.attention import attention_cost
 from course_lib.labels import join_labels
-from course_lib.teaching import COLORS, Table, claims, figure, table, text
+from course_lib.teaching import COLORS, Table, figure, table, text
 from course_lib.teaching.figures import shown_once
 from course_lib.teaching.marks import arrow, box, clauses, label_axes, note, points, write
-
-from .claims import CLAIMS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -89,30 +87,8 @@ def draw_passes() -> "Figure":
     return shown_once(drawn)
 
 
-def draw_errors(errors: Mapping[str, Sequence[float]]) -> "Figure":
-    """Draw relative errors of O, dQ, dK and dV, as multiples of 1e-7.
-
-    Args:
-        errors: Dict from the name of an implementation to its errors of O, dQ, dK and dV. The key
-            "standard" is the reference.
-    """
-    alt = text("Errors of O, dQ, dK and dV: {names}.", names=join_labels(errors))
-    title = "The error is at most 1.5 times that of standard attention"
-    drawn, ax = figure(title, height=2.6, alt=alt)
-    looks = {"standard": (_STANDARD, "o"), "yours": (_FLASH, "D"), "the library": (_FLASH, "^")}
-    for place, (name, values) in enumerate(errors.items()):
-        color, marker = looks[name]
-        spots = {n + 0.15 * (place - 1): 1e7 * value for n, value in enumerate(values)}
-        points(ax, spots, marker, color=color, label=text(name))
-    most = 1e7 * max(map(max, errors.values()))
-    label_axes(ax, y="relative error (1e-7)", ylim=(0, 1.15 * most))
-    ax.set_xticks(range(4), ["O", "dQ", "dK", "dV"])
-    ax.legend(loc="lower right", ncols=3)
-    return shown_once(drawn)
-
-
 def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "Figure":
-    """Draw saved bytes over the sequence length on log axes, which show the slopes.
+    """Draw saved bytes against the sequence length on log axes, which show the slopes.
 
     Args:
         lengths: Sequence lengths N.
@@ -140,7 +116,7 @@ def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "F
 def draw_roofline(
     devices: Mapping[str, tuple[float, float]], reached: Mapping[str, float]
 ) -> "Figure":
-    """Draw the FLOP/s that each device can reach over the arithmetic intensity, on log axes.
+    """Draw the FLOP/s that each device can reach against arithmetic intensity, on log axes.
 
     Args:
         devices: Dict from the name of a device to (FLOP/s, bytes/s).
@@ -226,8 +202,3 @@ def costs_of_both_passes(sequence: int, head_dim: int) -> Table:
     heading = f"N = {sequence}, d = {head_dim}, bf16"
     columns = [heading, "GFLOPs", "moved (MB)", "FLOPs per byte", "time (µs): compute; memory"]
     return table(columns, rows)
-
-
-def what_you_may_have_read(*measured: str) -> Table:
-    """Return a table of the lesson's claims, and of the measured numbers that test them."""
-    return claims.what_you_may_have_read(CLAIMS, *measured)

@@ -85,7 +85,7 @@ def backward_in_tiles(
     """Return dQ, dK and dV, with the shapes of q, k and v.
 
     Args:
-        q: Shape (n, d), as have o and the gradient of o, `grad_o`. k and v may have another length.
+        q: Shape (n, d), like o and its gradient `grad_o`. k and v may have another length.
         lse: Log-sum-exp of each query, (n,).
         gradient: Function that returns dS from P, dP and D, the row sums of dO ∘ O.
         adds: Whether each tile adds to dQ, dK and dV.
@@ -122,7 +122,7 @@ def large_and_small(
 
     In some rows all scores are near 1000 or −1000. In other rows the scores rise or fall by
     hundreds from the first key to the last. All numbers are multiples of 1/16, small enough for
-    products that are exact in TF32 too.
+    matrix products that are exact in TF32 too.
     """
     waves = _waves(queries, keys, keys, d=16, dtype=torch.float32)
     q, k, v = ((x * 24).round() / 16 for x in waves)
