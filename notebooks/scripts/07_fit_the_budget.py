@@ -6,7 +6,7 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "One step needs 277.7 MB. You have 60 MB, and weights with gradients alone take 55.\n\nWhich techniques do you combine?", "zh": "一步要 277.7 MB。你只有 60 MB，光是权重和梯度就占 55 MB。\n\n要把哪几种技术合起来用？"}
+# %% [markdown] slide={"en": "One step needs 277.7 MB. You have 60 MB, and weights with gradients alone take 55 MB.\n\nWhich techniques do you combine?", "zh": "一步要 277.7 MB。你只有 60 MB，光是权重和梯度就占 55 MB。\n\n要把哪几种技术合起来用？"}
 # # 7 Given a byte budget, which of all these, and how much of each? (`fit`) / 给定字节预算，该用哪几种技术，各用到什么程度？（`fit`）
 #
 # <div lang="en">
@@ -20,7 +20,7 @@
 #
 # 本课程的训练步，也就是一个小解码器的一步 Adam，需要 277.7 MB 内存，而你只有 60 MB。
 #
-# 光是权重和梯度就要 55 MB。账本里的每一行只用一种技术，没有一行低于 124 MB，所以必须把几种技术合起来用。该用哪几种？这一课里，你逐一加上六种技术，然后再**去掉**其中一种，看看峰值会怎样变化。
+# 光是权重和梯度就要 55 MB。账本里的每一行只用一种技术，峰值没有一个低于 124 MB，所以必须把几种技术合起来用。该用哪几种？在这一课里，你要逐一加上六种技术，然后再**去掉**其中一种，看看峰值会怎样变化。
 #
 # </div>
 
@@ -32,14 +32,26 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (98 minutes). Write an estimate that needs no memory. Choose a technique by what fills the peak, and explain why savings need not add up. Compute which of two recipes is faster, and on which machine. State which recipes a search may skip.
+# **Goals** (115 minutes, in two sittings):
+#
+# - Estimate a step's peak memory without allocating it.
+# - Choose a technique by what fills the peak, and explain why savings need not add up.
+# - Compute which of two recipes is faster, and on which machine.
+# - State which recipes a search may skip.
+# - Write the layer of LoRA, and state what LoRA saves.
 #
 # **What to know before**: lessons 01 to 06.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（98 分钟）：写一个函数，不占内存就能估计峰值；先看峰值里什么最多，再选技术，并说清节省的内存为什么不一定能相加；算出两个配方在什么样的机器上哪个更快；说出搜索可以跳过哪些配方。
+# **目标**（共 115 分钟，分两次学）
+#
+# - 写一个函数，不实际分配内存就能估计峰值。
+# - 先看峰值里什么最多，再选技术，并说明各种技术节省的内存为什么不一定能相加。
+# - 给定两个配方，算出它们各在什么样的机器上更快。
+# - 说出搜索可以跳过哪些配方。
+# - 写出 LoRA 的层，并说明 LoRA 省下什么。
 #
 # **预备知识**：第 01 课到第 06 课。
 #
@@ -53,7 +65,7 @@ from course_lib.lessons.ledger import ledger
 from course_lib.lessons.lesson_07 import exercises, figures, grid
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter, symbolic
 from course_lib.models import Decoder, random_tokens
-from course_lib.teaching import predictions, table
+from course_lib.teaching import predictions, table, timelines
 
 BUDGET = 60_000_000  # bytes
 
@@ -66,7 +78,7 @@ def make_batch():
     return random_tokens(8, 128, 2048)  # (8, 129): 128 tokens, and the one that follows each
 
 
-# %% [markdown] slide={"en": "The baseline runs with a budget of 60 MB.\n\n**Guess first.** Where does it stop: forward, backward, or optimizer? In which layer?", "zh": "用 60 MB 的预算运行基线。\n\n**先猜**：它停在前向、反向，还是优化器更新？在第几层？"}
+# %% [markdown] slide={"en": "The baseline runs with a budget of 60 MB.\n\n**Guess first.** Where does it stop: forward, backward, or optimizer? In which layer?", "zh": "用 60 MB 的预算运行基线。\n\n**先猜**：这一步会停在前向、反向，还是优化器更新？在第几层？"}
 # ## 7.1 Where the baseline stops / 基线停在哪里
 #
 # <div lang="en">
@@ -78,35 +90,47 @@ def make_batch():
 # </div>
 # <div lang="zh">
 #
-# 给计量器设了 `budget_bytes`，哪个算子让内存超出预算，训练就停在哪个算子。用这样的计量器运行基线的第一步，这时 Adam 还没有状态。
+# 给计量器设置 `budget_bytes` 以后，哪个算子使内存超出预算，训练就停在哪个算子。下面用这样的计量器来运行基线的第一步。第一步开始时，Adam 还没有状态。
 #
 # **先猜**：这一步会停在哪里？是前向、反向，还是优化器更新？在八层里的哪一层？
 #
 # </div>
 
-# %% slide="result"
+# %% tags=["guess"] slide="result"
+my_phase, my_layer = None, None  # such as "forward", 8
+
 model, adam = build(make_model, Recipe())
+started = []  # one entry per layer whose forward pass has begun
+for layer in model.layers:
+    layer.register_forward_pre_hook(lambda *_: started.append(1))
 try:
     with MemoryMeter(model, adam, budget_bytes=BUDGET) as meter:
         train_step(model, adam, make_batch(), Recipe())
 except MemoryBudgetExceeded as stopped:
-    print(f"{meter.operator_count} operators, {meter.phases()[-1]}:\n{stopped}")
+    print(f"{meter.operator_count} operators:\n{stopped}")
+
+# %%
+rows = [("phase", my_phase, meter.phases()[-1]), ("layer", my_layer, len(started))]
+table(["", "your guess", "measured"], [(name, guess or "–", each) for name, guess, each in rows])
+
+# %%
 parameters = sum(parameter.numel() for parameter in model.parameters())
-f"{parameters:,} parameters; {12 * parameters / 1e6:.1f} MB from the second step on"
+rows = [(parameters, round(12 * parameters / 1e6, 1))]
+table(["parameters", "from the second step on (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# It stops in the forward pass, in the second of eight layers, where queries are multiplied by keys. The weights take 27.5 MB, and the first layer has already saved 21 MB. The model is unharmed, because no gradient exists yet and no weight has changed.
+# The step stops in the forward pass, in the second of eight layers, where queries are multiplied by keys. The weights take 27.5 MB, and the first layer has already saved 21 MB. The model is unharmed, because no gradient exists yet and no weight has changed.
 #
-# From the second step on it is worse. Weights and Adam's state exist before the first operator runs. They take 12 bytes per parameter, 82.5 MB in total. No checkpoint can reduce that.
+# The second step needs even more. Weights and Adam's state exist before the first operator runs. They take 12 bytes per parameter, 82.5 MB in total. No checkpoint can reduce that.
 #
 # </div>
 # <div lang="zh">
 #
-# 它停在前向，在八层中的第二层，正要做查询与键的乘法。权重占 27.5 MB，第一层已经保存了 21 MB。模型没有受损，因为此时还没有梯度，权重也没有改动。
+# 这一步停在前向，当时正在八层中的第二层计算查询与键的乘积。权重占 27.5 MB，第一层已经保存了 21 MB。模型没有受损，因为此时还没有梯度，权重也没有改动。
 #
-# 从第二步起，情况更糟。第一个算子运行之前，权重和 Adam 的状态就已经在内存里了，每个参数 12 字节，共 82.5 MB。检查点再多，也减少不了这一部分。
+# 从第二步起，需要的内存更多。在第一个算子运行之前，权重和 Adam 的状态就已经在内存里了，每个参数 12 字节，共 82.5 MB。检查点再多，也减少不了这一部分。
 #
 # </div>
 
@@ -122,14 +146,14 @@ f"{parameters:,} parameters; {12 * parameters / 1e6:.1f} MB from the second step
 # </div>
 # <div lang="zh">
 #
-# 现在要在一台跑不动这些配方的机器上比较它们。符号张量有形状、有存储区，但不占内存（第 01 课），计量器照样能统计它们的字节数。
+# 现在要比较各个配方，但你的机器跑不动这些配方。符号张量有形状、有存储区，但不占内存（第 01 课），而计量器照样能统计符号张量的字节数。
 #
-# **练习 1。** 写出 `peak_of_step(make_model, make_batch)`：用符号张量求出基线（优化器为 Adam）**第二步**的峰值，返回字节数。优化器用 `torch.optim.Adam(parameters, foreach=False)`，模型有 `loss(batch)` 方法。
+# **练习 1。** 写出 `peak_of_step(make_model, make_batch)`，用符号张量求出基线（优化器为 Adam）**第二步**的峰值，返回字节数。优化器用 `torch.optim.Adam(parameters, foreach=False)`，模型有 `loss(batch)` 方法。
 #
 # </div>
 
 
-# %% minutes=9
+# %% minutes=12
 def peak_of_step(make_model, make_batch):
     return None
 
@@ -144,7 +168,7 @@ if not exercises.check_peak_without_memory.accepted:
         with symbolic():
             model = make_model()
             adam = torch.optim.Adam(model.parameters(), foreach=False)
-            for _ in range(2):  # Adam makes its state in the first
+            for _ in range(2):  # Adam creates its state in the first step
                 adam.zero_grad()
                 with MemoryMeter(model, adam) as meter:
                     model.loss(make_batch()).backward()
@@ -170,7 +194,7 @@ exercises.check_peak_without_memory(peak_of_step)
 # %%
 figures.recipe_fields()
 
-# %% slide="result"
+# %%
 plain = estimate(make_model, make_batch, Recipe())
 rows = [
     ("your estimate", peak_of_step(make_model, make_batch)),
@@ -182,12 +206,12 @@ table(["", "bytes"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Your estimate may be 8,256 bytes higher. These bytes are the batch, 8 × 129 numbers of 8 bytes, which counts if you create it after the meter has started. The library creates it before the meter starts.
+# Your estimate may be 8,256 bytes higher. These bytes are the batch, 8 × 129 numbers of 8 bytes. The meter counts a batch that you create after starting the meter. The library creates it earlier.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的估计可能多出 8,256 字节，那是批次，共 8 × 129 个数，每个 8 字节。如果你在打开计量器之后才创建批次，它就会被统计进去，而库是在打开计量器之前创建的。
+# 你的估计可能多出 8,256 字节，这就是批次的大小，共 8 × 129 个数，每个 8 字节。如果你先打开计量器，后创建批次，计量器就会把批次也统计进去。课程库是先创建批次，再打开计量器。
 #
 # </div>
 
@@ -203,9 +227,9 @@ table(["", "bytes"], rows)
 # </div>
 # <div lang="zh">
 #
-# 训练的结果相同，比较内存才有意义。下面用一个两层的解码器，按每个配方做两步 Adam，再与基线的权重比较，差别以这两步的更新量为单位。
+# 训练的结果相同，比较内存才有意义。下面用一个两层的解码器，按每个配方做两步 Adam，再把得到的权重与基线的权重比较。表中列出两者之差占基线两步更新量的比例。
 #
-# 从这里起，给三组常用的选项各起一个名字：`checkpoints`、`offloaded` 和 `early`。
+# 从这里起，三组常用的选项各有一个名字，即 `checkpoints`、`offloaded` 和 `early`。
 #
 # </div>
 
@@ -216,6 +240,7 @@ offloaded = {"offload_activations": True}  # saved tensors go to the lower tier
 early = {"offload_optimizer": 1.0, "in_backward": True}  # offloaded state, updates in backward
 
 
+# %% jupyter={"source_hidden": true}
 def weights(recipe, steps=2):
     sizes = {"vocabulary": 256, "hidden": 256, "heads": 8, "layers": 2, "sequence": 128}
     model, optimizer = build(lambda: Decoder(**sizes), recipe)
@@ -225,15 +250,18 @@ def weights(recipe, steps=2):
     return torch.cat([p.detach().flatten().double() for p in model.parameters()]), start
 
 
-# %% slide="result"
+expected, start = weights(Recipe())
+
+
+def difference(recipe):
+    error = ((weights(recipe)[0] - expected).norm() / (expected - start).norm()).item()
+    return "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"
+
+
+# %% jupyter={"source_hidden": true} slide="result"
 tried = [checkpoints, {"micro_batches": 8}, {"attention": "flash"}, {"head_chunk": 128}]
 tried += [offloaded, early, {**checkpoints, **offloaded, **early}]
-expected, start = weights(Recipe())
-rows = []
-for options in tried:
-    error = ((weights(Recipe(**options))[0] - expected).norm() / (expected - start).norm()).item()
-    shown = "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"
-    rows.append((str(Recipe(**options)), shown))
+rows = [(str(Recipe(**options)), difference(Recipe(**options))) for options in tried]
 table(["recipe", "difference of the weights"], rows)
 
 # %% [markdown]
@@ -244,7 +272,7 @@ table(["recipe", "difference of the weights"], rows)
 # </div>
 # <div lang="zh">
 #
-# 重计算和卸载连一个比特都不改变。微批次、flash 注意力和把输出头分成小段会改变求和的顺序，在这里更新量的变化小于 0.05%。因此所有配方算出的更新都相同，可以放在一起比较内存。
+# 用重计算和卸载时，权重连一个比特都不变。微批次、flash 注意力和把输出头分成小段会改变求和的顺序，但在这里，更新量的变化小于 0.05%。因此可以认为所有配方算出的更新都相同，它们的内存也就可以放在一起比较。
 #
 # </div>
 
@@ -260,20 +288,20 @@ table(["recipe", "difference of the weights"], rows)
 # </div>
 # <div lang="zh">
 #
-# 现在逐一加上各种技术：先给每层一个检查点，再把批次分成八个微批次，再把 Adam 的状态放到下一级存储（主机内存或磁盘），最后把状态的页从 16 MiB 改成 1 MiB。
+# 现在逐一加上各种技术。先给每层加一个检查点，再把批次分成八个微批次，然后把 Adam 的状态放到下一级存储（主机内存或磁盘），最后把存放状态的页从 16 MiB 改成 1 MiB。
 #
-# **先猜**：基线的峰值是 277.7 MB，每加一种之后，峰值各是多少？写下四个数。
+# **先猜**：基线的峰值是 277.7 MB，每加上一种技术之后，峰值各是多少？写下四个数。
 #
 # </div>
 
-# %% tags=["guess"] slide="result" minutes=3
+# %% tags=["guess"] slide="result"
 my_guesses = [None, None, None, None]  # in MB
 steps = {"plain": {}, "+ checkpoints": checkpoints}
 steps["+ 8 micro-batches"] = {**checkpoints, "micro_batches": 8}
 steps["+ state offloaded"] = {**steps["+ 8 micro-batches"], "offload_optimizer": 1.0}
 steps["+ small pages"] = {**steps["+ state offloaded"], "page_bytes": 1 << 20}
 found = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in steps.items()}
-figures.what_fills(found, found.values())
+figures.what_fills(found, found.values(), guesses=[277.7, *my_guesses])
 
 # %% [markdown]
 # <div lang="en">
@@ -281,7 +309,7 @@ figures.what_fills(found, found.values())
 # Each technique reduces only what fills the peak **at that point**:
 #
 # - **Checkpoints** save 144 MB, because nearly all activations are no longer kept.
-# - **Eight micro-batches** save another 17 MB. What remains is mostly weights, gradients and optimizer state, 16 bytes per parameter or 110 MB, which micro-batches do not reduce.
+# - **Eight micro-batches** save another 17 MB. The rest is mostly weights, gradients and optimizer state, 16 bytes per parameter or 110 MB, which micro-batches do not reduce.
 # - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. A page holds whole parameters, here at most 16 MiB (16.8 MB), so these three hold less than 50.3 MB.
 # - **Small pages** save 40 MB. Now only the state of two parameters, embedding and positions, is in memory at the peak, 4.5 MB.
 #
@@ -290,18 +318,18 @@ figures.what_fills(found, found.values())
 # </div>
 # <div lang="zh">
 #
-# 每种技术能减少的，只是**当时**占满峰值的那些东西：
+# 每种技术只能减少**当时**峰值里最多的那一类字节。
 #
 # - **检查点**省下 144 MB，因为几乎所有的激活值都不再保存。
 # - **八个微批次**又省下 17 MB。剩下的主要是权重、梯度和优化器状态，每个参数 16 字节，共 110 MB，微批次减少不了这些。
-# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里，也就是三页：一页正在读入，一页正在更新，一页正在写出。一页只装完整的参数，在这里至多 16 MiB（16.8 MB），所以这三页不到 50.3 MB。
-# - **小页**省下 40 MB。现在到峰值时，内存里只有嵌入和位置表这两个参数的状态，共 4.5 MB。
+# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里。这是三页的大小，一页正在读入，一页正在更新，一页正在写出。一页只装完整的参数，在这里至多 16 MiB（16.8 MB），所以这三页不到 50.3 MB。
+# - **小页**省下 40 MB。现在达到峰值时，内存里只剩嵌入和位置表这两个参数的状态，共 4.5 MB。
 #
 # 峰值还有 63.7 MB，比预算多 3.7 MB。
 #
 # </div>
 
-# %% [markdown] slide={"en": "63.7 MB, of which weights and gradients take 55.\n\n**Guess first.** Update inside backward, without micro-batches: is it 36 MB?", "zh": "还有 63.7 MB，其中权重和梯度占 55 MB。\n\n**先猜**：在反向之中更新，不用微批次，峰值会是 36 MB 吗？"}
+# %% [markdown] slide={"en": "63.7 MB, of which weights and gradients take 55 MB.\n\n**Guess first.** Update inside backward, without micro-batches: is it 36 MB?", "zh": "还有 63.7 MB，其中权重和梯度占 55 MB。\n\n**先猜**：在反向之中更新，不用微批次，峰值会是 36 MB 吗？"}
 # <div lang="en">
 #
 # Of the 63.7 MB, weights and gradients take 55 MB, and the weights must stay. So the gradients must never all exist at once. The optimizer can update each parameter **inside** the backward pass (lesson 05) and release its gradient. This rules out micro-batches, which add up gradients before the update. **Guess first:** without the 27.5 MB of gradients, is the peak 36 MB?
@@ -309,29 +337,30 @@ figures.what_fills(found, found.values())
 # </div>
 # <div lang="zh">
 #
-# 这 63.7 MB 中，权重和梯度占 55 MB，而权重必须留下。所以不能让全部梯度同时存在：优化器可以在反向**之中**逐个更新参数（第 05 课），随即释放它的梯度。这样就不能再用微批次，因为各个微批次的梯度要加起来才能更新。**先猜**：省掉 27.5 MB 的梯度之后，峰值会是 36 MB 吗？
+# 这 63.7 MB 中，权重和梯度占 55 MB，权重又必须留下，所以只能设法不让全部梯度同时存在。优化器可以在反向**之中**逐个更新参数（第 05 课），每更新一个参数，就释放这个参数的梯度。这样就不能再用微批次，因为各个微批次的梯度要先加起来，才能更新权重。**先猜**：省掉 27.5 MB 的梯度之后，峰值会是 36 MB 吗？
 #
 # </div>
 
-# %% slide="result"
+# %% tags=["guess"] slide="result"
+my_guess = None  # in MB
 more = {"in backward, whole batch": {**checkpoints, **early}}
 more["+ activations offloaded"] = {**checkpoints, **early, **offloaded}
 found |= {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in more.items()}
-figures.what_fills(more, [found[name] for name in more])
+figures.what_fills(more, [found[name] for name in more], guesses=[my_guess])
 
 # %% [markdown]
 # <div lang="en">
 #
-# The peak is 64.2 MB, no lower than before, but something else fills it. The gradients are gone. Without micro-batches, however, the recomputation restores a whole layer for eight sequences (21 MB), in addition to the inputs of 7 layers. These activations can be reduced further: offload what the checkpoints keep. The second row is 57.9 MB, and it fits.
+# The peak is 64.2 MB, no lower than before, but something else fills it. The gradients are gone. Without micro-batches, however, the recomputation restores a whole layer for eight sequences (21 MB), in addition to the inputs of 7 layers. These activations can be reduced further: offload what the checkpoints keep. The second row does so. Its 57.9 MB fit.
 #
 # The next cell runs every recipe for real. A meter stops the last one if it exceeds 60 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值是 64.2 MB，并没有降低，但占满峰值的东西变了。梯度已经释放，但不用微批次时，重计算会恢复八条序列的一整层激活值，共 21 MB，此外还有 7 层的输入。激活值还有办法减少：把检查点保存的输入也卸载到下一级存储。这就是表中第二行，57.9 MB，装得下了。
+# 峰值是 64.2 MB，并没有降低，但峰值里最多的东西变了。梯度已经释放，但不用微批次时，重计算会恢复八条序列的一整层激活值，共 21 MB，此外还有 7 层的输入。要进一步减少激活值，可以把检查点保存的输入也卸载到下一级存储。表中第二行就是这样做的，峰值降到 57.9 MB，装得进 60 MB 的预算。
 #
-# 下面把每个配方都真实地运行一遍。最后一个配方的内存若超过 60 MB，计量器会让训练停下。
+# 下面把每个配方都实际运行一遍。最后一个配方的内存若超过 60 MB，计量器会让训练停下。
 #
 # </div>
 
@@ -361,40 +390,47 @@ figures.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, titl
 # </div>
 # <div lang="zh">
 #
-# 装得下了。现在把**检查点去掉**：为反向保存的张量一产生就移到下一级存储，不再有任何重计算。
+# 训练步已经装得进预算了。现在把**检查点去掉**，每个为反向保存的张量一产生就移到下一级存储，不再有任何重计算。
 #
 # **先猜**：没有检查点，峰值是多少？
 #
 # </div>
 
-# %%
+# %% tags=["guess"]
+my_peak = None  # in MB
 without = run(make_model, make_batch, Recipe(**early, **offloaded))
 
 # %% jupyter={"source_hidden": true} slide="result"
-figures.both_timelines(stepped.meter, without.meter)
+meters = {"with checkpoints": stepped.meter, "without checkpoints": without.meter}
+timelines(
+    meters, title="The peak is lower without checkpoints, because only single tensors come back"
+)
 
-# %% [markdown] slide={"en": "Lower, and nothing is recomputed, but 447.7 MB move instead of 128.9.\n\n**Write it**: at how many FLOPs per byte are both equally fast?", "zh": "峰值更低，也没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样快？"}
+# %%
+predictions([("without checkpoints", my_peak and my_peak * 1e6, without.meter.peak_bytes)])
+
+# %% [markdown] slide={"en": "Lower, and nothing is recomputed, but 447.7 MB move instead of 128.9 MB.\n\n**Write it**: at how many FLOPs per byte are both equally fast?", "zh": "峰值更低，也没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样快？"}
 # <div lang="en">
 #
 # The peak is 53.9 MB, which is 4 MB lower. A checkpoint restores the activations of its whole layer, 21 MB, before the first gradient of that layer is computed. Offloading alone brings back one tensor at a time, when backward needs it. So a checkpoint on top of offloading *raises* the peak here. (The peak is now at the start of backward, at the logits.)
 #
 # What is the price? Without checkpoints nothing is recomputed, but 447.7 MB move instead of 128.9 MB. Which recipe is faster?
 #
-# **Exercise 2.** Write `break_even(first, second)`. If both recipes take equally long, how many FLOPs does the machine do in the time of one copied byte? Each recipe has `flops` and `moved_bytes` (both directions). Copies and computation do not overlap.
+# **Exercise 2.** Write `break_even(first, second)`. If both recipes take equally long, how many FLOPs does the machine do in the time needed to copy one byte? Each recipe has `flops` and `moved_bytes` (both directions). Copies and computation do not overlap.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值是 53.9 MB，低了 4 MB。检查点会在求出某一层的第一个梯度之前，把这一整层的激活值都恢复出来，共 21 MB。只用卸载时，反向需要哪个张量，才取回哪个张量。因此在这里，卸载之上再加检查点，峰值反而**升高**。（现在峰值出现在反向刚开始、处理 logits 的时候。）
+# 峰值是 53.9 MB，比刚才低 4 MB。在求出某一层的第一个梯度之前，检查点要先把这一整层的激活值都恢复出来，共 21 MB。只用卸载时，反向需要哪个张量，就只取回哪个张量。因此在这里，在卸载的基础上再加检查点，峰值反而**升高**。（现在峰值出现在反向刚开始、处理 logits 的时候。）
 #
 # 代价是什么？去掉检查点就没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。哪个配方更快？
 #
-# **练习 2。** 写出 `break_even(first, second)`：如果两个配方用时相同，那么机器拷贝一个字节的时间里能做多少 FLOPs？每个配方有 `flops` 和 `moved_bytes`（往返合计），拷贝与计算不重叠。
+# **练习 2。** 写出 `break_even(first, second)`。假设两个配方用时相同，求机器在拷贝一个字节的时间里能做多少 FLOPs。每个配方有 `flops` 和 `moved_bytes`（往返合计），拷贝与计算不重叠。
 #
 # </div>
 
 
-# %% minutes=6
+# %% minutes=8
 def break_even(first, second):
     return None
 
@@ -412,7 +448,7 @@ if not exercises.check_break_even.accepted:
 exercises.check_break_even(break_even)
 ### END SOLUTION
 
-# %% slide="result"
+# %%
 both = ({**checkpoints, **early, **offloaded}, {**early, **offloaded})
 pair = [estimate(make_model, make_batch, Recipe(**way)) for way in both]
 table(["equally fast at (FLOPs per byte)"], [(round(break_even(*pair) or 0, 1),)])
@@ -423,16 +459,28 @@ figures.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"]
 # %% [markdown]
 # <div lang="en">
 #
-# This is the threshold of lesson 04 again. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it does 100 FLOPs in the time of one copied byte. There, the recipe with checkpoints is faster. With 20 FLOPs per byte, on a slow processor with a fast disk, the other one is faster. Without a machine, "Which recipe is best?" has no answer.
+# This is the threshold of lesson 04 again. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it does 100 FLOPs in the time needed to copy one byte. There, the recipe with checkpoints is faster. With 20 FLOPs per byte, on a slow processor with a fast disk, the other recipe is faster. Unless you name a machine, "Which recipe is best?" has no answer.
 #
 # </div>
 # <div lang="zh">
 #
-# 这又是第 04 课的阈值。`RATES` 里的 `laptop` 算力是 100 GFLOP/s，磁盘是 1 GB/s，拷贝一个字节的时间能做 100 FLOPs，所以在它上面用检查点更快。如果处理器慢而磁盘快，每字节只有 20 FLOPs，不用检查点就更快。不说明是什么机器，“哪个配方最好”就没有答案。
+# 这又是第 04 课的阈值。`RATES` 里的 `laptop` 算力是 100 GFLOP/s，磁盘是 1 GB/s，拷贝一个字节的时间能做 100 FLOPs，所以在这样的机器上，用检查点更快。如果换成处理器慢、磁盘快的机器，拷贝一个字节的时间只能做 20 FLOPs，那么不用检查点更快。不说明是什么机器，“哪个配方最好”就没有答案。
 #
 # </div>
 
-# %% [markdown] slide={"en": "What did each technique cost?", "zh": "每种技术的代价是什么？"}
+# %% [markdown]
+# <div lang="en">
+#
+# **End of the first sitting** (57 minutes). Your recipe fits into 60 MB, and you know on which machine which of two recipes is faster. In the second sitting a search looks for recipes, you find two of your own, and you write the layer of LoRA, with which many people start.
+#
+# </div>
+# <div lang="zh">
+#
+# **第一次学习到此结束**（57 分钟）。你找到的配方已经装进 60 MB，你也会算两个配方各在什么样的机器上更快。第二次学习先用搜索来找配方，再由你自己找出两个配方，最后写出 LoRA 的层，因为很多人省内存就是从 LoRA 开始的。
+#
+# </div>
+
+# %% [markdown]
 # ## 7.6 The price of each technique / 每种技术的代价
 #
 # <div lang="en">
@@ -442,7 +490,7 @@ figures.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"]
 # </div>
 # <div lang="zh">
 #
-# FLOPs 和搬运的字节是精确统计出来的。用时还取决于机器的速率，所以只是估计。
+# FLOPs 和搬运的字节数是精确统计出来的。用时还取决于机器的速率，所以只是估计值。
 #
 # </div>
 
@@ -462,21 +510,21 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 # - **Updates in backward** happen before the norm of all gradients is known. They exclude clipping by that norm, a scaler that skips steps, and micro-batches.
 # - **Offloaded optimizer state**: if the lower tier is host memory, the host's processor does the update. It reads and writes 28 bytes per parameter. `RATES` includes this for real devices.
 # - **Micro-batches**: a matrix product over one sequence may run at a lower rate than one over eight. The table assumes the same rate.
-# - **Flash attention** is not used. At 128 tokens it saves only 25 of 278 MB alone, and 3 MB with checkpoints. At 4096 tokens it is the first technique to use (lesson 06).
+# - **Flash attention** is not used. At 128 tokens it saves only 25 of 278 MB without checkpoints, and 3 MB with them. At 4096 tokens it is the first technique to use (lesson 06).
 #
 # </div>
 # <div lang="zh">
 #
 # 还有一些代价，表里看不到：
 #
-# - **在反向之中更新**时，全部梯度的范数还不知道，所以不能按这个范数裁剪，缩放器不能跳过某一步，也不能用微批次。
-# - **卸载优化器状态**：如果下一级存储是主机内存，更新就由主机的处理器来做，每个参数要读写 28 字节。对真实的设备，`RATES` 已经计入这一项。
-# - **微批次**：一条序列的矩阵乘法，速率可能低于八条序列的。表里假定速率相同。
-# - **flash 注意力**没有用上。序列长 128 个 token 时，单独使用只能从 278 MB 里省 25 MB，有检查点时只省 3 MB。到了 4096 个 token，它是首选的技术（第 06 课）。
+# - **在反向之中更新**时，还不知道全部梯度的范数，所以不能按这个范数裁剪，也不能让缩放器跳过某一步。此外，这种技术不能与微批次合用。
+# - **卸载优化器状态**：如果下一级存储是主机内存，更新就由主机的处理器来做，每个参数要读写 28 字节。`RATES` 里的真实设备都已计入这一项。
+# - **微批次**：只算一条序列时，矩阵乘法的速率可能比八条序列一起算时低。表里假定两者的速率相同。
+# - **flash 注意力**没有用上。序列长 128 个 token 时，单用 flash 注意力只能从 278 MB 里省下 25 MB，加在检查点之上则只省 3 MB。序列长 4096 个 token 时，flash 注意力就是首选的技术（第 06 课）。
 #
 # </div>
 
-# %% [markdown] slide={"en": "A search proposes recipes, estimates them, and sorts those that fit.\n\n**Guess first.** Does it find your recipe, or a faster one?", "zh": "搜索：提出配方，估计峰值，把装得下的按用时排序。\n\n**先猜**：它找到的是你的配方，还是更快的？"}
+# %% [markdown] slide={"en": "A search proposes recipes, estimates them, and sorts those that fit.\n\n**Guess first.** Does it find your recipe, or a faster one?", "zh": "搜索：提出配方，估计峰值，把装得下的按用时排序。\n\n**先猜**：搜索找到的是你的配方，还是更快的配方？"}
 # ## 7.7 Let a search find it / 用搜索来找
 #
 # <div lang="en">
@@ -486,13 +534,14 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 # </div>
 # <div lang="zh">
 #
-# 刚才是手工找配方。搜索要做三件事：提出配方，逐个估计内存和用时，再把装得下的按用时排序。排序只要两行代码，先用在本课试过的配方上：
+# 刚才是手工找配方。搜索则要做三件事，先提出配方，再逐个估计内存和用时，最后把装得下的配方按用时排序。排序只要两行代码。下面先给本课试过的配方排序：
 #
 # </div>
 
 # %%
 fitting = [each for each in found.values() if each.peak_bytes <= BUDGET]
-[str(each.recipe) for each in sorted(fitting, key=laptop.seconds)]
+ranked = sorted((round(laptop.seconds(each), 3), str(each.recipe)) for each in fitting)
+table(["time on the laptop (s)", "recipe"], ranked)
 
 # %% slide="result"
 searched = fit(make_model, make_batch, BUDGET, progress=False)
@@ -501,32 +550,40 @@ searched
 # %% [markdown]
 # <div lang="en">
 #
-# The first line is the recipe of 7.4, with 0.676 s at these rates. The recipe without checkpoints has the lowest peak, but it comes last. `fit` has estimated 123 recipes. It skips the others by three rules:
+# The first line is the recipe of 7.4, with 0.676 s at these rates. The recipe without checkpoints has the lowest peak, but it comes last. `fit` has estimated 123 recipes, and skips the others by three rules:
 #
-# - Skip a recipe if the tensors that exist before the first operator, or those of the optimizer step alone, exceed the budget. Fewer activations would not help then.
-# - If a recipe fits, skip those that add another technique to it, because they cost more. There are two exceptions. With offloaded activations, a checkpoint can save time because fewer bytes move. Flash attention can need fewer FLOPs (7.17).
-# - For checkpoints around the first $k$ layers: if $k=1$ already costs more than the best recipe so far, skip every larger $k$.
+# - Skip a recipe if the tensors that exist before the first operator, or those of the optimizer step alone, exceed the budget.
+# - If a recipe fits, skip those that add another technique to it, because they cost more. There are two exceptions. With offloaded activations, a checkpoint can save time because fewer bytes move. Flash attention can need fewer FLOPs (7.18).
+# - If a checkpoint around the first layer alone already costs more than the best recipe so far, skip those around more layers.
 #
 # </div>
 # <div lang="zh">
 #
-# 第一行就是 7.4 节的配方，按这些速率是 0.676 秒。不用检查点的配方峰值最低，却排在最后。`fit` 估计了 123 个配方，其余的按三条规则跳过：
+# 第一行就是 7.4 节的配方，按这些速率计算，用时 0.676 秒。不用检查点的配方峰值最低，却排在最后。`fit` 估计了 123 个配方，其余的配方按三条规则跳过：
 #
-# - 第一个算子运行之前的张量，或者单是优化器更新时的张量，如果已经超出预算，就跳过这个配方，因为减少激活值已经无济于事。
-# - 一个配方装得下时，跳过在它上面再加技术的配方，因为代价会更大。例外有两个。激活值已卸载时，再加检查点可以少搬运一些字节，反而可能更快。flash 注意力的 FLOPs 可能更少（7.17 节）。
-# - 对只给前 $k$ 层加检查点的配方，如果 $k=1$ 时就已经比目前最好的配方慢，就跳过更大的 $k$。
+# - 如果第一个算子运行之前就有的张量已经超出预算，或者光是优化器更新时要用的张量就超出预算，就跳过这个配方。
+# - 如果一个配方装得下，就跳过在它之上再加技术的配方，因为后者代价更大。例外有两个。一是激活值已经卸载时，再加检查点可以少搬运一些字节，反而可能更快。二是加上 flash 注意力以后，FLOPs 可能更少（7.18 节）。
+# - 如果只给第一层加检查点就已经比目前最好的配方慢，就跳过给更多层加检查点的配方。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# Bisection finds the number of micro-batches. `tests/brute_force_fit.py` compares `fit` with all recipes of a grid on twelve small models: 441 searches gave no difference. If no recipe fits, `fit` raises an error that states the lowest peak:
+# Bisection finds the number of micro-batches. `tests/tools/brute_force_fit.py` compares `fit` with all recipes of a grid on twelve small models. All 441 searches agreed.
+#
+# Other tools search a smaller space exactly. For a chain of stages, rotor finds the best checkpoints by dynamic programming (lesson 03). Alpa divides operators among devices by integer linear programming, and layers among stages by dynamic programming. PyTorch's compiler decides by a minimum cut of the graph which tensors to save for backward.
+#
+# If no recipe fits, `fit` raises an error that states the lowest peak:
 #
 # </div>
 # <div lang="zh">
 #
-# 微批次的个数用二分法找。`tests/brute_force_fit.py` 在十二个小模型上，把 `fit` 与网格里的全部配方作了比较，441 次搜索没有一次不同。如果没有配方装得下，`fit` 会报错，并写出找到的最低峰值：
+# 微批次的个数用二分法求出。`tests/tools/brute_force_fit.py` 在十二个小模型上，把 `fit` 的结果与网格里的全部配方作了比较，441 次搜索的结果全部一致。
+#
+# 其他工具的搜索范围较小，但能求出精确的最优解。rotor 用动态规划，在由若干级组成的链上找出检查点的最佳位置（第 03 课）。Alpa 用整数线性规划把算子分到各台设备，再用动态规划把各层分成流水线的级。PyTorch 的编译器求计算图的最小割，由此决定为反向保存哪些张量。
+#
+# 如果没有一个配方装得下，`fit` 就会报错，并写出找到的最低峰值：
 #
 # </div>
 
@@ -556,24 +613,24 @@ figures.draw_recipes(grid.stored_estimates())
 figures.recipes_playground(grid.stored_estimates())
 
 # %% [markdown] slide={"en": "160 MB, no extra FLOPs, nothing offloaded.\n\nWhich single technique is enough?", "zh": "160 MB，FLOPs 不增加，也不搬运数据。\n\n只用哪一种技术就够了？"}
-# ## 7.8 Three budgets / 三个预算
+# ## 7.8 Two budgets / 两个预算
 #
 # <div lang="en">
 #
-# Find a recipe for each of three budgets. Each one needs an idea, and thinking is faster than trying at random. The check estimates your recipe. If it does not fit, the check shows what fills the peak.
+# Find a recipe for each of two budgets. Each one needs an idea, and thinking is faster than trying at random. The check estimates your recipe. If it does not fit, the check shows what fills the peak. A third budget, 50 MB, follows in depth (7.15).
 #
 # **Exercise 3.** At most 160 MB, no more FLOPs than the baseline, and no bytes moved.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面给三个预算各找一个配方。每个预算都要先想好再动手，这比乱试更快。检查会估计你的配方要多少内存，装不下时会写出峰值由什么占满。
+# 下面请为两个预算各找一个配方。每次都请先想好再动手，这样比随意尝试更快。检查会估计你的配方要多少内存。如果装不下，检查还会写出峰值里什么最多。第三个预算 50 MB 放在深入部分（7.15 节）。
 #
 # **练习 3。** 峰值不超过 160 MB，FLOPs 不得超过基线，也不能搬运任何字节。
 #
 # </div>
 
-# %% minutes=5
+# %% minutes=7
 recipe = None  # Recipe(...)
 exercises.check_same_flops(recipe)
 
@@ -590,11 +647,11 @@ exercises.check_same_flops(Recipe(micro_batches=4))
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 峰值不超过 120 MB，不搬运任何字节，FLOPs 至多是基线的 1.19 倍。训练要按全部梯度的范数裁剪，所以更新之前，全部梯度必须都已求出。
+# **练习 4。** 峰值不超过 120 MB，不搬运任何字节，FLOPs 至多是基线的 1.19 倍。训练要按全部梯度的范数裁剪，所以必须先求出全部梯度，才能更新。
 #
 # </div>
 
-# %% minutes=8
+# %% minutes=10
 recipe = None  # Recipe(...)
 exercises.check_keeps_clipping(recipe)
 
@@ -603,61 +660,58 @@ exercises.check_keeps_clipping(recipe)
 exercises.check_keeps_clipping(Recipe(checkpoint="layers", first_blocks=7, micro_batches=8))
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "50 MB, by any means.\n\nWhat fills the peak of the recipe without checkpoints?", "zh": "50 MB，什么办法都行。\n\n去掉检查点的配方，峰值由什么占满？"}
+# %% [markdown] slide={"en": "LoRA trains 98,304 of 6.9 million numbers.\n\n**Write it**: the output of a layer with an adapter, without a tensor as large as W.", "zh": "LoRA 在 690 万个数中只训练 98,304 个。\n\n**自己写**：带适配器的层的输出，不产生与 W 一样大的张量。"}
+# ## 7.9 Where people start: LoRA and QLoRA / 大家从这里开始：LoRA 与 QLoRA
+#
 # <div lang="en">
 #
-# **Exercise 5.** Find a recipe that needs at most 50 MB, with any techniques. The recipes above are not enough.
+# Many people start elsewhere: they train fewer numbers, or store fewer bits per number (7.10). Both methods change the training, so `fit` does not propose them. The gradient of every trained number must still be right.
+#
+# - **LoRA** (lesson 01) freezes a matrix $W$ and trains an adapter next to it, the thin matrices `down` (rank × inputs) and `up` (outputs × rank). A frozen weight has no gradient and no optimizer state.
+# - **QLoRA** also stores a frozen weight as a 4-bit index of one of 16 levels, and 64 weights share an fp32 scale. Each layer rebuilds its weight when it needs it.
+#
+# **Exercise 5.** Write `adapted(frozen, x, down, up)`. It returns the output of the layer `frozen`, plus `x` times the transpose of `down` times the transpose of `up`. No tensor as large as $W$ may be made. The gradient must also reach `x`, because adapters of earlier layers need it.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 5。** 峰值不超过 50 MB，什么办法都行。只用前面的配方是不够的。
+# 很多人省内存是从另外两种办法开始的，要么少训练一些数，要么每个数少存几位（7.10 节）。这两种办法都改变了训练，所以 `fit` 不会提出它们。但有一点不能变，凡是要训练的数，梯度都必须正确。
+#
+# - **LoRA**（第 01 课）冻结矩阵 $W$，只训练加在 $W$ 旁边的适配器，也就是两个很窄的矩阵：`down`（秩 × 输入）和 `up`（输出 × 秩）。冻结的权重没有梯度，也没有优化器状态。
+# - **QLoRA** 还把每个冻结的权重存成 4 位的编号，表示 16 个数值级别中的一个，每 64 个权重共用一个 fp32 的缩放系数。哪一层要用到权重，就临时还原那一层的权重。
+#
+# **练习 5。** 写出 `adapted(frozen, x, down, up)`，返回两项之和，一项是 `frozen` 这一层的输出，另一项是 `x` 先乘 `down` 的转置，再乘 `up` 的转置。计算时不能产生与 $W$ 一样大的张量。梯度还必须传到 `x`，因为前面各层的适配器要用到这个梯度。
 #
 # </div>
 
-# %% minutes=8
-recipe = None  # Recipe(...)
-exercises.check_fifty(recipe)
 
-# %% jupyter={"source_hidden": true}
+# %% minutes=7
+def adapted(frozen, x, down, up):
+    return None
+
+
+exercises.check_adapted_layer(adapted)
+
+# %% jupyter={"source_hidden": true} slide="code"
 ### BEGIN SOLUTION
-least = {"offload_optimizer": 1.0, "in_backward": True, "offload_activations": True}
-exercises.check_fifty(Recipe(**least, head_chunk=128))
+if not exercises.check_adapted_layer.accepted:
+
+    def adapted(frozen, x, down, up):
+        return frozen(x) + x @ down.T @ up.T
+
+
+exercises.check_adapted_layer(adapted)
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "LoRA, QLoRA, 8-bit Adam, bf16: what most people try first.\n\n**Guess first.** Which of them fits into 60 MB?", "zh": "LoRA、QLoRA、8 位 Adam、bf16：很多人最先试的是这些。\n\n**先猜**：哪一种能装进 60 MB？"}
-# ## 7.9 What people try first / 大家最先试的办法
-#
+# %% [markdown] slide={"en": "Adam in fp32 with checkpoints: 134.0 MB.\n\n**Guess first.** LoRA in bf16? In fp32? With two micro-batches? With eight?", "zh": "fp32 的 Adam 加检查点要 134.0 MB。\n\n**先猜**：LoRA 用 bf16 要多少？用 fp32 呢？分成两个微批次呢？八个呢？"}
 # <div lang="en">
 #
-# Many people first do something else when a step does not fit. They train fewer numbers, or store fewer bits per number. The result is another training, so `fit` does not propose it.
-#
-# - **bf16 without master weights**: weight, gradient and two moments take 2 bytes each, 8 bytes per parameter in total. With fp32 master weights it is 16 bytes, as in fp32.
-# - **8-bit Adam**: each moment is the index of one of 256 levels, 1 byte, and 256 elements share an fp32 scale. **Paged** moments may also move to the host while GPU memory is short.
-# - **LoRA** (lesson 01): the weights are frozen, so they have no gradients and no optimizer state. Only four thin matrices per layer are trained.
-# - **QLoRA**: a frozen weight is the index of one of 16 levels, 4 bits, and 64 weights share an fp32 scale. Each layer rebuilds its weight when it needs it.
+# `with_adapters` adds such adapters of rank 8 to the two projections of each attention. 98,304 of 6.9 million numbers are then trained. Most people start with LoRA in bf16, so it is the first row after Adam. All rows have one checkpoint per layer, except the last one. **Guess first:** Adam needs 134.0 MB. What does LoRA need in bf16, in fp32, in fp32 with two micro-batches, and with eight?
 #
 # </div>
 # <div lang="zh">
 #
-# 训练步装不下时，很多人先用的是另一类办法：少训练一些数，或者每个数少存几位。这样得到的是另一种训练，所以 `fit` 不会提出这些办法。
-#
-# - **不用主权重的 bf16**：权重、梯度和两个矩各 2 字节，每个参数共 8 字节。如果保留 fp32 主权重，就是 16 字节，与 fp32 相同。
-# - **8 位 Adam**：两个矩里的每个数只存一个编号，表示 256 个数值级别中的一个，占 1 字节，每 256 个元素共用一个 fp32 的缩放因子。**分页**的优化器在 GPU 显存不足时，还能把这两个矩移到主机内存。
-# - **LoRA**（第 01 课）：权重被冻结，因此没有梯度，也没有优化器状态。训练的只是每层四个很窄的矩阵。
-# - **QLoRA**：冻结的权重只存 16 个数值级别中的一个编号，占 4 位，每 64 个权重共用一个 fp32 的缩放因子。哪一层要用权重，就临时还原哪一层的。
-#
-# </div>
-
-# %% [markdown]
-# <div lang="en">
-#
-# Every row below has one checkpoint per layer and the whole batch. With Adam in fp32 the peak is then 134.0 MB. **Guess first:** which rows are below 60 MB?
-#
-# </div>
-# <div lang="zh">
-#
-# 下表各行都是每层一个检查点、整个批次一起算。这时用 fp32 的 Adam，峰值是 134.0 MB。**先猜**：哪几行会低于 60 MB？
+# `with_adapters` 给每层注意力的两个投影加上秩为 8 的适配器，于是在 690 万个数中只训练 98,304 个。多数人一开始用的是 bf16 的 LoRA，所以在表中，bf16 的 LoRA 紧跟在 Adam 之后。除最后一行外，各行都是每层一个检查点。**先猜**：Adam 要 134.0 MB。LoRA 用 bf16 要多少？用 fp32 呢？用 fp32 并分成两个微批次呢？分成八个呢？
 #
 # </div>
 
@@ -665,101 +719,242 @@ exercises.check_fifty(Recipe(**least, head_chunk=128))
 from dataclasses import replace
 
 from course_lib.lessons.lesson_01.figures import with_adapters
-from course_lib.lessons.lesson_07.smaller import compare_smaller, in_four_bits, what_stays_right
+from course_lib.lessons.lesson_07 import smaller
 
+
+def lora():
+    return with_adapters(make_model(), 8)
+
+
+def qlora():
+    return with_adapters(smaller.in_four_bits(make_model()), 8)
+
+
+# %% tags=["guess"] slide="result"
+my_guesses = [None, None, None, None]  # in MB
 as_made = Recipe(precision=None, **checkpoints)  # keeps the dtypes of the model
-smaller = {
+variants = {
     "Adam, fp32": (make_model, Recipe(**checkpoints)),
-    "bf16, fp32 master weights": (make_model, Recipe(precision="bf16", **checkpoints)),
-    "bf16 without master weights": (lambda: make_model().bfloat16(), as_made),
-    "8-bit Adam": (make_model, Recipe(optimizer="adam8bit", **checkpoints)),
-    "LoRA": (lambda: with_adapters(make_model(), 8), as_made),
-    "QLoRA": (lambda: with_adapters(in_four_bits(make_model()), 8), as_made),
+    "LoRA, bf16": (lambda: lora().bfloat16(), as_made),
+    "LoRA, fp32": (lora, as_made),
+    "LoRA, fp32, 2 micro-batches": (lora, replace(as_made, micro_batches=2)),
+    "LoRA, fp32, 8 micro-batches": (lora, replace(as_made, micro_batches=8)),
+    "QLoRA, fp32": (qlora, as_made),
+    "QLoRA, bf16": (lambda: qlora().bfloat16(), as_made),
+    "LoRA, fp32, no checkpoints": (lora, Recipe(precision=None)),
 }
+adapters = {name: estimate(make, make_batch, way) for name, (make, way) in variants.items()}
+figures.what_fills(adapters, adapters.values(), guesses=[134.0, *my_guesses])
 
-# %% slide="result"
-compare_smaller(smaller, make_batch)
+# %% jupyter={"source_hidden": true}
+rows = [
+    (name, adapters[name].peak_bytes, run(make, make_batch, way).meter.peak_bytes)
+    for name, (make, way) in variants.items()
+    if name in ("LoRA, fp32", "LoRA, fp32, 8 micro-batches", "QLoRA, fp32")
+]
+predictions(rows, unit="bytes")
 
 # %% [markdown]
 # <div lang="en">
 #
-# Every prediction equals the run. In this table only QLoRA fits. It needs 41.7 MB and moves no data. It stores the weights of the layers in 0.5 + 4/64 = 0.5625 bytes each. For 7 billion weights that is 3.9 GB instead of 28 GB in fp32.
+# Every prediction equals the run. LoRA in bf16 fits into 60 MB, but LoRA in fp32 does not. Besides the weights, its peak has 34.6 MB of activations and temporary tensors. Micro-batches reduce these, and the gradients that they add up take only 0.4 MB. QLoRA stores the weights of the layers in 0.5 + 4/64 = 0.5625 bytes each, and leaves the activations as they are.
 #
-# The row *paged* is an estimate for a GPU that moves all moments away. On a CPU bitsandbytes warns "Paged optimizers are not supported on CPU" and does not move them.
+# Without checkpoints, LoRA's activations are 134.9 MB, and the baseline's are 178.4 MB. LoRA keeps 24% less here, because the inputs of frozen matrices without an adapter are not needed.
 #
-# Does each of them still compute the right update? A model with two layers is enough to see it.
+# Now the decoder has 6.6 billion parameters. Every linear layer has an adapter, and one sequence has 4096 tokens.
 #
 # </div>
 # <div lang="zh">
 #
-# 预测与实际运行全都相等。这张表里只有 QLoRA 装得下，峰值 41.7 MB，而且不搬运任何数据。各层的权重每个只占 0.5 + 4/64 = 0.5625 字节，70 亿个权重就是 3.9 GB，而用 fp32 要 28 GB。
+# 每一行的预测值都与实测值相等。bf16 的 LoRA 能装进 60 MB。fp32 的 LoRA 装不下，因为除了权重，峰值里还有 34.6 MB 的激活值和临时张量。分成微批次能减少这一部分，为此要累加的梯度只有 0.4 MB。在 QLoRA 里，各层的每个权重只占 0.5 + 4/64 = 0.5625 字节，激活值则与 LoRA 一样多。
 #
-# “分页”一行没有运行，是对 GPU 的估计，假定两个矩全部移走了。在 CPU 上，bitsandbytes 会警告“Paged optimizers are not supported on CPU”，两个矩并不会移走。
+# 不用检查点时，LoRA 的激活值是 134.9 MB，比基线的 178.4 MB 少 24%。这是因为冻结的矩阵如果没有适配器，就不必保存它的输入。
 #
-# 那么，这些办法训练的结果还对吗？用一个两层的模型就能看出来。
+# 下面换成一个 66 亿参数的解码器，每个线性层都带适配器，输入是一条 4096 个 token 的序列。
 #
 # </div>
 
 
-# %% slide="result"
+# %% jupyter={"source_hidden": true}
+class Adapter(torch.nn.Module):
+    def __init__(self, frozen, rank):
+        super().__init__()
+        self.frozen = frozen
+        self.down = torch.nn.Parameter(torch.randn(rank, frozen.in_features) / 100)
+        self.up = torch.nn.Parameter(torch.zeros(frozen.out_features, rank))  # no change at first
+
+    def forward(self, x):
+        return exercises.adapted_layer(self.frozen, x, self.down, self.up)
+
+
+# %% jupyter={"source_hidden": true}
+def large(hidden, layers):
+    heads, rest = hidden // 128, {"vocabulary": 32000, "sequence": 4096}
+    return lambda: Decoder(hidden=hidden, heads=heads, layers=layers, **rest)
+
+
+def large_lora(hidden, layers, rank, rounded=lambda decoder: decoder.requires_grad_(False)):
+    def make():
+        frozen = rounded(large(hidden, layers)())
+        return smaller.replace_linear(frozen, lambda layer: Adapter(layer, rank)).bfloat16()
+
+    return make
+
+
+def on_gpu_step(make, tokens=4096, way=None):
+    way = way or Recipe(precision=None, attention="flash", **checkpoints)
+    return estimate(make, lambda: random_tokens(1, tokens, 32000), way, kind="cuda")
+
+
+# %% jupyter={"source_hidden": true}
+on_a_card = {
+    "all weights, bf16": on_gpu_step(lambda: large(4096, 32)().bfloat16()),
+    "LoRA, bf16": on_gpu_step(large_lora(4096, 32, 8)),
+    "QLoRA, bf16": on_gpu_step(large_lora(4096, 32, 8, smaller.in_four_bits)),
+}
+
+# %% jupyter={"source_hidden": true} slide="result"
+rows = []
+for name, each in on_a_card.items():
+    frozen = each.at_peak["parameter"] + each.at_peak["buffer"]
+    rows.append((name, f"{each.peak_bytes / 1e9:.1f}", f"{frozen / 1e9:.1f}"))
+table(["variant", "peak (GB)", "weights (GB)"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Without offloading, a card of 24 GB holds LoRA and QLoRA, but not the training of all weights. Does each adapter still get the right gradient? A model with two layers is enough to see it.
+#
+# </div>
+# <div lang="zh">
+#
+# 不用卸载时，24 GB 的卡能装下 LoRA 和 QLoRA 的训练步，但装不下训练全部权重的训练步。那么，各个适配器得到的梯度还对吗？用一个两层的模型就能看出来。
+#
+# </div>
+
+
+# %%
 def two_layers():
     return Decoder(vocabulary=2048, hidden=256, heads=8, layers=2, sequence=128)
 
 
-what_stays_right(two_layers, make_batch)
+smaller.compare_gradients(two_layers, make_batch)
 
 # %% [markdown]
 # <div lang="en">
 #
-# - **bf16 without master weights** loses most of the update at a learning rate of 0.00001. At 0.0001, 28% of the weights stay unchanged. A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away.
-# - **8-bit Adam** changes the update by about 1%.
-# - **LoRA** trains 98,304 of 6.9 million numbers. Their gradients follow from the full gradient by the chain rule.
-# - **QLoRA** rounds the frozen weights by 9%. Its adapters then get exactly the gradients that LoRA computes on the rounded weights.
-#
-# The first of the next tables has no checkpoints. The second adds this lesson's micro-batches to LoRA.
+# The gradients of LoRA's adapters follow from the full gradient by the chain rule. QLoRA rounds the frozen weights (by 9%), which changes the model. Its adapters get exactly the gradients that LoRA computes on the rounded weights.
 #
 # </div>
 # <div lang="zh">
 #
-# - **不用主权重的 bf16**，学习率为 0.00001 时会丢掉大部分更新，为 0.0001 时有 28% 的权重不变。bf16 只有 8 位有效二进制数字，变化不到权重的 0.2% 左右，就会被舍入掉。
-# - **8 位 Adam** 使更新量改变约 1%。
-# - **LoRA** 在 690 万个数中只训练 98,304 个，它们的梯度可以用链式法则由完整的梯度求出。
-# - **QLoRA** 把冻结的权重舍入，误差为 9%。在舍入后的权重上，适配器得到的梯度与 LoRA 算出的完全相同。
-#
-# 下面第一张表不用检查点，第二张表给 LoRA 加上本课的微批次。
+# LoRA 适配器的梯度，可以用链式法则由完整的梯度求出。QLoRA 把冻结的权重舍入，误差为 9%，因此模型变了。但只要 LoRA 也用这些舍入后的权重，两者算出的适配器梯度就完全相同。
 #
 # </div>
 
-# %% jupyter={"source_hidden": true} slide="result"
-rows = []
-for name, (make, way) in smaller.items():
-    held = estimate(make, make_batch, replace(way, checkpoint="none")).at_peak
-    rows.append((name, f"{held['activation'] / 1e6:.1f}"))
-table(["variant", "activations without checkpoints (MB)"], rows)
-
-# %% jupyter={"source_hidden": true} slide="result"
-halved = smaller["LoRA"][0], make_batch, replace(as_made, micro_batches=2)
-lora = estimate(*halved).peak_bytes, run(*halved).meter.peak_bytes
-predictions([("LoRA, 2 micro-batches", *lora)], unit="bytes")
-
-# %% [markdown]
+# %% [markdown] slide={"en": "Weights in bf16, without fp32 master weights.\n\n**Guess first.** At a learning rate of 0.0001, how many weights do two steps leave unchanged?", "zh": "权重只存 bf16，没有 fp32 主权重。\n\n**先猜**：学习率 0.0001 时，两步之后有多少权重没有改变？"}
+# ## 7.10 Fewer bits per number / 每个数少存几位
+#
 # <div lang="en">
 #
-# In bf16 this decoder's activations take half the bytes. With LoRA and QLoRA they take 24% fewer bytes here, because the inputs of the frozen matrices that have no adapter need not be kept. 8-bit Adam leaves them as they are. With checkpoints and two micro-batches, LoRA needs 46.4 MB and fits, too.
+# - **bf16 without master weights**: weight, gradient and two moments take 2 bytes each, 8 bytes per parameter in total. With fp32 master weights it is 16 bytes, as in fp32.
+# - **8-bit Adam**: each moment is the index of one of 256 levels, 1 byte, and 256 elements share an fp32 scale. **Paged** moments may also move to the host while GPU memory is short.
+# - **Muon** keeps one moment instead of two for the matrices of the layers, in fp32.
+#
+# The next recipes again use one checkpoint per layer:
 #
 # </div>
 # <div lang="zh">
 #
-# 用 bf16 时，这个解码器的激活值字节数减半。用 LoRA 和 QLoRA 时，这里减少 24%，因为没有适配器的冻结矩阵，不必保存它们的输入。8 位 Adam 不改变激活值。加上检查点和两个微批次，LoRA 的峰值是 46.4 MB，也装得下。
+# - **不用主权重的 bf16**：权重、梯度和两个矩各 2 字节，每个参数共 8 字节。如果保留 fp32 主权重，每个参数就要 16 字节，与全部用 fp32 时相同。
+# - **8 位 Adam**：两个矩里的每个数只存一个编号，表示 256 个数值级别中的一个，占 1 字节，每 256 个元素共用一个 fp32 的缩放系数。**分页**的优化器在 GPU 显存不足时，还能把这两个矩移到主机内存。
+# - **Muon** 对各层的矩阵只保存一个矩，而不是两个，仍用 fp32。
+#
+# 下面各个配方仍然给每层加一个检查点：
+#
+# </div>
+
+# %%
+with_bits = {
+    "bf16, fp32 master weights": (make_model, Recipe(precision="bf16", **checkpoints)),
+    "bf16 without master weights": (lambda: make_model().bfloat16(), as_made),
+    "8-bit Adam": (make_model, Recipe(optimizer="adam8bit", **checkpoints)),
+    "Muon": (make_model, Recipe(optimizer="muon", **checkpoints)),
+}
+bits = {name: estimate(make, make_batch, way) for name, (make, way) in with_bits.items()}
+
+# %% jupyter={"source_hidden": true}
+eight = bits["8-bit Adam"]
+left = {**eight.at_peak, "optimizer": 0}
+bits["8-bit Adam, paged"] = replace(eight, peak_bytes=sum(left.values()), at_peak=left)
+figures.what_fills(bits, bits.values())
+
+# %% jupyter={"source_hidden": true}
+from course_lib.lessons.lesson_07.fewer_bits import run_in_8_bits
+
+in_8_bits = run_in_8_bits(make_model, make_batch, Recipe(**checkpoints))  # without bitsandbytes
+runs = {"8-bit Adam": in_8_bits, "Muon": run(make_model, make_batch, with_bits["Muon"][1]).meter}
+rows = [(name, bits[name].peak_bytes, each.peak_bytes) for name, each in runs.items()]
+predictions(rows, unit="bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# In bf16 without master weights, each part of the bar is half as large as in fp32. The row *paged* was not run, because bitsandbytes does not move moments on a CPU. It is an estimate for a GPU that moves all moments away.
+#
+# A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away. Two remedies need no fp32 weights. **Stochastic rounding** rounds up or down at random, so that the mean is right. **Kahan summation** keeps the rounded-away part in bf16, in 2 more bytes per parameter, and adds it to the next update. Each function returns the new weights and the remainder that the next update adds:
+#
+# **Guess first:** at a learning rate of 0.0001, how many percent of the weights do two steps with `nearest` leave unchanged?
+#
+# </div>
+# <div lang="zh">
+#
+# 用 bf16 而不用主权重时，每一项占用的字节都是 fp32 的一半。“分页”这一行没有实际运行，因为在 CPU 上，bitsandbytes 并不移走两个矩。这一行是对 GPU 的估计，假定两个矩已经全部移到主机内存。
+#
+# bf16 只有 8 位有效二进制数字，所以如果更新量小于权重的 0.2% 左右，舍入之后就完全丢失了。有两种办法可以补救，都不需要 fp32 权重。**随机舍入**按概率向上或向下舍入，使结果的平均值等于准确值。**Kahan 求和**把舍掉的部分用 bf16 存下来，加到下一次更新里，每个参数多占 2 字节。下面每个函数都返回两个值，一个是新的权重，一个是留给下一次更新的部分：
+#
+# **先猜**：学习率为 0.0001 时，用 `nearest` 做两步之后，有百分之几的权重没有改变？
+#
+# </div>
+
+# %% tags=["guess"] slide="result"
+my_percent = None
+
+
+def nearest(exact):  # rounds fp32 to bf16
+    return exact.bfloat16(), 0
+
+
+def stochastic(exact):  # a random number in the 16 bits that bf16 lacks
+    bits = exact.view(torch.int32) + torch.randint(1 << 16, exact.shape, dtype=torch.int32)
+    return (bits & -(1 << 16)).view(torch.float32).bfloat16(), 0
+
+
+def kahan(exact):
+    return exact.bfloat16(), (exact - exact.bfloat16()).bfloat16()
+
+
+roundings = {"nearest": nearest, "stochastic": stochastic, "Kahan": kahan}
+smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_percent})
+
+# %% [markdown]
+# <div lang="en">
+#
+# The last three columns show how much of the fp32 master weights' update reaches the weights. With `nearest` it depends on the learning rate. At 0.00001, 90% of the weights stay unchanged, and 13% of the update arrives. At 0.0001 these numbers are 28% and 83%, and at 0.001, 0.06% and 99%. With stochastic rounding all of it arrives on average, with noise in each weight. With Kahan summation all of it arrives if the kept part is counted. 8-bit Adam changes the update by about 1%.
+#
+# </div>
+# <div lang="zh">
+#
+# 最后三列以 fp32 主权重的更新为准，列出这个更新有多大比例真正加到了权重上。用 `nearest` 时，结果取决于学习率。学习率为 0.00001 时，90% 的权重没有改变，更新只加上了 13%。学习率为 0.0001 时，这两个数是 28% 和 83%。学习率为 0.001 时，这两个数是 0.06% 和 99%。用随机舍入时，平均来看，更新全部加到了权重上，但每个权重都带有噪声。用 Kahan 求和时，如果算上存下来的部分，更新也全部加到了权重上。8 位 Adam 使更新量改变约 1%。
 #
 # </div>
 
 # %% [markdown]
-# ## 7.10 In your own code / 实际怎么写
+# ## 7.11 In your own code / 实际怎么写
 #
 # <div lang="en">
 #
-# This search is also available as a command. `--config` takes the `config.json` of a model, and `--plot out.png` draws how the peak falls:
+# This search is also available as a command. `--config` takes the `config.json` of a model, `--lora 8 --base nf4` adds adapters to it, and `--plot out.png` draws how the peak falls:
 #
 # ```
 # python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
@@ -776,15 +971,17 @@ predictions([("LoRA, 2 micro-batches", *lora)], unit="bytes")
 # | loss in chunks | Liger: `LigerFusedLinearCrossEntropyLoss()` |
 # | 8-bit Adam, paged | bitsandbytes: `AdamW8bit(parameters)`, `PagedAdamW8bit(parameters)` |
 # | LoRA | peft: `get_peft_model(model, LoraConfig(r=8, target_modules=["qkv", "out"]))`; for a language model of transformers `target_modules="all-linear"` |
-# | QLoRA | Hugging Face: `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)`, then LoRA |
+# | QLoRA | Hugging Face: `BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)`, then LoRA |
+# | Muon | PyTorch: `torch.optim.Muon(matrices)`, and AdamW for all other parameters |
+# | stochastic rounding | torchao: `torchao.optim._AdamW(parameters, bf16_stochastic_round=True)` |
 #
 # </div>
 # <div lang="zh">
 #
-# 本课的搜索也是一条命令。`--config` 接受模型的 `config.json`，`--plot out.png` 把峰值逐步下降的过程画成图：
+# 本课的搜索也可以用一条命令来运行。`--config` 接受模型的 `config.json`，`--lora 8 --base nf4` 给模型加上适配器，`--plot out.png` 把峰值逐步下降的过程画成图：
 #
 # ```
-# python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
+# COURSE_LANG=zh python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
 # ```
 #
 # 同样的技术，在其他库里这样写：
@@ -798,21 +995,23 @@ predictions([("LoRA, 2 micro-batches", *lora)], unit="bytes")
 # | 损失分成小段 | Liger：`LigerFusedLinearCrossEntropyLoss()` |
 # | 8 位 Adam、分页 | bitsandbytes：`AdamW8bit(parameters)`、`PagedAdamW8bit(parameters)` |
 # | LoRA | peft：`get_peft_model(model, LoraConfig(r=8, target_modules=["qkv", "out"]))`；transformers 的语言模型可以写 `target_modules="all-linear"` |
-# | QLoRA | Hugging Face：`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)`，再加 LoRA |
+# | QLoRA | Hugging Face：`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)`，再加 LoRA |
+# | Muon | PyTorch：`torch.optim.Muon(matrices)`，其余参数用 AdamW |
+# | 随机舍入 | torchao：`torchao.optim._AdamW(parameters, bf16_stochastic_round=True)` |
 #
 # </div>
 
 # %% [markdown]
-# ## 7.11 Claims and measurements / 说法与实测
+# ## 7.12 Claims and measurements / 说法与实测
 #
 # <div lang="en">
 #
-# These four claims are common. The next cells test them on the step of this lesson.
+# These claims are common. The next cells test them on the step of this lesson, and claims about adapters on larger decoders, too.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面是四种常见的说法，用本课的训练步来检验。
+# 下面用本课的训练步检验几种常见的说法。其中关于适配器的几种，还要用更大的解码器来检验。
 #
 # </div>
 
@@ -821,12 +1020,53 @@ alone = {"micro_batches": {"micro_batches": 8}, "offloaded": offloaded}
 alone["both"] = {**checkpoints, **offloaded}
 alone = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in alone.items()}
 alone["checkpoints"] = found["+ checkpoints"]
+all_weights = Recipe(precision="bf16", attention="flash", **checkpoints)
+all_weights = on_gpu_step(large(4096, 32), way=all_weights)  # fp32 master weights
+few, more = (
+    on_gpu_step(large_lora(8192, layers, 64, smaller.in_four_bits), tokens=512) for layers in (4, 8)
+)  # bytes grow evenly with the layers (lesson 01), so 80 layers follow from 4 and 8
+peak_65 = few.peak_bytes + 19 * (more.peak_bytes - few.peak_bytes)
 
 # %% jupyter={"source_hidden": true} slide="result"
-figures.what_you_may_have_read(plain, alone, pair[0])
+from course_lib.lessons.lesson_07 import claims
+from course_lib.teaching import text
+
+peaks = {name: f"{each.peak_bytes / 1e6:.1f}" for name, each in alone.items()}
+times = {name: f"{each.flops / plain.flops:.2f}" for name, each in alone.items()}
+saved = {name: f"{(plain.peak_bytes - e.peak_bytes) / 1e6:.1f}" for name, e in alone.items()}
+moved = [f"{alone[name].moved_bytes / 1e6:.1f}" for name in ("offloaded", "both")]
+per_parameter = [f"{each.peak_bytes / parameters:.1f}" for each in (plain, pair[0])]
+states = [each.at_peak["optimizer"] for each in (few, more)]
+paged = peak_65 - (states[0] + 19 * (states[1] - states[0]))
+factors = [
+    (plain, adapters["LoRA, fp32, no checkpoints"]),
+    (found["+ checkpoints"], adapters["LoRA, fp32"]),
+    (all_weights, on_a_card["LoRA, bf16"]),
+]
+with symbolic():
+    billions = sum(p.numel() for p in large(4096, 32)().parameters()) / 1e9
+claims.main_claims(
+    text(
+        "{one} MB, {less} times the FLOPs; {other} MB, {more} times",
+        one=peaks["micro_batches"],
+        less=times["micro_batches"],
+        other=peaks["checkpoints"],
+        more=times["checkpoints"],
+    ),
+    "; ".join(per_parameter),
+    f"{saved['checkpoints']}; {saved['offloaded']}; {saved['both']} MB",
+    text(
+        "{peaks} MB; {moved} MB moved",
+        peaks=f"{peaks['offloaded']} → {peaks['both']}",
+        moved=" → ".join(moved),
+    ),
+    f"{peak_65 / 1e9:.1f}; {paged / 1e9:.1f} GB",
+    "; ".join(f"{before.peak_bytes / after.peak_bytes:.1f}" for before, after in factors),
+    "; ".join(f"{each.peak_bytes / 1e9 / billions:.2f}" for each in on_a_card.values()),
+)
 
 # %% [markdown] slide={"en": "The ledger, complete for one device.", "zh": "账本：一台设备上的各行都齐了。"}
-# ## 7.12 The ledger / 账本
+# ## 7.13 The ledger / 账本
 #
 # <div lang="en">
 #
@@ -835,7 +1075,7 @@ figures.what_you_may_have_read(plain, alone, pair[0])
 # </div>
 # <div lang="zh">
 #
-# 账本里都是同一个解码器的同一步，每行单独用一种技术，最后一行是 7.4 节的组合。
+# 账本的各行都是同一个解码器的同一步，每行只用一种技术，最后一行用 7.4 节的组合。
 #
 # </div>
 
@@ -844,8 +1084,8 @@ ledger(
     "07", "all offloaded, checkpoints, steps in backward", pair[0], moved_bytes=pair[0].moved_bytes
 )
 
-# %% [markdown] slide={"en": "First look at what fills the peak, then choose a technique.\n\nHere, a checkpoint on top of offloading raises the peak.", "zh": "先看峰值里什么最多，再选技术。\n\n在这里，卸载之上再加检查点，峰值反而升高。"}
-# ## 7.13 Summary / 小结
+# %% [markdown] slide={"en": "First look at what fills the peak, then choose a technique.\n\nHere, a checkpoint on top of offloading raises the peak.", "zh": "先看峰值里什么最多，再选技术。\n\n在这里，在卸载的基础上再加检查点，峰值反而升高。"}
+# ## 7.14 Summary / 小结
 #
 # <div lang="en">
 #
@@ -854,33 +1094,47 @@ ledger(
 # - Here, a checkpoint on top of offloading moves fewer bytes and raises the peak, because it restores whole layers. Below 30.3 FLOPs per byte, the recipe without checkpoints is faster.
 # - Most techniques have a price: FLOPs, a lower rate, moved bytes, clipping, or the host's time.
 # - A search proposes, estimates and sorts. It may skip a recipe only by a rule that cannot discard the best one.
-# - LoRA, QLoRA, 8-bit Adam and pure bf16 reduce the 16 bytes per parameter and change the training.
+# - LoRA, QLoRA, 8-bit Adam, Muon and pure bf16 reduce the 16 bytes per parameter and change the training.
+# - Weights in bf16 lose small updates. Stochastic rounding or Kahan summation keeps them.
 #
 # **Next:** [lesson 08](08_beyond_one_gpu.ipynb), beyond one device.
 #
 # </div>
 # <div lang="zh">
 #
-# - 不占内存，也能精确到字节地知道多数训练步的峰值：在符号张量上把这一步运行两遍。
+# - 用符号张量把训练步运行两遍，不占内存就能求出峰值。对多数训练步，求出的峰值一个字节也不差。
 # - 先看峰值里什么最多，再选技术。节省的内存不一定能相加，因为每用一种技术，峰值里最多的那一类都可能改变。
-# - 在这里，卸载之上再加检查点，搬运的字节变少，峰值却升高，因为检查点恢复的是整层的激活值。每字节不到 30.3 FLOPs 时，不用检查点更快。
+# - 在这里，在卸载的基础上再加检查点，搬运的字节变少，峰值却升高，因为检查点要恢复整层的激活值。如果机器在拷贝一个字节的时间里做不到 30.3 FLOPs，不用检查点就更快。
 # - 多数技术都有代价，例如多算 FLOPs、运算速率变低、搬运字节、不能裁剪梯度，或者占用主机的时间。
-# - 搜索就是提出配方、估计峰值、再排序。只有在规则保证不会漏掉最好的配方时，才可以跳过。
-# - LoRA、QLoRA、8 位 Adam 和纯 bf16 减少的是每个参数 16 字节的那一部分，训练本身也随之改变。
+# - 搜索就是先提出配方，再估计峰值，最后排序。只有保证不会漏掉最好配方的规则，才能用来跳过配方。
+# - LoRA、QLoRA、8 位 Adam、Muon 和纯 bf16 减少的是每个参数占用的 16 字节，训练本身也随之改变。
+# - bf16 的权重会丢掉很小的更新，用随机舍入或 Kahan 求和可以保留这些更新。
 #
-# **下一步**：[第 08 课](08_beyond_one_gpu.ipynb)，不止一台设备。
+# **下一步**：[第 08 课](08_beyond_one_gpu.ipynb)把训练步分到不止一台设备上。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Lessons 01 to 06 give the sources of their techniques. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense figures, at 40%, because Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it, and that of the H200 as PyTorch reports it. Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes per parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (updates in backward); Dettmers et al. 2022, arXiv:2110.02861 (8-bit Adam); Dettmers et al. 2023, *QLoRA*, arXiv:2305.14314 (4-bit weights, paged optimizers).
+# **Sources.** Lessons 01 to 06 give the sources of their techniques. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense numbers, at 40%, because Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it, and that of the H200 as PyTorch reports it.
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** 各项技术的出处见第 01 到 06 课。速率：NVIDIA 的 H100、H200 数据手册和 Ada 白皮书，取稠密算力的 40%，因为 Grattafiori et al. 2024，*The Llama 3 Herd of Models*，arXiv:2407.21783，在 H100 上达到 38% 到 43%；PCIe 4.0 和 5.0，16 通道，单向，取 nvbandwidth 测得的值；主机内存分别取双通道 DDR5-5600 的台式机和八通道 DDR5-4800 的 Xeon 8480C；设备内存取 nvidia-smi 显示的值，H200 的取 PyTorch 报告的值。Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（优化器在主机上）；Lv et al. 2023，*LOMO*，arXiv:2306.09782（在反向之中更新）；Dettmers et al. 2022，arXiv:2110.02861（8 位 Adam）；Dettmers et al. 2023，*QLoRA*，arXiv:2305.14314（4 位权重，分页优化器）。
+# **出处。** 各项技术的出处见第 01 到 06 课。算力出自 NVIDIA 的 H100、H200 数据手册和 Ada 白皮书，按稠密算力的 40% 计，因为 Grattafiori et al. 2024（*The Llama 3 Herd of Models*，arXiv:2407.21783）在 H100 上达到 38% 到 43%。PCIe 4.0 和 5.0 的速率取 nvbandwidth 测得的值，16 通道，单向。主机内存的速率分别取双通道 DDR5-5600 的台式机和八通道 DDR5-4800 的 Xeon 8480C 的值。设备内存的大小取 nvidia-smi 显示的值，只有 H200 取 PyTorch 报告的值。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Sources of the techniques.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (16 bytes per parameter); Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (optimizer on the host); Lv et al. 2023, *LOMO*, arXiv:2306.09782 (updates in backward); Dettmers et al. 2022, arXiv:2110.02861 (8-bit Adam); Dettmers et al. 2023, *QLoRA*, arXiv:2305.14314 (4-bit weights, double quantization, paged optimizers); Hu et al. 2021, *LoRA*, arXiv:2106.09685; Jordan et al. 2024, *Muon*, kellerjordan.github.io/posts/muon; Zamirai et al. 2020, *Revisiting BFloat16 Training*, arXiv:2010.06192 (stochastic rounding, Kahan summation); Beaumont et al. 2019, arXiv:1911.13214 (rotor); Zheng et al. 2022, *Alpa*, arXiv:2201.12023.
+#
+# </div>
+# <div lang="zh">
+#
+# **技术的出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（每个参数 16 字节）；Ren et al. 2021，*ZeRO-Offload*，arXiv:2101.06840（优化器在主机上）；Lv et al. 2023，*LOMO*，arXiv:2306.09782（在反向之中更新）；Dettmers et al. 2022，arXiv:2110.02861（8 位 Adam）；Dettmers et al. 2023，*QLoRA*，arXiv:2305.14314（4 位权重，双重量化，分页优化器）；Hu et al. 2021，*LoRA*，arXiv:2106.09685；Jordan et al. 2024，*Muon*，kellerjordan.github.io/posts/muon；Zamirai et al. 2020，*Revisiting BFloat16 Training*，arXiv:2010.06192（随机舍入、Kahan 求和）；Beaumont et al. 2019，arXiv:1911.13214（rotor）；Zheng et al. 2022，*Alpa*，arXiv:2201.12023。
 #
 # </div>
 
@@ -899,7 +1153,31 @@ ledger(
 # </div>
 
 # %% [markdown]
-# ## 7.14 The other fields / 其余的字段
+# ## 7.15 A budget of 50 MB / 预算 50 MB
+#
+# <div lang="en">
+#
+# **Exercise 6.** Find a recipe that needs at most 50 MB, with any techniques. The recipes of 7.4 and 7.5 are not enough.
+#
+# </div>
+# <div lang="zh">
+#
+# **练习 6。** 找出一个峰值不超过 50 MB 的配方，任何技术都可以用。7.4 节和 7.5 节的配方都不够用。
+#
+# </div>
+
+# %% minutes=10
+recipe = None  # Recipe(...)
+exercises.check_fifty(recipe)
+
+# %% jupyter={"source_hidden": true}
+### BEGIN SOLUTION
+least = {"offload_optimizer": 1.0, "in_backward": True, "offload_activations": True}
+exercises.check_fifty(Recipe(**least, head_chunk=128))
+### END SOLUTION
+
+# %% [markdown]
+# ## 7.16 The other fields / 其余的字段
 #
 # <div lang="en">
 #
@@ -916,16 +1194,16 @@ ledger(
 figures.recipe_fields(others=True)
 
 # %% [markdown]
-# ## 7.15 Ninety-nine million parameters in 550 MB / 把 9900 万参数装进 550 MB
+# ## 7.17 Ninety-nine million parameters in 550 MB / 把 9900 万参数装进 550 MB
 #
 # <div lang="en">
 #
-# A decoder of 99 million parameters trains on two sequences of 384 tokens. Its weights take 396 MB, the baseline 2,793 MB. Does it fit into 550 MB?
+# A decoder of 99 million parameters trains on two sequences of 384 tokens. Its weights take 396 MB. Does it fit into 550 MB?
 #
 # </div>
 # <div lang="zh">
 #
-# 一个 9900 万参数的解码器，用两条 384 个 token 的序列训练。它的权重占 396 MB，基线要 2,793 MB。能装进 550 MB 吗？
+# 一个 9900 万参数的解码器，用两条 384 个 token 的序列训练，权重占 396 MB。这次训练能装进 550 MB 吗？
 #
 # </div>
 
@@ -940,57 +1218,25 @@ def two_sequences():
 
 
 small = {"attention": "flash", **checkpoints}
-ways = [{}, small, {**small, **early}, {**small, **early, **offloaded}]
-ways.append({"attention": "flash", **early, **offloaded})
-large = [estimate(large_model, two_sequences, Recipe(**way)) for way in ways]
-rows = [(str(e.recipe), round(e.peak_bytes / 1e6), round(e.moved_bytes / 1e6)) for e in large]
+ways = [{}, {**small, **early}, {"attention": "flash", **early, **offloaded}]
+estimates = [estimate(large_model, two_sequences, Recipe(**way)) for way in ways]
+rows = [(str(e.recipe), round(e.peak_bytes / 1e6), round(e.moved_bytes / 1e6)) for e in estimates]
 table(["recipe", "peak (MB)", "moved (MB)"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# The third recipe fits with 521 MB. With offloaded activations the peak is 501 MB, with checkpoints or without, because it is now in the optimizer step. Here, taking the checkpoints out only moves more bytes, 2,859 MB instead of 1,663 MB.
+# The second recipe fits with 521 MB, less than a fifth of the baseline's 2,793 MB. With offloaded activations instead of checkpoints it is 501 MB, but 2,859 MB move instead of 1,585 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 第三个配方装得下，峰值 521 MB。再把激活值卸载，有没有检查点都是 501 MB，因为峰值已经移到优化器更新的时候。所以在这里去掉检查点没有好处，搬运的字节反而从 1,663 MB 增加到 2,859 MB。
+# 第二个配方装得下，峰值 521 MB，不到基线 2,793 MB 的五分之一。如果不用检查点，改为卸载激活值，峰值是 501 MB，但搬运的字节从 1,585 MB 增加到 2,859 MB。
 #
 # </div>
 
 # %% [markdown]
-# ## 7.16 Two micro-batches with a higher peak than one / 两个微批次，峰值反而更高
-#
-# <div lang="en">
-#
-# The same decoder with six layers has 35 million parameters. It uses flash attention and checkpoints, first with one micro-batch, then with two.
-#
-# </div>
-# <div lang="zh">
-#
-# 同样的解码器，只取六层，有 3500 万参数，用 flash 注意力和检查点，先用一个微批次，再用两个。
-#
-# </div>
-
-# %%
-cut = [Recipe(**small, micro_batches=m) for m in (1, 2)]
-halves = [estimate(lambda: large_model(6), two_sequences, each) for each in cut]
-figures.what_fills(["1", "2"], halves)
-
-# %% [markdown]
-# <div lang="en">
-#
-# Both peaks are at the end of backward, where the last gradient is computed, the embedding's 21 MB. With one micro-batch, all other gradients exist, 119 MB. With two micro-batches, all gradients of the first are held (140 MB), and the embedding gradient of the second is added. Micro-batches help only if they take more activations from the peak than they add gradients to it.
-#
-# </div>
-# <div lang="zh">
-#
-# 两个峰值都出现在反向快结束、正在求最后一个梯度的时候，也就是嵌入的梯度，21 MB。只用一个微批次时，内存里还有其他参数的梯度，共 119 MB。用两个微批次时，第一个微批次的全部梯度都还在，共 140 MB，此外还要加上第二个微批次的嵌入梯度。只有当峰值里减少的激活值多于增加的梯度时，分成微批次才有用。
-#
-# </div>
-
-# %% [markdown]
-# ## 7.17 Seven and seventy billion parameters / 70 亿与 700 亿参数
+# ## 7.18 Seven and seventy billion parameters / 70 亿与 700 亿参数
 #
 # <div lang="en">
 #
@@ -1001,19 +1247,18 @@ figures.what_fills(["1", "2"], halves)
 # </div>
 # <div lang="zh">
 #
-# 换成 66 亿和 647 亿参数的解码器，bf16 加 fp32 主权重，用 Adam，一条 4096 个 token 的序列。优化器状态留在主机内存里，由主机更新（第 04 课）。
+# 现在训练 66 亿和 647 亿参数的两个解码器，用 bf16，带 fp32 主权重，优化器是 Adam，输入是一条 4096 个 token 的序列。优化器状态留在主机内存里，由主机更新（第 04 课）。
 #
 # **先猜**：训练小模型，至少要多大的设备？大模型呢？
 #
 # </div>
 
 
-# %%
-def large(hidden, layers):
-    heads, rest = hidden // 128, {"vocabulary": 32000, "sequence": 4096}
-    return lambda: Decoder(hidden=hidden, heads=heads, layers=layers, **rest)
+# %% tags=["guess"]
+my_devices = [None, None]  # such as "80 GB"
 
 
+# %% jupyter={"source_hidden": true}
 def one_sequence():
     return random_tokens(1, 4096, 32000)
 
@@ -1027,14 +1272,16 @@ giants = {
 giants["70 B", "+ steps in backward"] = estimate(large(8192, 80), one_sequence, all_in, tier="host")
 
 # %% jupyter={"source_hidden": true}
-devices = {"24 GB": "RTX 4090", "80 GB": "H100", "141 GB": "H200"}  # with the bytes that they have
+devices = {"24 GB": "RTX 4090", "80 GB": "H100", "141 GB": "H200"}  # memory -> device
 rows = []
 for (size, name), e in giants.items():
     fitting = [device for device in devices.values() if e.peak_bytes <= RATES[device].memory_bytes]
     marks = ["✓" if device in fitting else "–" for device in devices.values()]
     price = f"{e.moved_bytes / 1e9:.0f}", f"{RATES[fitting[0]].seconds(e):.2f}, {fitting[0]}"
-    rows.append((size, name, f"{e.peak_bytes / 1e9:.1f}", *marks, *price))
-table(["model", "recipe", "peak (GB)", *devices, "GB moved", "time on the smallest (s)"], rows)
+    guess = my_devices[size == "70 B"] or "–"
+    rows.append((size, name, f"{e.peak_bytes / 1e9:.1f}", guess, *marks, *price))
+price = "GB moved", "time on the smallest (s)"
+table(["model", "recipe", "peak (GB)", "your guess", *devices, *price], rows)
 
 # %% [markdown]
 # <div lang="en">
@@ -1048,15 +1295,12 @@ table(["model", "recipe", "peak (GB)", *devices, "GB moved", "time on the smalle
 #
 # 小模型能在 24 GB 的设备上训练，主机上有 79 GB 的状态，每步搬运 26 GB。大模型能在 141 GB 的设备上训练，峰值 137 GB，另有 777 GB 的状态放在主机内存里。
 #
-# 装得下，不等于值得这样训练。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。设备共有 150.1 GB，用掉 137 GB，只剩 9% 留给 CUDA 上下文、工作区和碎片。用时假定算力为数据手册的 40%，主机只用一个处理器。
+# 装得下，不等于值得这样训练。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。设备共有 150.1 GB，张量用掉 137 GB，只剩 9% 留给 CUDA 上下文、工作区和碎片。这里的用时是估计值，假定达到的算力是数据手册标称值的 40%，主机只有一个处理器。
 #
 # </div>
 
-# %%
-from course_lib.lessons.lesson_07 import claims
-from course_lib.teaching import text
 
-
+# %% jupyter={"source_hidden": true}
 def flops(layers, count, length, attention):
     def batch():
         return random_tokens(count, length, 8192)
@@ -1064,6 +1308,8 @@ def flops(layers, count, length, attention):
     return estimate(lambda: large_model(layers, length), batch, Recipe(attention=attention)).flops
 
 
+halves = [Recipe(**small, micro_batches=count) for count in (1, 2)]
+halves = [estimate(lambda: large_model(6), two_sequences, each) for each in halves]
 ratios = [flops(*s, "flash") / flops(*s, "standard") for s in ((6, 2, 384), (2, 1, 4096))]
 seven = giants["7 B", "+ steps in backward"]
 peak, moved = f"{seven.peak_bytes / 1e9:.1f} GB", f"{seven.moved_bytes / 1e9:.0f} GB"
@@ -1074,16 +1320,16 @@ claims.older_claims(
 )
 
 # %% [markdown]
-# ## 7.18 On a GPU / 在 GPU 上
+# ## 7.19 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
-# This cell runs three recipes of a decoder with 1.28 billion parameters on your GPU, or shows the figures recorded on an H100 and an H200. On both, the three estimates, 45.3, 21.1 and 5.0 GB, equal the peaks that the meter measured, to the byte. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
+# This cell runs three recipes of a decoder with 1.28 billion parameters on your GPU, or shows the numbers recorded on an H100 and an H200. On both, the three estimates, 45.3, 21.1 and 5.0 GB, equal the peaks that the meter measured, to the byte. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
 #
 # </div>
 # <div lang="zh">
 #
-# 有 GPU 时，下面的单元格用一个 12.8 亿参数的解码器现场运行三个配方；没有 GPU，就显示在 H100 和 H200 上测得的数据。三个估计值是 45.3、21.1 和 5.0 GB，在两块卡上都与计量器逐字节相等。分配器的峰值要高 68 到 69 MB，因为 cuBLAS 一直占着 65 MiB 的工作区。
+# 下面的单元格用一个 12.8 亿参数的解码器。如果这台机器有 GPU，就现场运行三个配方。如果没有，就显示在 H100 和 H200 上测得的数据。三个估计值是 45.3、21.1 和 5.0 GB，在两块卡上都与计量器测得的峰值一字节不差。分配器的峰值要高 68 到 69 MB，因为 cuBLAS 一直占着 65 MiB 的工作区。
 #
 # </div>
 

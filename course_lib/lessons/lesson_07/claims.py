@@ -2,11 +2,12 @@
 
 from functools import partial
 
-from course_lib.teaching.claims import read_claims, what_you_may_have_read
+from course_lib.teaching.claims import claims_table, read_claims
 
-#: Claims that learners may have read.
+#: Claims that learners may have read elsewhere, and that this lesson tests.
 CLAIMS = read_claims(__file__, "claims")
 #: Claims of the optional sections.
 OLDER_CLAIMS = read_claims(__file__, "older_claims")
-#: Function that returns their table, with the measured value of each.
-older_claims = partial(what_you_may_have_read, OLDER_CLAIMS)
+#: Functions that return the tables of both, with the measured value of each claim.
+main_claims = partial(claims_table, CLAIMS)
+older_claims = partial(claims_table, OLDER_CLAIMS)

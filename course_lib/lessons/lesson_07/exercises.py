@@ -1,11 +1,12 @@
 """The exercises of lesson 07."""
 
 import random
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from course_lib._torch.symbolic import is_symbolic
 from course_lib.budget import Estimate, Recipe, estimate
@@ -22,6 +23,7 @@ from course_lib.teaching.exercises import (
     not_answered,
     numbers,
 )
+from course_lib.teaching.exercises.probes import is_close
 
 say = Messages(__file__)
 
@@ -81,12 +83,12 @@ def _verdict_on_peak(function: Any, sizes: _Sizes) -> Verdict:
             lambda: seen.append(is_symbolic()) or _decoder(sizes), lambda: _tokens(sizes)
         )
     except Exception:
-        if all(seen):  # otherwise the learner's model is real, which causes the error
+        if all(seen):  # otherwise the error occurs because the model's tensors are real
             raise
-    say.refuse_if(not all(seen), "peak_without_memory.outside")
+    say.reject_if(not all(seen), "peak_without_memory.outside")
     if answer is None:
         return not_answered()
-    say.refuse_if(not seen, "peak_without_memory.never_called")
+    say.reject_if(not seen, "peak_without_memory.never_called")
     # The batch may be created inside the meter's block or before it, and a variable may keep the
     # batch or the loss until the optimizer step.
     inputs, loss = _tokens(sizes).nbytes, 4
@@ -133,8 +135,8 @@ def _step_peak(
 # Exercise 2: which of two recipes is faster
 
 
-def _pair(*costs: int) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """Return stand-ins for two estimates, which only have FLOPs and moved bytes.
+def _two_costs(*costs: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Return two objects with the attributes `flops` and `moved_bytes` of an estimate.
 
     Args:
         costs: FLOPs and moved bytes of the first recipe, then FLOPs and moved bytes of the second.
@@ -146,17 +148,17 @@ def _pair(*costs: int) -> tuple[SimpleNamespace, SimpleNamespace]:
     )
 
 
-_PAIRS = (
+_COSTS = (
     # The results, 29.6875 and 87.5, are not whole numbers, so that rounding is detected.
-    _pair(54_600_000_000, 129_000_000, 45_100_000_000, 449_000_000),
-    _pair(3_000_000_000, 40_000_000, 5_100_000_000, 16_000_000),
+    _two_costs(54_600_000_000, 129_000_000, 45_100_000_000, 449_000_000),
+    _two_costs(3_000_000_000, 40_000_000, 5_100_000_000, 16_000_000),
 )
 
 
-def _draw_pair(rng: random.Random) -> tuple[SimpleNamespace, SimpleNamespace]:
+def _draw_two_costs(rng: random.Random) -> tuple[SimpleNamespace, SimpleNamespace]:
     flops, moved = rng.randrange(10**9, 10**11), rng.randrange(10**7, 10**8)
     more_flops, more_moved = rng.randrange(10**9, 10**10), rng.randrange(10**7, 10**9)
-    return _pair(flops + more_flops, moved, flops, moved + more_moved)
+    return _two_costs(flops + more_flops, moved, flops, moved + more_moved)
 
 
 @numbers(
@@ -170,16 +172,16 @@ def _draw_pair(rng: random.Random) -> tuple[SimpleNamespace, SimpleNamespace]:
         ),
         "one_recipe": lambda *recipes: tuple(one.flops / one.moved_bytes for one in recipes),
     },
-    cases=lambda: cases(_PAIRS, _draw_pair),
+    cases=lambda: cases(_COSTS, _draw_two_costs),
     tolerance=1e-6,
     place="",
 )
 def check_break_even(first: Any, second: Any) -> float:
-    """Check a function of two estimates: the FLOP per byte at which they are equally fast."""
+    """Check `function(first, second)`: FLOP per byte at which two estimates take equally long."""
     return (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
 
 
-# Exercises 3 to 5: a recipe for a budget
+# Exercises 3, 4 and 6: a recipe for a budget
 
 
 @exercise()
@@ -197,7 +199,7 @@ def check_keeps_clipping(recipe: Any) -> Verdict:
     gradients must be known before the update.
     """
     in_backward = isinstance(recipe, Recipe) and recipe.in_backward
-    say.refuse_if(in_backward, "keeps_clipping.in_backward")
+    say.reject_if(in_backward, "keeps_clipping.in_backward")
     found = _fitting_estimate(recipe, 120_000_000, most_flops=1.19)
     fewer = recipe.first_blocks is not None and recipe.first_blocks < LAYERS - 1
     return say.right(
@@ -231,13 +233,13 @@ def _fitting_estimate(recipe: Any, budget: int, most_flops: float | None = None)
         most_flops: Limit on the FLOPs relative to the baseline. If given, no bytes may be moved.
     """
     if not isinstance(recipe, Recipe):
-        say.refuse("common.no_recipe", kind=type(recipe).__name__)
+        say.reject("common.no_recipe", kind=type(recipe).__name__)
     same = (recipe.precision, recipe.optimizer, recipe.ranks) == ("fp32", "adam", 1)
-    say.refuse_if(not same, "common.another_training")
+    say.reject_if(not same, "common.another_training")
     try:
         found = _estimate_recipe(recipe)
     except Exception as error:
-        say.refuse("common.no_estimate", error=error)
+        say.reject("common.no_estimate", error=error)
     if found.peak_bytes > budget:
         counts = sorted(((count, name) for name, count in found.at_peak.items()), reverse=True)
         held = join_labels(
@@ -252,7 +254,7 @@ def _fitting_estimate(recipe: Any, budget: int, most_flops: float | None = None)
             phase=phase_label(peak_phase(found)),
         )
     if most_flops is not None:
-        say.refuse_if(found.moved_bytes, "common.moves_bytes", mb=_mb(found.moved_bytes))
+        say.reject_if(found.moved_bytes, "common.moves_bytes", mb=_mb(found.moved_bytes))
         if _ratio(found) > most_flops:
             say.wrong("common.too_many_flops", ratio=_ratio(found))
     return found
@@ -270,3 +272,58 @@ def _ratio(found: Estimate) -> float:
 
 def _mb(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
+
+
+# Exercise 5: a layer with an adapter
+
+_LAYERS = ((6, 256, 384, 4), (5, 384, 256, 8))  # tokens, inputs, outputs, rank
+
+
+_is_near = partial(is_close, rtol=1e-4, atol=1e-3)
+
+
+def _draw_layer(rng: random.Random) -> tuple[int, ...]:
+    return rng.randint(3, 8), 8 * rng.randint(30, 50), 8 * rng.randint(30, 50), rng.randint(2, 9)
+
+
+def adapted_layer(frozen: nn.Module, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """Return the output of a frozen linear layer with an adapter."""
+    return frozen(x) + x @ down.T @ up.T
+
+
+@exercise()
+def check_adapted_layer(function: Any) -> Verdict:
+    """Check `function(frozen, x, down, up)`, the output of a linear layer with an adapter.
+
+    The gradients of `x`, `down` and `up` must be right, and no tensor as large as the frozen weight
+    may be made.
+    """
+    for tokens, inputs, outputs, rank in cases(_LAYERS, _draw_layer, count=1):
+        shapes = (2, tokens, inputs), (rank, inputs), (outputs, rank)
+        given = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        frozen = nn.Linear(inputs, outputs).requires_grad_(False)
+        wanted = adapted_layer(frozen, *given)
+        parts = {"only_frozen": frozen(given[0]), "only_adapter": wanted - frozen(given[0])}
+        upstream = torch.randn_like(wanted)
+        with MemoryMeter() as meter:
+            output = function(frozen, *given)
+            if output is None:
+                return not_answered()
+            say.reject_if(getattr(output, "shape", None) != wanted.shape, "adapted_layer.shape")
+            found = [None] * 3
+            if output.requires_grad:
+                found = torch.autograd.grad(output, given, upstream, allow_unused=True)
+        for name, part in parts.items():
+            say.reject_if(_is_near(output, part), f"adapted_layer.{name}")
+        if not _is_near(output, wanted):
+            say.wrong("adapted_layer.values")
+        right = [
+            gradient is not None and _is_near(gradient, expected)
+            for gradient, expected in zip(
+                found, torch.autograd.grad(wanted, given, upstream), strict=True
+            )
+        ]
+        say.reject_if(not right[0] and all(right[1:]), "adapted_layer.no_input_gradient")
+        say.reject_if(not all(right), "adapted_layer.no_gradient")
+        say.reject_if(meter.peak_bytes >= frozen.weight.nbytes, "adapted_layer.merged")
+    return say.right("adapted_layer.right")

@@ -41,7 +41,7 @@ def _nearest(values: Tensor, levels: Tensor) -> Tensor:
     return torch.bucketize(values, middles, out_int32=True).to(torch.uint8)
 
 
-class _Product(torch.autograd.Function):
+class _FourBitMatmul(torch.autograd.Function):
     """Linear function with a rounded weight, which is expanded only during the matrix product."""
 
     @staticmethod
@@ -75,6 +75,12 @@ class FourBitLinear(nn.Module):
         self.register_buffer("codes", codes[:, ::2] * 16 + codes[:, 1::2])
         self.register_buffer("scales", scales)
 
+    def _apply(self, *given, **named) -> "FourBitLinear":
+        """Convert or move the layer as any module, but keep the scales in fp32."""
+        super()._apply(*given, **named)
+        self.scales = self.scales.float()
+        return self
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the rounded weight as a new tensor of the given dtype."""
         levels = torch.tensor(nf4_levels(), dtype=torch.float32)
@@ -83,7 +89,7 @@ class FourBitLinear(nn.Module):
         return weight.reshape(self.out_features, self.in_features).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, self)
+        return _FourBitMatmul.apply(x, self)
 
 
 class Adam8bit(Adam8bitState):
@@ -111,13 +117,13 @@ class Adam8bit(Adam8bitState):
             moments = []
             values = (p.grad, p.grad.square())
             for name, value, beta in zip(MOMENTS, values, self.BETAS, strict=True):
-                moment = self._read(state, name).lerp_(value, 1 - beta)
-                self._write(state, name, moment)
+                moment = self._dequantized(state, name).lerp_(value, 1 - beta)
+                self._store_quantized(state, name, moment)
                 moments.append(moment / (1 - beta**count))
             p.mul_(1 - self.lr * self.DECAY)
             p.addcdiv_(moments[0], moments[1].sqrt_().add_(self.EPSILON), value=-self.lr)
 
-    def _read(self, state: dict[str, Any], name: str) -> Tensor:
+    def _dequantized(self, state: dict[str, Any], name: str) -> Tensor:
         codes = state[name]
         if codes.dtype != torch.uint8:
             return codes
@@ -125,7 +131,7 @@ class Adam8bit(Adam8bitState):
         blocks = table[codes.int()].reshape(-1, self.BLOCK) * state[f"{name}_scales"][:, None]
         return blocks.reshape(codes.shape)
 
-    def _write(self, state: dict[str, Any], name: str, moment: Tensor) -> None:
+    def _store_quantized(self, state: dict[str, Any], name: str, moment: Tensor) -> None:
         if state[name].dtype != torch.uint8:
             return
         table = state[f"{name}_table"].copy_(_moment_levels(signed=name == MOMENTS[0]))

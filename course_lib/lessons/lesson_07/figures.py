@@ -1,29 +1,27 @@
 """Tables and figures of lesson 07: fields of a recipe, contents of each peak, and a playground."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from course_lib.budget import RATES, Estimate, Recipe, waterfall
 from course_lib.budget.optimizers import OPTIMIZERS
 from course_lib.labels import join_labels, verbatim
-from course_lib.memory import CATEGORIES, MemoryMeter
+from course_lib.memory import CATEGORIES
 from course_lib.teaching import (
     COLORS,
     Table,
     category_label,
-    claims,
     figure,
     phase_label,
     playground,
     table,
     text,
-    timelines,
 )
 from course_lib.teaching.figures import shown_once
 from course_lib.teaching.marks import label_axes, note
 
-from .claims import CLAIMS
 from .exercises import peak_phase
 from .grid import RecipeCosts
 
@@ -99,18 +97,32 @@ def recipe_fields(others: bool = False) -> Table:
     return table(["field", "meaning"], rows)
 
 
-def what_fills(names: Sequence[str], estimates: Sequence[Estimate]) -> Table:
-    """Show a table of each recipe's peak by category, in MB, and the phase of the peak."""
+def what_fills(
+    names: Iterable[str],
+    estimates: Iterable[Estimate],
+    *,
+    guesses: Sequence[float | None] | None = None,
+) -> Table:
+    """Show a table of each recipe's peak by category, in MB, and the phase of the peak.
+
+    Args:
+        names: Labels of the recipes.
+        estimates: Estimate of each recipe.
+        guesses: Guessed peaks of the first recipes, in MB; None for a guess that is missing.
+    """
+    estimates = list(estimates)
     shown = [
         name for name in CATEGORIES if any(found.at_peak.get(name, 0) > 5e5 for found in estimates)
     ]
     rows = []
-    for name, found in zip(names, estimates, strict=True):
+    for name, found, guess in zip_longest(names, estimates, guesses or ()):
         counts = [f"{found.at_peak.get(category, 0) / 1e6:.1f}" for category in shown]
-        rows.append(
-            (name, f"{found.peak_bytes / 1e6:.1f}", *counts, phase_label(peak_phase(found)))
-        )
-    return table(["step", "peak (MB)", *(category_label(name) for name in shown), "phase"], rows)
+        guessed = [] if guesses is None else ["–" if guess is None else f"{float(guess):.1f}"]
+        peak = f"{found.peak_bytes / 1e6:.1f}"
+        rows.append((name, *guessed, peak, *counts, phase_label(peak_phase(found))))
+    guessed = [] if guesses is None else ["your guess (MB)"]
+    parts = map(category_label, shown)
+    return table(["step", *guessed, "peak (MB)", *parts, "phase"], rows)
 
 
 _IN_LINES = {  # names that are too wide for a bar, with line breaks
@@ -157,15 +169,8 @@ def waterfall_picture(
     return shown_once(drawn)
 
 
-def both_timelines(with_checkpoints: MemoryMeter, without_checkpoints: MemoryMeter) -> "Figure":
-    """Draw live bytes over two steps that offload activations, with and without checkpoints."""
-    title = "The peak is lower without checkpoints, because only single tensors come back"
-    meters = {"with checkpoints": with_checkpoints, "without checkpoints": without_checkpoints}
-    return timelines(meters, title=title)
-
-
 def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> "Figure":
-    """Draw the time of two recipes over the FLOPs that a machine does while it copies one byte.
+    """Draw the times of two recipes against the FLOPs a machine does while it copies one byte.
 
     Args:
         first, second: Estimates of one step; the estimate with more FLOPs must have fewer moved
@@ -200,7 +205,7 @@ _MARKERS = {
 
 
 def draw_recipes(points: Sequence[RecipeCosts], budget: int = 60, intensity: int = 100) -> "Figure":
-    """Plot the recipes' seconds over their peaks, and mark the budget.
+    """Plot the recipes' seconds against their peaks, and mark the budget.
 
     Recipes to the left of the budget fit. The figure names the fastest recipe that fits.
 
@@ -262,41 +267,4 @@ def recipes_playground(points: Sequence[RecipeCosts]) -> None:
             "budget": widgets.IntSlider(60, 40, 300, 1, description="MB", **steady),
             "intensity": widgets.IntSlider(100, 5, 200, 5, description="FLOP/byte", **steady),
         },
-    )
-
-
-def what_you_may_have_read(plain: Estimate, alone: Mapping[str, Estimate], last: Estimate) -> Table:
-    """Return a table of the lesson's claims, and of the numbers that test them.
-
-    Args:
-        plain: Estimate of the baseline.
-        alone: Dict from "micro_batches", "checkpoints", "offloaded" and "both" (checkpoints and
-            offloading) to an estimate.
-        last: Estimate of the recipe that fits.
-    """
-    peaks = {name: f"{found.peak_bytes / 1e6:.1f}" for name, found in alone.items()}
-    flops = [f"{alone[name].flops / plain.flops:.2f}" for name in ("micro_batches", "checkpoints")]
-    saved = [
-        f"{(plain.peak_bytes - alone[name].peak_bytes) / 1e6:.1f}"
-        for name in ("checkpoints", "offloaded", "both")
-    ]
-    each = 4 / plain.at_peak["parameter"]  # 1 / number of parameters, which have 4 bytes each
-    return claims.what_you_may_have_read(
-        CLAIMS,
-        text(
-            "{one} MB, {less} times the FLOPs; {other} MB, {more} times",
-            one=peaks["micro_batches"],
-            less=flops[0],
-            other=peaks["checkpoints"],
-            more=flops[1],
-        ),
-        f"{plain.peak_bytes * each:.1f}; {last.peak_bytes * each:.1f}",
-        f"{saved[0]}; {saved[1]}; {saved[2]} MB",
-        text(
-            "{peaks} MB; {moved} MB moved",
-            peaks=f"{peaks['offloaded']} → {peaks['both']}",
-            moved=" → ".join(
-                f"{alone[name].moved_bytes / 1e6:.1f}" for name in ("offloaded", "both")
-            ),
-        ),
     )

@@ -1,95 +1,42 @@
-"""Tables on steps that store fewer bits per element or train fewer parameters."""
+"""Steps that train fewer parameters or store fewer bits per element, and tables on their errors."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from course_lib.budget import Estimate, Recipe, estimate, run
 from course_lib.lessons.lesson_01.figures import with_adapters
 from course_lib.models import Decoder
-from course_lib.teaching import Table, table, text
+from course_lib.teaching import Table, table
 
-from .fewer_bits import Adam8bit, FourBitLinear, run_in_8_bits
-
-Variants = Mapping[str, tuple[Callable[[], nn.Module], Recipe]]
+from .fewer_bits import FourBitLinear
 
 
-def compare_smaller(variants: Variants, make_batch: Callable[[], Tensor]) -> Table:
-    """Show a table of each variant's predicted and measured peak, and the contents of the peak.
-
-    The row after 8-bit Adam is an estimate with all moments of 8-bit Adam in host memory.
-
-    Args:
-        variants: Mapping from the label of a variant to its model and recipe.
-        make_batch: Function that returns the batch.
-    """
-    rows = []
-    for name, (make_model, recipe) in variants.items():
-        found = estimate(make_model, make_batch, recipe)
-        if recipe.optimizer == "adam8bit":  # runs without bitsandbytes
-            meter = run_in_8_bits(make_model, make_batch, Recipe(checkpoint=recipe.checkpoint))
-        else:
-            meter = run(make_model, make_batch, recipe).meter
-        rows.append((name, f"{found.peak_bytes:,}", f"{meter.peak_bytes:,}", *_contents(found)))
-        if recipe.optimizer == "adam8bit":
-            left = found.peak_bytes - found.at_peak["optimizer"]
-            contents = _contents(found)
-            rows.append(
-                (
-                    "8-bit Adam, paged",
-                    f"{left:,}",
-                    text("not run"),
-                    *contents[:2],
-                    "0.0",
-                    contents[3],
-                )
-            )
-    contents = ["weights (MB)", "gradients (MB)", "optimizer state (MB)", "all else (MB)"]
-    return table(["variant", "predicted (bytes)", "measured (bytes)", *contents], rows)
+def in_four_bits(decoder: Decoder) -> Decoder:
+    """Freeze the decoder and round the weights of all linear layers in its blocks to 4 bits."""
+    return replace_linear(decoder.requires_grad_(False), FourBitLinear)
 
 
-def _contents(found: Estimate) -> list[str]:
-    """Return the MB of weights, gradients, optimizer state and all other tensors at the peak."""
-    held = found.at_peak
-    parts = [
-        held.get("parameter", 0) + held.get("buffer", 0),
-        held.get("gradient", 0),
-        held.get("optimizer", 0),
-    ]
-    return [f"{count / 1e6:.1f}" for count in (*parts, found.peak_bytes - sum(parts))]
+def replace_linear(decoder: Decoder, replace: Callable[[Any], nn.Module]) -> Decoder:
+    """Replace each linear layer, in fp32 or in 4 bits, of the decoder's blocks."""
+    for layer in decoder.layers:
+        for parent in (layer.attention, layer.feedforward):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, (nn.Linear, FourBitLinear)):
+                    setattr(parent, name, replace(child))
+    return decoder
 
 
-def what_stays_right(make_model: Callable[[], Decoder], make_batch: Callable[[], Tensor]) -> Table:
-    """Show a table of differences in updates and gradients between variants and their originals.
-
-    The differences are computed on two sequences of the batch.
-    """
+def compare_gradients(make_model: Callable[[], Decoder], make_batch: Callable[[], Tensor]) -> Table:
+    """Show a table of differences in the gradients of adapters, on two sequences of the batch."""
 
     def make_two() -> Tensor:
         return make_batch()[:2]
 
-    unchanged = []
-    for lr in (1e-5, 1e-4):
-        rounded = _train_two_steps(make_model().bfloat16(), torch.optim.AdamW, make_two, lr)
-        unchanged.append((rounded[0] == rounded[1]).double().mean().item())
-    expected, start = _train_two_steps(make_model(), torch.optim.AdamW, make_two, 1e-3)
-    in_8_bits, _ = _train_two_steps(make_model(), Adam8bit, make_two, 1e-3)
-    update = ((in_8_bits - expected).norm() / (expected - start).norm()).item()
     rounding, gradients = _four_bit_differences(make_model, make_two)
     chain = _chain_rule_difference(make_model, make_two)
     rows = [
-        (
-            "bf16 without master weights",
-            "weights that two steps leave unchanged, learning rate 0.00001",
-            f"{unchanged[0]:.0%}",
-        ),
-        (
-            "bf16 without master weights",
-            "weights that two steps leave unchanged, learning rate 0.0001",
-            f"{unchanged[1]:.0%}",
-        ),
-        ("8-bit Adam", "difference of the update after two steps", f"{update:.1%}"),
         ("LoRA", "difference from the gradient by the chain rule", _small(chain)),
         ("QLoRA", "difference of the weights from rounding", f"{rounding:.0%}"),
         (
@@ -101,25 +48,70 @@ def what_stays_right(make_model: Callable[[], Decoder], make_batch: Callable[[],
     return table(["variant", "comparison", "measured"], rows)
 
 
+#: Function of the exact weights -> the weights in bf16, and the rest that the next update adds.
+Rounding = Callable[[Tensor], tuple[Tensor, Tensor | int]]
+
+
+def compare_roundings(
+    make_model: Callable[[], Decoder],
+    make_batch: Callable[[], Tensor],
+    roundings: Mapping[str, Rounding],
+    *,
+    guesses: Mapping[float, float | None],
+) -> Table:
+    """Show how much of the update of two AdamW steps arrives in weights that are kept in bf16.
+
+    Args:
+        make_model, make_batch: Functions that return the model and the batch.
+        roundings: Label -> rounding. The first one also gives the fraction of unchanged weights.
+        guesses: Learning rate -> guess of this fraction in percent; None if it is missing.
+    """
+
+    def master(exact: Tensor) -> tuple[Tensor, Tensor]:
+        return exact.bfloat16(), exact - exact.bfloat16()
+
+    rows = []
+    for lr in (1e-5, 1e-4, 1e-3):
+        (expected, _), *found = (
+            _train_in_bf16(make_model, lambda: make_batch()[:2], rounding, lr)
+            for rounding in (master, *roundings.values())
+        )
+        shares = [(update @ expected / expected.square().sum()).item() for update, _ in found]
+        guess = "–" if guesses.get(lr) is None else f"{guesses[lr]}%"
+        counted = f"{found[0][1]:.2%}", *(f"{share:.0%}" for share in shares)
+        rows.append((f"{lr:.5f}".rstrip("0"), guess, *counted))
+    return table(["learning rate", "your guess", "weights unchanged", *roundings], rows)
+
+
+def _train_in_bf16(
+    make_model: Callable[[], Decoder],
+    make_batch: Callable[[], Tensor],
+    rounding: Rounding,
+    lr: float,
+) -> tuple[Tensor, float]:
+    """Train two steps; return the update of weights plus rests, and the unchanged fraction."""
+    torch.manual_seed(0)  # for random roundings
+    model = make_model().bfloat16()
+    parameters = list(model.parameters())
+    start, exact = _flat(parameters), [p.detach().float() for p in parameters]
+    adam, rests = torch.optim.AdamW(exact, lr=lr), [0] * len(parameters)
+    for _ in range(2):
+        model.zero_grad()
+        model.loss(make_batch()).backward()
+        for weight, p, rest in zip(exact, parameters, rests, strict=True):
+            weight.copy_(p.detach() + torch.as_tensor(rest).float())
+            weight.grad = p.grad.float()
+        adam.step()
+        for i, p in enumerate(parameters):
+            p.data, rests[i] = rounding(exact[i])
+    kept = _flat(torch.as_tensor(r).expand_as(p) for r, p in zip(rests, parameters, strict=True))
+    unchanged = (_flat(parameters) == start).double().mean().item()
+    return _flat(parameters) + kept - start, unchanged
+
+
 def _small(difference: float) -> str:
     """Return a difference as text; a rounding error is shown as an upper bound."""
     return "< 0.00001" if difference < 1e-5 else f"{difference:.1e}"
-
-
-def _train_two_steps(
-    model: nn.Module,
-    optimizer_class: Callable[..., torch.optim.Optimizer],
-    make_batch: Callable[[], Tensor],
-    lr: float,
-) -> tuple[Tensor, Tensor]:
-    """Train for two steps; return vectors of all weights after and before the training."""
-    start = _flat(model.parameters())
-    optimizer = optimizer_class(model.parameters(), lr=lr)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model.loss(make_batch()).backward()
-        optimizer.step()
-    return _flat(model.parameters()), start
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -181,14 +173,3 @@ def _chain_rule_difference(
         expected = one.attention.qkv.weight.grad @ adapter.down.weight.T
         differences.append((adapter.up.weight.grad - expected).norm() / expected.norm())
     return max(differences).item()
-
-
-def in_four_bits(decoder: Decoder) -> Decoder:
-    """Freeze the decoder and round the weights of all linear layers in its blocks to 4 bits."""
-    decoder.requires_grad_(False)
-    for layer in decoder.layers:
-        for parent in (layer.attention, layer.feedforward):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(parent, name, FourBitLinear(child))
-    return decoder
