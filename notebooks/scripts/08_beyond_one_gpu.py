@@ -16,7 +16,7 @@
 # </div>
 # <div lang="zh">
 #
-# 第 01 课的那一步，在一台设备上峰值是 277.7 MB。现在用 PyTorch 的 `DistributedDataParallel` 把它分到两台设备上，每台处理半个批次。每台设备需要的内存也会减半吗？
+# 第 01 课的那一步，在一台设备上峰值是 277.7 MB。现在用 PyTorch 的 `DistributedDataParallel` 把这一步分到两台设备上，每台处理半个批次。每台设备需要的内存也会减半吗？
 #
 # </div>
 
@@ -28,27 +28,33 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (90 minutes). Predict to the byte what a process holds under DDP and ZeRO 1 to 3. Write the step of ZeRO 1, and a layer that gathers its weight only while it is used. Compute how much a step communicates, and when computation hides the communication.
+# **Goals** (114 minutes, in two sittings):
+#
+# - Predict to the byte what a process holds under DDP and ZeRO 1 to 3.
+# - Write the step of ZeRO 1, and a layer that gathers its weight only while it is used.
+# - Compute how much a step communicates, and when a second machine makes it faster.
 #
 # **What to know before**: lesson 01 (the peak of a step) and section 2.2 (a `torch.autograd.Function`). Here a device is a process on your CPU. The code for GPUs is the same. $\Psi$ is the number of parameters and $N$ the number of processes. MB is $10^6$ bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（90 分钟）：算出使用 DDP 和 ZeRO 1 到 3 时每个进程持有多少内存，精确到字节；亲手写出 ZeRO 1 的一步，再写一个只在使用时才收集权重的层；算出一步的通信量，以及通信在什么条件下能被计算掩盖。
+# **目标**（共 114 分钟，分两次学）
 #
-# **预备知识**：第 01 课（一步的峰值）和 2.2 节（`torch.autograd.Function`）。这里的一台设备就是你的 CPU 上的一个进程，换到 GPU 上代码不变。$\Psi$ 是参数个数，$N$ 是进程数。MB 指 $10^6$ 字节。
+# - 算出使用 DDP 和 ZeRO 1 到 3 时每个进程持有多少内存，精确到字节。
+# - 亲手写出 ZeRO 1 的一步，再写一个只在使用时才收集权重的层。
+# - 算出一步的通信量，并判断在什么情况下，加上第二台机器会更快。
+#
+# **预备知识**：第 01 课（一步的峰值）和 2.2 节（`torch.autograd.Function`）。在本课里，一台设备就是你的 CPU 上的一个进程，换成 GPU 时代码不变。$\Psi$ 是参数个数，$N$ 是进程数。MB 指 $10^6$ 字节。
 #
 # </div>
 
 # %%
-import tempfile
-
 import torch
 
 from course_lib.accumulation import split
 from course_lib.checkpoint import checkpoint_blocks
-from course_lib.distributed import launch, predict, sent_bytes, task_of
+from course_lib.distributed import launch, predict, task_of
 from course_lib.lessons.ledger import ledger
 from course_lib.lessons.lesson_08 import exercises, figures, schemes
 from course_lib.memory import MemoryBudgetExceeded, MemoryMeter
@@ -66,9 +72,9 @@ from course_lib.teaching import predictions, table
 # </div>
 # <div lang="zh">
 #
-# 每台设备由一个**进程**（rank）负责。**数据并行**（DP，PyTorch 里是 `DistributedDataParallel`，简称 DDP）让每个进程都持有完整的模型，各处理批次的 $N$ 分之一。反向传播时，一次 **all-reduce**（全归约）把各进程的梯度加起来，于是所有进程做的是同样的更新。
+# 每台设备运行一个**进程**（rank）。**数据并行**（DP，PyTorch 里是 `DistributedDataParallel`，简称 DDP）让每个进程都持有完整的模型，各处理批次的 $N$ 分之一。反向传播时，一次 **all-reduce**（全归约）把各进程的梯度加起来，于是所有进程做的是同样的更新。
 #
-# 无论怎样分工，损失都必须与单个进程相同。因此先用一个进程、整个批次 8 条序列和第 00 课的解码器，算出这些损失。（`task.loss_sum` 返回损失之和与 token 数，`split` 来自第 05 课。）
+# 无论怎样分工，各步的损失都必须与只用一个进程时相同。因此先用一个进程算出各步的损失作为标准，解码器与第 00 课相同，批次是完整的 8 条序列。（`task.loss_sum` 返回损失之和与 token 数，`split` 来自第 05 课。）
 #
 # </div>
 
@@ -107,34 +113,34 @@ table(["one device", "peak (bytes)"], [(name, sum(peak.values())) for name, peak
 #
 # <div lang="en">
 #
-# With DDP, each of $N$ ranks holds the same 16 bytes per parameter. **ZeRO** (Zero Redundancy Optimizer, Rajbhandari et al. 2020) cuts them into $N$ **shards**, one per rank. ZeRO 1 shards Adam's state, ZeRO 2 also the gradients, and ZeRO 3 also the weights. PyTorch's FSDP2 is ZeRO 3.
+# With DDP, each of $N$ ranks holds the same 16 bytes per parameter. **ZeRO** (Zero Redundancy Optimizer, Rajbhandari et al. 2020) cuts them into $N$ **shards**, one per rank. ZeRO 1 shards Adam's state, ZeRO 2 also the gradients, and ZeRO 3 also the weights. PyTorch's FSDP2 is ZeRO 3. In mixed precision, FSDP2 casts a shard to bf16 when it gathers a weight, and computes in bf16. It reduces the gradients in fp32, and Adam updates the shards.
 #
 # </div>
 # <div lang="zh">
 #
-# 使用 DDP 时，$N$ 个进程各存一份完全相同的内容，每个参数 16 字节。**ZeRO**（零冗余优化器，Rajbhandari et al. 2020）把它们切成 $N$ 片，每个进程只存一片，这叫**分片**（shard）。ZeRO 1 切分 Adam 的状态，ZeRO 2 再切分梯度，ZeRO 3 连权重也切分。PyTorch 的 FSDP2 就是 ZeRO 3。
+# 使用 DDP 时，$N$ 个进程各存一份完全相同的内容，每个参数 16 字节。**ZeRO**（零冗余优化器，Rajbhandari et al. 2020）把这些内容切成 $N$ 片，每个进程只存一片，这一片叫**分片**（shard）。ZeRO 1 切分 Adam 的状态，ZeRO 2 还切分梯度，ZeRO 3 连权重也切分。PyTorch 的 FSDP2 就是 ZeRO 3。使用混合精度时，FSDP2 在收集权重时才把分片转成 bf16，并用 bf16 计算。梯度用 fp32 归约，Adam 更新的是各进程自己的分片。
 #
 # </div>
 
 # %% slide="result"
 schemes.draw_stages()
 
-# %% [markdown] slide={"en": "Whole or sharded: weights 4 bytes, gradients 4, Adam's state 8.\n\n**Type the four formulas.**", "zh": "完整，还是分片：权重 4 字节，梯度 4，Adam 的状态 8。\n\n**写出四个公式。**"}
+# %% [markdown] slide={"en": "Whole or sharded: weights 4 bytes, gradients 4, Adam's state 8.\n\n**Type the formulas. Does bf16 change the last one?**", "zh": "权重 4 字节，梯度 4 字节，Adam 的状态 8 字节，哪些完整，哪些分片？\n\n**写出各行的公式。用 bf16 时，最后一行会变吗？**"}
 # <div lang="en">
 #
-# **Exercise 1.** Our decoder is in fp32: 4 bytes per parameter for the weight, 4 for the gradient and 8 for Adam's state. Type the bytes per rank, for any `psi` and `n`. (Section 8.19 has the formulas for mixed precision.)
+# **Exercise 1.** Our decoder is in fp32: 4 bytes per parameter for the weight, 4 for the gradient and 8 for Adam's state. Type the bytes per rank when the optimizer steps, for any `psi` and `n`. The last row is FSDP2 in mixed precision.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 我们的解码器全部用 fp32，每个参数的权重占 4 字节，梯度占 4 字节，Adam 的状态占 8 字节。请写出每个进程持有的字节数，对任意的 `psi` 和 `n` 都成立。（混合精度的公式见 8.19 节。）
+# **练习 1。** 我们的解码器全部用 fp32，每个参数的权重占 4 字节，梯度占 4 字节，Adam 的状态占 8 字节。请写出优化器更新时每个进程持有的字节数，公式要对任意的 `psi` 和 `n` 都成立。最后一行是使用混合精度的 FSDP2。
 #
 # </div>
 
 
-# %% minutes=7
-def held(psi, n):
-    return {"DDP": 0, "ZeRO 1": 0, "ZeRO 2": 0, "ZeRO 3": 0}  # bytes per rank, in fp32
+# %% minutes=10
+def held(psi, n):  # bytes per rank
+    return {"DDP": 0, "ZeRO 1": 0, "ZeRO 2": 0, "ZeRO 3": 0, "ZeRO 3, bf16": 0}
 
 
 exercises.check_held(held)
@@ -150,13 +156,14 @@ if not exercises.check_held.accepted:
             "ZeRO 1": 8 * psi + 8 * psi / n,
             "ZeRO 2": 4 * psi + 12 * psi / n,
             "ZeRO 3": 16 * psi / n,
+            "ZeRO 3, bf16": 16 * psi / n,
         }
 
 
 exercises.check_held(held)
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "4 sequences on one device peak at 180.1 MB, without a single gradient.\n\n**Guess first.** A DDP rank with 4 sequences? An FSDP2 rank?", "zh": "一台设备处理 4 条序列，峰值 180.1 MB，此刻没有一个梯度。\n\n**先猜**：DDP 的一个进程处理 4 条序列呢？FSDP2 呢？"}
+# %% [markdown] slide={"en": "4 sequences on one device peak at 180.1 MB, without a single gradient.\n\n**Guess first.** And a rank of DDP, ZeRO 1, FSDP2?", "zh": "一台设备处理 4 条序列，峰值 180.1 MB，此时还没有任何梯度。\n\n**先猜**：DDP、ZeRO 1、FSDP2 的一个进程呢？"}
 # ## 8.3 Run it on two ranks / 用两个进程运行
 #
 # <div lang="en">
@@ -165,12 +172,12 @@ exercises.check_held(held)
 #
 # ```
 # python -m torch.distributed.run --standalone --nproc-per-node 2 \
-#     -m course_lib.distributed --mode ddp,zero1,fsdp --steps 2
+#     -m course_lib.distributed --mode ddp,zero1,fsdp,fsdp-bf16 --steps 2
 # ```
 #
-# Below, `launch` runs this command and reads what the ranks print about the second step.
+# Below, `launch` runs this command and reads what the ranks print about the second step. The mode `fsdp-bf16` gives FSDP2 the policy `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
 #
-# **Guess first.** One device with 4 sequences peaks at the start of the backward pass, with 82.5 MB of weights and Adam's state, 97.6 MB of everything else and not one gradient: 180.1 MB. What is the peak of a DDP rank with 4 sequences, and of an FSDP2 rank, which holds 41.3 MB less weights and state?
+# **Guess first.** One device with 4 sequences peaks at 180.1 MB, at the start of the backward pass. Weights and Adam's state take 82.5 MB, everything else takes 97.6 MB, and no gradient exists. What is the peak of a DDP rank with 4 sequences? A ZeRO 1 rank holds 27.5 MB less of Adam's state than this rank, and an FSDP2 rank 41.3 MB less of weights and state. What are their peaks, and what is FSDP2's peak in bf16?
 #
 # </div>
 # <div lang="zh">
@@ -179,47 +186,48 @@ exercises.check_held(held)
 #
 # ```
 # python -m torch.distributed.run --standalone --nproc-per-node 2 \
-#     -m course_lib.distributed --mode ddp,zero1,fsdp --steps 2
+#     -m course_lib.distributed --mode ddp,zero1,fsdp,fsdp-bf16 --steps 2
 # ```
 #
-# 下面的 `launch` 替我们运行这条命令，并读取各进程打印的第二步的结果。
+# 下面的 `launch` 替我们运行这条命令，并读取各进程打印的第二步的结果。其中 `fsdp-bf16` 让 FSDP2 使用 `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`。
 #
-# **先猜**：一台设备处理 4 条序列，峰值出现在反向传播刚开始的时候，此时权重和 Adam 的状态占 82.5 MB，其余占 97.6 MB，一个梯度也没有，合计 180.1 MB。DDP 的一个进程处理 4 条序列，峰值是多少？FSDP2 的进程少持有 41.3 MB 的权重和状态，它的峰值又是多少？
+# **先猜**：一台设备处理 4 条序列，峰值出现在反向传播刚开始的时候，此时还没有任何梯度，权重和 Adam 的状态占 82.5 MB，其余占 97.6 MB，合计 180.1 MB。DDP 的一个进程处理 4 条序列，峰值是多少？与 DDP 的进程相比，ZeRO 1 的进程少持有 27.5 MB 的 Adam 状态，FSDP2 的进程少持有 41.3 MB 的权重和状态，两者的峰值又各是多少？如果 FSDP2 改用 bf16，峰值是多少？
 #
 # </div>
 
 # %% tags=["guess"]
-my_ddp_peak, my_fsdp_peak = None, None  # bytes, such as 150e6
+my_peaks = {"ddp": None, "zero1": None, "fsdp": None, "fsdp-bf16": None}  # bytes, such as 150e6
 
 # %%
-saved = tempfile.TemporaryDirectory()  # for the section on saving
-options = ["--mode", "ddp,zero1,fsdp", "--steps", "2", "--details", "--save", saved.name]
+options = ["--mode", ",".join(my_peaks), "--steps", "2", "--details"]
 two = {run["mode"]: run for run in launch(2, *options)}
 
 
 # %%
-def follows(run, wanted, within=1e-5):
-    return all(abs(a - b) < within for a, b in zip(run["losses"], wanted, strict=True))
+def difference(run):  # between the losses of the ranks and those of one process
+    return max(abs(a - b) for a, b in zip(run["losses"], losses, strict=False))
 
 
-table(["`mode`", "losses equal"], [(f"`{m}`", follows(run, losses[:2])) for m, run in two.items()])
+table(
+    ["`mode`", "losses differ by"], [(f"`{m}`", f"{difference(run):.6f}") for m, run in two.items()]
+)
 
-# %% [markdown] slide={"en": "All three reproduce the losses of the single process.\n\nWhat does a rank hold, and was your formula right?", "zh": "三种做法都重现了单个进程的损失。\n\n那么每个进程持有多少？你的公式对吗？"}
+# %% [markdown] slide={"en": "In fp32, all three reproduce the losses of the single process.\n\nWhat does a rank hold, and was your formula right?", "zh": "用 fp32 时，三种做法的损失都与单个进程相等。\n\n那么每个进程持有多少？你的公式对吗？"}
 # <div lang="en">
 #
-# All three reproduce the losses of one process to 0.00001. Their last bits differ, because two ranks add in another order. Now compare your formulas with what each rank holds when its optimizer steps.
+# In fp32, all three modes reproduce the losses of one process to 0.00001. The last bits differ, because two ranks add in another order. In bf16 a number has only 8 significant bits, and the losses differ by 0.0001. Now compare your formulas with what each rank holds when its optimizer steps.
 #
 # </div>
 # <div lang="zh">
 #
-# 三种做法都重现了单个进程的损失，误差在 0.00001 以内。由于两个进程求和的顺序不同，结果做不到逐比特相等。现在看优化器更新时每个进程持有多少内存，并与你的公式对照。
+# 用 fp32 时，三种做法的损失都与单个进程相等，误差在 0.00001 以内。由于两个进程求和的顺序与单个进程不同，结果做不到逐比特相等。bf16 只有 8 位有效位，因此损失相差 0.0001。现在看优化器更新时每个进程持有多少内存，并与你的公式对照。
 #
 # </div>
 
 # %% jupyter={"source_hidden": true} slide="result"
 psi = 6_875_648  # the decoder's parameters
 predicted = {n: held(psi, n) for n in range(1, 9)}
-stage_of = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp": "ZeRO 3"}
+stage_of = {"ddp": "DDP", "zero1": "ZeRO 1", "fsdp": "ZeRO 3", "fsdp-bf16": "ZeRO 3, bf16"}
 rows = []
 for mode, stage in stage_of.items():
     rows.append((stage, predicted[2][stage], figures.held_by(two[mode])))
@@ -228,12 +236,12 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Adam also stores a step count of 4 bytes for each of 100 tensors, which makes 400 bytes. ZeRO 1 differs by 22,596 bytes, because PyTorch assigns whole tensors to ranks and the two shares are not quite equal. FSDP2 cuts every tensor along its first dimension, here into equal halves.
+# Adam also stores a step count of 4 bytes for each of 100 tensors, which makes 400 bytes. ZeRO 1 differs by 22,596 bytes, because PyTorch assigns whole tensors to ranks and the two shares are not quite equal. FSDP2 cuts every tensor along its first dimension, here into equal halves. In bf16 it holds the same bytes, because its shards, their gradients and Adam's state stay in fp32.
 #
 # </div>
 # <div lang="zh">
 #
-# Adam 还为 100 个张量各存一个步数，每个 4 字节，所以相差 400 字节。ZeRO 1 相差 22,596 字节，因为 PyTorch 把张量整个分配给某一个进程，两个进程分到的不会正好相等。FSDP2 则沿第一维切开每个张量，在这里正好切成两半。
+# Adam 还为 100 个张量各存一个步数，每个 4 字节，所以相差 400 字节。ZeRO 1 相差 22,596 字节，因为 PyTorch 不切开张量，每个张量都整个分给某一个进程，两个进程分到的字节数就不会正好相等。FSDP2 则沿第一维切开每个张量，在这里正好切成两半。用 bf16 时，FSDP2 持有的字节数不变，因为分片、分片的梯度和 Adam 的状态都仍是 fp32。
 #
 # </div>
 
@@ -247,14 +255,13 @@ predictions(rows, unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 下面是你的猜测，以及峰值时内存里有什么。
+# 下面列出你的猜测，以及峰值时内存里有什么。
 #
 # </div>
 
 # %% jupyter={"source_hidden": true}
 peak_of = {mode: run["taken"][0]["peak_bytes"] for mode, run in two.items()}
-guesses = [("DDP", my_ddp_peak, peak_of["ddp"]), ("FSDP2", my_fsdp_peak, peak_of["fsdp"])]
-predictions(guesses)
+predictions([(f"`{mode}`", my_peaks[mode], peak) for mode, peak in peak_of.items()])
 
 # %% jupyter={"source_hidden": true} slide="result"
 at_peak = {"one device, 8 sequences": whole, "one device, 4 sequences": half}
@@ -262,24 +269,41 @@ labels = {
     "ddp": "DDP, one of 2 ranks",
     "zero1": "ZeRO 1, one of 2 ranks",
     "fsdp": "FSDP2, one of 2 ranks",
+    "fsdp-bf16": "FSDP2 in bf16, one of 2 ranks",
 }
 at_peak |= {labels[mode]: run["taken"][0]["at_peak"] for mode, run in two.items()}
-title = "At its peak DDP holds memory for all gradients, while one device and FSDP2 hold none"
+title = "At their peaks DDP and ZeRO 1 hold memory for all gradients, and FSDP2 holds none"
 figures.draw_peaks(at_peak, title)
 
 # %% [markdown]
 # <div lang="en">
 #
-# **DDP** peaks at 207.6 MB. Although no gradient has been computed yet, it holds memory for all of them, 27.5 MB. DDP creates **buckets** before the first step. The backward pass writes gradients into them, so that one full bucket can be sent while the next one is filled. The buckets are kept between steps. (The course sets `gradient_as_bucket_view=True`. By default, gradients and buckets are separate.) **ZeRO 1** has the same buckets, which on two ranks cancel its saving.
+# **DDP** peaks at 207.6 MB. Although no gradient has been computed yet, it holds memory for all of them, 27.5 MB. DDP creates **buckets** before the first step. The backward pass writes gradients into them, so that one full bucket can be sent while the next one is filled. The buckets are kept between steps. (The course sets `gradient_as_bucket_view=True`. By default, gradients and buckets are separate.)
 #
-# **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and each rank keeps only its shard. Its peak is 66.5 MB below DDP's. Your formulas predicted only 55.0 MB.
+# **ZeRO 1** peaks at 180.1 MB, which is what one device needs for these 4 sequences. It saves 27.5 MB of Adam's state. But PyTorch's ZeRO 1 is DDP with another optimizer, so it has DDP's buckets, which take 27.5 MB. With two ranks these amounts cancel. With four, 41.3 MB would be saved and the buckets would still take 27.5 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# **DDP** 的峰值是 207.6 MB。此时一个梯度都还没有算出来，它却已经为全部梯度占用了 27.5 MB。原因是 DDP 在第一步之前就建好了**桶**（bucket），反向传播把梯度写进桶里，一个桶满了就发送，同时填下一个，而且两步之间也不释放。（本课设置了 `gradient_as_bucket_view=True`；默认情况下，梯度和桶各占一块内存。）**ZeRO 1** 也有这些桶，在两个进程上，它们占用的内存恰好抵消了省下的内存。
+# **DDP** 的峰值是 207.6 MB。此时一个梯度都还没有算出来，DDP 却已经为全部梯度占用了 27.5 MB。原因是 DDP 在第一步之前就建好了**桶**（bucket），反向传播把梯度写进桶里。一个桶写满了就发送，同时继续写下一个桶。一步结束之后，桶也不释放，留给下一步用。（本课设置了 `gradient_as_bucket_view=True`。默认情况下，梯度和桶各占一块内存。）
 #
-# **FSDP2** 没有桶。一个块的梯度一算完就归约，进程只留下自己的分片。因此它的峰值比 DDP 低 66.5 MB，而按你的公式只应低 55.0 MB。
+# **ZeRO 1** 的峰值是 180.1 MB，与单独一台设备处理这 4 条序列时一样高。ZeRO 1 确实省下了 27.5 MB 的 Adam 状态，但 PyTorch 的 ZeRO 1 只是给 DDP 换了一个优化器，所以也有 DDP 的桶，桶又占去 27.5 MB。有两个进程时，省下的字节与桶占用的字节恰好抵消。有四个进程时，Adam 的状态能省下 41.3 MB，而桶仍占 27.5 MB。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and each rank keeps only its shard. Its peak is 66.5 MB below DDP's. Your formulas predicted only 55.0 MB.
+#
+# **bf16** does not change what an FSDP2 rank holds, but it lowers the peak by 43.6 MB, because the activations take half of the bytes. (The log-probabilities that the loss saves stay in fp32.)
+#
+# </div>
+# <div lang="zh">
+#
+# **FSDP2** 没有桶。一个块的梯度一算完就归约，每个进程只留下自己的分片。因此 FSDP2 的峰值比 DDP 低 66.5 MB，而按你的公式，只应低 55.0 MB。
+#
+# 改用 **bf16** 以后，FSDP2 的每个进程持有的字节数不变，峰值却又降低 43.6 MB，因为激活值的字节数减半了。（为损失保存的对数概率仍是 fp32。）
 #
 # </div>
 
@@ -288,7 +312,7 @@ figures.draw_peaks(at_peak, title)
 #
 # <div lang="en">
 #
-# A rank with an $N$-th of Adam's state updates an $N$-th of the weights. It needs the sum of all ranks' gradients for this shard only, and afterwards all weights. Two **collectives**, operations that all ranks call together, do this:
+# A rank with an $N$-th of Adam's state updates an $N$-th of the weights. Before the update, it needs the sum of all ranks' gradients for this shard only, and afterwards all weights. Two **collectives**, operations that all ranks call together, do this:
 #
 # - **reduce-scatter** adds up the tensors of all ranks, and gives rank $r$ the $r$-th shard of the sum;
 # - **all-gather** gives every rank all shards, concatenated.
@@ -298,12 +322,12 @@ figures.draw_peaks(at_peak, title)
 # </div>
 # <div lang="zh">
 #
-# 一个进程只有 Adam 状态的 $N$ 分之一，也就只更新权重的 $N$ 分之一。各进程的梯度加起来以后，它只需要自己负责的那个分片，而更新之后又需要全部权重。有两种**集合通信**（所有进程一起调用的操作）恰好做这两件事：
+# 一个进程只有 Adam 状态的 $N$ 分之一，也就只能更新权重的 $N$ 分之一。更新之前，它要先得到各进程的梯度之和，但只需要其中自己负责的那个分片。更新之后，它又需要全部权重。有两种**集合通信**（所有进程一起调用的操作）恰好做这两件事：
 #
-# - **reduce-scatter**（归约散射）把各进程的张量加起来，第 $r$ 个进程得到和的第 $r$ 个分片；
-# - **all-gather**（全收集）把各分片依次拼接，每个进程都得到全部。
+# - **reduce-scatter**（归约散射）把各进程的张量加起来，第 $r$ 个进程得到结果的第 $r$ 个分片。
+# - **all-gather**（全收集）把各分片依次拼接起来，每个进程都得到拼接后的完整张量。
 #
-# 下面在一个进程里模拟四个进程。`wire` 接受一个列表，其中每个进程一个张量，返回同样形式的列表，并统计一个进程交给集合通信的字节数。
+# 下面在一个进程里模拟四个进程。`wire` 的输入是一个列表，列表里每个进程有一个张量，返回的列表也是如此。`wire` 还会统计一个进程交给集合通信的字节数。
 #
 # </div>
 
@@ -322,21 +346,21 @@ schemes.draw_collectives()
 # %% [markdown] slide={"en": "**Write the step of ZeRO 1.**\n\nEach Adam sees only its shard. At the end every rank has all weights.", "zh": "**写出 ZeRO 1 的一步。**\n\n每个 Adam 只看到自己的分片，最后每个进程都有全部权重。"}
 # <div lang="en">
 #
-# **Exercise 2.** Write the step of ZeRO 1. `weights` and `gradients` are lists with one whole tensor per rank. `adams[r](shard, gradient)` returns the updated shard. Its state is as long as the first shard that it gets. Return the new weights, one whole tensor per rank. The gradient of the batch is the mean over the ranks.
+# **Exercise 2.** Write the step of ZeRO 1. `weights` and `gradients` are lists with one whole tensor per rank. `adams[r](shard, gradient)` returns the updated shard. Each Adam's state is as long as the first shard that it gets. Return the new weights, one whole tensor per rank. The gradient of the batch is the mean over the ranks.
 #
 # The check compares with Adam, and counts state and bytes sent.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 2。** 写出 ZeRO 1 的一步。`weights` 和 `gradients` 是列表，每个进程一个完整的张量。`adams[r](shard, gradient)` 返回更新后的分片，它的状态与第一次收到的分片一样长。请返回新的权重，每个进程一个完整的张量。整个批次的梯度是各进程梯度的平均。
+# **练习 2。** 写出 ZeRO 1 的一步。`weights` 和 `gradients` 都是列表，列表里每个进程有一个完整的张量。`adams[r](shard, gradient)` 返回更新后的分片。每个 Adam 的状态与它第一次收到的分片一样长。整个批次的梯度是各进程梯度的平均。请返回新的权重，形式与 `weights` 相同。
 #
-# 检查程序会与 Adam 比较，并统计每个进程的状态和发送的字节数。
+# 检查程序会把你的结果与不分片的 Adam 比较，并统计每个进程的状态大小和发送的字节数。
 #
 # </div>
 
 
-# %% minutes=14
+# %% minutes=18
 def sharded_step(weights, gradients, adams, wire):
     return None  # the new weights: a list with one whole tensor per rank
 
@@ -367,7 +391,19 @@ exercises.check_sharded_step(sharded_step)
 # </div>
 # <div lang="zh">
 #
-# 你写的这一步，每个权重发送两个数，与 DDP 一样多。PyTorch 的 `ZeroRedundancyOptimizer` 要发送三个数，因为 DDP 先对全部梯度做 all-reduce，然后优化器还要把更新好的张量逐个广播出去。
+# 你写的这一步要为每个权重发送两个数，与 DDP 一样多。PyTorch 的 `ZeroRedundancyOptimizer` 要发送三个数，因为 DDP 先对全部梯度做 all-reduce，然后优化器还要把更新好的张量逐个广播出去。
+#
+# </div>
+
+# %% [markdown]
+# <div lang="en">
+#
+# **End of the first sitting** (54 minutes). Your formulas predict what a rank holds, and you have written the step of ZeRO 1. The second sitting shards the weights as well, counts the bytes that ranks communicate, and asks when a second machine pays.
+#
+# </div>
+# <div lang="zh">
+#
+# **第一次学习到此结束**（54 分钟）。你已经能用公式算出每个进程持有多少内存，也写出了 ZeRO 1 的一步。第二次学习里，我们把权重也分片，统计各进程的通信量，再看加上第二台机器什么时候划算。
 #
 # </div>
 
@@ -383,14 +419,14 @@ exercises.check_sharded_step(sharded_step)
 # </div>
 # <div lang="zh">
 #
-# 在 ZeRO 3 中，一层只持有权重的一个分片，用之前收集完整的权重，用完就释放。`F.linear(x, wire.all_gather(shard))` 的输出是对的，却什么也没有释放，因为反向传播要用到权重（第 01 课），autograd 会把它完整地保存下来。解决办法与第 02 课相同，只保存小的，其余的再取一次。
+# 在 ZeRO 3 中，一层只持有权重的一个分片，用之前收集完整的权重，用完就释放。`F.linear(x, wire.all_gather(shard))` 的输出是对的，但完整的权重没有释放。这是因为反向传播要用到权重（第 01 课），autograd 会把整个权重保存下来。解决办法与第 02 课相同，只保存很小的分片，反向时再收集一次完整的权重。
 #
-# **练习 3。** 站在一个进程的角度写出这一层。`shard` 是权重中属于本进程的那些行。`wire.all_gather(shard)` 返回完整的权重，`wire.reduce_scatter(tensor)` 返回各进程之和中属于本进程的那一片。`forward` 返回 $x W^\top$；`backward` 返回 `x` 和 `shard` 的梯度，最后一个参数的位置返回 `None`。在前向与反向之间，内存里只能留下本进程的那个权重分片。
+# **练习 3。** 从一个进程的角度写出这一层。`shard` 是权重中属于本进程的那些行。`wire.all_gather(shard)` 返回完整的权重，`wire.reduce_scatter(tensor)` 返回各进程之和中属于本进程的那一片。`forward` 返回 $x W^\top$。`backward` 返回 `x` 和 `shard` 的梯度，最后一个参数的位置返回 `None`。在前向与反向之间，内存里只能留下本进程的那个权重分片。
 #
 # </div>
 
 
-# %% minutes=12
+# %% minutes=15
 class GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(context, x, shard, wire):  # (b, in), (out / N, in)
@@ -426,7 +462,7 @@ if not exercises.check_gathered_linear.accepted:
 exercises.check_gathered_linear(GatheredLinear)
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "FSDP2 does this for each block. Its root stays gathered.\n\n**How many bytes does a step communicate?**", "zh": "FSDP2 对每个块都这样做，根模块则一直保持完整。\n\n**一步的通信量是多少字节？**"}
+# %% [markdown] slide={"en": "FSDP2 does this for each block. Its root stays gathered.\n\n**How many bytes does a step communicate?**", "zh": "FSDP2 对每个块都这样做，根模块则从前向到反向都保持完整。\n\n**一步的通信量是多少字节？**"}
 # ## 8.7 How much is communicated? / 通信量是多少？
 #
 # <div lang="en">
@@ -435,23 +471,23 @@ exercises.check_gathered_linear(GatheredLinear)
 #
 # The **communication volume** of a rank is the bytes that it gives to collectives. An all-reduce counts its tensor's bytes twice, and every other collective once. In fp32, DDP's volume is $8\Psi$ bytes for a model without buffers, which DDP would send as well.
 #
-# **Exercise 4.** Write FSDP2's volume as a formula.
+# **Exercise 4.** Write FSDP2's volume as a formula, in fp32 and in bf16. In bf16, FSDP2 gathers 2 bytes per number and still reduces gradients in fp32.
 #
 # </div>
 # <div lang="zh">
 #
-# FSDP2 的做法与你写的层相同。`fully_shard(block)` 一次收集一个块的全部权重，前向收集一次，反向再收集一次，梯度则做一次 reduce-scatter。各块之外的 557,568 个参数属于**根模块**（root），收集之后从前向一直保留到反向。
+# FSDP2 的做法与你写的层相同。`fully_shard(block)` 把一个块的全部权重一起收集，前向收集一次，反向再收集一次，对梯度则做一次 reduce-scatter。各块之外的 557,568 个参数属于**根模块**（root），收集之后从前向一直保留到反向。
 #
-# 一个进程的**通信量**，是它交给集合通信的字节数。all-reduce 按张量的两倍计，其余的集合通信只计一次。用 fp32 时，如果模型没有缓冲区（有的话也要发送），DDP 的通信量是 $8\Psi$ 字节。
+# 一个进程的**通信量**，是这个进程交给集合通信的字节数。all-reduce 按张量字节数的两倍计，其余的集合通信按一倍计。用 fp32 时，DDP 的通信量是 $8\Psi$ 字节（假设模型没有缓冲区，因为 DDP 也要发送缓冲区）。
 #
-# **练习 4。** 写出 FSDP2 的通信量。
+# **练习 4。** 写出 FSDP2 的通信量，fp32 和 bf16 各写一个。用 bf16 时，FSDP2 收集的每个数占 2 字节，梯度仍以 fp32 归约。
 #
 # </div>
 
 
-# %% minutes=4
+# %% minutes=6
 def communicated(psi, root):
-    return {"DDP": 8 * psi, "FSDP2": 0}  # bytes
+    return {"DDP": 8 * psi, "FSDP2": 0, "FSDP2, bf16": 0}  # bytes
 
 
 exercises.check_sent(communicated)
@@ -463,35 +499,37 @@ if not exercises.check_sent.accepted:
 
     def communicated(psi, root):
         blocks = psi - root
-        return {"DDP": 8 * psi, "FSDP2": 4 * (2 * blocks + root + psi)}
+        gathered = 2 * blocks + root
+        fsdp, bf16 = 4 * gathered + 4 * psi, 2 * gathered + 4 * psi
+        return {"DDP": 8 * psi, "FSDP2": fsdp, "FSDP2, bf16": bf16}
 
 
 exercises.check_sent(communicated)
 ### END SOLUTION
 
-# %% jupyter={"source_hidden": true} slide="result"
+# %% jupyter={"source_hidden": true}
 my_sent = communicated(psi, root=557_568)
 sent = {mode: run["communicated"]["measured"] for mode, run in two.items()}
-rows = [("DDP", my_sent["DDP"], sent["ddp"]), ("FSDP2", my_sent["FSDP2"], sent["fsdp"])]
-predictions(rows, unit="bytes")
+modes = {"DDP": "ddp", "FSDP2": "fsdp", "FSDP2, bf16": "fsdp-bf16"}
+predictions([(name, my_sent[name], sent[mode]) for name, mode in modes.items()], unit="bytes")
 
-# %% [markdown] slide={"en": "**Guess first.** On two ranks FSDP2's volume is 80.3 MB per rank.\n\nHow many bytes really leave a rank?", "zh": "**先猜**：两个进程时，FSDP2 的通信量是每个进程 80.3 MB。\n\n真正从一个进程发出去的有多少？"}
+# %% [markdown] slide={"en": "**Guess first.** On two ranks FSDP2's volume in fp32 is 80.3 MB per rank.\n\nHow many bytes really leave a rank?", "zh": "**先猜**：两个进程、用 fp32 时，FSDP2 的通信量是每个进程 80.3 MB。\n\n真正从一个进程发出去的有多少？"}
 # <div lang="en">
 #
 # Your formula counts bytes given to collectives. The bytes that leave a rank are another quantity. The table shows them for two ranks, and its last rows use one tensor of 4 MB.
 #
 # - *Communicated* is the volume.
-# - *In a ring* is $(N-1)/N$ of it, which is what ranks in a ring send.
+# - *In a ring* is $(N-1)/N$ of the volume, which ranks in a ring send.
 # - *Over the wire* is what the Linux kernel counted in a recorded run with gloo (`python -m course_lib.lessons.lesson_08.loopback`).
 #
 # </div>
 # <div lang="zh">
 #
-# 你的公式统计的是交给集合通信的字节数。真正从一个进程发出去的有多少字节，是另一个问题。下表给出两个进程时的答案，最后几行是对一个 4 MB 的张量做一次集合通信。
+# 你的公式统计的是交给集合通信的字节数。真正从一个进程发出去的字节数，未必与公式算出的相同。下表列出两个进程时的数据，最后几行各对一个 4 MB 的张量做一次集合通信。
 #
-# - “通信量”就是上面所说的通信量。
-# - “按环算法应发送”是通信量的 $(N-1)/N$，即各进程连成环时发送的字节数。
-# - “线路上实际传输”是使用 gloo 时 Linux 内核统计的字节数，这里是记录（`python -m course_lib.lessons.lesson_08.loopback`）。
+# - “通信量”一列按上面的定义计算。
+# - “按环算法应发送”是通信量的 $(N-1)/N$，也就是各进程连成环时，一个进程发送的字节数。
+# - “线路上实际传输”是使用 gloo 时 Linux 内核统计的字节数，这里用的是事先的记录（`python -m course_lib.lessons.lesson_08.loopback`）。
 #
 # </div>
 
@@ -511,16 +549,16 @@ table(["2 ranks", *columns], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# DDP and ZeRO 1 send as many bytes as a ring algorithm. FSDP2 sends more, because the reduce-scatter of this build of gloo sends as much as its all-reduce. So FSDP2's volume is 46% above DDP's, and it sends 96% more over this wire. NCCL, which GPUs use, was not measured here.
+# DDP and ZeRO 1 send as many bytes as a ring algorithm. FSDP2 sends more, because the reduce-scatter of this build of gloo sends as much as its all-reduce. So in fp32 FSDP2's volume is 46% above DDP's, and it sends 96% more over this wire. In bf16 its volume is 2% below DDP's, because the gathers take half of the bytes. NCCL, which GPUs use, was not measured here.
 #
 # </div>
 # <div lang="zh">
 #
-# DDP 和 ZeRO 1 发送的与环算法一致。FSDP2 发送得更多，因为这个版本的 gloo 做 reduce-scatter 时，传输量与 all-reduce 相同。因此 FSDP2 的通信量比 DDP 多 46%，在这条线路上的实际传输则多 96%。GPU 使用的 NCCL 在这里没有测量。
+# DDP 和 ZeRO 1 发送的字节数与环算法一致。FSDP2 发送的字节数更多，因为这个版本的 gloo 做 reduce-scatter 时，传输的字节数与 all-reduce 相同。因此用 fp32 时，FSDP2 的通信量比 DDP 多 46%，在这条线路上实际传输的字节数则多 96%。用 bf16 时，收集的字节数减半，FSDP2 的通信量反而比 DDP 少 2%。GPU 使用 NCCL，这里没有测量它发送的字节数。
 #
 # </div>
 
-# %% [markdown] slide={"en": "A device of 60 MB. One sequence, every layer checkpointed.\n\nWhere does it stop? And four devices of 48 MB, with all eight sequences?", "zh": "一台 60 MB 的设备，只处理一条序列，每层都加检查点。\n\n会停在哪里？四台 48 MB 的设备处理全部八条呢？"}
+# %% [markdown] slide={"en": "A device of 60 MB. One sequence, every layer checkpointed.\n\nWhere does it stop? And four devices of 40 MB, with all eight sequences?", "zh": "一台 60 MB 的设备，只处理一条序列，每层都加检查点。\n\n会停在哪里？四台 40 MB 的设备处理全部八条呢？"}
 # ## 8.8 The step that no single device could take / 单台设备装不下的一步
 #
 # <div lang="en">
@@ -530,7 +568,7 @@ table(["2 ranks", *columns], rows)
 # </div>
 # <div lang="zh">
 #
-# 一台设备有 60 MB，没有主机内存可供卸载。用第 02 课和第 05 课的方法，这一步可以每次只算一条序列，并给每层加检查点。带预算的计量器会在第一个超出预算的算子处报错。
+# 一台设备有 60 MB，没有主机内存可供卸载。用第 02 课和第 05 课的方法，可以每次只算一条序列，并给每层加检查点。计量器设了预算，哪个算子最先使内存超出预算，训练步就停在哪个算子。
 #
 # </div>
 
@@ -549,26 +587,25 @@ except MemoryBudgetExceeded as stopped:
 # %% [markdown]
 # <div lang="en">
 #
-# The forward and backward passes fit. Then Adam creates its state and memory runs out. Weights, gradients and state take 110.0 MB, whatever the batch.
+# The forward and backward passes fit. Then Adam creates its state and memory runs out. Weights, gradients and state take 110.0 MB, whatever the batch, and mixed precision would not reduce them.
 #
-# Now four ranks take two sequences each, in four modes. `fsdp-keep` keeps gathered weights from forward to backward. `fsdp-bf16` gathers and computes in bf16. `fsdp-checkpoint` puts a checkpoint around each layer, and it runs under a budget of 48 MB **on every rank**.
+# Now four ranks take two sequences each, with FSDP2 in bf16 (`--bf16`), in three modes. `fsdp-keep` keeps gathered weights from forward to backward. `fsdp-checkpoint` puts a checkpoint around each layer, and it runs under a budget of 40 MB **on every rank**.
 #
 # </div>
 # <div lang="zh">
 #
-# 前向和反向都装得下，等到 Adam 建立状态时，内存就不够了。权重、梯度和状态共占 110.0 MB，与批次大小无关。
+# 前向和反向都装得下，但等到 Adam 建立状态时，内存就不够了。权重、梯度和状态共占 110.0 MB。这个数与批次大小无关，用混合精度也不会减少。
 #
-# 现在由四个进程各处理两条序列，共四种做法。`fsdp-keep` 把收集来的权重从前向保留到反向，`fsdp-bf16` 用 bf16 收集和计算，`fsdp-checkpoint` 给每一层加检查点，并且限定**每个进程**的预算是 48 MB。
+# 现在由四个进程各处理两条序列，都用 bf16 的 FSDP2（`--bf16`），共有三种做法。`fsdp-keep` 把收集来的权重从前向保留到反向。`fsdp-checkpoint` 给每一层加检查点，并把**每个进程**的预算限定为 40 MB。
 #
 # </div>
 
-# %% slide="code"
-modes = "fsdp-keep,fsdp,fsdp-bf16,fsdp-checkpoint"
-options = ["--steps", "2", "--details", "--budget", "fsdp-checkpoint=48e6"]
-four = {run["mode"]: run for run in launch(4, "--mode", modes, *options)}
-within = {"fsdp-bf16": 1e-2}
-rows = [(f"`{m}`", follows(run, losses[:2], within.get(m, 1e-5))) for m, run in four.items()]
-table(["`mode`", "losses equal"], rows)
+# %%
+options = ["--bf16", "--steps", "2", "--details", "--budget", "fsdp-checkpoint=40e6"]
+four = launch(4, "--mode", "fsdp-keep,fsdp,fsdp-checkpoint", *options)
+four = {run["mode"]: run for run in four}
+rows = [(f"`{m}`", f"{difference(run):.6f}") for m, run in four.items()]
+table(["4 ranks in bf16", "losses differ by"], rows)
 
 # %% jupyter={"source_hidden": true} slide="result"
 figures.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000_000)
@@ -576,12 +613,12 @@ figures.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000
 # %% [markdown]
 # <div lang="en">
 #
-# Four ranks process the whole batch with 47.1 MB each, where one device with 60 MB could not process one sequence. Sharding does not reduce the activations of a rank's own sequences, and checkpointing does not reduce weights and state. Together they reduce all of these.
+# Four ranks process the whole batch with 37.8 MB each (49.5 MB without checkpoints), where one device with 60 MB could not process one sequence. Sharding does not reduce the activations of a rank's own sequences, and checkpointing does not reduce weights and state. Together they reduce all of these.
 #
 # </div>
 # <div lang="zh">
 #
-# 四个进程各用 47.1 MB，处理完了整个批次，而一台 60 MB 的设备连一条序列也处理不了。分片不减少本进程那些序列的激活值，检查点不减少权重和优化器状态，合在一起就两样都减少。
+# 四个进程各用 37.8 MB（不用检查点时是 49.5 MB），就处理了整个批次，而一台 60 MB 的设备连一条序列也处理不了。分片不能减少每个进程自己那几条序列的激活值，检查点不能减少权重和优化器状态。把两种技术合起来用，激活值、权重和状态就都减少了。
 #
 # </div>
 
@@ -590,32 +627,32 @@ figures.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000
 #
 # <div lang="en">
 #
-# **Guess first.** Which numbers halve when two ranks become four? Lines are your formulas, points are measurements.
+# **Guess first.** Which numbers halve when two ranks become four? Lines are your formulas, points are measurements. FSDP2 is in bf16.
 #
 # </div>
 # <div lang="zh">
 #
-# **先猜**：从两个进程增加到四个，哪些数会减半？图中的线是你的公式，点是实测。
+# **先猜**：从两个进程增加到四个，哪些数会减半？图中的线按你的公式画出，点是实测值。FSDP2 用的是 bf16。
 #
 # </div>
 
 # %% jupyter={"source_hidden": true} slide="result"
-drawn = [run for run in (*two.values(), *four.values()) if run["mode"] != "fsdp-bf16"]
-figures.draw_ranks(predicted, drawn)
+drawn = [run for run in two.values() if run["mode"] != "fsdp"]
+figures.draw_ranks(predicted, [*drawn, *four.values()])
 
 # %% [markdown]
 # <div lang="en">
 #
-# From two ranks to four, sharded memory halves. All other parts stay the same: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never less than 55.0 MB. The communication volume of a rank does not change. (The hollow point is `fsdp-keep`, because PyTorch has no exact ZeRO 2.)
+# From two ranks to four, sharded memory halves. All other parts stay the same: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never less than 55.0 MB. The communication volume of a rank does not change. (The hollow point is `fsdp-keep` in bf16, because PyTorch has no exact ZeRO 2.)
 #
 # Can the peak be predicted as well? `predict` runs one rank with symbolic tensors and a process group that sends nothing.
 #
 # </div>
 # <div lang="zh">
 #
-# 分片的部分减半，没有分片的部分不变：不论多少个进程，DDP 都持有 110.0 MB，ZeRO 1 也永远不少于 55.0 MB。每个进程的通信量也不变。（PyTorch 没有与 ZeRO 2 完全一致的实现，所以空心点是 `fsdp-keep`。）
+# 从两个进程增加到四个，分片的部分减半，没有分片的部分不变。例如不论有多少个进程，DDP 的每个进程都持有 110.0 MB，ZeRO 1 的每个进程都至少持有 55.0 MB。每个进程的通信量也不变。（PyTorch 没有与 ZeRO 2 完全一致的实现，所以空心点是 bf16 的 `fsdp-keep`。）
 #
-# 峰值也能预测吗？`predict` 用符号张量和一个什么都不发送的进程组，只运行其中一个进程。
+# 峰值也能预测吗？`predict` 只运行其中一个进程，用的是符号张量，进程组也不真正发送数据。
 #
 # </div>
 
@@ -625,92 +662,173 @@ def one_rank(mode, n, **more):
     return predict(task.make_model, lambda: task.part(0, n, 0), task.loss_sum, mode, n, **more)
 
 
-# %% jupyter={"source_hidden": true} slide="result"
-symbolic_four = {mode: one_rank(mode, 4) for mode in four}
+# %% jupyter={"source_hidden": true}
+symbolic_four = {mode: one_rank(mode, 4, bf16=True) for mode in four}
 rows = []
 for mode, run in four.items():
     expected, taken = symbolic_four[mode], run["taken"][0]
     given_mb = round(taken["sent_bytes"] / 1e6, 1)
     rows.append((f"`{mode}`", expected.peak_bytes, taken["peak_bytes"], given_mb))
-table(["4 ranks", "predicted peak (bytes)", "measured peak (bytes)", "communicated (MB)"], rows)
+columns = ["predicted peak (bytes)", "measured peak (bytes)", "communicated (MB)"]
+table(["4 ranks in bf16", *columns], rows)
 
-# %% [markdown] slide={"en": "70 billion parameters on 64 GPUs: FSDP2 communicates 775 GB per step and rank.\n\n**How many tokens per rank hide it?**", "zh": "700 亿个参数，64 块 GPU：FSDP2 每步每个进程的通信量是 775 GB。\n\n**每个进程要有多少 token 才能掩盖它？**"}
-# ## 8.10 Seconds / 秒数
+# %% [markdown] slide={"en": "16 GPUs in two machines gather 1 GB of weights.\n\n**Guess first.** How many GB leave each machine?", "zh": "两台机器，共 16 块 GPU，收集 1 GB 的权重。\n\n**先猜**：每台机器要发出多少 GB？"}
+# ## 8.10 When does a second machine pay? / 第二台机器什么时候划算？
 #
 # <div lang="en">
 #
-# Lesson 04's rule: $f$ FLOPs at a rate $r$ hide a transfer of $m$ bytes with bandwidth $w$ if $m/w \le f/r$. FSDP2 in fp32 communicates some 12 bytes per parameter (without the root's exception). A step computes some 6 FLOPs per parameter and token: 2 in the forward pass, 4 in the backward pass.
+# The GPUs of a machine exchange data over NVLink, and machines exchange data over slower network cards. How many bytes leave a machine? In a ring, each rank sends only to the next one. The cell below simulates one all-gather or reduce-scatter step by step, and counts the bytes that go to another machine.
 #
-# **Exercise 5.** At least how many tokens must each rank process for computation to take as long as communication? `rate` is in FLOPs per second, `link` in bytes per second.
+# **Guess first.** Two machines have 8 GPUs each. All 16 GPUs gather 1 GB of weights, of which each GPU holds a sixteenth. How many GB leave each machine?
 #
 # </div>
 # <div lang="zh">
 #
-# 第 04 课的规则是：以算力 $r$ 计算 $f$ FLOPs，能掩盖以带宽 $w$ 传输 $m$ 字节的条件是 $m/w \le f/r$。用 fp32 时，FSDP2 每个参数的通信量约为 12 字节（不考虑根模块的例外）。一步的计算量约为每个参数、每个 token 6 FLOPs，前向 2，反向 4。
+# 一台机器里的 GPU 通过 NVLink 交换数据，机器之间则要通过较慢的网卡。那么一台机器要向外发出多少字节？在环里，每个进程只发送给下一个进程。下面的单元格逐步模拟一次 all-gather 或 reduce-scatter，并统计发往另一台机器的字节数。
 #
-# **练习 5。** 每个进程至少有多少个 token 时，计算用时才不少于通信用时？`rate` 的单位是 FLOPs 每秒，`link` 的单位是字节每秒。
+# **先猜**：两台机器各有 8 块 GPU。16 块 GPU 一起收集 1 GB 的权重，每块 GPU 持有其中的十六分之一。每台机器要发出多少 GB？
+#
+# </div>
+
+# %% tags=["guess"]
+my_crossing = None  # bytes, such as 2e9
+
+
+# %% slide="code"
+def leaving(machines, gpus, given):
+    """Return the bytes that leave each machine in a collective of `given` bytes in a ring."""
+    ranks, out = machines * gpus, [0.0] * machines
+    for _step in range(ranks - 1):
+        for rank in range(ranks):  # each rank sends one chunk to the next one
+            here, there = rank // gpus, (rank + 1) % ranks // gpus
+            if here != there:
+                out[here] += given / ranks
+    return max(out)
+
+
+# %% jupyter={"source_hidden": true}
+predictions([("2 machines with 8 GPUs", my_crossing, leaving(2, 8, 1e9))], unit="GB")
+
+# %% jupyter={"source_hidden": true} slide="result"
+rows = [(m, g, f"{leaving(m, g, 1):.3f}") for m, g in [(2, 8), (8, 8), (2, 1), (8, 1)]]
+table(["machines", "GPUs per machine", "out of each machine (GB)"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# If the 8 GPUs of a machine are neighbors in the ring, only one of them sends to another machine, and it passes on $N-1$ of $N$ shards. So $(N-1)/N$ of the given bytes leave each machine, and the number of its GPUs does not multiply them. NCCL makes several rings, which leave a machine through different cards. (A ring does not send the fewest possible bytes. Each of two machines lacks only 0.5 GB.)
+#
+# </div>
+# <div lang="zh">
+#
+# 只要一台机器的 8 块 GPU 在环里相邻，就只有其中一块向另一台机器发送，这块 GPU 要转发 $N$ 个分片中的 $N-1$ 个。所以每台机器发出的是这次通信字节数的 $(N-1)/N$，并不随 GPU 的数量成倍增加。NCCL 会建立多个环，各个环经过不同的网卡通向另一台机器。（用环发送，字节数并不是最少的。如果只有两台机器，每台其实只缺 0.5 GB。）
+#
+# </div>
+
+# %% [markdown] slide={"en": "Two machines compute in half of the time, but their ring passes through network cards.\n\n**From how many tokens on are they faster?**", "zh": "两台机器的计算时间减半，但它们组成的环要经过网卡。\n\n**从多少 token 起，两台机器更快？**"}
+# <div lang="en">
+#
+# Let one machine with $g$ GPUs train on $T$ tokens per step, in one micro-batch, with FSDP2 in bf16. Two machines share the same tokens, and their GPUs form one ring. A step computes 6 FLOPs per parameter and token (2 in the forward pass, 4 in the backward pass), and communicates about 8 bytes per parameter (exercise 4). Both overlap, so a step takes as long as the longer one. On one machine, computation takes longer than communication.
+#
+# **Exercise 5.** From how many tokens $T$ on does a step on two machines take no longer than on one? Each GPU computes `rate` FLOPs per second, and `network` bytes per second leave a machine, through all of its cards together.
+#
+# </div>
+# <div lang="zh">
+#
+# 假设一台机器有 $g$ 块 GPU，用 bf16 的 FSDP2 训练，每步处理 $T$ 个 token，不分微批次。换成两台机器之后，一步处理的 token 总数不变，所有 GPU 连成一个环。一步的计算量是每个参数、每个 token 6 FLOPs（前向 2，反向 4），通信量约为每个参数 8 字节（练习 4）。通信与计算重叠，一步的用时取两者中较长的一个。如果只用一台机器，计算的时间比通信的时间长。
+#
+# **练习 5。** 每步至少要处理多少个 token（$T$），两台机器做一步的时间才不超过一台机器？每块 GPU 每秒计算 `rate` FLOPs，一台机器的全部网卡每秒共发出 `network` 字节。
 #
 # </div>
 
 
-# %% minutes=5
-def tokens_to_hide(psi, rate, link):
-    return 0
+# %% minutes=8
+def tokens_for_two(psi, gpus, rate, network):
+    return 0  # tokens per step, of all GPUs together
 
 
-exercises.check_tokens_to_hide(tokens_to_hide)
+exercises.check_second_machine(tokens_for_two)
 
 
 # %% jupyter={"source_hidden": true}
 ### BEGIN SOLUTION
-if not exercises.check_tokens_to_hide.accepted:
+if not exercises.check_second_machine.accepted:
 
-    def tokens_to_hide(psi, rate, link):
-        traffic = 12 * psi / link  # seconds
-        compute_per_token = 6 * psi / rate
-        return traffic / compute_per_token
+    def tokens_for_two(psi, gpus, rate, network):
+        ranks = 2 * gpus
+        traffic = 8 * psi * (ranks - 1) / ranks / network  # seconds
+        one_machine_per_token = 6 * psi / (gpus * rate)
+        return traffic / one_machine_per_token
 
 
-exercises.check_tokens_to_hide(tokens_to_hide)
+exercises.check_second_machine(tokens_for_two)
 ### END SOLUTION
+
+# %% [markdown]
+# <div lang="en">
+#
+# Take the rates of a real machine. `RATES["H100"]` describes a DGX H100: 8 GPUs that send 450 GB/s to each other, and one network card of 50 GB/s per GPU. A step reaches 40% of the datasheet's 989 TFLOP/s in bf16. We compare it with a machine that has the same GPUs and only one card. All seconds are computed, not measured.
+#
+# </div>
+# <div lang="zh">
+#
+# 现在代入一台真实机器的数据。`RATES["H100"]` 描述的是 DGX H100：8 块 GPU 彼此发送数据的速率是 450 GB/s，每块 GPU 配一块 50 GB/s 的网卡。训练步的算力取 bf16 标称值 989 TFLOP/s 的 40%。作为对比的另一种机器有同样的 GPU，但只有一块网卡。这里的秒数都是算出来的，不是实测。
+#
+# </div>
+
+# %% jupyter={"source_hidden": true}
+from dataclasses import replace
+
+from course_lib.budget import RATES
+
+dgx = RATES["H100"]
+one_card = replace(dgx, network_cards=1)
+rate = dgx.bf16_flops * dgx.flops_share
+
+
+def step_seconds(machines, tokens, rates, psi=8e9):
+    ranks = 8 * machines
+    compute = 6 * psi * tokens / (ranks * rate)
+    traffic = 8 * psi * (ranks - 1) / ranks / rates.ring_rate(ranks)
+    return max(compute, traffic)
+
+
+pays = {n: tokens_for_two(8e9, 8, rate, n * 50e9) for n in (8, 1)}  # cards -> tokens
 
 # %% jupyter={"source_hidden": true} slide="result"
 from course_lib.lessons.lesson_08 import large
 
-seventy = large.seventy_billion()  # shapes only: nothing is allocated
-rate, link, psi_70 = 200e12, 50e9, seventy.numbers  # FLOPs and bytes per second
-traffic = {"fsdp": sent_bytes(seventy, "fsdp", 64) / link}
-least = tokens_to_hide(psi_70, rate, link)
-figures.draw_seconds(traffic, 6 * psi_70 / rate, least)
+large.draw_machines(step_seconds, {8: dgx, 1: one_card}, pays)
 
 # %% [markdown]
 # <div lang="en">
 #
-# The size of the model cancels, and $2r/w$ remains. At 200 TFLOP/s (two fifths of an H100's datasheet for fp32 matrices that are multiplied in TF32) and 50 GB/s (a network card of 400 Gbit/s) these are 8,000 tokens per rank. All seconds here are computed, not measured. With one sequence of 2048 tokens, 70 billion parameters take 4.0 s to compute and 15.5 s to communicate, if each machine has one such card. How can 64 GPUs in 8 machines do better?
+# With a card per GPU, two DGX are not slower than one from 9,890 tokens per step on. With at least 19,780 tokens, they take half the time, if all communication overlaps with computation. With a single card per machine, they are not slower from 79,120 tokens on. In a dense model whose weights are all trained, the size cancels, because both computation and communication are proportional to it. (Below 8,205 tokens even the NVLink within one machine is slower than the computation.)
+#
+# Does another way to split the model send less to other machines? Take 65 billion parameters on 64 GPUs in 8 machines, one sequence of 2048 tokens per GPU, again in bf16. The computation takes 2.0 s.
 #
 # </div>
 # <div lang="zh">
 #
-# 模型的大小在式中约掉了，只剩下 $2r/w$。fp32 矩阵用 TF32 相乘，取 200 TFLOP/s（H100 的 TF32 标称值的五分之二），网络取 50 GB/s（一块 400 Gbit/s 的网卡），$2r/w$ 就等于每个进程 8,000 个 token。这里的秒数都是算出来的，不是实测。假如每台机器只有一块这样的网卡，那么只有一条 2048 个 token 的序列时，700 亿个参数的计算要 4.0 s，通信要 15.5 s。8 台机器上的 64 块 GPU，怎样才能更快？
+# 每块 GPU 配一块网卡时，每步只要有 9,890 个 token，两台 DGX 就不比一台慢。如果通信全部与计算重叠，每步有 19,780 个 token，用时就能减半。如果每台机器只有一块网卡，每步要有 79,120 个 token，两台才不比一台慢。这些数与模型的大小无关，因为只要模型是稠密的，又训练全部权重，计算和通信就都与模型的大小成正比。（少于 8,205 个 token 时，即使在一台机器之内，用 NVLink 通信也比计算慢。）
+#
+# 换一种切分方式，发往其他机器的字节会变少吗？假设有 650 亿个参数，用 8 台机器上的 64 块 GPU，每块 GPU 处理一条 2048 个 token 的序列，仍用 bf16。一步的计算要 2.0 s。
 #
 # </div>
 
 # %% jupyter={"source_hidden": true} slide="result"
-large.compare_splits(seventy, link)
+seventy = large.seventy_billion()  # shapes only: nothing is allocated
+large.compare_splits(seventy, dgx.network_bytes)
 
 # %% [markdown]
 # <div lang="en">
 #
-# In a ring over 64 GPUs, each link carries 63/64 of the 775 GB, and a single link leaves each machine. With **FSDP2**, a gather brings the weights into a machine once, not once per GPU. **HSDP** shards within a machine and replicates between machines. It communicates least between machines, but each rank holds $16\Psi/8$, more than the 80 GB of an H100.
-#
-# In the last row, the 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. Each GPU gathers only an eighth of the weights, but a machine still gathers 678 GB instead of 763. The number of network cards makes the greater difference: with one per GPU, as in a DGX H100, the 4.0 s of computation hide the communication of every row. (The table does not count the communication within a machine.)
+# **HSDP** shards within a machine and replicates between machines, where it only all-reduces gradients, in fp32. Each rank holds $16\Psi/8$ bytes, more than the 80 GB of an H100. In the last row, the 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. With these 8 machines and one micro-batch, both ways send 11% less than FSDP2 over all 64 GPUs. The number of network cards matters more. With one per GPU, communication takes less than the 2.0 s of computation in every row, and with one per machine, longer. (Communication within a machine is not counted.)
 #
 # </div>
 # <div lang="zh">
 #
-# 在 64 块 GPU 组成的环里，每条链路传输 775 GB 的 63/64，而离开每台机器的链路只有一条。因此用 **FSDP2** 时，每次收集只让权重进入一台机器一次，而不是每块 GPU 一次。**HSDP**（混合分片数据并行）在一台机器内分片，在机器之间复制。它在机器之间的通信最少，但每个进程要持有 $16\Psi/8$，而一块 H100 只有 80 GB，装不下。
-#
-# 最后一行里，一台机器的 8 块 GPU 分摊每个矩阵（**张量并行**，8.16 节），一起处理 8 条序列，8 台机器之间则用 FSDP2 分片。每块 GPU 只收集八分之一的权重，但整台机器仍然几乎要收集全部权重，是 678 GB，而不是 763 GB。差别更大的是网卡的数量：像 DGX H100 那样每块 GPU 配一块网卡时，4.0 s 的计算能掩盖每一行的通信。（机器之内的通信，表中没有计入。）
+# **HSDP**（混合分片数据并行）在一台机器内分片，在机器之间复制，因此机器之间只需对梯度做 all-reduce（用 fp32）。HSDP 的每个进程要持有 $16\Psi/8$ 字节，一块 H100 只有 80 GB，装不下这么多。表中最后一行，一台机器的 8 块 GPU 分摊每个矩阵（**张量并行**，8.16 节），一起处理 8 条序列，8 台机器之间用 FSDP2 分片。用这 8 台机器、不分微批次时，无论用 HSDP 还是用最后一行的切分方式，发往其他机器的字节都只比在全部 64 块 GPU 上用 FSDP2 少 11%。影响更大的是网卡的数量。每块 GPU 配一块网卡时，每一行的通信时间都比 2.0 s 的计算时间短。每台机器只有一块网卡时，每一行的通信时间都比计算时间长。（机器之内的通信没有计入。）
 #
 # </div>
 
@@ -724,13 +842,15 @@ large.compare_splits(seventy, link)
 # | DDP | `DistributedDataParallel(model, gradient_as_bucket_view=True)` | 8.3 |
 # | ZeRO 1 | `ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)` | 8.3 |
 # | ZeRO 3 | `for block in model.layers: fully_shard(block)`, then `fully_shard(model)` | 8.3 |
-# | bf16, reduced in fp32 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` | 8.8: 49.5 MB |
+# | bf16, reduced in fp32 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` | 8.3: 97.5 MB |
 # | tensor parallelism | `parallelize_module(model, mesh, plan)` | 8.16 |
-# | HSDP | `fully_shard(block, mesh=mesh)`, with a mesh of two dimensions | 8.20 |
-# | a model that is nowhere whole | `with torch.device("meta"):`, `fully_shard`, `to_empty` | 8.21 |
+# | pipeline parallelism | `Schedule1F1B(stage, micro_batches, loss_fn=loss)` | 8.18 |
+# | context parallelism | `context_parallel(mesh, buffers=…)` | no: needs two GPUs; 8.17 runs a ring of our own |
+# | HSDP | `fully_shard(block, mesh=mesh)`, with a two-dimensional mesh | docs |
+# | a model that no rank holds whole | `with torch.device("meta"):`, `fully_shard`, `to_empty` | docs |
 # | shards on the host | `CPUOffloadPolicy()` | no: needs a GPU |
 #
-# Section 8.17 lists the same settings for DeepSpeed.
+# The page [FSDP2 in practice](../docs/fsdp2.md) runs the lines marked *docs*. It also lists the same settings for DeepSpeed, and shows how to save and resume on another number of ranks.
 #
 # </div>
 # <div lang="zh">
@@ -740,13 +860,15 @@ large.compare_splits(seventy, link)
 # | DDP | `DistributedDataParallel(model, gradient_as_bucket_view=True)` | 8.3 |
 # | ZeRO 1 | `ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)` | 8.3 |
 # | ZeRO 3 | `for block in model.layers: fully_shard(block)`，然后 `fully_shard(model)` | 8.3 |
-# | bf16，以 fp32 归约 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` | 8.8：49.5 MB |
+# | bf16，以 fp32 归约 | `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` | 8.3：97.5 MB |
 # | 张量并行 | `parallelize_module(model, mesh, plan)` | 8.16 |
-# | HSDP | `fully_shard(block, mesh=mesh)`，mesh 有两个维度 | 8.20 |
-# | 在任何进程上都不完整的模型 | `with torch.device("meta"):`，`fully_shard`，`to_empty` | 8.21 |
+# | 流水线并行 | `Schedule1F1B(stage, micro_batches, loss_fn=loss)` | 8.18 |
+# | 上下文并行 | `context_parallel(mesh, buffers=…)` | 否：需要两块 GPU，8.17 节运行自己写的环 |
+# | HSDP | `fully_shard(block, mesh=mesh)`，mesh 有两个维度 | docs |
+# | 任何进程上都没有完整权重的模型 | `with torch.device("meta"):`，`fully_shard`，`to_empty` | docs |
 # | 分片放在主机内存里 | `CPUOffloadPolicy()` | 否：需要 GPU |
 #
-# DeepSpeed 里对应的设置见 8.17 节。
+# 标有 docs 的几行在 [FSDP2 的实际用法](../docs/fsdp2.zh.md)一页中运行。那一页还列出了 DeepSpeed 里对应的设置，并说明怎样存盘，以及怎样换一个进程数继续训练。
 #
 # </div>
 
@@ -755,12 +877,12 @@ large.compare_splits(seventy, link)
 #
 # <div lang="en">
 #
-# Below, the second statement compares one device with one rank of four, with 2 sequences each. The third uses DDP on a single rank.
+# For the second claim, the cell compares one device with one of two ranks, with 4 sequences each, in fp32. For the third, it uses DDP on a single rank.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表的第二种说法比较一台设备与四个进程中的一个，各处理 2 条序列；第三种用只有一个进程的 DDP 检验。
+# 检验第二种说法时，一方是单独一台设备，另一方是两个进程中的一个，双方各处理 4 条序列，都用 fp32。第三种说法用只有一个进程的 DDP 检验。
 #
 # </div>
 
@@ -769,24 +891,24 @@ spared = []
 for tokens in (128, 16):
     without, with_view = (figures.ddp_peak(tokens, view=view) for view in (False, True))
     spared.append(without - with_view)
-figures.what_you_may_have_read(two, four["fsdp"], quarter, spared)
+figures.claims_table(two, half, spared)
 
-# %% [markdown] slide={"en": "The same step, a row for one rank of four.\n\nWhat shrinks with the ranks, and what does not?", "zh": "同样的一步，这一行是四个进程中的一个。\n\n哪些随进程数变小，哪些不变？"}
+# %% [markdown]
 # ## 8.13 The ledger / 账本
 #
 # <div lang="en">
 #
-# This lesson's row is one rank of four with FSDP2, which processes a quarter of the batch. Its communication volume is in the column of bytes moved.
+# This lesson's row is one rank of four with FSDP2, which processes a quarter of the batch in fp32, as in all rows. Its communication volume is in the column of bytes moved.
 #
 # </div>
 # <div lang="zh">
 #
-# 本课的这一行记录四个 FSDP2 进程中的一个，它处理批次的四分之一。通信量记在“移动的字节”一栏。
+# 本课在账本里的一行，记录的是四个 FSDP2 进程中的一个。它处理批次的四分之一，与其他各行一样用 fp32。通信量记在“搬运的字节数”一栏。
 #
 # </div>
 
 # %% jupyter={"source_hidden": true} slide="result"
-rank = symbolic_four["fsdp"]
+rank = one_rank("fsdp", 4)
 ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 
 # %% [markdown]
@@ -795,37 +917,39 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # <div lang="en">
 #
 # - Data parallelism divides the activations of a fixed batch. ZeRO shards what each rank of DDP holds whole. In fp32 a rank holds $16\Psi$, $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$ or $16\Psi/N$ bytes.
-# - DDP's buckets take memory for all gradients all the time, here 27.5 MB at the peak.
-# - An all-reduce is a reduce-scatter and an all-gather. ZeRO 1 and 2 can update between the two and then send no more than DDP (PyTorch's ZeRO 1 sends half more). ZeRO 3 gathers weights twice per micro-batch. With a single one, it sends up to half more.
-# - A quarter of the batch takes 131.3 MB instead of 277.7 MB. With shards and checkpoints, a rank of four needs 47.1 MB.
-# - In fp32, about $2r/w$ tokens per rank are enough to hide FSDP2's communication.
+# - DDP's buckets always take memory for all gradients, here 27.5 MB.
+# - An all-reduce is a reduce-scatter and an all-gather. ZeRO 1 and 2 can update between both and then send no more than DDP. With one micro-batch, ZeRO 3 sends up to half more in fp32.
+# - A quarter of the batch takes 131.3 MB instead of 277.7 MB. With shards, checkpoints and bf16, each of four ranks needs 37.8 MB.
+# - Mixed precision does not change what an FSDP2 rank holds. It halves activations and gathered bytes.
+# - In a ring, $(N-1)/N$ of the bytes leave each machine if its ranks are neighbors. With FSDP2 in bf16, two DGX H100 match one from 9,890 tokens on.
 #
-# **Next:** [lesson 09](09_your_own_model.ipynb), a model of your own.
+# **Next:** [lesson 09](09_your_own_model.ipynb), models that the course did not write.
 #
 # </div>
 # <div lang="zh">
 #
-# - 批次固定时，数据并行分摊激活值。DDP 的每个进程都完整持有权重、梯度和优化器状态，ZeRO 则把它们分片。用 fp32 时，每个进程持有 $16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$ 或 $16\Psi/N$ 字节。
-# - DDP 的桶始终为全部梯度占用内存，这里使峰值高出 27.5 MB。
-# - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 可以在两者之间更新权重，这时发送的不比 DDP 多（PyTorch 的 ZeRO 1 多一半）。ZeRO 3 在每个微批次里收集两次权重。只有一个微批次时，它的通信量比 DDP 至多高出一半。
-# - 只处理四分之一个批次，峰值就从 277.7 MB 降到 131.3 MB。再加上分片和检查点，四个进程各只需 47.1 MB。
-# - 用 fp32 时，每个进程只要有大约 $2r/w$ 个 token，就足以用计算掩盖 FSDP2 的通信。
+# - 批次固定时，数据并行分摊激活值。DDP 的每个进程都持有完整的权重、梯度和优化器状态，ZeRO 则把这三者分片。用 fp32 时，每个进程持有 $16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$ 或 $16\Psi/N$ 字节。
+# - DDP 的桶始终按全部梯度的大小占用内存，在这里使峰值高出 27.5 MB。
+# - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 可以在两者之间更新权重，这样一来，发送的字节数不比 DDP 多。用 fp32、只有一个微批次时，ZeRO 3 的通信量比 DDP 至多高出一半。
+# - 每台设备只处理批次的四分之一，峰值就从 277.7 MB 降到 131.3 MB。再加上分片、检查点和 bf16，四个进程各自只需 37.8 MB。
+# - 用混合精度时，FSDP2 的每个进程持有的字节数不变，但激活值和收集权重的字节数都减半。
+# - 在环里，只要一台机器的进程彼此相邻，每台机器发出的就是通信字节数的 $(N-1)/N$。用 bf16 的 FSDP2 时，每步只要有 9,890 个 token，两台 DGX H100 就不比一台慢。
 #
-# **下一步**：[第 09 课](09_your_own_model.ipynb)，用你自己的模型。
+# **下一步**：[第 09 课](09_your_own_model.ipynb)，换成别人写的模型。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (formulas, sections 5 and 7). Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (DDP's buckets). Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277 (also HSDP). PyTorch documentation: DistributedDataParallel; `fully_shard`; Tensor Parallelism. DeepSpeed documentation: *Configuration JSON*. NVIDIA: H100 datasheet; *DGX BasePOD*, Core Components (network cards); nccl-tests, `doc/PERFORMANCE.md` (rings).
+# **Sources.** Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054 (formulas, sections 5 and 7). Li et al. 2020, *PyTorch Distributed*, arXiv:2006.15704 (DDP's buckets). Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277 (also HSDP). PyTorch documentation: DistributedDataParallel; `fully_shard`; Tensor Parallelism. DeepSpeed documentation: *Configuration JSON*. NVIDIA: H100 datasheet; *DGX BasePOD*, Core Components (network cards); nccl-tests, `doc/PERFORMANCE.md` (rings). Jiang et al. 2024, *Mixtral of Experts*, arXiv:2401.04088 (configuration).
 #
 # **To read next.** Hugging Face, *The Ultra-Scale Playbook*, 2025.
 #
 # </div>
 # <div lang="zh">
 #
-# **出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（公式，第 5、7 节）。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（DDP 的桶）。Zhao et al. 2023，*PyTorch FSDP*，arXiv:2304.11277（也讲 HSDP）。PyTorch 文档：DistributedDataParallel、`fully_shard`、Tensor Parallelism。DeepSpeed 文档：*Configuration JSON*。NVIDIA：H100 数据手册；*DGX BasePOD*，Core Components（网卡）；nccl-tests，`doc/PERFORMANCE.md`（环）。
+# **出处。** Rajbhandari et al. 2020，*ZeRO*，arXiv:1910.02054（公式，第 5、7 节）。Li et al. 2020，*PyTorch Distributed*，arXiv:2006.15704（DDP 的桶）。Zhao et al. 2023，*PyTorch FSDP*，arXiv:2304.11277（也讲 HSDP）。PyTorch 文档：DistributedDataParallel、`fully_shard`、Tensor Parallelism。DeepSpeed 文档：*Configuration JSON*。NVIDIA：H100 数据手册；*DGX BasePOD*，Core Components（网卡）；nccl-tests，`doc/PERFORMANCE.md`（环）。Jiang et al. 2024，*Mixtral of Experts*，arXiv:2401.04088（配置）。
 #
 # **接着读。** Hugging Face，*The Ultra-Scale Playbook*，2025。
 #
@@ -845,7 +969,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # </div>
 
-# %% [markdown] slide={"en": "One sequence per rank, and it still does not fit. Data parallelism divides nothing more.\n\nWhat else can be divided?", "zh": "每个进程只剩一条序列，还是装不下，数据并行已经无能为力。\n\n还有什么可以分摊？"}
+# %% [markdown] slide={"en": "One sequence per rank, and it still does not fit. Data parallelism divides nothing more.\n\nWhat else can be divided?", "zh": "每个进程只剩一条序列，还是装不下。再增加数据并行的进程也没有用。\n\n还有什么可以分摊？"}
 # ## 8.15 What each parallelism divides / 各种并行分摊什么
 #
 # <div lang="en">
@@ -855,7 +979,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # </div>
 # <div lang="zh">
 #
-# 用数据并行时，每个进程至少要计算一条完整的序列。如果它的激活值装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）把序列分给 $c$ 个进程，连注意力也按序列分摊。**流水线并行**（PP）把各层分给 $p$ 个进程。**专家并行**（EP）把混合专家模型里的专家分给 $e$ 个进程。
+# 用数据并行时，每个进程至少要计算一条完整的序列。如果这条序列的激活值装不下，就要分摊别的东西。**张量并行**（TP）把每个矩阵分给 $t$ 个进程。**序列并行**（SP）把矩阵之间的运算也分摊。**上下文并行**（CP）把序列分给 $c$ 个进程，连注意力也按序列分开计算。**流水线并行**（PP）把各层分给 $p$ 个进程。**专家并行**（EP）把混合专家模型里的专家分给 $e$ 个进程。
 #
 # </div>
 
@@ -867,7 +991,7 @@ schemes.parallelisms()
 #
 # <div lang="en">
 #
-# A layer has two pairs of matrices. A pair's first matrix is cut into columns of $W^\top$, its second into rows. The ranks add up their outputs only after the second one. In PyTorch:
+# A layer has two pairs of matrices. A pair's first matrix is cut into columns of $W^\top$, its second into rows. The ranks add up outputs only after the second matrix. In PyTorch:
 #
 # ```
 # parallelize_module(model, mesh, {
@@ -883,7 +1007,7 @@ schemes.parallelisms()
 # </div>
 # <div lang="zh">
 #
-# 一层有两对矩阵，每一对中，第一个按 $W^\top$ 的列切，第二个按行切。只有在第二个矩阵之后，各进程才需要把输出加起来。在 PyTorch 里这样写：
+# 一层有两对矩阵。每一对中，第一个矩阵按 $W^\top$ 的列切开，第二个矩阵按行切开。这样，各进程乘完第二个矩阵之后，才需要把输出加起来。在 PyTorch 里这样写：
 #
 # ```
 # parallelize_module(model, mesh, {
@@ -894,25 +1018,26 @@ schemes.parallelisms()
 # })
 # ```
 #
-# 一个进程得到的 Q、K、V 必须属于同一些头，所以课程先调整了 `qkv` 各行的顺序。使用序列并行时（`tp-sp`），再为归一化层加上 `SequenceParallel()`。两个真实的进程一起处理全部 8 条序列：
+# 一个进程得到的 Q、K、V 必须属于相同的头，所以课程先调整了 `qkv` 各行的顺序。使用序列并行（`tp-sp`）时，还要给归一化层加上 `SequenceParallel()`。两个真实的进程一起处理全部 8 条序列：
 #
 # </div>
 
 # %%
-tensor = launch(2, script="course_lib.distributed.tensor_parallel")
-equal = [(follows(run, losses[:2]), run["gradient_difference"] < 1e-5) for run in tensor]
+runs = launch(2, script="course_lib.distributed.model_parallel")  # also for 8.17 and 8.18
+tensor = [run for run in runs if run["mode"] in ("tp", "tp-sp")]
+equal = [(difference(run) < 1e-5, run["gradient_difference"] < 1e-5) for run in tensor]
 rows = [(f"`{run['mode']}`", *each) for run, each in zip(tensor, equal, strict=True)]
 table(["`mode`", "losses equal", "gradients equal"], rows)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Losses and gradients equal those of one process. Formulas predict the held bytes and the communication volume, and a symbolic rank predicts the peak:
+# Losses and gradients equal those of one process. Formulas predict the held bytes and the communication volume, and one rank with symbolic tensors predicts the peak:
 #
 # </div>
 # <div lang="zh">
 #
-# 损失和梯度都与单个进程相等。持有的字节数和通信量由公式预测，峰值则用符号张量运行其中一个进程来预测：
+# 损失和梯度都与单个进程相等。下面用公式预测持有的字节数和通信量，再用符号张量运行其中一个进程，由此预测峰值：
 #
 # </div>
 
@@ -924,7 +1049,7 @@ predictions(large.tensor_rows(task, tensor), unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# A rank peaks at 172.8 MB instead of 277.7 MB, and at 163.8 MB with sequence parallelism. Each layer has four all-reduces of $s b h$ numbers, or as many pairs of a reduce-scatter and an all-gather.
+# A rank peaks at 172.8 MB instead of 277.7 MB, and at 163.8 MB with sequence parallelism. Each layer has four all-reduces of $s b h$ numbers, or four pairs of a reduce-scatter and an all-gather.
 #
 # What does a layer keep for backward? Lesson 01's formula gives $16 s b h + a s^2 b$ numbers. According to Korthikanti et al. (2022), tensor parallelism divides all except the norms' $4 s b h$, and sequence parallelism divides everything:
 #
@@ -933,7 +1058,7 @@ predictions(large.tensor_rows(task, tensor), unit="bytes")
 #
 # 每个进程的峰值从 277.7 MB 降到 172.8 MB，加上序列并行是 163.8 MB。每层做四次 all-reduce，每次 $s b h$ 个数。用序列并行时，每次 all-reduce 换成一次 reduce-scatter 加一次 all-gather。
 #
-# 每层要为反向保存多少？第 01 课的公式是 $16 s b h + a s^2 b$ 个数。按 Korthikanti et al.（2022）的说法，除了归一化层的 $4 s b h$，张量并行分摊其余全部，序列并行则连这部分也分摊：
+# 每层要为反向保存多少个数？第 01 课的公式是 $16 s b h + a s^2 b$ 个数。按 Korthikanti et al.（2022）的说法，归一化层的 $4 s b h$ 个数，张量并行不能分摊，其余的都能分摊。再加上序列并行，这 $4 s b h$ 个数也能分摊：
 #
 # </div>
 
@@ -952,70 +1077,285 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # </div>
 # <div lang="zh">
 #
-# 张量并行与公式一字节不差。加上序列并行时，PyTorch 每层却多保存 1,048,576 字节。原因是两个矩阵的输入要先收集，而 autograd 保存的是收集后的完整输入。据论文所说，Megatron-LM 在反向时重新收集这些输入。
+# 使用张量并行时，每层保存的字节数与公式一字节不差。但加上序列并行以后，PyTorch 每层比公式多保存 1,048,576 字节。原因是有两个矩阵的输入要先收集完整，autograd 保存的就是完整的输入。据这篇论文，Megatron-LM 在反向时重新收集这些输入。
 #
 # </div>
 
-# %% [markdown]
-# ## 8.17 FSDP2 and DeepSpeed, setting by setting / FSDP2 与 DeepSpeed 的设置对照
+# %% [markdown] slide={"en": "Two ranks have half of each sequence.\n\nHow does a rank attend to keys that it does not have?", "zh": "两个进程各持有每条序列的一半。\n\n本进程没有的那些键，怎样参与注意力？"}
+# ## 8.17 Context parallelism on two ranks / 用两个进程运行上下文并行
 #
 # <div lang="en">
 #
-# DeepSpeed's settings are from its documentation and were not run. All except the last two are keys of `zero_optimization`.
-#
-# | meaning | FSDP2 | DeepSpeed |
-# |---|---|---|
-# | shard only Adam's state | `ZeroRedundancyOptimizer` with DDP | `"stage": 1` |
-# | also the gradients | – | `"stage": 2` |
-# | also the weights | `fully_shard(block)` | `"stage": 3` |
-# | what is gathered together | the module given to `fully_shard` | `stage3_max_live_parameters`, by default 1e9 numbers |
-# | keep from forward to backward | `reshard_after_forward=False` | `stage3_max_reuse_distance`, by default 1e9 numbers |
-# | keep a copy within a machine of 8 | `reshard_after_forward=8` | `zero_hpz_partition_size: 8` |
-# | gather ahead | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
-# | small weights stay whole | – | `stage3_param_persistence_threshold`, by default 1e5 numbers |
-# | offload to the host | `CPUOffloadPolicy()` | `offload_optimizer`, `offload_param` |
-# | bf16 with fp32 master weights | `MixedPrecisionPolicy`; the shards stay fp32 | `bf16` |
-# | clip by the norm of the whole gradient | `clip_grad_norm_` | `gradient_clipping` |
+# Each rank has a part of every sequence, 64 of the 128 tokens. Only attention needs the other tokens. In **ring attention**, keys and values go around a ring, and each rank merges the parts by their log-sum-exps, as lesson 06 does with blocks of keys. In the backward pass they go around again, together with their gradients. The two ranks have just run this function in the launch of section 8.16:
 #
 # </div>
 # <div lang="zh">
 #
-# DeepSpeed 的设置出自它的文档，这里没有运行。只有最后两行不是 `zero_optimization` 里的键。
-#
-# | 含义 | FSDP2 | DeepSpeed |
-# |---|---|---|
-# | 只切分 Adam 的状态 | `ZeroRedundancyOptimizer` 加 DDP | `"stage": 1` |
-# | 梯度也切分 | – | `"stage": 2` |
-# | 权重也切分 | `fully_shard(block)` | `"stage": 3` |
-# | 一次收集多少 | 传给 `fully_shard` 的模块 | `stage3_max_live_parameters`，默认 1e9 个数 |
-# | 从前向保留到反向 | `reshard_after_forward=False` | `stage3_max_reuse_distance`，默认 1e9 个数 |
-# | 在 8 块 GPU 的机器内留一份 | `reshard_after_forward=8` | `zero_hpz_partition_size: 8` |
-# | 提前收集 | `set_modules_to_forward_prefetch` | `stage3_prefetch_bucket_size` |
-# | 小的权重不切 | – | `stage3_param_persistence_threshold`，默认 1e5 个数 |
-# | 卸载到主机内存 | `CPUOffloadPolicy()` | `offload_optimizer`、`offload_param` |
-# | bf16，fp32 主权重 | `MixedPrecisionPolicy`，分片仍是 fp32 | `bf16` |
-# | 按完整梯度的范数裁剪 | `clip_grad_norm_` | `gradient_clipping` |
+# 每个进程持有每条序列的一部分，即 128 个 token 中的 64 个。只有注意力需要其余的 token。**环形注意力**（ring attention）让键和值沿环传递，每个进程用 LSE 把各部分的结果合并起来，与第 06 课合并各个键块的做法相同。反向时，键和值带着各自的梯度再传一圈。8.16 节启动两个进程时，已经运行过下面的函数：
 #
 # </div>
 
+# %%
+import inspect
+
+from course_lib.distributed import context_parallel
+
+print(inspect.getsource(context_parallel.RingAttention))
+
 # %% [markdown]
-# ## 8.18 Micro-batches: what `no_sync` saves and costs / 微批次：`no_sync` 省什么，代价是什么
-#
 # <div lang="en">
 #
-# Only the last micro-batch (lesson 05) must reduce gradients. The others use `no_sync()` (DDP) or `set_requires_gradient_sync(False)` (FSDP2). In DDP's usual loop, gradients not yet reduced are accumulated **outside** the buckets. With `zero_grad(set_to_none=False)` they stay in the buckets (`in_buckets=True`). FSDP2 must hold whole gradients. Here are predictions for two ranks with two micro-batches each:
+# With $c$ ranks and $m$ bytes of keys per layer and rank, a layer sends keys and values $c-1$ times in each pass, and their gradients $c$ times. The gradients of the weights are all-reduced:
 #
 # </div>
 # <div lang="zh">
 #
-# 使用微批次时（第 05 课），只有最后一个微批次需要归约梯度，DDP 用 `no_sync()`，FSDP2 用 `set_requires_gradient_sync(False)`。按 DDP 的通常写法，尚未归约的梯度在桶**之外**累加；设置 `zero_grad(set_to_none=False)` 后，它们就留在桶里（`in_buckets=True`）。FSDP2 则必须持有完整的梯度。下面是对两个进程、各两个微批次的预测：
+# 设有 $c$ 个进程，每个进程在每层的键有 $m$ 字节，值也有 $m$ 字节。在每一层，键和值在前向里发送 $c-1$ 次，在反向里也发送 $c-1$ 次，键和值的梯度则发送 $c$ 次。此外，权重的梯度要做 all-reduce：
+#
+# </div>
+
+# %% slide="result"
+(ring,) = (run for run in runs if run["mode"] == "cp")
+c, m, layers = 2, 8 * 64 * 256 * 4, 8  # 8 sequences of 64 tokens, hidden size 256, fp32
+my_volume = layers * (2 * 2 * (c - 1) + 2 * c) * m + 8 * 6_875_648
+peak = context_parallel.predict_context_parallel(
+    task.make_model, lambda: task.make_batch(0), c, rank=0
+)
+usage = ring["taken"][0]
+rows = [("`cp`: communicated", my_volume, usage["sent_bytes"])]
+predictions([*rows, ("`cp`: peak", peak.peak_bytes, usage["peak_bytes"])], unit="bytes")
+
+# %%
+rows = [(f"{ring['gradient_difference']:.1e}", f"{difference(ring):.1e}")]
+table(["gradients differ by", "losses differ by"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# A rank peaks at 163.5 MB. It holds all weights and Adam's state, 82.5 MB, and half of the activations without the scores. The parts are consecutive, so rank 0 attends to one part and rank 1 to two.
+#
+# PyTorch has its own `context_parallel`, which also balances this work. On a CPU, PyTorch 2.13 raises `NotImplementedError` for causal attention in it, so these lines are not run here. This course has a test for machines with two GPUs, which we have not been able to run.
+#
+# ```
+# from torch.distributed.tensor.experimental import context_parallel
+#
+# with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+#     F.scaled_dot_product_attention(q, k, v, is_causal=True)
+# ```
+#
+# </div>
+# <div lang="zh">
+#
+# 每个进程的峰值是 163.5 MB，其中有全部的权重和 Adam 的状态（82.5 MB），以及一半的激活值，没有注意力分数。每条序列切成前后两部分，进程 0 的查询只用到前一部分的键和值，进程 1 的查询则两部分都要用。
+#
+# PyTorch 自带的 `context_parallel` 还会平衡各进程的计算量。在 CPU 上，如果注意力带因果掩码，PyTorch 2.13 的这个函数会抛出 `NotImplementedError`，所以下面几行没有在这里运行。课程为有两块 GPU 的机器准备了一个测试，但我们还没有机会运行这个测试。
+#
+# ```
+# from torch.distributed.tensor.experimental import context_parallel
+#
+# with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+#     F.scaled_dot_product_attention(q, k, v, is_causal=True)
+# ```
+#
+# </div>
+
+# %% [markdown] slide={"en": "Rank 0 has the first two layers, rank 1 the last two.\n\nThe number of micro-batches doubles. **What happens to the peak of each schedule?**", "zh": "进程 0 有前两层，进程 1 有后两层。\n\n微批次增加一倍，**两种调度的峰值各会怎样？**"}
+# ## 8.18 Pipeline parallelism on two ranks / 用两个进程运行流水线并行
+#
+# <div lang="en">
+#
+# Rank 0 has the embedding and two layers, rank 1 two layers and the head. Micro-batches of one sequence pass through both. (The decoder has only 4 layers, 32 tokens and 512 words here, because the launch ran seven such steps.) In PyTorch:
+#
+# ```
+# stage = PipelineStage(my_layers, rank, ranks, device)
+# schedule = Schedule1F1B(stage, micro_batches, loss_fn=mean_loss)  # or ScheduleGPipe
+# schedule.step(tokens) if rank == 0 else schedule.step(target=labels)
+# ```
+#
+# **GPipe** computes all forward passes before the first backward pass. **1F1B** alternates forward and backward passes as soon as possible. These are the passes of each rank with four micro-batches:
+#
+# </div>
+# <div lang="zh">
+#
+# 进程 0 有嵌入层和两个解码器层，进程 1 有两个解码器层和输出头。每个微批次是一条序列，依次经过两个进程。（前面启动两个进程时，还一起运行了七个这样的训练步，所以这里的解码器只有 4 层，每条序列 32 个 token，词表有 512 个词。）在 PyTorch 里这样写：
+#
+# ```
+# stage = PipelineStage(my_layers, rank, ranks, device)
+# schedule = Schedule1F1B(stage, micro_batches, loss_fn=mean_loss)  # or ScheduleGPipe
+# schedule.step(tokens) if rank == 0 else schedule.step(target=labels)
+# ```
+#
+# **GPipe** 先完成所有微批次的前向，再开始反向。**1F1B** 则尽早开始反向，让前向和反向交替进行。有四个微批次时，每个进程的顺序如下：
+#
+# </div>
+
+# %%
+pipelines = {(r["mode"], r["micro_batches"], r["return_outputs"]): r["taken"] for r in runs[3:]}
+for schedule in ("gpipe", "1f1b"):
+    for rank, taken in enumerate(pipelines[schedule, 4, True]):
+        print(f"{schedule:<6} rank {rank}: {' '.join(taken['order'])}")
+
+# %% [markdown]
+# <div lang="en">
+#
+# Saved activations exist from a micro-batch's forward pass to its backward pass. GPipe has all $m$ micro-batches in flight, and 1F1B has $p - i$ on rank $i$ of $p$. So we measure one micro-batch and multiply. PyTorch adds three things: a receive buffer per micro-batch, one sent tensor that 1F1B still holds, and on the last rank the outputs of all micro-batches, which `step` returns.
+#
+# </div>
+# <div lang="zh">
+#
+# 一个微批次保存的激活值，从这个微批次的前向一直存活到它的反向。用 GPipe 时，全部 $m$ 个微批次都在途。用 1F1B 时，在 $p$ 个进程中编号为 $i$ 的进程上，只有 $p-i$ 个微批次在途。因此只要测出一个微批次占用的字节，再乘以在途的个数，就能算出各进程的激活值占多少内存。除此之外，PyTorch 还要占三部分内存。一是每个微批次的接收缓冲区，二是用 1F1B 时一个已经发送、但尚未释放的张量，三是最后一个进程上全部微批次的输出，因为 `step` 要返回这些输出。
+#
+# </div>
+
+# %%
+from course_lib.distributed.pipeline import SIZES, mean_loss, part_of
+from course_lib.memory import symbolic
+from course_lib.models import Decoder
+
+
+# %%
+def one_micro_batch(rank):  # bytes held, bytes kept after forward, and the peak above those held
+    with symbolic():
+        part, tokens = part_of(Decoder(**SIZES), rank, 2), torch.zeros(1, 32, dtype=torch.long)
+        for p in part.parameters():
+            p.grad = torch.zeros_like(p)
+        sent = torch.zeros(1, 32, 256, requires_grad=True)
+        with MemoryMeter(part) as meter:
+            held = meter.live_bytes
+            output = part(tokens if rank == 0 else sent)
+            loss = mean_loss(output, tokens) if rank == 1 else None
+            kept = meter.live_bytes - held
+            output.backward(sent.detach()) if rank == 0 else loss.backward()
+    return held, kept, meter.peak_bytes - held
+
+
+# %%
+def predicted_peak(rank, schedule, m, outputs):
+    held, kept, alone = one_micro_batch(rank)
+    buffer, output = 4 * 32 * 256, 4 * 32 * 512  # bytes
+    flying = m if schedule == "gpipe" else 2 - rank
+    peak = held + m * buffer + (flying - 1) * kept + alone
+    peak += buffer if schedule == "1f1b" else 0
+    return peak + (m - flying) * (output * outputs + 4) if rank == 1 else peak  # 4: a loss
+
+
+# %%
+rows = []
+for (schedule, m, outputs), taken in pipelines.items():
+    name = f"`{schedule}`, {m}" + ("" if outputs else ", `return_outputs=False`")
+    for rank in (0, 1):
+        measured = taken[rank]["peak_bytes"]
+        rows.append((f"{name}, {rank}", predicted_peak(rank, schedule, m, outputs), measured))
+predictions(rows, unit="bytes")
+
+# %% [markdown]
+# <div lang="en">
+#
+# (Each row names the schedule, the number of micro-batches and the rank.) From 4 to 16 micro-batches GPipe's peak on rank 1 grows from 20.0 to 35.8 MB, and 1F1B's from 16.4 to 17.6 MB. With `return_outputs=False`, 1F1B peaks at 16.6 MB with 16 micro-batches. The gradients of all seven steps equal those of one process.
+#
+# A pipeline is idle while it fills and drains. We let a forward pass take one unit of time and a backward pass two, and follow the recorded orders:
+#
+# </div>
+# <div lang="zh">
+#
+# （每一行依次是调度、微批次数和进程编号。）微批次从 4 个增加到 16 个，GPipe 在进程 1 上的峰值从 20.0 MB 升到 35.8 MB，1F1B 只从 16.4 MB 升到 17.6 MB。如果设置 `return_outputs=False`，1F1B 在 16 个微批次时的峰值是 16.6 MB。这七步的梯度都与单个进程相等。
+#
+# 流水线在填满和排空的时候，会有进程空闲。假设一次前向用一个单位时间，一次反向用两个单位时间，按记录下来的顺序，可以算出空闲时间所占的比例：
+#
+# </div>
+
+
+# %%
+def idle_share(orders):
+    """Return the share of the time in which the ranks wait for each other."""
+    ends, clocks, todo = {}, [0] * len(orders), [list(order) for order in orders]
+    while any(todo):
+        for rank, passes in enumerate(todo):
+            needed = passes and (passes[0], rank + (-1 if passes[0][0] == "F" else 1))
+            if passes and (needed in ends or needed[1] in (-1, len(orders))):
+                start = max(clocks[rank], ends.get(needed, 0))
+                clocks[rank] = start + {"F": 1, "B": 2}[passes[0][0]]
+                ends[passes.pop(0), rank] = clocks[rank]
+    return 1 - 3 * len(orders[0]) / 2 / max(clocks)
+
+
+# %% jupyter={"source_hidden": true} slide="result"
+rows = []
+for (schedule, m, outputs), taken in pipelines.items():
+    if outputs:
+        idle = idle_share([each["order"] for each in taken])
+        rows.append((f"`{schedule}`", m, f"{idle:.1%}", f"{1 / (m + 1):.1%}"))
+table(["schedule", "micro-batches", "idle", "(p − 1)/(m + p − 1)"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# Both schedules are idle for $(p-1)/(m+p-1)$ of the time, and only more micro-batches reduce this **bubble**. So 1F1B is not faster. Its lower peak allows more micro-batches.
+#
+# </div>
+# <div lang="zh">
+#
+# 两种调度的空闲时间都占 $(p-1)/(m+p-1)$，只有增加微批次才能减少这个**气泡**（bubble）。也就是说，1F1B 并不更快，只是峰值更低，因此容得下更多的微批次。
+#
+# </div>
+
+# %% [markdown]
+# ## 8.19 Expert parallelism, predicted for Mixtral / 以 Mixtral 为例预测专家并行
+#
+# <div lang="en">
+#
+# In each layer of Mixtral 8x7B, a router sends every token to 2 of 8 experts, and the experts are 97% of the parameters. With expert parallelism over $e$ of 8 GPUs, a GPU computes only $8/e$ experts. It sends each token to its two experts and gets the results back, with one all-to-all each way, in forward and again in backward. FSDP2 shards everything else, and also the experts among the $8/e$ GPUs that have the same ones. In bf16, with 4096 tokens per GPU that are spread evenly over the experts:
+#
+# </div>
+# <div lang="zh">
+#
+# 在 Mixtral 8x7B 的每一层里，路由器把每个 token 送给 8 个专家中的 2 个，专家占全部参数的 97%。在 8 块 GPU 中的 $e$ 块之间做专家并行时，每块 GPU 只计算 $8/e$ 个专家。每个 token 要发给对应的两个专家，结果再传回来，前向和反向都要这样做一遍，每一遍里，发出和传回各用一次 all-to-all。其余的参数由 FSDP2 在全部 8 块 GPU 之间分片。同样的专家由 $8/e$ 块 GPU 负责，FSDP2 只在这几块 GPU 之间给这些专家分片。下面用 bf16，每块 GPU 有 4096 个 token，并假设 token 平均分给各个专家：
+#
+# </div>
+
+# %%
+hidden, width, layers, experts, chosen, vocabulary = 4096, 14336, 32, 8, 2, 32000
+in_experts = layers * experts * 3 * hidden * width
+attention = 2 * hidden * hidden + 2 * hidden * 1024  # 8 heads of 128 for keys and values
+others = layers * (attention + experts * hidden + 2 * hidden) + (2 * vocabulary + 1) * hidden
+
+rows, tokens = [], 4096
+for e in (1, 2, 4, 8):
+    gathered = 8 * others + (8 * in_experts / e if e < 8 else 0)
+    exchanged = layers * 4 * tokens * chosen * hidden * 2 if e > 1 else 0
+    held = 16 * (in_experts + others) / 8
+    rows.append((e, *(f"{count / 1e9:.1f}" for count in (held, gathered, exchanged))))
+table(["e", "held per GPU (GB)", "FSDP2 communicates (GB)", "all-to-all (GB)"], rows)
+
+# %% [markdown]
+# <div lang="en">
+#
+# The table counts bytes given to collectives, and none of it is measured. With $e = 8$ no expert is gathered, and 361 GB of weights and gradients become 8.6 GB of activations. The all-to-alls grow with the tokens, and reach 361 GB at 172,000 tokens per GPU. If the router prefers some experts, their GPUs get more tokens, take more memory, and let the others wait.
+#
+# </div>
+# <div lang="zh">
+#
+# 表中是交给集合通信的字节数，都没有实测。$e = 8$ 时不必收集任何专家，要传输的不再是 361 GB 的权重和梯度，而是 8.6 GB 的激活值。all-to-all 的字节数与 token 数成正比，每块 GPU 有 172,000 个 token 时也会达到 361 GB。如果路由器偏向某些专家，持有这些专家的 GPU 就会分到更多的 token，占用更多的内存，还要让其他 GPU 等待。
+#
+# </div>
+
+# %% [markdown]
+# ## 8.20 Micro-batches: what `no_sync` saves and costs / 微批次：`no_sync` 省什么，代价是什么
+#
+# <div lang="en">
+#
+# Only the last micro-batch (lesson 05) must reduce gradients. The others use `no_sync()` (DDP) or `set_requires_gradient_sync(False)` (FSDP2). With `gradient_as_bucket_view=True` and `zero_grad(set_to_none=False)`, DDP adds up gradients in its buckets. In a prediction, this is `in_buckets=True`. These are the predictions for two ranks with two micro-batches each:
+#
+# </div>
+# <div lang="zh">
+#
+# 使用微批次时（第 05 课），只有最后一个微批次需要归约梯度。其余的微批次用 `no_sync()`（DDP）或 `set_requires_gradient_sync(False)`（FSDP2）跳过归约。设置 `gradient_as_bucket_view=True` 和 `zero_grad(set_to_none=False)` 之后，DDP 就在桶里累加梯度，预测时用 `in_buckets=True` 表示。有两个进程、每个进程两个微批次时，预测如下：
 #
 # </div>
 
 # %%
 ways = {
     "DDP, with each micro-batch": ("ddp", {"sync": "each"}),
-    "DDP, with the last one, outside the buckets": ("ddp", {}),
     "DDP, with the last one, in the buckets": ("ddp", {"in_buckets": True}),
     "FSDP2, with each micro-batch": ("fsdp", {"sync": "each"}),
     "FSDP2, with the last one": ("fsdp", {}),
@@ -1026,30 +1366,30 @@ large.sync_table(taken)
 # %% [markdown]
 # <div lang="en">
 #
-# For DDP, accumulation in the buckets halves the volume and costs no memory. FSDP2 communicates 17% less and holds 13.8 MB more.
+# For DDP this halves the volume and costs no memory. FSDP2 communicates 17% less and holds 13.8 MB more, because it must hold whole gradients.
 #
 # </div>
 # <div lang="zh">
 #
-# 对 DDP 来说，在桶里累加能让通信量减半，又不多占内存。FSDP2 的通信量少 17%，却要多持有 13.8 MB。
+# 对 DDP 来说，这样能让通信量减半，又不多占内存。FSDP2 的通信量少 17%，每个进程却要多持有 13.8 MB，因为梯度没有归约，就必须完整保留。
 #
 # </div>
 
 # %% [markdown]
-# ## 8.19 7 and 70 billion parameters / 70 亿与 700 亿个参数
+# ## 8.21 7 and 70 billion parameters / 70 亿与 700 亿个参数
 #
 # <div lang="en">
 #
-# **Exercise 6.** 7 billion parameters ($7 \times 10^9$) on 8 GPUs, in mixed precision as the ZeRO paper and DeepSpeed count it: 2 bytes for the weight, 2 for the gradient, and 12 for fp32 weights and Adam's state. How many bytes does a rank hold?
+# **Exercise 6.** A model with 7 billion parameters ($7 \times 10^9$) trains on 8 GPUs in mixed precision. The ZeRO paper and DeepSpeed count 2 bytes for the weight, 2 for the gradient, and 12 for fp32 weights and Adam's state. How many bytes does a rank hold?
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 70 亿个参数（$7 \times 10^9$）、8 块 GPU，混合精度，按 ZeRO 论文和 DeepSpeed 的计法，权重 2 字节，梯度 2 字节，fp32 权重和 Adam 的状态共 12 字节。每个进程持有多少字节？
+# **练习 6。** 一个有 70 亿个参数（$7 \times 10^9$）的模型在 8 块 GPU 上用混合精度训练。按 ZeRO 论文和 DeepSpeed 的计法，每个参数的权重占 2 字节，梯度占 2 字节，fp32 权重和 Adam 的状态共占 12 字节。每个进程持有多少字节？
 #
 # </div>
 
-# %% minutes=5
+# %% minutes=7
 answer = {"DDP": None, "ZeRO 1": None, "ZeRO 2": None, "ZeRO 3": None}  # bytes
 exercises.check_seven_billion(answer)
 
@@ -1064,122 +1404,15 @@ exercises.check_seven_billion(answer)
 ### END SOLUTION
 
 # %% [markdown]
-# ## 8.20 HSDP, run / 运行 HSDP
+# ## 8.22 On a GPU / 在 GPU 上
 #
 # <div lang="en">
 #
-# Four ranks act as two machines. `fully_shard` gets a mesh of two dimensions, replicates along the first and shards along the second. Here is one rank:
+# With one GPU per rank, the same command as in section 8.3 uses NCCL and offers the mode `fsdp-cpu`. Only the peak may differ: according to PyTorch 2.13's code (**not measured**), two more gathered blocks and one block's gradients may be live.
 #
 # </div>
 # <div lang="zh">
 #
-# 把四个进程看作两台机器，每台两个。`fully_shard` 接受一个有两个维度的 mesh，沿第一维复制，沿第二维分片。下面只运行其中一个进程：
-#
-# </div>
-
-# %%
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-
-def sharded(model, mesh):
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
-
-
-with figures.as_rank_of(4):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    hsdp = large.own_and_given(sharded(task.make_model(), mesh))
-    fsdp = large.own_and_given(sharded(task.make_model(), init_device_mesh("cpu", (4,))))
-columns = ["4 ranks", "weights per rank (MB)", "communicated (MB)"]
-table(columns, [("FSDP2", *fsdp), ("HSDP", *hsdp)])
-
-# %% [markdown]
-# <div lang="en">
-#
-# HSDP communicates 27.5 MB more, because it all-reduces half of the gradients. Only this all-reduce goes between machines. In a recorded run on four real gloo ranks, a rank sends 67.8 MB over the wire instead of FSDP2's 81.0 MB.
-#
-# </div>
-# <div lang="zh">
-#
-# HSDP 的通信量多 27.5 MB，也就是对一半的梯度做 all-reduce。机器之间传输的只有这一项。用四个真实的 gloo 进程运行时，记录到每个进程在线路上实际传输 67.8 MB，而 FSDP2 要传输 81.0 MB。
-#
-# </div>
-
-# %% [markdown]
-# ## 8.21 A model that is nowhere whole / 在任何进程上都不完整的模型
-#
-# <div lang="en">
-#
-# So far every rank first builds the whole model, which would take 259 GB for 70 billion parameters. Three lines avoid it: build the model on the device `meta`, where tensors have shapes and no bytes, shard it, then allocate the shards.
-#
-# </div>
-# <div lang="zh">
-#
-# 前面每个进程都先建立完整的模型，700 亿个参数时光这一步就要 259 GB。用三行代码可以避免：先在 `meta` 设备上建立模型，那里的张量只有形状，不占内存；再分片；最后才给各个分片分配内存。
-#
-# </div>
-
-
-# %%
-def made_on(device):
-    with MemoryMeter() as meter:
-        with torch.device(device):  # 1
-            model = task.make_model()
-        sharded(model, init_device_mesh("cpu", (4,)))  # 2
-        if device == "meta":
-            model.to_empty(device="cpu")  # 3; then load or initialize the values
-    return f"`{device}`", meter.peak_bytes, meter.live_bytes
-
-
-with figures.as_rank_of(4):
-    rows = [made_on(device) for device in ("cpu", "meta")]
-table(["created on", "peak (bytes)", "held afterwards (bytes)"], rows)
-
-# %% [markdown]
-# ## 8.22 Saving, and resuming on another number of ranks / 存盘，换个进程数继续训练
-#
-# <div lang="en">
-#
-# The two ranks of section 8.3 saved their second step (`--save`) with `torch.distributed.checkpoint`. A process that reads takes what it needs from the files of all ranks. So one rank of DDP can continue (`--resume`) what two ranks of FSDP2 have saved:
-#
-# </div>
-# <div lang="zh">
-#
-# 8.3 节的两个进程已经用 `torch.distributed.checkpoint` 把第二步的结果存盘（`--save`）。读取的进程从各个进程写的文件里取出需要的部分。因此一个 DDP 进程能从两个 FSDP2 进程存下的状态接着训练（`--resume`）：
-#
-# </div>
-
-# %%
-went_on = figures.resumed_alone(f"{saved.name}/fsdp")
-saved.cleanup()
-table(["losses equal"], [[follows({"losses": went_on}, losses[2:])]])
-
-# %% [markdown]
-# ## 8.23 A rank that fails / 一个进程失败时
-#
-# <div lang="en">
-#
-# If one rank fails, a rank waiting in an all-reduce gets "Connection closed by peer". `torchrun` prints the error of the first failed rank under "Root Cause". A rank that hangs gives no error until the timeout of the process group, by default 30 minutes with gloo and 10 with NCCL.
-#
-# </div>
-# <div lang="zh">
-#
-# 如果一个进程失败，正在 all-reduce 中等待的另一个进程就会收到 “Connection closed by peer”。`torchrun` 把最先失败的进程的错误打印在 “Root Cause” 下。停住不动的进程则不报错，要等进程组超时，默认 gloo 是 30 分钟，NCCL 是 10 分钟。
-#
-# </div>
-
-# %% [markdown]
-# ## 8.24 On a GPU / 在 GPU 上
-#
-# <div lang="en">
-#
-# With one GPU per rank, the same command uses NCCL and offers the mode `fsdp-cpu`. Only the peak may differ: according to PyTorch 2.13's code (**not measured**), two more gathered blocks and one block's gradients may be live.
-#
-# </div>
-# <div lang="zh">
-#
-# 在每个进程有一块 GPU 的机器上，同样的命令会使用 NCCL，还可以选择 `fsdp-cpu`。只有峰值可能不同：根据 PyTorch 2.13 的代码（**没有实测**），还可能多出两个收集好的块和一个块的梯度。
+# 如果每个进程有一块 GPU，8.3 节的命令会使用 NCCL，还可以选择 `fsdp-cpu`。与 CPU 相比，只有峰值可能不同。根据 PyTorch 2.13 的代码（**没有实测**），峰值里可能多出两个收集好的块和一个块的梯度。
 #
 # </div>

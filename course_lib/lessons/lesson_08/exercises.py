@@ -1,7 +1,7 @@
 """The exercises of lesson 08."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from course_lib.lessons.ledger import PARAMETERS as PSI
 from course_lib.teaching import Verdict, expect_number
 from course_lib.teaching.exercises import Messages, cases, draw_case, each, exercise, numbers
-from course_lib.teaching.exercises.probes import is_close, refuse_mistakes, run_forward
+from course_lib.teaching.exercises.probes import is_close, reject_mistakes, run_forward
 
 from .wire import Adam, RankWire, Wire
 
@@ -44,7 +44,15 @@ def _draw_ranks(rng: random.Random) -> tuple[int, int]:
         "mixed_precision": lambda psi, n: {"ZeRO 2": 2 * psi + 14 * psi / n},
         "whole_gradients": lambda psi, n: {"ZeRO 2": 8 * psi + 8 * psi / n},
         "sharded_weights": lambda psi, n: {"ZeRO 2": 16 * psi / n},
-        "whole_weights": lambda psi, n: {"ZeRO 3": 4 * psi + 12 * psi / n},
+        "whole_weights": lambda psi, n: dict.fromkeys(
+            ("ZeRO 3", "ZeRO 3, bf16"), 4 * psi + 12 * psi / n
+        ),
+        "all_in_bf16": lambda psi, n: {"ZeRO 3, bf16": 8 * psi / n},
+        "twelve_bytes": lambda psi, n: {"ZeRO 3, bf16": 12 * psi / n},
+        "bf16_weights": lambda psi, n: {"ZeRO 3, bf16": 14 * psi / n},
+        "bf16_copy": lambda psi, n: {
+            "ZeRO 3, bf16": (18 * psi / n, 16 * psi / n + 2 * psi, 14 * psi / n + 2 * psi)
+        },
     },
     # with n = 2 or n = 4 alone, some mistakes give the right number
     cases=lambda: cases([(PSI, 8), (PSI, 2), (1_000_000, 4)], _draw_ranks),
@@ -56,14 +64,15 @@ def _draw_ranks(rng: random.Random) -> tuple[int, int]:
 def check_held(psi: int, n: int) -> dict[str, float]:
     """Check `function(psi, n)`, which returns the bytes per rank for each ZeRO stage.
 
-    The function counts the bytes of weights, gradients and Adam's state in fp32, for psi parameters
-    and n ranks.
+    The function counts the bytes of weights, gradients and Adam's state for psi parameters and n
+    ranks. They are in fp32, also for FSDP2 in mixed precision, whose shards stay in fp32.
     """
     return {
         "DDP": 16 * psi,
         "ZeRO 1": 8 * psi + 8 * psi / n,
         "ZeRO 2": 4 * psi + 12 * psi / n,
         "ZeRO 3": 16 * psi / n,
+        "ZeRO 3, bf16": 16 * psi / n,
     }
 
 
@@ -123,7 +132,7 @@ class _RecordingAdam(Adam):
     def __call__(self, shard: Tensor, gradient: Tensor) -> Tensor:
         counts = {"weights": shard.numel(), "gradients": gradient.numel()}
         unequal = shard.shape != gradient.shape
-        say.refuse_if(unequal, "sharded_step.unequal_shards", **counts)
+        say.reject_if(unequal, "sharded_step.unequal_shards", **counts)
         self.shard, self.given = shard.clone(), gradient.clone()
         return super().__call__(shard, gradient)
 
@@ -136,11 +145,11 @@ def check_sharded_step(answer: Any) -> Verdict:
     gradient.
     """
     for n in (2, 4):
-        _is_adam_in_shards(answer, n)
+        _reject_unless_adam(answer, n)
     return say.right("sharded_step.right")
 
 
-def _is_adam_in_shards(answer: Any, n: int) -> None:
+def _reject_unless_adam(answer: Any, n: int) -> None:
     """Reject a sharded step on n ranks if one of three steps differs from Adam.
 
     Raises:
@@ -158,28 +167,28 @@ def _is_adam_in_shards(answer: Any, n: int) -> None:
         weights = answer(*copies, adams, wire)
         if weights is None:
             raise NotImplementedError
-        _has_proper_form(weights, adams, n)
+        _reject_wrong_form(weights, adams, n)
         given = torch.cat([adam.given for adam in adams if adam.steps])
         without_wire = sum(gradients) / n
         mean = without_wire + wire.HIDDEN_GRADIENT / n
         divided = without_wire + wire.HIDDEN_GRADIENT
         if is_close(given, divided, atol=1e-6):
             mean = divided  # each rank divided its gradient, except the additional rank
-        say.refuse_if(is_close(given, n * mean, atol=1e-6), "sharded_step.sum")
+        say.reject_if(is_close(given, n * mean, atol=1e-6), "sharded_step.sum")
         for rank, adam in enumerate(adams):
             elsewhere = held[(rank + 1) % n].chunk(n)[rank]
             taken = adam.steps and torch.equal(adam.shard, elsewhere)
-            say.refuse_if(taken, "sharded_step.another_rank")
-        _has_proper_bytes(adams, wire, step + 1, n)
+            say.reject_if(taken, "sharded_step.another_rank")
+        _reject_wrong_bytes(adams, wire, step + 1, n)
         whole = alone(whole, mean)
         used_no_wire = is_close(given, without_wire, atol=1e-6)
-        say.refuse_if(used_no_wire, "sharded_step.gradient_without_wire")
+        say.reject_if(used_no_wire, "sharded_step.gradient_without_wire")
         gathered_nothing = is_close(weights, [whole] * n, atol=1e-6)
-        say.refuse_if(gathered_nothing, "sharded_step.weights_without_wire")
+        say.reject_if(gathered_nothing, "sharded_step.weights_without_wire")
         whole = whole + wire.HIDDEN_WEIGHT
         if not is_close(weights, [whole] * n, atol=1e-6):
             say.wrong("sharded_step.weights")
-        say.refuse_if(not is_close(given, mean, atol=1e-6), "sharded_step.scale")
+        say.reject_if(not is_close(given, mean, atol=1e-6), "sharded_step.scale")
 
 
 def _draw_end(rng: random.Random) -> float:
@@ -199,16 +208,16 @@ def _as_held(weights: Sequence[Tensor]) -> list[Tensor]:
     return held
 
 
-def _has_proper_form(weights: Any, adams: list[_RecordingAdam], n: int) -> None:
+def _reject_wrong_form(weights: Any, adams: list[_RecordingAdam], n: int) -> None:
     """Reject weights that are not n tensors of 64 numbers, and answers that did not call Adam."""
     listed = isinstance(weights, list | tuple) and len(weights) == n
     proper = listed and all(isinstance(each, Tensor) for each in weights)
-    say.refuse_if(not proper, "sharded_step.list")
-    say.refuse_if(not any(adam.steps for adam in adams), "sharded_step.no_adam")
-    say.refuse_if(any(len(each) < 64 for each in weights), "sharded_step.one_shard")
+    say.reject_if(not proper, "sharded_step.list")
+    say.reject_if(not any(adam.steps for adam in adams), "sharded_step.no_adam")
+    say.reject_if(any(len(each) < 64 for each in weights), "sharded_step.one_shard")
 
 
-def _has_proper_bytes(adams: list[_RecordingAdam], wire: Wire, steps: int, n: int) -> None:
+def _reject_wrong_bytes(adams: list[_RecordingAdam], wire: Wire, steps: int, n: int) -> None:
     """Reject Adam state above 1/n per rank, and traffic that is not two numbers per weight."""
     most, share, once = max(adam.state_bytes for adam in adams), 8 * 64 // n, 2 * 4 * 64
     if most > share:
@@ -216,12 +225,12 @@ def _has_proper_bytes(adams: list[_RecordingAdam], wire: Wire, steps: int, n: in
     if wire.sent_bytes < steps * once:
         say.wrong("sharded_step.sent_less")
     sent = wire.sent_bytes // (steps * 4 * 64)
-    say.refuse_if(wire.sent_bytes > steps * once, "sharded_step.sent_more", sent=sent)
+    say.reject_if(wire.sent_bytes > steps * once, "sharded_step.sent_more", sent=sent)
 
 
 # One layer: gather the weight, use it, release it
 
-#: Part of an error of PyTorch in backward -> the message on the mistake that causes it.
+#: Part of a PyTorch error in backward -> key of the message on the mistake that causes the error.
 _ERRORS = {
     "incorrect number of gradients": "gathered_linear.number_of_gradients",
     "invalid gradient at index 1": "gathered_linear.shape_of_second",
@@ -236,11 +245,11 @@ def check_gathered_linear(function: Any) -> Verdict:
     The answer may be an `autograd.Function`. It runs as rank 2 of 4 and as rank 0 of 2.
     """
     for rank, ranks in ((2, 4), (0, 2)):
-        _is_linear(getattr(function, "apply", function), rank, ranks)
+        _reject_unless_linear(getattr(function, "apply", function), rank, ranks)
     return say.right("gathered_linear.right")
 
 
-def _is_linear(function: Any, rank: int, ranks: int) -> None:
+def _reject_unless_linear(function: Any, rank: int, ranks: int) -> None:
     """Reject a function that differs from a sharded Linear in output, gradients or traffic.
 
     Raises:
@@ -255,29 +264,29 @@ def _is_linear(function: Any, rank: int, ranks: int) -> None:
     wire = RankWire(rank, shards, gradients)
     x, shard = inputs[rank].clone().requires_grad_(), shards[rank].clone().requires_grad_()
     output, kept = run_forward(function, x, shard, wire)
-    say.refuse_if(not isinstance(output, Tensor), "gathered_linear.one_tensor")
+    say.reject_if(not isinstance(output, Tensor), "gathered_linear.one_tensor")
     if output.shape == x.shape:
         raise NotImplementedError
-    say.refuse_if(wire.sent_bytes == 0, "gathered_linear.sent_nothing")
+    say.reject_if(wire.sent_bytes == 0, "gathered_linear.sent_nothing")
     if not is_close(output, inputs[rank] @ weight.mT, atol=1e-4):
         say.wrong("gathered_linear.output")
-    say.refuse_if(not output.requires_grad, "gathered_linear.no_graph")
+    say.reject_if(not output.requires_grad, "gathered_linear.no_graph")
     whole = weight.nbytes
-    say.refuse_if(kept > whole // 2, "gathered_linear.kept", kept=kept, whole=whole)
+    say.reject_if(kept > whole // 2, "gathered_linear.kept", kept=kept, whole=whole)
     output.backward(arriving[rank])
-    say.refuse_if(x.grad is None, "gathered_linear.no_gradient_of_x")
-    _is_gradient(x.grad, arriving[rank] @ weight, "`x`")
-    say.refuse_if(shard.grad is None, "gathered_linear.no_gradient_of_shard")
+    say.reject_if(x.grad is None, "gathered_linear.no_gradient_of_x")
+    _reject_wrong_gradient(x.grad, arriving[rank] @ weight, "`x`")
+    say.reject_if(shard.grad is None, "gathered_linear.no_gradient_of_shard")
     total, own = sum(gradients).chunk(ranks)[rank], gradients[rank].chunk(ranks)[rank]
     mistakes = {"gathered_linear.own_gradient": own, "gathered_linear.mean": total / ranks}
-    refuse_mistakes(say, shard.grad, mistakes, atol=1e-4)
-    _is_gradient(shard.grad, total, "`shard`")
+    reject_mistakes(say, shard.grad, mistakes, atol=1e-4)
+    _reject_wrong_gradient(shard.grad, total, "`shard`")
     sent = wire.sent_bytes
-    say.refuse_if(sent < 3 * whole, "gathered_linear.sent_less")
-    say.refuse_if(sent > 3 * whole, "gathered_linear.sent_more", sent=sent // whole)
+    say.reject_if(sent < 3 * whole, "gathered_linear.sent_less")
+    say.reject_if(sent > 3 * whole, "gathered_linear.sent_more", sent=sent // whole)
 
 
-def _is_gradient(found: Tensor, wanted: Tensor, name: str) -> None:
+def _reject_wrong_gradient(found: Tensor, wanted: Tensor, name: str) -> None:
     if not is_close(found, wanted, atol=1e-3, rtol=1e-4):
         say.wrong("gathered_linear.gradient", name=name)
 
@@ -293,18 +302,30 @@ def _draw_root(rng: random.Random) -> tuple[int, int]:
 def _is_unchanged(given: Any, psi: int, root: int) -> bool:
     """Return whether `given` has the results of the unchanged cell."""
     rows = given if isinstance(given, Mapping) else {}
-    return all((expect_number(rows.get("FSDP2"), 0), expect_number(rows.get("DDP"), 8 * psi)))
+    unchanged = {"DDP": 8 * psi, "FSDP2": 0, "FSDP2, bf16": 0}
+    return all(expect_number(rows.get(row), count) for row, count in unchanged.items())
 
 
 @numbers(
     {
         "elements": each(lambda count, psi, root: count / 4),
         "one_collective": lambda psi, root: {"DDP": 4 * psi},
-        "root_twice": lambda psi, root: {"FSDP2": 12 * psi},
-        "no_root": lambda psi, root: {"FSDP2": (12 * psi - 8 * root, 12 * psi - 12 * root)},
-        "blocks_once": lambda psi, root: {"FSDP2": 8 * psi},
-        "no_gradients": lambda psi, root: {"FSDP2": 8 * psi - 4 * root},
-        "gathered_gradients": lambda psi, root: {"FSDP2": 16 * psi - 4 * root},
+        "root_twice": lambda psi, root: {"FSDP2": 12 * psi, "FSDP2, bf16": 8 * psi},
+        "no_root": lambda psi, root: {
+            "FSDP2": (12 * psi - 8 * root, 12 * psi - 12 * root),
+            "FSDP2, bf16": (8 * psi - 4 * root, 8 * psi - 6 * root, 8 * psi - 8 * root),
+        },
+        "blocks_once": lambda psi, root: {"FSDP2": 8 * psi, "FSDP2, bf16": 6 * psi},
+        "no_gradients": lambda psi, root: {
+            "FSDP2": 8 * psi - 4 * root,
+            "FSDP2, bf16": 4 * psi - 2 * root,
+        },
+        "gathered_gradients": lambda psi, root: {
+            "FSDP2": 16 * psi - 4 * root,
+            "FSDP2, bf16": 12 * psi - 2 * root,
+        },
+        "gradients_in_bf16": lambda psi, root: {"FSDP2, bf16": 6 * psi - 2 * root},
+        "gathers_in_fp32": lambda psi, root: {"FSDP2, bf16": 12 * psi - 4 * root},
     },
     cases=lambda: cases([(PSI, 557_568), (1000, 100)], _draw_root),
     in_bytes=True,
@@ -314,43 +335,55 @@ def _is_unchanged(given: Any, psi: int, root: int) -> bool:
 def check_sent(psi: int, root: int) -> dict[str, int]:
     """Check `function(psi, root)`, which returns bytes communicated per step and rank.
 
-    The function returns one number for DDP and one number for FSDP2. `psi` is the number of all
+    The function returns one number for DDP, FSDP2, and FSDP2 in bf16. `psi` is the number of all
     parameters, `root` the number of parameters outside the layers.
     """
-    return {"DDP": 8 * psi, "FSDP2": 12 * psi - 4 * root}
+    return {
+        "DDP": 8 * psi,
+        "FSDP2": 12 * psi - 4 * root,
+        "FSDP2, bf16": 8 * psi - 2 * root,
+    }
 
 
-# Time of communication and compute
+# The second machine
 
 
-def _draw_device(rng: random.Random) -> tuple[int, float, float]:
-    return rng.randint(1, 90) * 10**9, rng.randint(100, 1000) * 1e12, rng.randint(20, 500) * 1e9
+def _draw_machine(rng: random.Random) -> tuple[int, int, float, float]:
+    gpus = rng.randint(3, 12)
+    return rng.randint(1, 90) * 10**9, gpus, rng.randint(1, 9) * 1e14, rng.randint(20, 500) * 1e9
 
 
-_DEVICES = [(7 * 10**9, 400e12, 50e9), (70 * 10**9, 400e12, 50e9), (10**9, 900e12, 450e9)]
+_MACHINES = [(8 * 10**9, 8, 400e12, 50e9), (70 * 10**9, 4, 400e12, 50e9), (10**9, 6, 9e14, 4e11)]
+
+
+def _break_even_tokens(factor: Callable[[int], float]) -> Callable[[int, int, float, float], float]:
+    """Return a function (psi, gpus, rate, network) -> `factor(gpus) * rate / network` tokens."""
+    return lambda psi, gpus, rate, network: factor(gpus) * rate / network
 
 
 @numbers(
     {
-        "forward_alone": lambda psi, rate, link: 6 * rate / link,
-        "no_flops": lambda psi, rate, link: 12 * rate / link,
-        "six_bytes": lambda psi, rate, link: rate / link,
-        "bits": lambda psi, rate, link: 16 * rate / link,
-        "four_flops": lambda psi, rate, link: 3 * rate / link,
-        "numbers_sent": lambda psi, rate, link: rate / link / 2,
-        "ddp_volume": lambda psi, rate, link: 4 / 3 * rate / link,
-        "upside_down": lambda psi, rate, link: 2 * link / rate,
-        "with_psi": lambda psi, rate, link: 2 * rate / link * psi,
+        "no_ring": _break_even_tokens(lambda g: 4 / 3 * g),
+        "ring_of_one": _break_even_tokens(lambda g: 4 / 3 * (g - 1)),
+        "each_gpu": _break_even_tokens(lambda g: g * (2 * g - 1) * 2 / 3),
+        "per_gpu": _break_even_tokens(lambda g: (2 * g - 1) * 2 / 3 / g),
+        "half_the_time": _break_even_tokens(lambda g: (2 * g - 1) * 4 / 3),
+        "forward_alone": _break_even_tokens(lambda g: (2 * g - 1) * 2),
+        "twelve_or_four": _break_even_tokens(lambda g: 2 * g - 1),
+        "six_bytes": _break_even_tokens(lambda g: (2 * g - 1) / 2),
+        "four_bytes": _break_even_tokens(lambda g: (2 * g - 1) / 3),
+        "upside_down": lambda psi, gpus, rate, network: (2 * gpus - 1) * 2 / 3 * network / rate,
+        "with_psi": lambda psi, gpus, rate, network: (2 * gpus - 1) * 2 / 3 * rate / network * psi,
     },
-    cases=lambda: cases(_DEVICES, _draw_device),
+    cases=lambda: cases(_MACHINES, _draw_machine),
     tolerance=1e-3,
     place="place",
     blank=(None, ..., 0),
 )
-def check_tokens_to_hide(psi: int, rate: float, link: float) -> float:
-    """Check `function(psi, rate, link)`, which returns a number of tokens per rank.
+def check_second_machine(psi: int, gpus: int, rate: float, network: float) -> float:
+    """Check `function(psi, gpus, rate, network)`, which returns the break-even tokens per step.
 
-    With this number of tokens, FSDP2's communication takes as long as the compute. `rate` is in
-    FLOP per second, `link` in bytes per second.
+    At this number of tokens, a step of FSDP2 in bf16 takes equally long on one machine and on two.
+    `rate` is in FLOP/s per GPU, and `network` is in bytes/s per machine.
     """
-    return 2 * rate / link
+    return (2 * gpus - 1) * 2 / 3 * rate / network

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.distributed import RankUsage, Trainer, last_complete, load, predict, task_of
-from course_lib.labels import join_labels, verbatim
+from course_lib.distributed import task_of
+from course_lib.labels import join_labels
 from course_lib.memory import CATEGORIES, MemoryMeter
 from course_lib.teaching import COLORS, Table, claims, figure, text
 from course_lib.teaching.figures import shown_once
@@ -32,6 +32,7 @@ STAGE_OF = {
     "zero1": "ZeRO 1",
     "fsdp-keep": "ZeRO 2",
     "fsdp": "ZeRO 3",
+    "fsdp-bf16": "ZeRO 3",
     "fsdp-checkpoint": "ZeRO 3",
 }
 _COLORS = {
@@ -55,17 +56,17 @@ def held_by(run: Mapping[str, Any]) -> int:
 def draw_ranks(
     lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]
 ) -> "Figure":
-    """Draw held bytes, and bytes communicated per step, of a rank over the number of ranks.
+    """Draw a rank's held bytes, and its communicated bytes per step, against the number of ranks.
 
     Args:
         lines: Dict from the number of ranks to a dict from the ZeRO stage to held bytes, by the
-            reader's formulas.
+            learner's formulas.
         runs: Results of `launch`.
     """
     title = "Sharded bytes fall to 1/n per rank, but the communication volume stays the same"
     drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.7)
     held, sent = [], {}
-    for (stage, color), above in zip(_COLORS.items(), (-8, 7, 7, -7), strict=True):
+    for (stage, color), above in zip(_COLORS.items(), (7, 7, -8, -8), strict=True):
         own = [run for run in runs if STAGE_OF[run["mode"]] == stage]
         line = {n: counts[stage] for n, counts in lines.items()}
         style, filled = ("--", "none") if stage == "ZeRO 2" else ("-", color)
@@ -170,63 +171,6 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
     return shown_once(drawn)
 
 
-def draw_seconds(traffic: Mapping[str, float], compute_a_token: float, least: float) -> "Figure":
-    """Draw the seconds of compute and of communication over the tokens per rank.
-
-    The communication does not depend on the number of tokens.
-
-    Args:
-        traffic: Dict from a label to seconds of communication.
-        compute_a_token: Seconds of compute per token.
-        least: Number of tokens at which the first communication takes as long as the compute.
-    """
-    title = (
-        "Compute grows with the tokens per rank and communication does not, so long steps hide it"
-    )
-    drawn, ax = figure(title, width=8.2)
-    most = 1.4 * least or 1.0  # if nothing is solved yet, axes of some width
-    ax.plot([0, most], [0, most * compute_a_token], color=COLORS["predicted"])
-    note(ax, "compute", (most, most * compute_a_token), (-18, 0), ha="right")
-    words = [
-        text("{name}: {seconds} s", name=verbatim(n), seconds=f"{s:.1f}")
-        for n, s in traffic.items()
-    ]
-    shades = (COLORS["measured"], "#AA3377", "#4477AA")
-    for name, seconds, shade in zip(words, traffic.values(), shades, strict=False):
-        points(ax, dict.fromkeys((0, most), seconds), "--", color=shade)
-        note(ax, name, (0, seconds), (6, 4), va="baseline", color=shade)
-    points(ax, {least: least * compute_a_token})
-    label_axes(ax, "tokens per rank and step", "seconds", xlim=(0, most), ylim=(0, None))
-    drawn.course_alt = text(
-        "Communication: {traffic}. From {tokens} tokens on, compute takes at least as long as"
-        " the first of them.",
-        traffic=join_labels(words),
-        tokens=f"{least:,.0f}",
-    )
-    return shown_once(drawn)
-
-
-def symbolic_rank(mode: str, ranks: int) -> RankUsage:
-    """Return the predicted usage of one of several ranks, none of which is started."""
-    task = task_of()
-    return predict(task.make_model, lambda: task.part(0, ranks, 0), task.loss_sum, mode, ranks)
-
-
-@contextmanager
-def as_rank_of(ranks: int) -> Iterator[None]:
-    """Make this process rank 0 of `ranks`; collectives return at once without communication.
-
-    Counted bytes are right, but computed values are not.
-    """
-    from course_lib._torch.fake_group import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @contextmanager
 def _one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -234,18 +178,6 @@ def _one_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def resumed_alone(folder: str) -> list[float]:
-    """Return a list with the loss of one DDP step on one rank, resumed from a checkpoint.
-
-    The last complete checkpoint in `folder` is loaded. It may be from any number of ranks and any
-    mode, such as "fsdp".
-    """
-    task = task_of()
-    with _one_rank():
-        trainer = Trainer("ddp", task.make_model(), task.loss_sum)
-        return [trainer(task.make_batch(load(last_complete(folder), trainer)))]
 
 
 def ddp_peak(tokens: int, *, view: bool) -> int:
@@ -269,9 +201,8 @@ def ddp_peak(tokens: int, *, view: bool) -> int:
             return int(sum(meter.series().values())[began:].max())
 
 
-def what_you_may_have_read(
+def claims_table(
     runs: Mapping[str, Mapping[str, Any]],
-    sharded: Mapping[str, Any],
     alone: Mapping[str, int],
     saved: tuple[int, int],
 ) -> Table:
@@ -279,14 +210,13 @@ def what_you_may_have_read(
 
     Args:
         runs: Dict from the mode to the result of `launch` on 2 ranks.
-        sharded: Result of `launch` with FSDP2 on 4 ranks.
-        alone: Dict from the category to bytes at the peak of one device with 2 sequences.
+        alone: Dict from the category to bytes at the peak of one device with 4 sequences.
         saved: Bytes by which the bucket view lowers the peak, with 128 and with 16 tokens.
     """
     sent = [runs[mode]["communicated"]["measured"] for mode in ("ddp", "zero1")]
-    whole, part = held_by(runs["ddp"]), held_by(sharded)
-    peaks = sum(alone.values()), sharded["taken"][0]["peak_bytes"]
-    return claims.what_you_may_have_read(
+    whole, part = held_by(runs["ddp"]), held_by(runs["fsdp"])
+    peaks = sum(alone.values()), runs["fsdp"]["taken"][0]["peak_bytes"]
+    return claims.claims_table(
         CLAIMS,
         f"{sent[0] / 1e6:.1f} → {sent[1] / 1e6:.1f} MB",
         text(

@@ -1,13 +1,11 @@
-"""Tables of lesson 08 that compare ways of splitting a model between ranks."""
+"""Tables and a figure of lesson 08 that compare ways of splitting a model between ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
+from course_lib.budget.rates import Rates
 from course_lib.distributed import (
-    CommunicationCounter,
     RankUsage,
     held_bytes,
     sent_bytes,
@@ -16,14 +14,20 @@ from course_lib.distributed import (
 )
 from course_lib.distributed.formulas import Shapes, ring_bytes
 from course_lib.distributed.tensor_parallel import (
-    predict_tensor,
+    predict_tensor_parallel,
     tensor_held_bytes,
     tensor_sent_bytes,
 )
 from course_lib.distributed.training.tasks import BATCH, DECODER, SEQUENCE, Task
+from course_lib.labels import join_labels
 from course_lib.memory import symbolic
 from course_lib.models import Decoder
-from course_lib.teaching import Table, table, text
+from course_lib.teaching import Table, figure, table, text
+from course_lib.teaching.figures import shown_once
+from course_lib.teaching.marks import label_axes, note, points
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MACHINES, GPUS = 8, 8  # machines, and GPUs in each of them
 
@@ -38,7 +42,7 @@ def seventy_billion() -> Shapes:
 def compare_splits(shapes: Shapes, link: float) -> Table:
     """Show a table of held and sent bytes for three ways to split a model over 8 machines.
 
-    Held bytes are per GPU, and sent bytes are between machines, both in fp32. The row of
+    Held bytes are per GPU, and sent bytes are between machines, both with FSDP2 in bf16. The row of
     tensor parallelism counts every parameter as divided, although `parallelize` leaves some whole.
     These are less than 1% of this model.
 
@@ -50,14 +54,14 @@ def compare_splits(shapes: Shapes, link: float) -> Table:
     copies = 2 * sum(w.share(GPUS) * w.item_bytes for w in shapes.trained)
     # One ring passes through all GPUs, or each GPU of a machine has a ring to the other machines.
     ways = {
-        "FSDP2 over 64 GPUs": (every, ring_bytes(sent_bytes(shapes, "fsdp", ranks), ranks)),
+        "FSDP2 over 64 GPUs": (every, ring_bytes(sent_bytes(shapes, "fsdp-bf16", ranks), ranks)),
         "HSDP: FSDP2 over 8 GPUs, a copy per machine": (
             inside,
             GPUS * ring_bytes(copies, MACHINES),
         ),
         "tensor parallelism over 8 GPUs, FSDP2 over 8 machines": (
             every,
-            GPUS * ring_bytes(sent_bytes(shapes, "fsdp", MACHINES) / GPUS, MACHINES),
+            GPUS * ring_bytes(sent_bytes(shapes, "fsdp-bf16", MACHINES) / GPUS, MACHINES),
         ),
     }
     rows = [
@@ -73,6 +77,48 @@ def compare_splits(shapes: Shapes, link: float) -> Table:
     return table(["64 GPUs in 8 machines", *columns], rows)
 
 
+def draw_machines(
+    seconds: Callable[[int, float, Rates], float],
+    machines: Mapping[int, Rates],
+    pays: Mapping[int, float],
+) -> "Figure":
+    """Draw the seconds of a step against its tokens, on one machine and on two machines.
+
+    Args:
+        seconds: Function (machines, tokens, rates) -> seconds.
+        machines: Dict from the number of network cards per machine, 8 and 1, to the machine's
+            rates.
+        pays: Dict from the number of network cards to the least number of tokens at which two
+            machines are as fast as one.
+    """
+    drawn, ax = figure("A second machine pays only if a step has enough tokens", width=8.2)
+    most = 2.2 * max(pays.values()) or 1.0  # if nothing is solved yet, axes of some width
+    tokens = [most * part / 400 for part in range(1, 401)]
+    # label -> (machines, cards, color, place of the label)
+    ways = {
+        "one machine": (1, 8, "#222222", most),
+        "two machines, a card per GPU": (2, 8, "#4477AA", most),
+        "two machines, one card each": (2, 1, "#AA3377", most / 50),
+    }
+    words = []
+    for name, (count, cards, color, place) in ways.items():
+        ax.plot(tokens, [seconds(count, t, machines[cards]) for t in tokens], color=color)
+        offset = (5, 0) if place == most else (0, 8)
+        note(ax, name, (place, seconds(count, place, machines[cards])), offset, color=color)
+    for cards, least in pays.items():
+        least_seconds = seconds(1, least, machines[8])
+        points(ax, {least: least_seconds})
+        note(ax, f"{least:,.0f}", (least, least_seconds), (0, 12), ha="right")
+        words.append(text("{cards}: {tokens}", tokens=f"{least:,.0f}", cards=cards))
+    label_axes(ax, "tokens per step", "seconds per step", xlim=(0, most), ylim=(0, None))
+    drawn.course_alt = text(
+        "A step on two machines takes as long as on one at these numbers of tokens, by network"
+        " cards per machine: {tokens}.",
+        tokens=join_labels(words),
+    )
+    return shown_once(drawn)
+
+
 def tensor_rows(
     task: Task, runs: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, float | None, float]]:
@@ -85,7 +131,7 @@ def tensor_rows(
     activation = 4 * BATCH * SEQUENCE * DECODER["hidden"]
     for run in runs:
         mode, ranks, usage = run["mode"], run["ranks"], run["taken"][0]
-        expected = predict_tensor(
+        expected = predict_tensor_parallel(
             task.make_model, partial(task.make_batch, 0), task.loss_sum, mode, ranks
         )
         counts = {
@@ -111,7 +157,7 @@ def kept_per_layer(mode: str, ranks: int) -> int:
     """
     task, sizes = task_of(), {**DECODER, "sequence": SEQUENCE}
     one, two = (
-        predict_tensor(
+        predict_tensor_parallel(
             partial(Decoder, **{**sizes, "layers": layers}),
             partial(task.make_batch, 0),
             task.loss_sum,
@@ -131,13 +177,3 @@ def sync_table(taken: Mapping[str, RankUsage]) -> Table:
         rows.append((way, *(round(count / 1e6, 1) for count in counts)))
     columns = ["communicated (MB)", "gradients at the peak (MB)", "peak (MB)"]
     return table(["gradients are reduced", *columns], rows)
-
-
-def own_and_given(model: nn.Module) -> tuple[float, float]:
-    """Return the MB of weights of this rank, one of four, and the MB that a step communicates."""
-    task = task_of()
-    with CommunicationCounter() as given:
-        loss, tokens = task.loss_sum(model, task.part(0, 4, 0))
-        (loss / tokens).backward()
-    own = sum(weight.to_local().nbytes for weight in model.parameters())
-    return round(own / 1e6, 1), round(given.bytes / 1e6, 1)

@@ -53,7 +53,7 @@ def bytes_sent(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str
     A step is that of the course's decoder. A collective is called on a tensor of 4 MB.
 
     Args:
-        what: Some of `KNOWN`.
+        what: Names of modes and collectives, all of them in `KNOWN`.
 
     Raises:
         RuntimeError: This machine cannot create an empty network namespace, or the run failed. The
@@ -96,12 +96,13 @@ def _bring_up_loopback() -> None:
 
 
 def _sent_so_far() -> int:
+    """Return the bytes that all ranks have sent on the loopback interface so far."""
     with Path("/proc/self/net/dev").open() as file:
         line = next(line for line in file if line.strip().startswith("lo:"))
     return int(line.partition(":")[2].split()[8])
 
 
-def _count(run: Callable[[int], object]) -> int:
+def _bytes_per_call(run: Callable[[int], object]) -> int:
     """Return the bytes that a rank sends in one call of `run`, averaged over several calls."""
     for step in range(WARM_UP):
         run(step)
@@ -127,7 +128,7 @@ def _mode(name: str) -> Callable[[int], object]:
 
 
 def _hybrid(_: str) -> Callable[[int], object]:
-    """Return a function that runs a step with FSDP2 in each half of the ranks, and DDP between."""
+    """Return a function that runs a step with FSDP2 in each half of the ranks, DDP between them."""
     task, ranks, rank = task_of(), dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     model = task.make_model()
@@ -154,7 +155,7 @@ def _hybrid(_: str) -> Callable[[int], object]:
     return step
 
 
-def _run_of(name: str) -> Callable[[int], object]:
+def _function_of(name: str) -> Callable[[int], object]:
     made = _collective if name in COLLECTIVES else _hybrid if name == "hsdp" else _mode
     return made(name)
 
@@ -163,7 +164,7 @@ def _rank(rank: int, ranks: int, what: Sequence[str], connection: Connection) ->
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{PORT}", rank=rank, world_size=ranks
     )
-    counts = {name: _count(_run_of(name)) for name in what}
+    counts = {name: _bytes_per_call(_function_of(name)) for name in what}
     dist.destroy_process_group()
     if rank == 0:
         connection.send(counts)
@@ -173,15 +174,15 @@ def _run_in_namespace(ranks: int, what: Sequence[str]) -> dict[str, int]:
     """Return the bytes for `what`; the ranks are forked, so modules are imported only once."""
     _bring_up_loopback()
     forked = multiprocessing.get_context("fork")
-    heard, reason = forked.Pipe(duplex=False)
+    receiver, sender = forked.Pipe(duplex=False)
     processes = [
-        forked.Process(target=_rank, args=(rank, ranks, what, reason)) for rank in range(ranks)
+        forked.Process(target=_rank, args=(rank, ranks, what, sender)) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
-    reason.close()  # so that `recv` ends if all ranks have failed
+    sender.close()  # so that `recv` ends if all ranks have failed
     try:
-        return heard.recv()
+        return receiver.recv()
     finally:
         for process in processes:
             process.join()

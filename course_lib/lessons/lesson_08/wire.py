@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 TENSOR_BYTES = 4_000_000  # bytes of the tensor in the recorded collectives
-# Collective -> multiple of the tensor's bytes that counts; an all-reduce is two collectives.
+# Collective -> how often the tensor's bytes are counted; an all-reduce counts as two collectives.
 GIVEN_TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 #: Ranks -> mode or collective -> bytes per rank and step, by
