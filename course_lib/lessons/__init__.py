@@ -17,12 +17,12 @@ from types import ModuleType
 from course_lib.teaching.claims import Claim
 from course_lib.teaching.exercises import Exercise
 from course_lib.teaching.experiments import Experiment
-from course_lib.teaching.gpu import GpuFigures
-from course_lib.teaching.recordings import FOLDER, figures_of_gpus
+from course_lib.teaching.gpu import GpuResults
+from course_lib.teaching.recordings import FOLDER, results_of_gpus
 
 __all__ = ["LESSONS", "checks_of", "claims_of", "experiments", "lesson", "on_gpu"]
 
-# `measure` collects garbage. Frozen objects are not searched, which saves a tenth of a second.
+# `measure` runs the garbage collector. It skips frozen objects, which saves 0.1 s each time.
 gc.freeze()
 
 #: The numbers of the lessons, as two digits.
@@ -55,14 +55,14 @@ def checks_of(number: str) -> dict[str, Exercise]:
 
 
 def claims_of(number: str) -> tuple[Claim, ...]:
-    """Return the claims that a lesson tests; claims of its optional sections come last."""
+    """Return the claims that a lesson tests, with those of its optional sections last."""
     module = lesson(number, "claims")
     names = ("CLAIMS", "ALLOCATOR_CLAIMS", "OLDER_CLAIMS")  # in the order of the notebooks
     return tuple(claim for name in names for claim in getattr(module, name, ()))
 
 
 def experiments(number: str | None = None) -> list[Experiment]:
-    """Return the GPU experiments of one lesson, or of all lessons, in the order of definition."""
+    """Return the GPU experiments of one lesson, or of all lessons, in the order of their code."""
     modules = [lesson(each, "gpu") for each in (LESSONS if number is None else [number])]
     return [
         found
@@ -73,7 +73,7 @@ def experiments(number: str | None = None) -> list[Experiment]:
     ]
 
 
-def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuFigures:
+def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuResults:
     """Return a lesson's GPU experiments as an object that the notebook displays.
 
     On a GPU the experiments are run now. Tag the cell that calls this function `shows-device`,
@@ -94,6 +94,6 @@ def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuFigures:
                 f"name must be one of the GPU experiments of lesson {number}, which are"
                 f" {', '.join(known)}, got {name!r}"
             )
-    return GpuFigures(
-        [(known[name], figures_of_gpus(known[name], folder)) for name in names or known]
+    return GpuResults(
+        [(known[name], results_of_gpus(known[name], folder)) for name in names or known]
     )

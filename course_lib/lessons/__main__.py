@@ -1,10 +1,10 @@
-"""Run the lessons' GPU experiments and write their figures to course_lib/recordings/<gpu>.json.
+"""Run the lessons' GPU experiments and write their results to course_lib/recordings/<gpu>.json.
 
     python -m course_lib.lessons                                    # run all experiments
     python -m course_lib.lessons --only 04 06.attention --skip 07   # select by lesson, or prefix
-    python -m course_lib.lessons --check                            # report what is missing to run
+    python -m course_lib.lessons --check                            # report why none can run
 
-Figures are written as soon as they are measured. If an experiment fails, its name is printed, and
+Results are written as soon as they are measured. If an experiment fails, its name is printed, and
 the other experiments continue.
 """
 
@@ -18,13 +18,13 @@ from typing import NoReturn
 
 import torch
 
-from course_lib.teaching.experiments import Experiment, Run, in_short
+from course_lib.teaching.experiments import Experiment, Run, error_summary
 from course_lib.teaching.recordings import FOLDER, provenance, record
 
 from . import experiments
 
-# Set by ctrl-c, because a KeyboardInterrupt inside a callback of torch becomes another error, or
-# none.
+# Ctrl-C sets this event. A KeyboardInterrupt that is raised inside a callback of PyTorch would be
+# replaced by another error, or lost.
 STOP = threading.Event()
 
 
@@ -61,16 +61,20 @@ def main() -> None:
         return
     if given.device == "cuda":
         free, total = torch.cuda.mem_get_info()
-        # other processes keep their memory
+        # leaves the memory that other processes use
         torch.cuda.set_per_process_memory_fraction(0.95 * free / total)
     STOP.clear()
     if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        provenance(given.device)  # before anything else is on the GPU
-        failed = [name for name in chosen if not ran(name, named[name], given.device, given.folder)]
+        provenance(given.device)  # measures the link once, before an experiment uses the GPU
+        failed = [
+            name
+            for name in chosen
+            if not run_and_record(name, named[name], given.device, given.folder)
+        ]
     except KeyboardInterrupt:
-        print("interrupted: the figures measured until now are kept", file=sys.stderr)
+        print("interrupted: the results measured until now are kept", file=sys.stderr)
         sys.exit(130)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -89,7 +93,7 @@ def what_is_missing(device: str, folder: Path) -> str | None:
         return f"torch is {torch.__version__}, and the course takes 2.9 or newer"
     if device == "cpu":
         return (
-            "A CPU's figures are no recordings and take a --folder of their own"
+            "A CPU's results are not recordings; pass a --folder of their own"
             if folder == FOLDER
             else None
         )
@@ -98,8 +102,8 @@ def what_is_missing(device: str, folder: Path) -> str | None:
     return None
 
 
-def ran(name: str, item: Experiment, device: str, folder: Path) -> bool:
-    """Run an experiment and write each figure at once; return whether the experiment succeeded."""
+def run_and_record(name: str, item: Experiment, device: str, folder: Path) -> bool:
+    """Run an experiment and store each result when it is measured; return whether it succeeded."""
     start = time.perf_counter()
 
     def write(run: Run, finished: bool = False) -> Path:
@@ -112,7 +116,7 @@ def ran(name: str, item: Experiment, device: str, folder: Path) -> bool:
     except Exception as error:  # too little memory for one experiment must not stop the others
         if STOP.is_set():
             raise KeyboardInterrupt from error
-        print(f"{name} failed: {in_short(error)}", file=sys.stderr, flush=True)
+        print(f"{name} failed: {error_summary(error)}", file=sys.stderr, flush=True)
         return False
     sizes = "" if run.sizes in (item.sizes, item.small) else f", with {run.sizes}"
     print(

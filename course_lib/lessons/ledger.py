@@ -3,7 +3,7 @@
 The decoder is that of lesson 00: vocabulary 2048, hidden size 256, 8 heads, 8 layers. The step has
 8 sequences of 128 tokens, in fp32 with Adam. The second step is measured, because Adam's state
 exists from the start of that step. A lesson measures its own row and shows it below the rows of the
-previous lessons, which are stored here. tests/test_ledger.py measures each stored row again.
+previous lessons, which are stored here. test_ledger.py measures each stored row again.
 """
 
 from collections.abc import Sequence

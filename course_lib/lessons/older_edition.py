@@ -19,7 +19,7 @@ class OlderEdition(Exception):
     """
 
 
-def refuse_names_in(package: str) -> Callable[[str], NoReturn]:
+def reject_names_in(package: str) -> Callable[[str], NoReturn]:
     """Return a `__getattr__` for a lesson's package, which rejects names of an older edition.
 
     Names that start with an underscore, which Python and IPython look up themselves, and names of
@@ -28,7 +28,7 @@ def refuse_names_in(package: str) -> Callable[[str], NoReturn]:
     lesson = package.rpartition(".")[2]
     folder = Path(__file__).with_name(lesson)
 
-    def refuse(name: str) -> NoReturn:
+    def reject(name: str) -> NoReturn:
         if name.startswith("_") or (folder / f"{name}.py").exists():
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
         words = {"name": verbatim(f"{lesson}.{name}")}
@@ -48,7 +48,7 @@ def refuse_names_in(package: str) -> Callable[[str], NoReturn]:
         # The text is in both languages, because the page's switch cannot change an error message.
         raise OlderEdition("\n".join(in_both_languages(told)))
 
-    return refuse
+    return reject
 
 
 def _file_with(name: str, folder: Path) -> str:

@@ -7,20 +7,20 @@
 # ---
 
 # %% [markdown] slide={"en": "A Llama that this course did not write. You have 200 MB for a step.\n\nWhat has to change?", "zh": "一个别人写的 Llama，训练一步只有 200 MB 可用。\n\n要改哪里，才装得下？"}
-# # 9 Does it hold for your own model? / 换成你自己的模型，还成立吗？
+# # 9 Does it hold for other models? / 换成别的模型，还成立吗？
 #
 # <div lang="en">
 #
 # Here is a small Llama that the course did not write. For one Adam step on four passages of 128 characters, you have 200 MB. Does the step fit? If not, what has to change?
 #
-# This lesson is a project with three fill-ins: a model, a batch and a loss. They come filled in, so everything runs at once. At the end you replace them with your own.
+# A vision transformer, LoRA and Llama 3 8B follow. The [project](10_your_model.ipynb) is about your own model.
 #
 # </div>
 # <div lang="zh">
 #
 # 这里有一个别人写的小 Llama。要用四段 128 个字符的文本做一步 Adam，内存只有 200 MB。装得下吗？如果装不下，该改哪里？
 #
-# 这一课是一个项目，有三处填空：模型、批次和损失。它们事先已经填好，打开就能运行。到最后，请你换上自己的。
+# 接着看视觉 Transformer、LoRA 和 Llama 3 8B。你自己的模型留到[项目](10_your_model.ipynb)里再分析。
 #
 # </div>
 
@@ -32,14 +32,22 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (100 minutes). Give any model to the tools of this course, and diagnose what is wrong if they reject it. Predict a step from a configuration alone. Choose techniques by what fills the peak, and show that they train the same. Carry the result over to your own training code. Hand in your own model with its numbers.
+# **Goals** (80 minutes, in two sittings):
+#
+# - Predict a step from a configuration alone.
+# - Choose techniques by what fills the peak, and show that they train the same.
+# - Say what full training, LoRA and QLoRA of an 8B model need.
 #
 # **What to know before**: lesson 07.
 #
 # </div>
 # <div lang="zh">
 #
-# **目标**（100 分钟）：把任何模型交给这门课的工具，如果工具不接受，能查出原因；只凭一份配置，预测一步要多少内存；先看峰值里什么最多，再选技术，并证明训练结果不变；把得到的结果搬进自己的训练代码；最后交上自己的模型和它的数据。
+# **目标**（共 80 分钟，分两次学）
+#
+# - 只凭一份配置，预测一步要多少内存。
+# - 先看峰值里什么最多，再选技术，并证明训练结果不变。
+# - 说出训练一个 8B 模型时，全量训练、LoRA 和 QLoRA 各要多少内存。
 #
 # **预备知识**：第 07 课。
 #
@@ -47,9 +55,9 @@ language()
 
 # %%
 import torch
-from torch.nn import functional as F
 from transformers import ViTConfig, ViTForImageClassification
 
+from course_lib.adapters import with_adapters
 from course_lib.budget import Recipe, build, estimate, fit, run, train_step
 from course_lib.budget.__main__ import main as budget_command
 from course_lib.lessons.ledger import whole_ledger
@@ -57,98 +65,37 @@ from course_lib.lessons.lesson_09 import exercises, figures, practice
 from course_lib.teaching import predictions, table
 
 BUDGET = 200_000_000  # bytes
-STEPS = 2  # 200 steps take minutes
 
-# %% [markdown]
-# ## 9.1 Three fill-ins / 三处填空
+# %% [markdown] slide={"en": "**Guess first.** From nine lines of configuration: how many parameters? What is the peak of a step?", "zh": "**先猜**：只凭九行配置，有多少参数？一步的峰值是多少？"}
+# ## 9.1 Predict from the configuration / 只凭配置来预测
 #
 # <div lang="en">
 #
-# Each fill-in is a function:
-#
-# - `make_model()` returns a new model in fp32.
-# - `make_batch(step)` returns the batch of a step: tensors, alone or in tuples and dictionaries.
-# - `loss_sum(model, batch)` returns the sum of the losses and their number. Lesson 05 showed why a mean is not enough.
+# You need not build a model to find out whether it fits. Nine lines of configuration describe this Llama. Its batch has four passages of the course's own English, with one token per character.
 #
 # </div>
 # <div lang="zh">
 #
-# 每处填空都是一个函数：
-#
-# - `make_model()` 返回一个新的 fp32 模型。
-# - `make_batch(step)` 返回那一步的批次，可以是张量，也可以是装着张量的元组或字典。
-# - `loss_sum(model, batch)` 返回损失之和，以及损失的个数。为什么只给平均值不够，第 05 课讲过。
+# 要知道装不装得下，不必先把模型建出来，因为九行配置就能描述这个 Llama。批次是四段文本，取自本课程的英文课文，每个字符是一个 token。
 #
 # </div>
 
 
-# %% tags=["fill-in"] slide="code"
-def make_model():  # transformers' LlamaForCausalLM, from a configuration of nine lines
+# %% slide="code"
+def make_llama():  # transformers' LlamaForCausalLM
     return exercises.model_of(exercises.LLAMA)
 
 
-def make_batch(step=0):  # four passages of the course's own English, one token per character
+def llama_batch(step=0):
     return exercises.passages(step)
 
 
-print(type(make_model()).__name__, *exercises.LLAMA.items(), sep="\n")
-{name: tuple(tensor.shape) for name, tensor in make_batch().items()}
+print(*exercises.LLAMA.items(), sep="\n")
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 1.** Write the third fill-in. `model(batch["input_ids"]).logits` has the shape (batch, tokens, vocabulary). The logits at a position predict the *next* token, and a label of −100 is not predicted.
-#
-# </div>
-# <div lang="zh">
-#
-# **练习 1。** 写出第三处填空。`model(batch["input_ids"]).logits` 的形状是（批次，token，词表）。某个位置的 logits 预测的是**下一个** token；标签为 −100 的位置不预测。
-#
-# </div>
-
-
-# %% minutes=8
-def loss_sum(model, batch):
-    return None  # the sum of the losses, and how many there are
-
-
-exercises.check_loss_sum(loss_sum)
-
-# %% jupyter={"source_hidden": true} slide="code"
-### BEGIN SOLUTION
-if not exercises.check_loss_sum.accepted:
-
-    def loss_sum(model, batch):
-        logits = model(batch["input_ids"]).logits[:, :-1]
-        targets = batch["labels"][:, 1:]
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        return losses, (targets != -100).sum()
-
-
-exercises.check_loss_sum(loss_sum)
-### END SOLUTION
-
-# %% [markdown]
-# <div lang="en">
-#
-# Models of transformers compute this loss themselves, and the course weights their micro-batches by the number of labels. For such a model you can leave out the third fill-in.
-#
-# </div>
-# <div lang="zh">
-#
-# transformers 的模型自己就会算这个损失，本课程按标签数给它的各个微批次加权。所以用这样的模型时，第三处可以不填。
-#
-# </div>
-
-
-# %% [markdown] slide={"en": "**Guess first.** From nine lines of configuration: how many parameters? What is the peak of a step?", "zh": "**先猜**：只凭九行配置，有多少参数？一步的峰值是多少？"}
-# ## 9.2 Predict from the configuration / 只凭配置来预测
-#
-# <div lang="en">
-#
-# You need not build a model to find out whether it fits. Start from the nine lines.
-#
-# **Exercise 2.** Write `parameters(config)`: how many parameters does a Llama have?
+# **Exercise 1.** Write `parameters(config)`: how many parameters does a Llama have?
 #
 # - No matrix has a bias.
 # - Each layer has attention (queries, keys, values, output), a gated network of three matrices, and two norms.
@@ -160,21 +107,19 @@ exercises.check_loss_sum(loss_sum)
 # </div>
 # <div lang="zh">
 #
-# 要知道装不装得下，不必先把模型建出来。就从这九行开始。
-#
-# **练习 2。** 写出 `parameters(config)`：一个 Llama 有多少参数？
+# **练习 1。** 写出 `parameters(config)`：一个 Llama 有多少参数？
 #
 # - 所有矩阵都没有偏置。
 # - 每层有注意力（查询、键、值、输出）、一个由三个矩阵组成的门控网络，以及两个归一化。
 # - 最后一层之后还有一个归一化。
 # - 嵌入和输出头可能是同一个矩阵。
 #
-# 检查你的答案时，还会用更大的配置再试。
+# 检查还会用更大的配置来测试你的函数。
 #
 # </div>
 
 
-# %% minutes=9
+# %% minutes=12
 def parameters(config):
     return None
 
@@ -206,52 +151,50 @@ exercises.check_parameters(parameters)
 # </div>
 # <div lang="zh">
 #
-# 每个参数有四个数，各 4 字节（第 01 课）：权重、梯度，以及 Adam 的两个矩。合起来是 498.3 MB。**先猜**：除此之外，一步的峰值还要多出多少 MB？
+# 每个参数对应四个数，即权重、梯度，以及 Adam 的两个矩，各占 4 字节（第 01 课）。全部参数的这四个数共占 498.3 MB。**先猜**：一步的峰值比 498.3 MB 还要高出多少？
 #
 # </div>
 
-# %% slide="result"
-plain = estimate(make_model, make_batch, Recipe())
-count = parameters(exercises.LLAMA) or 0
-rows = [("16 bytes per parameter", 16 * count), ("estimate for the step", plain.peak_bytes)]
-table(["", "bytes"], rows)
+# %% tags=["guess"] slide="result"
+my_guess = None  # in MB, beyond 498.3
+plain = estimate(make_llama, llama_batch, Recipe())
+beyond = plain.peak_bytes - 16 * (parameters(exercises.LLAMA) or 0)
+practice.guesses([("beyond 16 bytes per parameter", my_guess, beyond)])
 
 # %% [markdown]
 # <div lang="en">
 #
-# Does a real step need as much memory as predicted? `own_model` tests all three fill-ins: it builds the model, predicts a step, runs it and compares both. If they differ, it names the first operator that differs.
+# Does a real step need as much memory as estimated? We run it once under a meter:
 #
 # </div>
 # <div lang="zh">
 #
-# 真正运行一步，与预测一样吗？`own_model` 会检验全部三处填空：建立模型，预测一步，再真正运行这一步，把两者对照。如果不一样，它会指出从哪个算子开始不同。
+# 真正运行一步时，需要的内存与估计一样吗？下面在计量器下运行一次。
 #
 # </div>
 
-# %% slide="result" minutes=1
-from course_lib.lessons.lesson_09 import slots
+# %% slide="result"
+practice.run_predicted(make_llama, llama_batch, {"plain": plain})
 
-slots.own_model(make_model, make_batch, None)
-
-# %% [markdown] slide={"en": "609.1 MB. Checkpoints, four micro-batches, offloaded state, steps in backward: one of them alone.\n\n**Guess first.** Which saves most? Which saves nothing?", "zh": "609.1 MB。检查点、四个微批次、状态卸载、在反向中更新，只用其中一种。\n\n**先猜**：哪一种省得最多？哪一种等于没省？"}
-# ## 9.3 What fills the peak / 峰值里有什么
+# %% [markdown] slide={"en": "609.1 MB. Checkpoints, four micro-batches, offloaded state, steps in backward: one of them alone.\n\n**Guess first.** Which saves most? Which saves nothing?", "zh": "峰值 609.1 MB。检查点、四个微批次、状态卸载、在反向中更新，只用其中一种。\n\n**先猜**：哪一种省得最多？哪一种等于没省？"}
+# ## 9.2 What fills the peak / 峰值里有什么
 #
 # <div lang="en">
 #
-# The estimate is 609.1 MB, which is 110.8 MB more than 498.3 MB.
+# The estimate is 609.1 MB, which is 110.9 MB more than 498.3 MB.
 #
-# **Guess first:** use one technique alone: a checkpoint for each layer, four micro-batches, an optimizer state that is offloaded to a lower tier, or optimizer steps in backward. Which one saves most? Which one saves nothing?
+# **Guess first.** Use one technique alone: a checkpoint for each layer, four micro-batches, an optimizer state that is offloaded to a lower tier, or optimizer steps in backward. Which one saves most? Which one saves nothing?
 #
 # </div>
 # <div lang="zh">
 #
-# 估计值是 609.1 MB，比 498.3 MB 多 110.8 MB。
+# 估计值是 609.1 MB，比 498.3 MB 多 110.9 MB。
 #
-# **先猜**：每层一个检查点，批次分成四个微批次，优化器状态卸载到下一级存储，在反向中更新参数。如果只用其中一种，哪一种省得最多？哪一种等于没省？
+# **先猜**：有四种技术，即每层加一个检查点、把批次分成四个微批次、把优化器状态卸载到下一级存储，以及在反向中更新参数。如果只用其中一种，哪一种省得最多？哪一种等于没省？
 #
 # </div>
 
-# %% tags=["guess"] slide="result" minutes=3
+# %% tags=["guess"] slide="result"
 my_guesses = [None, None, None, None]  # in MB
 ways = {
     "plain": {},
@@ -262,8 +205,12 @@ ways = {
 }
 three = {"checkpoint": "layers", "offload_optimizer": 1.0, "in_backward": True}
 ways["all three"] = three
-found = {name: estimate(make_model, make_batch, Recipe(**way)) for name, way in ways.items()}
+found = {name: estimate(make_llama, llama_batch, Recipe(**way)) for name, way in ways.items()}
 figures.draw_techniques(found, BUDGET)
+
+# %% slide="result"
+saved = [plain.peak_bytes - each.peak_bytes for each in found.values()]
+practice.guesses(zip([*ways][1:5], my_guesses, saved[1:5], strict=True))
 
 # %% [markdown]
 # <div lang="en">
@@ -275,14 +222,14 @@ figures.draw_techniques(found, BUDGET)
 # </div>
 # <div lang="zh">
 #
-# 占得最多的是 Adam 的状态，249 MB，所以卸载它省得最多。人人都知道的检查点只省 92 MB。在这里，单用“在反向中更新”等于没省，因为峰值出现在反向刚开始的时候，那时几乎还没有梯度。加了检查点之后，峰值移到反向的末尾，这时梯度已经全部算出，提早释放它们才有用。
+# 峰值里占得最多的是 Adam 的状态，共 249 MB，所以卸载状态省得最多。检查点是最有名的技术，在这里却只省下 92 MB。单用“在反向中更新”等于没省，因为峰值出现在反向刚开始的时候，那时几乎还没有梯度。加了检查点之后，峰值移到反向的末尾，这时梯度已经全部算出，提早释放梯度才有用。
 #
-# 第 07 课用另一个模型，也得到了同样的结论：先看峰值里什么最多，再选技术。三种技术各管一部分，把这一步降到 171.6 MB。
+# 第 07 课分析另一个模型时也得到了同样的结论，即先看峰值里什么最多，再选技术。表中合用的三种技术各减少峰值的一部分，一起把峰值降到 171.6 MB。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Before any claim of saving: the same steps, plain and with all three techniques.\n\n**Guess first.** The same weights, to the last bit?", "zh": "谈节省之前，把同样的几步做两遍，一遍作为基线，一遍三种技术全用。\n\n**先猜**：权重会逐比特相等吗？"}
-# ## 9.4 Equal first / 先看是否相等
+# %% [markdown] slide={"en": "Before any claim of saving: the same steps, plain and with all three techniques.\n\n**Guess first.** The same weights, to the last bit?", "zh": "先把同样的几步做两遍，一遍作为基线，一遍三种技术全用，再谈省了多少。\n\n**先猜**：权重会逐比特相等吗？"}
+# ## 9.3 Equal first / 先看是否相等
 #
 # <div lang="en">
 #
@@ -291,27 +238,26 @@ figures.draw_techniques(found, BUDGET)
 # </div>
 # <div lang="zh">
 #
-# 省下内存，还要训练结果不变才算数。所以把同样的几步运行两遍，文本只取一半长，一遍作为基线，一遍三种技术全用。**先猜**：权重会逐比特相等吗？第 07 课里是相等的。
+# 训练结果不变，省下的内存才算数。所以把同样的几步运行两遍，一遍作为基线，一遍三种技术全用，文本都只取一半长。**先猜**：两遍得到的权重会逐比特相等吗？在第 07 课里是相等的。
 #
 # </div>
 
 
 # %% slide="code"
 def train(recipe, steps, length):
-    model, optimizer = build(make_model, recipe, lr=1e-3)
-    start, losses = practice.weights(model), []
+    model, optimizer = build(make_llama, recipe, lr=1e-3)
+    start = practice.weights(model)
     for step in range(steps):
-        batch = exercises.passages(step, length=length)
-        losses.append(float(train_step(model, optimizer, batch, recipe).loss))
+        train_step(model, optimizer, exercises.passages(step, length=length), recipe)
     end = practice.weights(model)
-    return end, losses, (end - start).norm()
+    return end, (end - start).norm()
 
 
 # %% slide="result"
-rows, losses = [], {}
-for length, steps in ((65, 1), (64, STEPS)):
-    expected, losses["plain"], update = train(Recipe(), steps, length)
-    lean, losses["all three"], _ = train(Recipe(**three), steps, length)
+rows = []
+for length, steps in ((65, 1), (64, 2)):
+    expected, update = train(Recipe(), steps, length)
+    lean, _ = train(Recipe(**three), steps, length)
     rows.append((4 * (length - 1), steps, practice.difference(lean, expected, update)))
 table(["tokens predicted", "steps", "difference of the weights (in units of the update)"], rows)
 
@@ -320,35 +266,44 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 #
 # With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not. Why? A step divides the summed loss by the number of tokens. The baseline divides the gradients at the end. The step with updates in backward divides the loss first. 4 × 63 = 252 is not a power of 2, so the division rounds, and the order changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, and nothing is rounded.
 #
-# The remaining difference is less than a two-thousandth of the update. On this CPU, both versions train equally well. Here are the losses of the second row, drawn over each other:
+# The remaining difference is less than a two-thousandth of the update. On this CPU, both versions train equally well.
 #
 # </div>
 # <div lang="zh">
 #
-# 预测 256 个 token 时，权重相等；每段文本少取一个字符，就不相等了。为什么？一步要把损失之和除以 token 数。基线到最后才去除各个梯度；在反向中更新，则是先除损失。4 × 63 = 252 不是 2 的幂，除法要舍入，先除和后除的末几位就不一样。4 × 64 = 256 是 2 的幂，第 07 课的 1024 也是，所以没有舍入。
+# 预测 256 个 token 时，两遍得到的权重相等。如果每段文本少取一个字符，两遍的权重就不相等了。为什么？训练步要把损失之和除以 token 数。基线先做反向，最后才把各个梯度除以 token 数。在反向中更新时，要先把损失除以 token 数，再做反向。4 × 63 = 252 不是 2 的幂，做除法时要舍入，所以先除和后除得到的末几位数字不一样。4 × 64 = 256 是 2 的幂，第 07 课的 1024 也是，所以没有舍入。
 #
-# 剩下的差别不到更新量的两千分之一，在这个 CPU 上，两者的训练结果一样。下面把第二行的损失画在一起：
+# 这时两遍得到的权重仍有差别，但差别不到更新量的两千分之一，所以可以认为在这个 CPU 上，两遍训练的效果一样好。
 #
 # </div>
 
-# %% slide="result"
-figures.draw_losses(losses)
+# %% [markdown]
+# <div lang="en">
+#
+# **End of the first sitting** (35 minutes). You have predicted the step of a new model, and three techniques train it as the baseline does. In the second sitting you write a recipe for 200 MB, and go on to a vision transformer, to LoRA, and to a model of 8 billion parameters.
+#
+# </div>
+# <div lang="zh">
+#
+# **第一次学习到此结束**（35 分钟）。你已经预测出新模型训练一步的峰值，也看到用上三种技术之后，训练结果仍与基线一样。第二次学习里，你要写一个配方，让峰值不超过 200 MB，再来看视觉 Transformer、LoRA 和一个有 80 亿参数的模型。
+#
+# </div>
 
-# %% [markdown] slide={"en": "200 MB.\n\n**Write a recipe**, and run it under a meter that stops it at 200 MB.", "zh": "200 MB。\n\n**写一个配方**，再运行它；超过 200 MB，计量器就会拦下。"}
-# ## 9.5 By hand, then by search / 先自己配，再让搜索来配
+# %% [markdown] slide={"en": "200 MB.\n\n**Write a recipe**, and run it under a meter that stops it at 200 MB.", "zh": "200 MB。\n\n**写一个配方**，再运行它。如果内存超过 200 MB，计量器就会让这一步停下。"}
+# ## 9.4 By hand, then by search / 先自己配，再让搜索来配
 #
 # <div lang="en">
 #
-# **Exercise 3.** Write a recipe for 200 MB that uses another set of techniques than the three above, and keeps fp32 and Adam. Section 7.2 of lesson 07 lists the fields of `Recipe`. Each try takes about half a second.
+# **Exercise 2.** Write a recipe for 200 MB with a set of techniques other than the three above. Checkpoints around fewer layers, or in other sizes, are not another set. Keep fp32, Adam and one device. Section 7.2 of lesson 07 lists the fields of `Recipe`. Each try takes about half a second.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 3。** 为 200 MB 写一个配方，不能正好用上面那三种技术，fp32 和 Adam 不变。`Recipe` 有哪些字段，见第 07 课 7.2 节。每试一次大约半秒钟。
+# **练习 2。** 写一个峰值不超过 200 MB 的配方，所用的技术不能正好是上面那三种。只给一部分层加检查点，或者改变检查点的大小，都不算换了一组技术。仍用 fp32、Adam 和单台设备。`Recipe` 的字段见第 07 课 7.2 节。每试一次大约要半秒钟。
 #
 # </div>
 
-# %% minutes=8
+# %% minutes=10
 recipe = None  # Recipe(...)
 exercises.check_recipe(recipe)
 
@@ -368,17 +323,17 @@ exercises.check_recipe(recipe)
 # </div>
 # <div lang="zh">
 #
-# 现在真正运行这一步，超过 200 MB，计量器就会把它拦下：
+# 现在真正运行这一步。如果内存超过 200 MB，计量器就会让这一步停下。
 #
 # </div>
 
 # %% slide="result"
 recipe = recipe or Recipe(**three)
-predicted = estimate(make_model, make_batch, recipe).peak_bytes
-taken = run(make_model, make_batch, recipe, budget_bytes=BUDGET)
+predicted = estimate(make_llama, llama_batch, recipe).peak_bytes
+taken = run(make_llama, llama_batch, recipe, budget_bytes=BUDGET)
 predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 
-# %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找最便宜的配方。\n\n那三种技术里，还有什么可以不用？"}
+# %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找代价最小的配方。\n\n那三种技术里，还有什么可以不用？"}
 # <div lang="en">
 #
 # Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, so each gradient must be released as soon as it has been used. The state also takes 249 MB and must be offloaded. That leaves the activations. With all three techniques, 28 of the 200 MB are still unused. **Guess first:** what can still be left out?
@@ -386,32 +341,32 @@ predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 哪个配方最便宜？有两种技术非用不可，因为权重加全部梯度是 249 MB，状态也是 249 MB。所以每个梯度用完就要释放，状态必须卸载。剩下的是激活值。三种技术全用时，200 MB 里还有 28 MB 没用上。**先猜**：三种技术里，还有什么可以省去？
+# 哪个配方代价最小？有两种技术非用不可。权重和全部梯度一共要 249 MB，所以每个梯度用完就要释放。状态也要 249 MB，所以必须卸载。剩下的是激活值。三种技术全用时，200 MB 里还有 28 MB 没用上。**先猜**：三种技术里，还有什么可以省去？
 #
 # </div>
 
 # %% slide="result"
 forced = Recipe(attention=None, offload_optimizer=1.0, in_backward=True)
-fit(make_model, make_batch, BUDGET, base=forced, progress=False)
+fit(make_llama, llama_batch, BUDGET, base=forced, progress=False)
 
 # %% [markdown]
 # <div lang="en">
 #
-# Two of the eleven checkpoints can be left out. Backward begins with the last layers, so what they save is soon released, and the peak comes later. That is why the search leaves the last two layers without checkpoints. The step then takes 0.118 TFLOPs instead of 0.123.
+# Two of the eleven checkpoints can be left out. Backward begins with the last layers, so their saved tensors are soon released, and the peak comes later. So the search leaves the last two layers without checkpoints. The step then takes 0.118 TFLOPs instead of 0.123.
 #
-# The second recipe chooses by a schedule what to keep (lesson 03). The last one is the solution of exercise 3. It needs no more FLOPs than the plain step, but moves nearly twice as many bytes as the others. Which recipe is best depends on the machine; see the break-even of lesson 07.
+# The second recipe uses a schedule to choose what to keep (lesson 03). The last recipe is the solution of exercise 2. It needs no more FLOPs than the plain step, but moves nearly twice as many bytes as the others. Which recipe is best depends on the machine; see the break-even of lesson 07.
 #
 # </div>
 # <div lang="zh">
 #
-# 十一个检查点里，有两个可以不用。反向从最后几层开始，它们保存的东西很快就用完并释放了，而峰值来得更晚。所以搜索让最后两层不设检查点，这样一步需要 0.118 TFLOPs，而不是 0.123 TFLOPs。
+# 十一个检查点里，有两个可以不用。反向从最后几层开始，这几层保存的张量很快就用完并释放了，而峰值在这之后才出现。所以在搜索得到的配方里，最后两层不加检查点，这样一步的计算量就从 0.123 TFLOPs 降到 0.118 TFLOPs。
 #
-# 第二个配方用调度（第 03 课）来决定保留哪些激活值。最后一个就是练习 3 的答案，FLOPs 不比基线多，搬运的字节却是其他几个的将近两倍。哪个配方最好要看机器，见第 07 课的平衡点。
+# 第二个配方用调度（第 03 课）来决定保留哪些激活值。最后一个配方就是练习 2 的答案，FLOPs 不比基线多，但搬运的字节将近其他配方的两倍。哪个配方最好，取决于机器，算法见第 07 课的练习 2。
 #
 # </div>
 
 # %% [markdown] slide={"en": "A vision transformer with 5,543,716 parameters, and 8 pictures.\n\n**Guess first.** The same techniques. Which one saves most now?", "zh": "一个视觉 Transformer，有 5,543,716 个参数，每批 8 张图片。\n\n**先猜**：还是那几种技术，现在哪一种省得最多？"}
-# ## 9.6 A model without text / 不处理文本的模型
+# ## 9.5 A model without text / 不处理文本的模型
 #
 # <div lang="en">
 #
@@ -422,7 +377,7 @@ fit(make_model, make_batch, BUDGET, base=forced, progress=False)
 # </div>
 # <div lang="zh">
 #
-# 省得最多的总是同一种技术吗？换一个视觉 Transformer（ViT）来看，它的任务是给图片分类。它有 5,543,716 个参数，约为 Llama 的六分之一；每批 8 张 224 × 224 像素的图片，每张切成 196 个小块，作用相当于 token。
+# 不论换成什么模型，省得最多的总是同一种技术吗？下面换成一个给图片分类的视觉 Transformer（ViT）。这个 ViT 有 5,543,716 个参数，约为 Llama 的六分之一。每批有 8 张 224 × 224 像素的图片，每张切成 196 个小块，小块的作用相当于 token。
 #
 # **先猜**：现在哪种技术省得最多？能省多少 MB？
 #
@@ -435,7 +390,7 @@ def make_vit():
     return ViTForImageClassification(ViTConfig(**practice.VIT))
 
 
-# %% slide="result" minutes=1
+# %% slide="result"
 rows, vit = [], {}
 for name, way in ways.items():
     vit[name] = estimate(make_vit, practice.pictures, Recipe(**way))
@@ -445,12 +400,12 @@ table(["", "Llama (MB)", "ViT (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The order is reversed: checkpoints save 194 of 306 MB, and offloading the state saves 44. This model has few parameters, so three quarters of its peak are activations. The rule of 9.3 holds, and its answer differs from model to model. Do the predictions hold, too?
+# The order is reversed: checkpoints save 194 of 306 MB, and offloading the state saves 44 MB. This model has few parameters, so three quarters of its peak are activations. The rule of 9.2 holds, but its answer differs between models. Do the predictions hold, too?
 #
 # </div>
 # <div lang="zh">
 #
-# 顺序反过来了：检查点从 306 MB 里省下 194 MB，卸载状态只省 44 MB。这个模型参数少，峰值的四分之三都是激活值。9.3 节的做法仍然适用，只是答案因模型而异。那么预测还准吗？
+# 顺序反过来了，检查点从 306 MB 里省下 194 MB，卸载状态只省 44 MB。这个模型参数少，峰值的四分之三都是激活值。9.2 节的做法仍然适用，只是答案因模型而异。那么对这个模型，预测还准吗？
 #
 # </div>
 
@@ -458,8 +413,8 @@ table(["", "Llama (MB)", "ViT (MB)"], rows)
 chosen = {name: vit[name] for name in ("plain", "checkpoints")}
 practice.run_predicted(make_vit, practice.pictures, chosen)
 
-# %% [markdown] slide={"en": "LoRA trains 2.5% of the Llama's parameters.\n\n**Guess first.** How much of the 609.1 MB does its step still take?", "zh": "LoRA 只训练 Llama 2.5% 的参数。\n\n**先猜**：609.1 MB 里，它的一步还要占多少？"}
-# ## 9.7 Few trained parameters: LoRA / 只训练少量参数：LoRA
+# %% [markdown] slide={"en": "LoRA trains 2.5% of the Llama's parameters.\n\n**Guess first.** How much of the 609.1 MB does its step still take?", "zh": "LoRA 只训练 Llama 2.5% 的参数。\n\n**先猜**：全量训练一步要 609.1 MB，LoRA 的一步要多少？"}
+# ## 9.6 Few trained parameters: LoRA / 只训练少量参数：LoRA
 #
 # <div lang="en">
 #
@@ -470,7 +425,7 @@ practice.run_predicted(make_vit, practice.pictures, chosen)
 # </div>
 # <div lang="zh">
 #
-# 很多人并不训练整个模型。LoRA 把原来的权重冻结，在各层的每个矩阵旁边加一个适配器（adapter），也就是两个很窄的矩阵，这里的秩是 8。训练的只有适配器，在 31,941,120 个参数里占 799,744 个，即 2.5%。
+# 很多人并不训练整个模型。LoRA 把原来的权重冻结，在各层的每个矩阵旁边加一个适配器（adapter），也就是两个很窄的矩阵，这里的秩是 8。训练时只更新适配器，也就是在 31,941,120 个参数里只更新 799,744 个，占 2.5%。
 #
 # **先猜**：训练整个 Llama，一步要 609.1 MB。换成 LoRA 要多少？
 #
@@ -484,35 +439,33 @@ adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def make_lora():
-    return get_peft_model(make_model(), adapters)
+    return get_peft_model(make_llama(), adapters)
 
 
-# %% slide="result" minutes=1
+# %% tags=["guess"] slide="result"
+my_guess = None  # in MB
 recipes = {"LoRA": Recipe(), "LoRA, checkpoints": Recipe(checkpoint="layers")}
-peaks = {name: estimate(make_lora, make_batch, each) for name, each in recipes.items()}
-practice.run_predicted(make_lora, make_batch, peaks)
-
-# %% slide="result"
-figures.draw_lora({"plain": plain, **peaks}, BUDGET)
+peaks = {name: estimate(make_lora, llama_batch, each) for name, each in recipes.items()}
+practice.run_predicted(make_lora, llama_batch, peaks, guess=my_guess)
 
 # %% [markdown]
 # <div lang="en">
 #
-# LoRA takes 343.4 MB, more than half. It removes the gradients and states of frozen weights, but the weights themselves stay, and so do 199.5 MB of activations. Backward must still pass through every layer to reach the adapters of the first one. So checkpoints are the next technique, and bring the step to 170.1 MB. Offloading the state would save only 6.4 MB.
+# LoRA takes 343.4 MB, more than half of full training. It removes the gradients and states of frozen weights, but the weights themselves stay, and so do 199.5 MB of activations. Backward must still pass through every layer to reach the adapters of the first one. So checkpoints are the next technique. They bring the step to 170.1 MB. Offloading the state would save only 6.4 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# LoRA 的一步要 343.4 MB，超过训练整个模型时的一半。冻结的权重不再有梯度和优化器状态，但权重本身还在，激活值也还有 199.5 MB：反向要到达第一层的适配器，仍然得经过每一层。所以接下来该用检查点，用了之后，这一步降到 170.1 MB。卸载状态的话，只能省 6.4 MB。
+# LoRA 的一步要 343.4 MB，比训练整个模型时的一半还多。冻结的权重不再有梯度和优化器状态，但权重本身还在，激活值也还有 199.5 MB。这是因为反向要经过每一层，才能到达第一层的适配器。所以接下来该用检查点，加了检查点以后，这一步的峰值降到 170.1 MB。如果改为卸载状态，只能省 6.4 MB。
 #
 # </div>
 
-# %% [markdown] slide={"en": "Llama 3 8B: 128 GB at 16 bytes per parameter.\n\n**Guess first.** A step of 4096 tokens in 80 GB? In 24?", "zh": "Llama 3 8B 每个参数 16 字节，就是 128 GB。\n\n**先猜**：4096 个 token 的一步，80 GB 装得下吗？24 GB 呢？"}
-# ## 9.8 Larger, by configuration alone / 更大的模型，只凭配置
+# %% [markdown] slide={"en": "Llama 3 8B: 128 GB at 16 bytes per parameter.\n\n**Guess first.** A step of 4096 tokens in 80 GB? In 24?", "zh": "Llama 3 8B 每个参数 16 字节，一共 128 GB。\n\n**先猜**：4096 个 token 的一步，80 GB 装得下吗？24 GB 呢？"}
+# ## 9.7 Larger, by configuration alone / 更大的模型，只凭配置
 #
 # <div lang="en">
 #
-# Here is Llama 3 8B from its published configuration, with 4096 tokens, bf16, fp32 master weights and Adam. 16 bytes per parameter are 128 GB. **Guess first:** can it be trained on one card of 80 GB, or of 24 GB, together with the host's memory? One shell command answers this:
+# Here is Llama 3 8B from its published configuration, with 4096 tokens, bf16, fp32 master weights and Adam. 16 bytes per parameter are 128 GB. **Guess first:** can all of it be trained on one card of 80 GB, or of 24 GB, together with the host's memory? One shell command answers this:
 #
 # ```
 # python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
@@ -521,195 +474,157 @@ figures.draw_lora({"plain": plain, **peaks}, BUDGET)
 # </div>
 # <div lang="zh">
 #
-# 现在换成 Llama 3 8B，用它公开的配置：4096 个 token，bf16，fp32 主权重，Adam。每个参数 16 字节，就是 128 GB。**先猜**：一块 80 GB 的卡，加上主机内存，能训练它吗？24 GB 的卡呢？在终端里只要一行：
+# 现在换成 Llama 3 8B，尺寸取自它公开的配置，序列长 4096 个 token，用 bf16、fp32 主权重和 Adam 训练。每个参数 16 字节，一共 128 GB。**先猜**：用一块 80 GB 的卡，加上主机内存，能训练整个模型吗？换成 24 GB 的卡呢？在终端里运行一行命令，就能知道答案：
 #
 # ```
-# python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
+# COURSE_LANG=zh python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
 # ```
 #
 # </div>
 
-# %% slide="code" minutes=3
+# %% slide="code"
 sizes = ["--config", exercises.LLAMA_3_8B, "--sequence", "4096", "--batch", "1"]
 _ = budget_command([*sizes, "--device", "H100", "--quick"])
 
+# %% [markdown] slide={"en": "**Guess first.** Llama 3 8B by QLoRA: how many bytes are the weights in NF4? The adapters of rank 8? Their gradients and state?", "zh": "**先猜**：用 QLoRA 训练 Llama 3 8B，NF4 的权重占多少字节？秩为 8 的适配器呢？适配器的梯度和状态呢？"}
+# <div lang="en">
+#
+# The step takes 49 GB, and two fifths of the card's memory remain, because 96.4 GB of optimizer state are in host memory. On an RTX 4090 of 25.8 GB, the same command finds a recipe that offloads the activations as well. Its tensors take 22.4 GB, the allocator reserves 24.4 GB, and 0.8 GB are left. With `--lora 8 --base nf4` the command searches for QLoRA, which freezes the weights in 4 bits and trains adapters.
+#
+# **Exercise 3.** Predict `qlora_bytes(config, rank)`: the bytes of a Llama that stay in memory from step to step.
+#
+# - The matrices of the layers are quantized to NF4: 4 bits per number, and one scale in fp32 for each block of 64 numbers. All other weights stay in bf16.
+# - Each matrix of the layers has an adapter in fp32: two thin matrices of rank `rank`.
+# - Only the adapters have gradients and Adam's moments, in fp32.
+#
+# </div>
+# <div lang="zh">
+#
+# 这一步要 49 GB，卡上还剩五分之二，因为优化器状态有 96.4 GB 放在主机内存里。换成 25.8 GB 的 RTX 4090，同一条命令找到的配方还要卸载激活值。这时张量占 22.4 GB，分配器预留 24.4 GB，卡上只剩 0.8 GB。加上 `--lora 8 --base nf4`，这条命令就为 QLoRA 搜索配方。QLoRA 把权重量化成 4 位并冻结，只训练适配器。
+#
+# **练习 3。** 写出 `qlora_bytes(config, rank)`，预测用 QLoRA 训练一个 Llama 时，有多少字节从一步到下一步始终留在内存里。
+#
+# - 各层的矩阵量化成 NF4，每个数占 4 位，每 64 个数一块，每块有一个 fp32 的缩放系数。其余权重仍是 bf16。
+# - 各层的每个矩阵都有一个 fp32 的适配器，也就是两个秩为 `rank` 的窄矩阵。
+# - 只有适配器有梯度和 Adam 的矩，都是 fp32。
+#
+# </div>
+
+
+# %% minutes=8
+def qlora_bytes(config, rank):
+    return {"frozen weights": None, "adapters": None, "gradients and state": None}
+
+
+exercises.check_qlora_bytes(qlora_bytes)
+
+# %% jupyter={"source_hidden": true} slide="code"
+### BEGIN SOLUTION
+if not exercises.check_qlora_bytes.accepted:
+
+    def qlora_bytes(config, rank):
+        hidden, width = config["hidden_size"], config["intermediate_size"]
+        keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+        shapes = [(hidden, hidden), (keys, hidden)] * 2 + [(hidden, width)] * 3
+        layers = config["num_hidden_layers"]
+        matrices = layers * sum(m * n for m, n in shapes)
+        adapters = layers * rank * sum(m + n for m, n in shapes)
+        frozen = matrices * (1 / 2 + 4 / 64) + 2 * (parameters(config) - matrices)
+        return {
+            "frozen weights": frozen,
+            "adapters": 4 * adapters,
+            "gradients and state": 12 * adapters,
+        }
+
+
+exercises.check_qlora_bytes(qlora_bytes)
+### END SOLUTION
+
 # %% [markdown]
 # <div lang="en">
 #
-# The step takes 49 GB, and two fifths of the card's memory remain. The optimizer state is in the host's memory. For another device or model, the same line gives:
-#
-# | model | device (GB) | recipe | tensors (GB) | reserved (GB) | moved (GB) |
-# |---|---|---|---|---|---|
-# | Llama 3 8B | H100, 85.5 | state offloaded | 49.0 | 50.3 | 32.1 |
-# | Llama 3 8B | RTX 4090, 25.8 | state and activations offloaded, steps in backward | 22.4 | 24.4 | 85.1 |
-# | Mixtral 8x7B | H200, 150.1 | state offloaded, checkpoints, steps in backward | 98.7 | 102.9 | 186.8 |
-#
-# A step fits if its *reserved* memory fits, together with what CUDA keeps for itself. On the RTX 4090, only 0.8 GB are left. If less than 5% is left, the command shows another recipe: with the head in chunks of 512 tokens, 4.1 GB are left. No GPU ran these steps. Of 169 smaller steps on an H200, 158 took exactly the estimated bytes of tensors, and the others up to 12 kB less. In 21 steps the allocator reserved from 11% less to 9% more than predicted (`docs/exact.md`). To check a step on your own GPU, add `--device this --check`. `--for trainer` prints a script for the Trainer.
+# What do the three ways of training need on an RTX 4090? Full training uses the recipe that the command found. The two others need nothing in host memory:
 #
 # </div>
 # <div lang="zh">
 #
-# 这一步要 49 GB，卡上还剩五分之二。优化器状态放在主机内存里。同一行命令，换成别的设备或别的模型，结果是：
-#
-# | 模型 | 设备（GB） | 配方 | 张量（GB） | 已预留（GB） | 搬运（GB） |
-# |---|---|---|---|---|---|
-# | Llama 3 8B | H100，85.5 | 状态卸载 | 49.0 | 50.3 | 32.1 |
-# | Llama 3 8B | RTX 4090，25.8 | 状态和激活值卸载，在反向中更新 | 22.4 | 24.4 | 85.1 |
-# | Mixtral 8x7B | H200，150.1 | 状态卸载，检查点，在反向中更新 | 98.7 | 102.9 | 186.8 |
-#
-# 装不装得下，要看**已预留**的显存，再加上 CUDA 自己占用的部分。RTX 4090 上只剩 0.8 GB。如果剩下的不到 5%，命令会再给出一种配方：输出头分小段计算，每段 512 个 token，这样还剩 4.1 GB。表里的训练步没有在 GPU 上运行过。在 H200 上运行过 169 个较小的训练步，其中 158 个的张量与估计逐字节相等，其余的最多少 12 kB。在 21 个训练步里，分配器预留的显存比预测最多少 11%，最多多 9%（`docs/exact.md`）。要在自己的 GPU 上验证，就加上 `--device this --check`。加上 `--for trainer`，就打印用于 Trainer 的脚本。
-#
-# </div>
-
-# %% [markdown] slide={"en": "Your recipe takes 171.6 MB. You train with Hugging Face's Trainer.\n\n**Guess first.** How many MB there?", "zh": "配方只要 171.6 MB。改用 Hugging Face 的 Trainer 来训练。\n\n**先猜**：那里要多少 MB？"}
-# ## 9.9 In your own code / 实际怎么写
-#
-# <div lang="en">
-#
-# Your own loop can call `build` and `train_step`, as `train` does in 9.4. `as_training_arguments` converts a recipe to arguments of Hugging Face's Trainer.
-#
-# **Guess first:** the recipe of 9.3 with all three techniques takes 171.6 MB. How many MB does a step take in the Trainer?
-#
-# </div>
-# <div lang="zh">
-#
-# 自己写的循环可以像 9.4 节的 `train` 那样，调用 `build` 和 `train_step`。如果用 Hugging Face 的 Trainer，`as_training_arguments` 可以把配方写成它的参数。
-#
-# **先猜**：9.3 节三种技术全用的配方要 171.6 MB。放到 Trainer 里，一步要多少 MB？
-#
-# </div>
-
-# %%
-lines = Recipe(**three).as_training_arguments(samples=4)
-lines
-
-# %% slide="result" minutes=1
-peak = practice.peak_in_trainer(make_model(), lines.arguments)
-expected = estimate(make_model, make_batch, lines.recipe).peak_bytes
-predictions([("Trainer", expected, peak)], unit="bytes")
-
-# %% [markdown]
-# <div lang="en">
-#
-# The Trainer takes 517.2 MB. Its arguments support only one of the three techniques, checkpoints. `lines.recipe` contains only what the Trainer supports, so its estimate says in advance what to expect. The Trainer takes 8,204 bytes more than this estimate, as much as one more batch (8,192 bytes) and three fp32 numbers.
-#
-# For several GPUs, `as_fsdp2` writes the lines for PyTorch's FSDP2. A test of the course runs them, in one process on a CPU:
-#
-# </div>
-# <div lang="zh">
-#
-# 要 517.2 MB。三种技术里，Trainer 的参数只支持检查点这一种。`lines.recipe` 是去掉另外两种技术的配方，用它作估计，就能预先知道结果。Trainer 比估计多占 8,204 字节，相当于多一个批次（8,192 字节），再加三个 fp32 的数。
-#
-# 有多块 GPU 时，`as_fsdp2` 会写出 PyTorch FSDP2 的代码。本课程有一项测试会运行这几行，用的是 CPU 上的一个进程：
+# 在 RTX 4090 上，全量训练、LoRA 和 QLoRA 各要多少内存？全量训练用的是上面那条命令找到的配方。另外两种训练方式完全不用主机内存：
 #
 # </div>
 
 # %% slide="code"
-sharded = Recipe("bf16", checkpoint="layers", ranks=8, shard="zero3")
-print(sharded.as_fsdp2(["model.layers.0"]))
-
-# %% [markdown] slide={"en": "Training is over; the model generates text. No gradients, no state, nothing saved for backward.\n\n**Guess first.** What still grows with each token?", "zh": "训练结束，模型开始生成文本。没有梯度，没有状态，也不为反向保存什么。\n\n**先猜**：还有什么随 token 增多而增长？"}
-# ## 9.10 After training: the key-value cache / 训练之后：键值缓存
-#
-# <div lang="en">
-#
-# With full attention, each new token of a generated text attends to all earlier ones. So the model keeps their keys and values, in every layer: the key-value cache. With $L$ layers, $a_{kv}$ key-value heads of $d$ numbers, $b$ sequences of $s$ tokens, and $w$ bytes per number, the bytes of the cache are
-#
-# $$2 \cdot L \cdot a_{kv} \cdot d \cdot b \cdot s \cdot w$$
-#
-# **Guess first:** how many MB is the cache for the small Llama and its four passages of 128 tokens?
-#
-# </div>
-# <div lang="zh">
-#
-# 生成文本时，如果用的是全注意力（不是滑动窗口），每个新 token 都要关注前面所有的 token，所以每一层都要留着它们的键和值，这就是键值缓存（key-value cache）。设有 $L$ 层，每层 $a_{kv}$ 个键值头，每个头 $d$ 个数，共 $b$ 条序列，每条 $s$ 个 token，每个数 $w$ 字节，那么缓存的字节数是
-#
-# $$2 \cdot L \cdot a_{kv} \cdot d \cdot b \cdot s \cdot w$$
-#
-# **先猜**：对小 Llama 和它的四段 128 个 token，这是多少 MB？
-#
-# </div>
-
-
-# %% slide="code"
-def cache_bytes(config, sequences, tokens, width):
-    head = config["hidden_size"] // config["num_attention_heads"]
-    numbers = config["num_hidden_layers"] * config["num_key_value_heads"] * head
-    return 2 * numbers * sequences * tokens * width
-
+below = {"offload_optimizer": 1.0, "offload_activations": True, "in_backward": True}
+ways = {"full training, offloaded": (exercises.llama_8b, Recipe("bf16", attention=None, **below))}
+for name, base in {"LoRA, bf16 weights": "bf16", "LoRA, nf4 weights": "nf4"}.items():
+    make = with_adapters(exercises.llama_8b, 8, targets="all-linear", base=base)
+    frozen = Recipe(precision=None, attention=None, checkpoint="layers", head_chunk=512)
+    ways[name] = make, frozen
 
 # %% slide="result"
-model, tokens = make_model().eval(), make_batch()["input_ids"]
-with torch.no_grad():
-    layers = model(tokens, use_cache=True).past_key_values.layers
-held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-predictions([("cache", cache_bytes(exercises.LLAMA, *tokens.shape, 4), held)], unit="bytes")
+large, tokens = {}, exercises.tokens_8b
+for name, (make, way) in ways.items():
+    large[name] = estimate(make, tokens, way, tier="host", kind="cuda")
+figures.on_a_card(large)
 
 # %% [markdown]
 # <div lang="en">
 #
-# 5.8 MB, next to 124.6 MB of weights. For Llama 3 8B in bf16 the formula gives 131,072 bytes per token, so one sequence of 8192 tokens takes 1.07 GB. With 32 key-value heads instead of 8, it would take 4.29 GB. Grouped-query attention makes this cache smaller.
+# Full training keeps 96.4 GB in host memory, and needs up to 42.4 GB more for what it offloads during a step. A host with 128 GB is too small. Full training also moves 84.9 GB per step. LoRA needs neither: frozen weights have no gradients, no moments and no master weights, and checkpoints are enough for the activations. NF4 saves another 10.0 GB, all of them weights.
+#
+# A step fits if its *reserved* memory and CUDA's own memory fit on the GPU together. For full training, 24.4 of the 25.3 GB that CUDA leaves are reserved. bf16 LoRA with the whole head at once takes 23.8 GB of tensors, but its 25.9 GB of reserved memory do not fit. So both recipes compute the head in chunks of 512 tokens.
 #
 # </div>
 # <div lang="zh">
 #
-# 缓存占 5.8 MB，而权重占 124.6 MB。对 bf16 的 Llama 3 8B，按公式每个 token 要 131,072 字节，一个 8192 个 token 的序列就是 1.07 GB。如果键值头是 32 个而不是 8 个，就要 4.29 GB。可见分组查询注意力（GQA）能缩小这个缓存。
+# 全量训练有 96.4 GB 的优化器状态常驻主机内存，一步之中临时卸载的数据最多还要 42.4 GB，所以主机只有 128 GB 内存是不够的。而且每一步要搬运 84.9 GB。LoRA 既不用主机内存，也不用搬运数据。这是因为冻结的权重没有梯度，没有矩，也没有主权重，而激活值用检查点就能减到装得下。换成 NF4 又省下 10.0 GB，全部来自权重。
+#
+# 装不装得下，要看**已预留**的显存加上 CUDA 自己占用的显存是否超过整块卡的显存。扣除 CUDA 占用的部分，卡上还有 25.3 GB，全量训练就要预留 24.4 GB。bf16 的 LoRA 如果一次算完整个输出头，张量只占 23.8 GB，但分配器要预留 25.9 GB，因此装不下。所以 LoRA 和 QLoRA 的配方都把输出头分成小段计算，每段 512 个 token。
 #
 # </div>
 
 # %% [markdown]
-# ## 9.11 Claims and measurements / 说法与实测
+# <div lang="en">
+#
+# No GPU ran these steps. Of 169 smaller steps on an H200, 158 took exactly the estimated bytes of tensors, and the others up to 12 kB less. In 21 steps the allocator reserved from 11% less to 9% more than predicted (`docs/exact.md`). Steps with NF4 have not been compared. `--device this --check` checks a step on your GPU.
+#
+# How far was your prediction from the estimate?
+#
+# </div>
+# <div lang="zh">
+#
+# 这些训练步都没有在 GPU 上运行过。在 H200 上运行过 169 个较小的训练步，其中 158 个的张量与估计逐字节相等，其余的最多比估计少 12 kB。有 21 个训练步还对照了分配器预留的显存，实测值最多比预测值少 11%，最多比预测值多 9%（`docs/exact.md`）。用 NF4 的训练步还没有在 GPU 上对照过。如果给命令加上 `--device this --check`，就能在你自己的 GPU 上验证。
+#
+# 你的预测与估计相差多少？
+#
+# </div>
 
 # %% slide="result"
-flash = estimate(make_model, make_batch, Recipe(checkpoint="layers", attention="flash"))
-figures.what_you_may_have_read(plain, found["checkpoints"], flash)
+frozen, adapters, _ = qlora_bytes(exercises.CONFIG_8B, 8).values()
+counted = large["LoRA, nf4 weights"].at_peak["parameter"]
+rows = [("frozen weights and adapters", (frozen or 0) + (adapters or 0), counted)]
+table(["", "your prediction (bytes)", "estimate (bytes)"], rows)
 
 # %% [markdown]
-# ## 9.12 Hand in / 交作业
-#
 # <div lang="en">
 #
-# Replace the three fill-ins by your own: a model that you train or want to train, its batch and loss. Run the lesson again, and hand in this sheet. It gives 20 points: the prediction equals the measurement, or the difference is explained (6); each technique is chosen by what fills the peak (6); its cost is stated (4); equal losses or weights are shown (2); one wrong guess is reported (2).
-#
-# | | yours |
-# |---|---|
-# | model, parameters, budget | |
-# | plain: predicted, measured, difference in bytes | |
-# | what fills the peak | |
-# | recipe: predicted, measured, difference in bytes | |
-# | what fills the peak now | |
-# | each technique used or not used, and why (one sentence each) | |
-# | FLOPs, bytes moved, seconds per step: plain and yours | |
-# | equal, or the size of the difference | |
-# | one thing that I guessed wrong | |
+# The difference is 14,336 bytes: each of the 224 quantized matrices also keeps the 16 values of NF4 in fp32. Weights and adapters are 6.1 of the 9.0 GB. The adapters with their gradients and state take 0.34 GB, so a rank of 16 would hardly matter.
 #
 # </div>
 # <div lang="zh">
 #
-# 把三处填空换成你自己的：一个你正在训练或打算训练的模型，它的批次和损失。把这一课重新运行一遍，然后交上这张表。满分 20 分：预测等于实测，或说清差在哪里（6 分）；每种技术都是看过峰值之后选的（6 分）；写出代价（4 分）；证明损失或权重相等（2 分）；报告一次猜错（2 分）。
-#
-# | | 你的 |
-# |---|---|
-# | 模型、参数个数、预算 | |
-# | 基线：预测、实测、相差的字节数 | |
-# | 峰值里什么最多 | |
-# | 配方：预测、实测、相差的字节数 | |
-# | 现在峰值里什么最多 | |
-# | 每种技术用或不用，为什么（各一句） | |
-# | FLOPs、搬运的字节数、每步秒数：基线的和你的 | |
-# | 相等，或者相差多少 | |
-# | 我猜错的一件事 | |
+# 正确的公式比估计值少 14,336 字节，因为共有 224 个量化的矩阵，每个矩阵还要用 fp32 存放 NF4 的 16 个取值。在 9.0 GB 的峰值里，权重和适配器占 6.1 GB。适配器连同梯度和状态一共只有 0.34 GB，所以这里把秩加到 16 也没有多大影响。
 #
 # </div>
 
-# %% tags=["fill-in"] minutes=8 slide="code"
-model_slot = None  # your make_model
-batch_slot = None  # your make_batch(step)
-loss_slot = None  # your loss_sum(model, batch), or None for the model's own
-slots.own_model(model_slot, batch_slot, loss_slot)
+# %% [markdown]
+# ## 9.8 Claims and measurements / 说法与实测
+
+# %% slide="result"
+flash = estimate(make_llama, llama_batch, Recipe(checkpoint="layers", attention="flash"))
+figures.claims_table(plain, found["checkpoints"], flash)
 
 # %% [markdown]
-# ## 9.13 The ledger / 账本
+# ## 9.9 The ledger / 账本
 #
 # <div lang="en">
 #
@@ -718,40 +633,48 @@ slots.own_model(model_slot, batch_slot, loss_slot)
 # </div>
 # <div lang="zh">
 #
-# 同一个解码器的同一步，贯穿整门课：
+# 整门课都用同一个解码器的同一步来填账本。
 #
 # </div>
 
 # %% slide="result"
 whole_ledger()
 
-# %% [markdown] slide={"en": "Three fill-ins, one sheet: put in your own model.\n\nLook at what fills the peak, choose, prove it equal, measure.", "zh": "三处填空，一张表，换上你自己的模型。\n\n看峰值里什么最多，选技术，证明相等，再测量。"}
-# ## 9.14 Summary / 小结
+# %% [markdown] slide={"en": "Look at what fills the peak, choose, prove it equal, measure.\n\nThe project asks the same of your own model.", "zh": "看峰值里什么最多，选技术，证明相等，再测量。\n\n在项目里，请这样分析你自己的模型。"}
+# ## 9.10 Summary / 小结
 #
 # <div lang="en">
 #
 # - The step of a Llama was predicted to the byte from nine lines of configuration. So were the steps of a ViT and of LoRA, on this CPU.
 # - The largest part of the peak differs: optimizer state for the small Llama, activations for the ViT and for LoRA. So does the best first technique.
 # - Without equal weights, 171.6 MB instead of 609.1 MB proves nothing.
-# - A recipe can be written as lines for the Trainer or FSDP2. Read what they lack.
+# - Full training of an 8B model on a card of 24 GB needs up to 138.8 GB of host memory. LoRA needs none there, and QLoRA takes 9.0 GB on the card.
 # - Reserved memory must fit, with room to spare.
-#
-# **Sources.** Touvron et al. 2023, *LLaMA*, arXiv:2302.13971, and *The Llama 3 Herd of Models*, arXiv:2407.21783 (sizes). Jiang et al. 2024, *Mixtral of Experts*, arXiv:2401.04088. Dosovitskiy et al. 2020, *An Image is Worth 16x16 Words*, arXiv:2010.11929. Hu et al. 2021, *LoRA*, arXiv:2106.09685. Documentation of transformers, peft and Accelerate (*Model memory estimator*).
-#
-# **Next.** Your own model.
 #
 # </div>
 # <div lang="zh">
 #
-# - 只凭九行配置，就预测出了 Llama 一步的峰值，一个字节也不差。ViT 和 LoRA 的一步也是如此（都在这个 CPU 上）。
-# - 峰值里什么最多，因模型而异：小 Llama 是优化器状态，ViT 和 LoRA 是激活值。因此，最先该用的技术也不一样。
-# - 先证明权重相等，从 609.1 MB 降到 171.6 MB 才算真正省下了内存。
-# - 配方可以写成 Trainer 或 FSDP2 的代码。注意这些代码缺少配方里的哪些技术。
-# - 要装得下的是已预留的显存，并且要留有余量。
+# - 只凭九行配置，就预测出了 Llama 一步的峰值，一个字节也不差。ViT 和 LoRA 的一步也预测得一个字节不差（都在这个 CPU 上）。
+# - 峰值里什么最多，因模型而异。小 Llama 的峰值里，最多的是优化器状态，ViT 和 LoRA 的峰值里，最多的是激活值。因此，最先该用的技术也不一样。
+# - 先证明权重相等，才能说峰值从 609.1 MB 降到 171.6 MB，是真的省下了内存。
+# - 在 24 GB 的卡上全量训练 8B 的模型，最多要用 138.8 GB 主机内存。LoRA 不用主机内存，QLoRA 在卡上只要 9.0 GB。
+# - 判断装不装得下，要看已预留的显存，并且要留有余量。
 #
-# **出处。** Touvron et al. 2023，*LLaMA*，arXiv:2302.13971，以及 *The Llama 3 Herd of Models*，arXiv:2407.21783（尺寸）。Jiang et al. 2024，*Mixtral of Experts*，arXiv:2401.04088。Dosovitskiy et al. 2020，*An Image is Worth 16x16 Words*，arXiv:2010.11929。Hu et al. 2021，*LoRA*，arXiv:2106.09685。transformers、peft 和 Accelerate（*Model memory estimator*）的文档。
+# </div>
+
+# %% [markdown]
+# <div lang="en">
 #
-# **接下来。** 你自己的模型。
+# **Sources.** Touvron et al. 2023, *LLaMA*, arXiv:2302.13971, and *The Llama 3 Herd of Models*, arXiv:2407.21783 (sizes). Dosovitskiy et al. 2020, *An Image is Worth 16x16 Words*, arXiv:2010.11929. Hu et al. 2021, *LoRA*, arXiv:2106.09685. Dettmers et al. 2023, *QLoRA*, arXiv:2305.14314. Documentation of transformers, peft and Accelerate (*Model memory estimator*).
+#
+# **Next.** The [project](10_your_model.ipynb): your own model. [Other models](../docs/models.md) says what else was compared, what the Trainer leaves out of a recipe, and what generating text needs.
+#
+# </div>
+# <div lang="zh">
+#
+# **出处。** Touvron et al. 2023，*LLaMA*，arXiv:2302.13971，以及 *The Llama 3 Herd of Models*，arXiv:2407.21783（尺寸）。Dosovitskiy et al. 2020，*An Image is Worth 16x16 Words*，arXiv:2010.11929。Hu et al. 2021，*LoRA*，arXiv:2106.09685。Dettmers et al. 2023，*QLoRA*，arXiv:2305.14314。transformers、peft 和 Accelerate（*Model memory estimator*）的文档。
+#
+# **接下来。** [项目](10_your_model.ipynb)：你自己的模型。我们还对照过哪些模型，Trainer 会略去配方里的哪些内容，生成文本要多少内存，这些都见[其他模型](../docs/models.zh.md)。
 #
 # </div>
 
@@ -760,17 +683,17 @@ whole_ledger()
 #
 # <div lang="en">
 #
-# Optional sections; each stands alone.
+# This section is optional.
 #
 # </div>
 # <div lang="zh">
 #
-# 以下各节选读，彼此独立。
+# 这一节选读。
 #
 # </div>
 
 # %% [markdown]
-# ## 9.15 When prediction and run differ / 预测与实测不一致时
+# ## 9.11 When prediction and run differ / 预测与实测不一致时
 #
 # <div lang="en">
 #
@@ -779,12 +702,15 @@ whole_ledger()
 # </div>
 # <div lang="zh">
 #
-# 有填充的批次带着 `attention_mask`。如果掩码全是 1，transformers 在使用默认的注意力实现（SDPA）时会丢掉它。如果掩码不全是 1，注意力保存的张量就不同。下面故意在没有填充的批次上预测，在有 40 个填充 token 的批次上运行：
+# 有填充的批次带有 `attention_mask`。使用默认的注意力实现（SDPA）时，如果掩码全是 1，transformers 会丢掉这个掩码。如果掩码不全是 1，注意力保存的张量就不同。下面故意用没有填充的批次来预测，用有 40 个填充 token 的批次来运行。
 #
 # </div>
 
 
 # %% slide="result"
+from course_lib.lessons.lesson_10.slots import first_difference
+
+
 def padded(count):
     batch = exercises.passages(0)
     mask = torch.ones_like(batch["input_ids"])
@@ -792,9 +718,9 @@ def padded(count):
     return {**batch, "attention_mask": mask}
 
 
-guess = estimate(make_model, lambda: padded(0), Recipe())
-taken = run(make_model, lambda: padded(40), Recipe())
-slots.first_difference(guess.trace(), taken.meter.trace())
+guess = estimate(make_llama, lambda: padded(0), Recipe())
+taken = run(make_llama, lambda: padded(40), Recipe())
+first_difference(guess.trace(), taken.meter.trace())
 
 # %% [markdown]
 # <div lang="en">
@@ -804,66 +730,6 @@ slots.first_difference(guess.trace(), taken.meter.trace())
 # </div>
 # <div lang="zh">
 #
-# 如果也在有填充的批次上预测，两者就一致，因为估计会保留较小的整数张量里的数值。
-#
-# </div>
-
-# %% [markdown]
-# ## 9.16 Three other architectures / 另外三种结构
-#
-# <div lang="en">
-#
-# These are an encoder, an encoder with a decoder, and a network without attention, with a checkpoint around every block:
-#
-# </div>
-# <div lang="zh">
-#
-# 下面是一个编码器、一个编码器-解码器，还有一个没有注意力的网络，每个块都加检查点：
-#
-# </div>
-
-# %% slide="result"
-figures.other_architectures()
-
-# %% [markdown]
-# ## 9.17 A technique that raises the peak / 反而升高峰值的技术
-#
-# <div lang="en">
-#
-# Steps in backward saved nothing in 9.3. With Llama 3 8B (8 of its 32 layers), they even raise the peak if Adam updates one parameter at a time, as on a CPU. GPUs update all parameters at once by default:
-#
-# </div>
-# <div lang="zh">
-#
-# 在 9.3 节，“在反向中更新”等于没省。用在 Llama 3 8B 上（这里取 32 层里的 8 层），如果 Adam 像在 CPU 上那样逐个更新参数，峰值甚至会升高。在 GPU 上，默认是一次全部更新：
-#
-# </div>
-
-# %% slide="result"
-figures.update_in_backward()
-
-# %% [markdown]
-# <div lang="en">
-#
-# The head's gradient comes first, and its update needs two fp32 temporaries of 2.1 GB while nearly all activations are live. `foreach` needs only one, so the peak stays at the loss.
-#
-# </div>
-# <div lang="zh">
-#
-# 最先算出的是输出头的梯度，更新它要两个 2.1 GB 的 fp32 临时张量，而这时几乎所有激活值都还存活。用 `foreach` 只要一个，峰值就仍在损失那里。
-#
-# </div>
-
-# %% [markdown]
-# ## 9.18 What was compared / 比较过哪些模型
-#
-# <div lang="en">
-#
-# `tests/sweep_models.py` builds small models of every type in transformers 5.23 (804). 216 could be built without a special batch. They ran 540 steps: 521 peaked at the estimate to the byte, none differed, and 19 were refused with a reason.
-#
-# </div>
-# <div lang="zh">
-#
-# `tests/sweep_models.py` 为 transformers 5.23 的每一种模型（共 804 种）建一个小模型。其中 216 种不需要特别的批次。它们的 540 个训练步里，521 个的峰值与估计逐字节相等，没有一个不等，另外 19 个被拒绝，并说明了原因。
+# 如果预测时也用有填充的批次，预测与实测就一致，因为估计时会保留较小的整数张量里的数值。
 #
 # </div>

@@ -1,5 +1,5 @@
 """Lesson 09: the course's tools on your own model."""
 
-from course_lib.lessons.older_edition import refuse_names_in
+from course_lib.lessons.older_edition import reject_names_in
 
-__getattr__ = refuse_names_in(__name__)
+__getattr__ = reject_names_in(__name__)

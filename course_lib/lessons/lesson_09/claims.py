@@ -2,5 +2,5 @@
 
 from course_lib.teaching.claims import read_claims
 
-#: Claims that learners may have read.
+#: Claims that learners may have read elsewhere, and that this lesson tests.
 CLAIMS = read_claims(__file__, "claims")

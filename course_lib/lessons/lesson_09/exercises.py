@@ -1,20 +1,18 @@
-"""The exercises of lesson 09, and the example model for the fill-ins."""
+"""The exercises of lesson 09, and its Llama with the batches that it trains on."""
 
 import json
 import os
 import random
 from collections import defaultdict
-from collections.abc import Mapping
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from course_lib.budget import Estimate, Recipe, estimate
 from course_lib.labels import join_labels
@@ -27,6 +25,7 @@ from course_lib.teaching.exercises import (
     exercise,
     expect_number,
     not_answered,
+    numbers,
     returns_none,
 )
 
@@ -39,7 +38,8 @@ LLAMA = json.loads((FOLDER / "llama.json").read_text("utf-8"))
 CONFIG_OF_LLAMA_3_8B = FOLDER / "llama_3_8b.json"
 # The path is relative to the lesson, because the budget command prints it.
 LLAMA_3_8B = os.path.relpath(CONFIG_OF_LLAMA_3_8B)
-IGNORED = -100  # label of a token that is not predicted, in PyTorch and transformers
+#: Configuration of Llama 3 8B
+CONFIG_8B = json.loads(CONFIG_OF_LLAMA_3_8B.read_text("utf-8"))
 
 
 def model_of(config: Mapping[str, Any]) -> nn.Module:
@@ -51,7 +51,7 @@ def model_of(config: Mapping[str, Any]) -> nn.Module:
 
 
 def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor]:
-    """Return a batch of passages from the course's English text; each step has other passages.
+    """Return a batch of passages from the course's English text, different ones for each step.
 
     Returns:
         {"input_ids": tokens, one per character, of shape (samples, length), "labels": the same}.
@@ -64,115 +64,22 @@ def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor
     return {"input_ids": rows, "labels": rows.clone()}
 
 
-# Exercise 1: sum of the losses and its weight
+def llama_8b() -> nn.Module:
+    """Build Llama 3 8B from its configuration."""
+    return model_of(CONFIG_8B)
 
 
-class _PositionDependent(nn.Module):
-    """A model whose logits differ at all positions, so that a shift is detected."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.linspace(-2, 2, 6 * 7).sin().view(6, 7) * 3)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> SimpleNamespace:
-        """Return logits and, as transformers' models do, the mean loss if there are labels."""
-        offsets = torch.arange(input_ids.shape[1])[:, None] * torch.linspace(0, 0.4, 7)
-        logits = self.table[input_ids] + offsets
-        if labels is None:
-            return SimpleNamespace(logits=logits)
-        pairs = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        return SimpleNamespace(logits=logits, loss=F.cross_entropy(*pairs))
+def tokens_8b() -> dict[str, Tensor]:
+    """Return a batch of one sequence of 4096 tokens, whose values do not matter to estimates."""
+    tokens = torch.zeros(1, 4096, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
 
 
-def _batch(tokens: list[list[int]], labeled: tuple[range, ...]) -> dict[str, Tensor]:
-    """Return a batch with labels only at the given positions of each sample."""
-    labels = [
-        [token if i in positions else IGNORED for i, token in enumerate(row)]
-        for row, positions in zip(tokens, labeled, strict=True)
-    ]
-    return {"input_ids": torch.tensor(tokens), "labels": torch.tensor(labels)}
+# Exercise 1: parameters from a configuration
 
-
-_PADDED = (range(6), range(3), range(4))
-_BATCHES = (
-    _batch([[1, 5, 2, 4, 3, 1], [2, 2, 1, 0, 0, 0], [4, 1, 5, 3, 0, 0]], _PADDED),
-    # The first sample begins with a prompt, so its first label is `IGNORED`, too.
-    _batch([[0, 3, 1, 0, 2, 5], [2, 0, 4, 1, 3, 1]], (range(3, 6), range(6))),
-)
-
-
-def _draw_batch(rng: random.Random) -> dict[str, Tensor]:
-    return _batch([[rng.randint(0, 5) for _ in range(6)] for _ in _PADDED], _PADDED)
-
-
-@exercise()
-def check_loss_sum(function: Any) -> Verdict:
-    """Check `function(model, batch)`, which returns (sum of cross-entropies, number of terms)."""
-    for batch in cases(_BATCHES, _draw_batch):
-        given = deepcopy(batch)
-        found = function(_PositionDependent(), given)
-        if found is None:
-            return not_answered()
-        unchanged = given.keys() == batch.keys() and all(
-            torch.equal(given[name], batch[name]) for name in batch
-        )
-        say.refuse_if(not unchanged, "loss_sum.changes_the_batch")
-        verdict = _verdict_on_loss(found, batch)
-        if not verdict:
-            return verdict
-    return say.right("loss_sum.right")
-
-
-def _verdict_on_loss(found: Any, batch: Mapping[str, Tensor]) -> Verdict:
-    """Check the sum and the number that a function returned for one batch."""
-    say.refuse_if(not isinstance(found, tuple | list) or len(found) != 2, "loss_sum.pair")
-    loss, weight = found
-    if loss is None or weight is None:
-        return not_answered()
-    if not _has_gradient(loss):
-        say.refuse("loss_sum.swapped" if _has_gradient(weight) else "loss_sum.no_gradient")
-    several = any(isinstance(each, Tensor) and each.numel() != 1 for each in found)
-    say.refuse_if(several, "loss_sum.several_numbers")
-    # a new model, because the function may have changed the first one
-    logits, labels = _PositionDependent()(batch["input_ids"]).logits, batch["labels"]
-    before, after = logits[:, :-1], labels[:, 1:]
-    total, count = _sum_of_losses(before, after), int((after != IGNORED).sum())
-    mistakes = {
-        "mean": (total / count, total / after.numel()),
-        "not_shifted": _sum_of_losses(logits, labels),
-        "other_direction": _sum_of_losses(logits[:, 1:], labels[:, :-1]),
-        "inputs": _sum_of_losses(before, batch["input_ids"][:, 1:]),
-        "softmax": _sum_of_losses(before.softmax(-1), after),
-        "samples": _sum_of_losses(logits[:-1], labels[1:]),
-        "means": sum(map(F.cross_entropy, before, after)).item(),
-    }
-    reasons = say.reasons("loss_sum", mistakes)
-    verdict = expect_number(loss.detach(), total, wrong_answers=reasons, tolerance=1e-4)
-    if not verdict:
-        return verdict
-    counts = {
-        "counted_ignored": after.numel(),
-        "counted_first": int((labels != IGNORED).sum()),
-        "counted_samples": len(labels),
-        "counted_one": 1,
-    }
-    verdict = expect_number(weight, count, wrong_answers=say.reasons("loss_sum", counts))
-    return verdict if verdict or verdict.exact else say.wrong("loss_sum.another_number")
-
-
-def _sum_of_losses(logits: Tensor, targets: Tensor) -> float:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-# Exercise 2: parameters from a configuration
-
-#: A Llama whose sizes distinguish the mistakes. No two mistakes give the same count, and two pairs
-#: of mistakes do so only if they do for any sizes. In `LLAMA`, for example, a table of positions is
-#: as large as the embedding.
+#: A Llama whose sizes distinguish the mistakes: each mistake gives another count, and so does each
+#: pair of mistakes, except for pairs that agree for all sizes. `LLAMA` does not distinguish them,
+#: because a table of positions, for example, is as large as its embedding.
 UNTIED = {
     **LLAMA,
     "vocab_size": 1000,
@@ -242,13 +149,13 @@ def _draw_config(rng: random.Random) -> dict[str, Any]:
 def _reasons(config: Mapping[str, Any]) -> dict[float, str]:
     """Return a dict from wrong counts to messages, which name one or two mistakes or a wrong unit.
 
-    A count that several mistakes give is left out, because the check cannot tell them apart.
+    A count that several mistakes give is left out, because it does not identify one of them.
     """
     count, found = parameters_of(config), defaultdict(list)
     for names in (*((name,) for name in MISTAKES), *combinations(MISTAKES, 2)):
         wrong = parameters_of(config, *names)
         fewer = combinations(names, len(names) - 1)
-        if all(parameters_of(config, *some) != wrong for some in fewer):  # each one matters
+        if all(parameters_of(config, *some) != wrong for some in fewer):  # all change it
             found[wrong].append(join_labels((say(f"parameters.{name}") for name in names), " "))
     units = {
         "small_llama": parameters_of(LLAMA),
@@ -264,7 +171,7 @@ def _reasons(config: Mapping[str, Any]) -> dict[float, str]:
 def check_parameters(function: Any) -> Verdict:
     """Check `function(config)`, which returns the number of parameters of a Llama."""
     tied = {**UNTIED, "tie_word_embeddings": True}
-    configs = (UNTIED, tied, LLAMA, json.loads(CONFIG_OF_LLAMA_3_8B.read_text("utf-8")))
+    configs = (UNTIED, tied, LLAMA, CONFIG_8B)
     for config in cases(configs, _draw_config):
         answer = function({**config})  # a copy, because a function may change its argument
         if answer is None:
@@ -277,16 +184,18 @@ def check_parameters(function: Any) -> Verdict:
     return say.right("parameters.right")
 
 
+# Exercise 2: a recipe for the budget
+
 BUDGET = 200_000_000
 
 
 @cache
 def estimate_recipe(recipe: Recipe) -> Estimate:
-    """Return the estimate of a step of the lesson's model and batch by a recipe."""
+    """Return the estimate of a recipe's training step, for the lesson's model and batch."""
     return estimate(lambda: model_of(LLAMA), lambda: passages(0), recipe)
 
 
-#: The three techniques of section 9.3, which exercise 3 excludes.
+#: The three techniques of section 9.2, which exercise 2 excludes.
 THREE = Recipe(checkpoint="layers", offload_optimizer=1.0, in_backward=True)
 
 
@@ -306,15 +215,15 @@ def _techniques_of(recipe: Recipe) -> set[str]:
 @exercise()
 def check_recipe(recipe: Any) -> Verdict:
     """Check a recipe with a peak of at most 200 MB that trains like the baseline."""
-    say.refuse_if(not isinstance(recipe, Recipe), "recipe.no_recipe")
+    say.reject_if(not isinstance(recipe, Recipe), "recipe.no_recipe")
     same = recipe.precision in (None, Recipe().precision) and recipe.optimizer == Recipe().optimizer
-    say.refuse_if(not same, "recipe.another_training")
-    say.refuse_if(recipe.ranks > 1, "recipe.several_devices")
+    say.reject_if(not same, "recipe.another_training")
+    say.reject_if(recipe.ranks > 1, "recipe.several_devices")
     techniques, three = _techniques_of(recipe), _techniques_of(THREE)
-    say.refuse_if(techniques == three, "recipe.the_three")
+    say.reject_if(techniques == three, "recipe.the_three")
     found = estimate_recipe(recipe)
     if techniques > three and found.peak_bytes >= estimate_recipe(THREE).peak_bytes:
-        say.refuse("recipe.saves_nothing", peak=_mb(estimate_recipe(THREE).peak_bytes))
+        say.reject("recipe.saves_nothing", peak=_mb(estimate_recipe(THREE).peak_bytes))
     if found.peak_bytes > BUDGET:
         held = {name: found.at_peak.get(name, 0) for name in CATEGORIES if name != "parameter"}
         largest = max(held, key=lambda name: held[name])
@@ -325,6 +234,135 @@ def check_recipe(recipe: Any) -> Verdict:
             size=_mb(held[largest]),
         )
     return say.right("recipe.right", peak=_mb(found.peak_bytes))
+
+
+# Exercise 3: QLoRA from a configuration
+
+_PER_WEIGHT = 0.5 + 4 / 64  # NF4: half a byte, and one fp32 scale per 64 weights
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return a dict from each matrix of a layer to its numbers of outputs and inputs."""
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    return {
+        "query": (hidden, hidden),
+        "key": (keys, hidden),
+        "value": (keys, hidden),
+        "output": (hidden, hidden),
+        "gate": (width, hidden),
+        "up": (width, hidden),
+        "down": (hidden, width),
+    }
+
+
+def _nf4_count(config: Mapping[str, Any]) -> int:
+    """Return the number of weights that are quantized: those of the matrices in the layers."""
+    return config["num_hidden_layers"] * sum(m * n for m, n in _shapes(config).values())
+
+
+def _frozen(
+    config: Mapping[str, Any], per_weight: float = _PER_WEIGHT, *more: str, rest: float = 2
+) -> float:
+    """Return the bytes of the frozen weights.
+
+    Args:
+        per_weight: Bytes per quantized weight.
+        more: Names of tables that are quantized as well, "embedding" or "head".
+        rest: Bytes per weight that is not quantized.
+    """
+    table = config["vocab_size"] * config["hidden_size"]
+    small = _nf4_count(config) + sum(
+        table for name in more if name == "embedding" or not config["tie_word_embeddings"]
+    )
+    return per_weight * small + rest * (parameters_of(config) - small)
+
+
+def _adapter_count(config: Mapping[str, Any], rank: int, names: Sequence[str] = ()) -> int:
+    """Return the number of parameters of the adapters of some matrices; by default of all."""
+    shapes = _shapes(config)
+    return config["num_hidden_layers"] * rank * sum(sum(shapes[name]) for name in names or shapes)
+
+
+def _one_factor(config: Mapping[str, Any], rank: int) -> tuple[int, int]:
+    """Return the bytes of the adapters if only one of the two thin matrices is counted."""
+    pairs = zip(*_shapes(config).values(), strict=True)
+    outputs, inputs = (4 * config["num_hidden_layers"] * rank * sum(side) for side in pairs)
+    return outputs, inputs
+
+
+def _draw_adapters(rng: random.Random) -> tuple[Mapping[str, Any], int]:
+    return MappingProxyType(_draw_config(rng)), rng.randint(2, 12)
+
+
+@numbers(
+    {
+        "no_scales": lambda config, rank: {"frozen weights": _frozen(config, 0.5)},
+        "bf16_scales": lambda config, rank: {"frozen weights": _frozen(config, 0.5 + 2 / 64)},
+        "bits": lambda config, rank: {"frozen weights": _frozen(config, 4 + 4 / 64)},
+        "all_quantized": lambda config, rank: {
+            "frozen weights": (
+                _frozen(config, _PER_WEIGHT, "embedding", "head"),
+                _frozen(config, rest=_PER_WEIGHT),
+            )
+        },
+        "embedding_quantized": lambda config, rank: {
+            "frozen weights": _frozen(config, _PER_WEIGHT, "embedding")
+        },
+        "no_rest": lambda config, rank: {"frozen weights": _frozen(config, rest=0)},
+        "rest_in_fp32": lambda config, rank: {"frozen weights": _frozen(config, rest=4)},
+        "in_bf16": lambda config, rank: {"frozen weights": 2 * parameters_of(config)},
+        "adapters_in_bf16": lambda config, rank: {"adapters": 2 * _adapter_count(config, rank)},
+        "elements": lambda config, rank: {"adapters": _adapter_count(config, rank)},
+        "one_factor": lambda config, rank: {"adapters": _one_factor(config, rank)},
+        "attention_only": lambda config, rank: {
+            "adapters": tuple(
+                4 * _adapter_count(config, rank, names)
+                for names in (("query", "value"), ("query", "key", "value", "output"))
+            )
+        },
+        "state_of_all": lambda config, rank: {
+            "gradients and state": tuple(
+                12 * (parameters_of(config) + more) for more in (0, _adapter_count(config, rank))
+            )
+        },
+        "no_gradients": lambda config, rank: {
+            "gradients and state": 8 * _adapter_count(config, rank)
+        },
+        "with_weights": lambda config, rank: {
+            "gradients and state": 16 * _adapter_count(config, rank)
+        },
+        "state_in_bf16": lambda config, rank: {
+            "gradients and state": 6 * _adapter_count(config, rank)
+        },
+    },
+    cases=lambda: cases(
+        [(MappingProxyType(UNTIED), 4), (MappingProxyType(CONFIG_8B), 8)], _draw_adapters
+    ),
+    # each quantized matrix also keeps the 16 values of NF4 in fp32
+    also=lambda config, rank: {
+        "frozen weights": _frozen(config) + 7 * 64 * config["num_hidden_layers"]
+    },
+    tolerance=1e-6,
+    in_bytes=True,
+    place="place",
+)
+def check_qlora_bytes(config: Mapping[str, Any], rank: int) -> dict[str, float]:
+    """Check `function(config, rank)`, which returns the bytes that QLoRA keeps between steps.
+
+    The matrices of the layers are quantized to NF4, all of them have adapters in fp32, and the
+    optimizer is Adam.
+    """
+    return _bytes_of_qlora(config, rank)
+
+
+def _bytes_of_qlora(config: Mapping[str, Any], rank: int) -> dict[str, float]:
+    count = _adapter_count(config, rank)
+    return {
+        "frozen weights": _frozen(config),
+        "adapters": 4 * count,
+        "gradients and state": 12 * count,
+    }
 
 
 def _mb(count: int) -> str:

@@ -1,18 +1,14 @@
-"""Images for a vision transformer, runs of estimated recipes, and Hugging Face's Trainer."""
+"""Images for a vision transformer, runs of estimated recipes, and distances of weights."""
 
-import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from course_lib.budget import Estimate, run
-from course_lib.memory import MemoryMeter
-from course_lib.teaching import Table, predictions
-
-from .exercises import passages
+from course_lib.teaching import Table, predictions, table
 
 # peft reads an attribute that transformers 5.23 has renamed.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -40,6 +36,8 @@ def run_predicted(
     make_model: Callable[[], nn.Module],
     make_batch: Callable[[], Any],
     predicted: Mapping[str, Estimate],
+    *,
+    guess: float | None = None,
 ) -> Table:
     """Run a step of each estimated recipe; show a table of predicted and measured peaks.
 
@@ -47,12 +45,28 @@ def run_predicted(
         make_model: Function that returns a new model, whose own loss is used.
         make_batch: Function that returns the batch.
         predicted: Dict from a label to an estimate.
+        guess: The learner's guess of the first peak in MB, which is shown in the first row.
     """
-    rows = []
+    rows: list[tuple[str, float | None, float]] = []
     for name, each in predicted.items():
         taken = run(make_model, make_batch, each.recipe)
+        if guess is not None and not rows:
+            rows.append(("your guess", guess * 1e6, taken.meter.peak_bytes))
         rows.append((name, each.peak_bytes, taken.meter.peak_bytes))
     return predictions(rows, unit="bytes")
+
+
+def guesses(rows: Iterable[tuple[str, float | None, int]]) -> Table:
+    """Return a table of guesses next to estimates.
+
+    Args:
+        rows: (label, guess in MB or None, estimate in bytes).
+    """
+    shown = [
+        (name, "–" if guess is None else f"{guess:,.1f}", f"{count / 1e6:,.1f}")
+        for name, guess, count in rows
+    ]
+    return table(["", "your guess (MB)", "estimate (MB)"], shown)
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -67,34 +81,3 @@ def difference(found: Tensor, expected: Tensor, update: Tensor) -> str:
     """
     error = ((found - expected).norm() / update).item()
     return "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"
-
-
-def peak_in_trainer(model: nn.Module, arguments: Mapping[str, Any]) -> int:
-    """Train a model for two steps with Hugging Face's Trainer, and return the peak in bytes.
-
-    A second step is needed because the optimizer creates its state in the first step.
-
-    Args:
-        model: The model, which is trained on batches of `passages`.
-        arguments: Arguments of `TrainingArguments`.
-    """
-    from transformers import PrinterCallback, Trainer, TrainingArguments
-
-    batch = passages(0)
-    rows = [{name: rows[i] for name, rows in batch.items()} for i in range(4)] * 2
-    with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(
-            folder,
-            max_steps=2,
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            **arguments,
-        )
-        trainer = Trainer(model, settings, train_dataset=rows)
-        trainer.remove_callback(PrinterCallback)
-        with MemoryMeter(model) as meter:
-            trainer.train()
-    return meter.peak_bytes

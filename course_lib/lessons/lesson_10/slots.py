@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib._hugging_face_losses import has_loss_sum, own_loss, samples_in
+from course_lib._hugging_face_losses import has_loss_sum, own_loss
 from course_lib._torch.tensors import tensors_in
 from course_lib.accumulation import split
 from course_lib.budget import Recipe, estimate, run
@@ -22,8 +22,8 @@ say = Messages(__file__)
 Make = Callable[..., Any]
 
 
-def check_slots(make_model: Make, make_batch: Make, loss_sum: Make | None = None) -> Verdict:
-    """Check that a learner's own model, batch and loss work with the tools of this lesson.
+def verdict_on(make_model: Make, make_batch: Make, loss_sum: Make | None = None) -> Verdict:
+    """Check that a learner's own model, batch and loss work with the library's tools.
 
     The model is built three times. One step runs on symbolic tensors and one for real, so the
     baseline must fit into this machine's memory.
@@ -38,75 +38,86 @@ def check_slots(make_model: Make, make_batch: Make, loss_sum: Make | None = None
     return _check_slots((make_model, make_batch, loss_sum))
 
 
-def own_model(
-    make_model: Make | None, make_batch: Make | None, loss_sum: Make | None
-) -> Verdict | str:
-    """Check the model of the learner's project, if all fill-ins are complete."""
-    if make_model is None or make_batch is None:
-        return say("slots.empty")
-    return check_slots(make_model, make_batch, loss_sum)
-
-
 @exercise()
 def _check_slots(slots: tuple[Make, Make, Make | None]) -> Verdict:
+    """Check the learner's `make_model`, `make_batch` and `loss_sum`, and run a step with them."""
     make_model, make_batch, loss_sum = slots
     functions = {"make_model": make_model, "make_batch": make_batch, "loss_sum": loss_sum}
     for name, given in functions.items():
         if given is not None and (isinstance(given, nn.Module) or not callable(given)):
-            say.refuse("slots.no_function", name=name, kind=type(given).__name__)
+            say.reject("slots.no_function", name=name, kind=type(given).__name__)
     model = make_model()
     if model is None:
         return not_answered()
     trained = isinstance(model, nn.Module) and [p for p in model.parameters() if p.requires_grad]
-    say.refuse_if(not trained, "slots.no_module")
+    say.reject_if(not trained, "slots.no_module")
     halves = torch.float16, torch.bfloat16
-    say.refuse_if(any(p.dtype in halves for p in trained), "slots.fp32")
-    say.refuse_if(make_model() is model, "slots.same_model")
+    say.reject_if(any(p.dtype in halves for p in trained), "slots.fp32")
+    say.reject_if(make_model() is model, "slots.same_model")
     first, second = make_batch(0), make_batch(1)
     if first is None:
         return not_answered()
-    _refuse_batches(first, second)
-    _refuse_tokens(model, first)
-    say.refuse_if(loss_sum is None and not has_loss_sum(model), "slots.unknown_loss")
-    _refuse_loss(model, first, loss_sum)
+    _reject_batches(first, second)
+    _reject_tokens(model, first)
+    say.reject_if(loss_sum is None and not has_loss_sum(model), "slots.unknown_loss")
+    _reject_loss(model, first, loss_sum)
     return _check_step(make_model, make_batch, loss_sum)
 
 
-def _refuse_batches(*batches: Any) -> None:
-    """Reject batches that have no tensors, unequal numbers of samples, or equal contents."""
+def _reject_batches(*batches: Any) -> None:
+    """Reject batches that have no tensors or equal contents."""
     first, second = (list(tensors_in(batch)) for batch in batches)
-    say.refuse_if(not first, "slots.no_tensors")
-    say.refuse_if(len({len(tensor) for tensor in first}) > 1, "slots.sample_counts")
+    say.reject_if(not first, "slots.no_tensors")
     same = len(first) == len(second) and all(map(torch.equal, first, second))
-    say.refuse_if(same, "slots.same_batch")
+    say.reject_if(same, "slots.same_batch")
 
 
-def _refuse_tokens(model: nn.Module, batch: Any) -> None:
+def _reject_tokens(model: nn.Module, batch: Any) -> None:
     """Reject token numbers that are too large for the model's embeddings."""
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     rows = max((embedding.num_embeddings for embedding in embeddings), default=0)
-    tokens = [t for t in tensors_in(batch) if not t.is_floating_point() and t.dtype != torch.bool]
+    # a tensor with one number per sample, such as a length or a time step, has no tokens
+    tokens = [
+        tensor
+        for tensor in tensors_in(batch)
+        if tensor.dim() > 1 and not tensor.is_floating_point() and tensor.dtype != torch.bool
+    ]
     most = max((int(tensor.max()) for tensor in tokens if tensor.numel()), default=0)
     if rows and most >= rows:
-        say.refuse("slots.token", token=most, rows=rows)
+        say.reject("slots.token", token=most, rows=rows)
 
 
-def _refuse_loss(model: nn.Module, batch: Any, loss_sum: Make | None) -> None:
-    """Reject a loss unless the losses of the single samples add up to the loss of the batch."""
+def _reject_loss(model: nn.Module, batch: Any, loss_sum: Make | None) -> None:
+    """Reject a loss unless the losses of the single samples add up to the loss of the batch.
+
+    A batch that cannot be split, such as a graph, has no samples to compare.
+    """
     model.eval()  # without dropout, so that the sums are equal
-    whole, *singles = (_loss_of(model, each, loss_sum) for each in (batch, *split(batch, 1)))
+    whole = _loss_of(model, batch, loss_sum)
     if whole is None:
         raise NotImplementedError
-    say.refuse_if(not all(map(_is_pair, (whole, *singles))), "slots.pair")
+    say.reject_if(not _is_pair(whole) or not whole[0].requires_grad, "slots.pair")
+    try:
+        samples = list(split(batch, 1))
+    except (TypeError, ValueError):
+        return
+    again = _loss_of(model, batch, loss_sum)
+    random = abs(_number(again[0]) - _number(whole[0])) > 1e-3 * abs(_number(whole[0]))
+    say.reject_if(random, "slots.random_loss")
+    sums = [0.0, 0.0]
+    for sample in samples:
+        single = _loss_of(model, sample, loss_sum)
+        say.reject_if(not _is_pair(single), "slots.pair")
+        sums = [total + _number(value) for total, value in zip(sums, single, strict=True)]
     for i, name in enumerate(("slots.sums", "slots.weights")):
-        alone, together = sum(_number(single[i]) for single in singles), _number(whole[i])
+        alone, together = sums[i], _number(whole[i])
         if abs(alone - together) > 1e-3 * abs(alone):
-            say.refuse(
+            say.reject(
                 "slots.do_not_add_up",
                 name=say(name),
                 pieces=f"{alone:,.1f}",
                 whole=f"{together:,.1f}",
-                count=samples_in(batch),
+                count=len(samples),
             )
 
 
@@ -123,7 +134,7 @@ def _is_pair(found: Any) -> bool:
         return False
     loss, weight = found
     one_number = isinstance(weight, Real) or (isinstance(weight, Tensor) and not weight.dim())
-    return isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad and one_number
+    return isinstance(loss, Tensor) and not loss.dim() and one_number
 
 
 def _check_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Verdict:
@@ -136,7 +147,7 @@ def _check_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Ve
     )
     peak = f"{estimated.peak_bytes:,}"
     if estimated.peak_bytes != taken.meter.peak_bytes:
-        say.refuse(
+        say.reject(
             "slots.another_peak",
             predicted=peak,
             taken=f"{taken.meter.peak_bytes:,}",
@@ -153,15 +164,15 @@ def _check_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Ve
 def first_difference(predicted: Trace, taken: Trace) -> str:
     """Return a sentence that names the first operator at which two traces of a step differ."""
     pairs = zip(predicted.operators, taken.operators, strict=False)
-    for moment, ((expected, _), (ran, _)) in enumerate(pairs):
+    for point, ((expected, _), (ran, _)) in enumerate(pairs):
         place = {
-            "number": moment,
-            "module": verbatim(f"`{predicted.modules.get(moment) or 'model'}`"),
+            "number": point,
+            "module": verbatim(f"`{predicted.modules.get(point) or 'model'}`"),
             "ran": verbatim(f"`{ran}`"),
         }
         if expected is not ran and expected != ran:
             return say("slots.another_operator", expected=verbatim(f"`{expected}`"), **place)
-        expected, measured = (f"{int(each.live[moment].sum()):,}" for each in (predicted, taken))
+        expected, measured = (f"{int(each.live[point].sum()):,}" for each in (predicted, taken))
         if expected != measured:
             return say("slots.other_bytes", expected=expected, measured=measured, **place)
     return say("slots.runs_more", count=min(len(predicted.operators), len(taken.operators)) - 1)

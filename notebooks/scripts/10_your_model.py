@@ -1,0 +1,306 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 10 Project: your model / 项目：你的模型
+#
+# <div lang="en">
+#
+# How much memory does a training step of *your* model need, and how much can you save with the same gradients? In this project you find out, for a model that you train or want to train. You fill in four things, run eight sections, and hand in the sheet that these fill in.
+#
+# The fill-ins come with a small model, so everything runs at once. Read it through once, then put yours in its place. If your model breaks a rule of the course's library, the section says so in a sentence, and the others still run.
+#
+# </div>
+# <div lang="zh">
+#
+# **你的**模型，一个训练步要多少内存？在梯度不变的前提下，最低能降到多少？在这个项目里，请拿一个你正在训练或打算训练的模型来回答。先填好四处空，再依次运行八节，各节会填好一张表，最后把这张表交上来。
+#
+# 四处填空里事先放了一个小模型，打开就能运行。请先从头到尾看一遍，再换成你自己的模型。如果你的模型不符合课程库的某条规则，用到这条规则的那一节会用一句话说明，其余各节照样运行。
+#
+# </div>
+
+# %%
+from course_lib.teaching import language
+
+language()
+
+# %% [markdown]
+# <div lang="en">
+#
+# **Goals** (60 to 180 minutes):
+#
+# - Predict the step of your own model and check the prediction.
+# - Say what fills the peak.
+# - Prove that the gradients are equal.
+# - Bring the step into a budget, and carry the result over to your training code.
+#
+# **What to know before**: lesson 07, and lesson 09 if your model comes from Hugging Face.
+#
+# </div>
+# <div lang="zh">
+#
+# **目标**（60 到 180 分钟）
+#
+# - 预测你自己的模型一步要多少内存，并检验这个预测。
+# - 说出峰值里什么最多。
+# - 证明梯度相等。
+# - 让这一步满足预算，再把结果用到你的训练代码里。
+#
+# **预备知识**：第 07 课。如果你的模型出自 Hugging Face，还要先学第 09 课。
+#
+# </div>
+
+# %%
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from course_lib.budget import Recipe, estimate, fit, run
+from course_lib.lessons.lesson_10 import slots
+from course_lib.lessons.lesson_10.project import Sheet
+
+# %% [markdown]
+# ## 10.1 Four fill-ins / 四处填空
+#
+# <div lang="en">
+#
+# - `make_model()` returns a new model in fp32, with the same weights in each call.
+# - `make_batch(step)` returns the batch of a step: tensors, alone or in tuples and dictionaries.
+# - `loss_sum(model, batch)` returns the sum of the losses and their number. Lesson 05 showed why a mean is not enough. Write `loss_sum = None` for a Hugging Face model that computes its own loss.
+# - `BUDGET` is the number of bytes that the step may take. Begin with a third of the peak that the cell below the fill-ins names.
+#
+# Begin with a model that takes less than half of this machine's memory: fewer layers, or a smaller batch. The techniques save the same parts in the larger model.
+#
+# </div>
+# <div lang="zh">
+#
+# - `make_model()` 返回一个新的 fp32 模型，每次调用权重都相同。
+# - `make_batch(step)` 返回这一步的批次，可以是张量，也可以是装着张量的元组或字典。
+# - `loss_sum(model, batch)` 返回损失之和，以及损失的个数。第 05 课讲过为什么只返回平均值还不够。如果用的是 Hugging Face 模型，并且模型自己会计算损失，就写 `loss_sum = None`。
+# - `BUDGET` 是这一步最多可以占用的字节数。填空下面的单元格会打印峰值，可以先把预算设成这个峰值的三分之一。
+#
+# 请先减少层数或减小批次，把你的模型改小，使它占用的内存不到这台机器的一半。以后换回更大的模型，每种技术省下的仍是同一类内存。
+#
+# </div>
+
+
+# %% tags=["fill-in"]
+class Block(nn.Module):  # mixes along the 64 patches, then along their 192 features
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(192), nn.LayerNorm(192)
+        self.patches = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.features = nn.Sequential(nn.Linear(192, 768), nn.GELU(), nn.Linear(768, 192))
+
+    def forward(self, x):
+        x = x + self.patches(self.first(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.features(self.second(x))
+
+
+# %% tags=["fill-in"]
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.start, self.head = nn.Linear(48, 192), nn.Linear(192, 10)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x):
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Mixer()
+
+
+# %% tags=["fill-in"]
+def make_batch(step=0):  # 32 pictures of 64 patches with 48 numbers, and a class for each patch
+    generator = torch.Generator().manual_seed(step)
+    pictures = torch.rand(32, 64, 48, generator=generator)
+    return pictures, torch.randint(10, (32, 64), generator=generator)
+
+
+def loss_sum(model, batch):
+    pictures, classes = batch
+    losses = F.cross_entropy(model(pictures).flatten(0, 1), classes.flatten(), reduction="sum")
+    return losses, classes.numel()
+
+
+BUDGET = 30_000_000  # bytes
+
+# %% [markdown]
+# <div lang="en">
+#
+# This cell checks the first three fill-ins: does each call return a new model, do the losses of single samples add up to that of the batch, and is the baseline's peak predicted to the byte? If the check names a problem, you can go on, but solve it before you hand in.
+#
+# </div>
+# <div lang="zh">
+#
+# 下面检查前三处填空，看每次调用是否返回新的模型，逐个样本的损失加起来是否等于整个批次的损失，以及基线的峰值是否预测得一个字节也不差。如果检查指出了问题，你可以继续往下做，但请在上交之前解决这个问题。
+#
+# </div>
+
+# %%
+slots.verdict_on(make_model, make_batch, loss_sum)
+
+# %% [markdown]
+# ## 10.2 Predict, then run / 先预测，再运行
+#
+# <div lang="en">
+#
+# **Guess first:** how many MB will a step of the baseline take, with Adam? Count the parameters, and think of what the layers keep. Then the step is estimated without memory, and run under a meter. If the two numbers differ, please report this with the model.
+#
+# </div>
+# <div lang="zh">
+#
+# **先猜**：基线用 Adam，一步会占多少 MB？请数一数参数，再想想各层要保存什么。随后的单元格先估计这一步（估计不占内存），再在计量器下真正运行这一步。如果估计值与实测值不一样，请把结果连同模型一起告诉我们。
+#
+# </div>
+
+# %% tags=["guess"]
+my_peak = None  # in MB
+
+# %%
+AS_IT_IS = Recipe(precision=None, attention=None)  # your model unchanged, trained with Adam
+sheet = Sheet(make_model, make_batch, loss_sum, BUDGET)
+predict = partial(estimate, make_model, make_batch, loss_sum=loss_sum)  # a function of a recipe
+with sheet.part("10.2"):
+    sheet.plain = predict(AS_IT_IS)
+    sheet.measured = run(make_model, make_batch, AS_IT_IS, loss_sum=loss_sum).meter
+    sheet.show_guess(my_peak)
+
+# %% [markdown]
+# ## 10.3 What fills the peak? / 峰值里什么最多？
+#
+# <div lang="en">
+#
+# Look at the largest category before you read the second table. Which technique reduces it? The second table estimates each technique alone. For a technique that your model does not allow, the last column states the reason.
+#
+# </div>
+# <div lang="zh">
+#
+# 读第二张表之前，先看第一张表里哪一类内存最多，再想想哪种技术能减少这一类内存。第二张表列出单独使用每种技术时的估计值。如果你的模型不能用某种技术，最后一列会写明原因。
+#
+# </div>
+
+# %%
+with sheet.part("10.3"):
+    sheet.show(sheet.plain)
+    sheet.alone = []
+    for recipe in sheet.techniques():
+        with sheet.attempt(recipe):
+            sheet.alone.append(predict(recipe))
+    sheet.show_savings()
+
+# %% [markdown]
+# ## 10.4 Are the gradients equal? / 梯度相等吗？
+#
+# <div lang="en">
+#
+# A saving counts only if the gradients are equal. Each technique runs one step on your batch 0, and its gradients are compared with those of the baseline: the norm of the difference, divided by the norm of the gradient. Recomputation and offloading must give 0. Micro-batches add in another order, so a few last digits differ.
+#
+# </div>
+# <div lang="zh">
+#
+# 梯度相等，省下的内存才算数。每种技术都用你的批次 0 运行一步，再把得到的梯度与基线的梯度相比，误差等于两者之差的范数除以基线梯度的范数。重计算和卸载的误差应当是 0。用微批次时，求和的顺序不同，所以梯度的最后几位数字会有差别。
+#
+# </div>
+
+# %%
+with sheet.part("10.4"):
+    sheet.errors = {each.recipe: sheet.gradient_error(each.recipe) for each in sheet.alone}
+    sheet.show_errors(sheet.errors)
+
+# %% [markdown]
+# ## 10.5 The cheapest recipe within the budget / 预算之内代价最小的配方
+#
+# <div lang="en">
+#
+# `fit` searches for the recipes that fit, cheapest first. The caption also says what could not be tried for your model, and why. With `quick=True` the search takes less time, but may miss the cheapest recipe. Take the first recipe, or write one of your own with the fields of section 7.2, for example `sheet.recipe = Recipe(precision=None, attention=None, micro_batches=2)`.
+#
+# </div>
+# <div lang="zh">
+#
+# `fit` 搜索装得下的配方，代价最小的排在最前。表的标题还会写明哪些技术没能用在你的模型上，以及为什么。加上 `quick=True`，搜索会快一些，但可能错过代价最小的配方。可以采用第一个配方，也可以用 7.2 节的字段自己写一个，例如 `sheet.recipe = Recipe(precision=None, attention=None, micro_batches=2)`。
+#
+# </div>
+
+# %%
+with sheet.part("10.5"):
+    sheet.budget_bytes = BUDGET
+    options = {"loss_sum": loss_sum, "base": AS_IT_IS, "progress": False}
+    sheet.found = fit(make_model, make_batch, BUDGET, **options)
+    sheet.recipe = sheet.found[0].recipe  # or Recipe(...), a recipe of your own
+    sheet.show(sheet.found)
+
+# %% [markdown]
+# ## 10.6 Run it / 运行它
+#
+# <div lang="en">
+#
+# The meter stops the step at the first operator that exceeds the budget. The gradients of this recipe are compared, too.
+#
+# </div>
+# <div lang="zh">
+#
+# 如果有算子使内存超出预算，计量器就让这一步停在这个算子。这里也会比较这个配方的梯度与基线的梯度。
+#
+# </div>
+
+# %%
+with sheet.part("10.6"):
+    sheet.reduced = predict(sheet.recipe)
+    options = {"loss_sum": loss_sum, "budget_bytes": BUDGET}
+    sheet.taken = run(make_model, make_batch, sheet.recipe, **options).meter
+    sheet.error = sheet.gradient_error(sheet.recipe)
+    sheet.show_run()
+
+# %% [markdown]
+# ## 10.7 In your own code / 实际怎么写
+#
+# <div lang="en">
+#
+# "torch" prints a loop with the course's library, "trainer" the arguments of Hugging Face's Trainer, and "fsdp2" the lines for PyTorch's FSDP2. Comments name what your framework does not offer.
+#
+# </div>
+# <div lang="zh">
+#
+# "torch" 打印一个使用课程库的循环，"trainer" 打印 Hugging Face Trainer 的参数，"fsdp2" 打印 PyTorch FSDP2 的代码。框架不支持的部分写在注释里。
+#
+# </div>
+
+# %%
+framework = "torch"
+with sheet.part("10.7"):
+    print(sheet.lines(framework))
+
+# %% [markdown]
+# ## 10.8 Hand in / 交作业
+#
+# <div lang="en">
+#
+# The code fills in the sheet. Two rows are yours: why this recipe uses these techniques and no others, and one of your guesses that was wrong.
+#
+# </div>
+# <div lang="zh">
+#
+# 这张表由代码填写，只有两行要你自己写。一行写这个配方为什么用这几种技术，而不用别的技术，另一行写你猜错的一件事。
+#
+# </div>
+
+# %% tags=["fill-in"]
+why = ""
+wrong_guess = ""
+
+# %%
+sheet.hand_in(why, wrong_guess)
