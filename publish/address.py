@@ -3,9 +3,9 @@
     python -m publish.address
 
 The addresses are in `[project.urls]` of pyproject.toml: `Repository` on the code host, and
-`Documentation`, the website. Both may be missing. The command writes the text that follows from
-them into CITATION.cff, and between `<!-- hosted: name -->` and `<!-- /hosted -->` in the READMEs.
-`make address` calls it, and a test checks that it was called.
+`Documentation`, the website. Both may be missing. The command writes the texts that contain them
+into CITATION.cff, and between `<!-- hosted: name -->` and `<!-- /hosted -->` in the READMEs. `make
+address` calls the command, and a test fails if these texts are out of date.
 """
 
 import re
@@ -38,8 +38,8 @@ _READ_HERE = {
     ),
     "zh": (
         "**不安装也能读**：[各课](#课程)都连同运行结果一起存好了。在代码托管网站的预览和 VS Code"
-        " 里，两种语言上下并列，答案也全都展开；语言按钮和折叠的答案要在 JupyterLab 里才有效。"
-        "Binder 和开发容器的配置也[准备好了](docs/installing.zh.md)。\n"
+        " 里，两种语言上下并列，答案也全都展开。语言按钮和折叠答案的功能，要在 JupyterLab 里才有效"
+        "。Binder 和开发容器的配置也[准备好了](docs/installing.zh.md)。\n"
     ),
 }
 #: Branch to which .github/workflows/site.yml publishes the lessons in one language. Colab opens a
@@ -97,12 +97,12 @@ def addresses(root: Path) -> dict[str, str]:
 
 
 def _blocks(language: str, urls: Mapping[str, str]) -> dict[str, str]:
-    """Return the text of each block, by name."""
+    """Return a dict from the name of each block of a README to its text."""
     named = {key.lower(): url for key, url in urls.items()}
     commands = [_COMMAND]
     if "repository" in named:
         folder = named["repository"].rpartition("/")[2].removesuffix(".git")
-        commands = [f"git clone {named['repository']}", f"cd {folder}", _COMMAND]
+        commands = [f"git clone --depth 1 {named['repository']}", f"cd {folder}", _COMMAND]
     with_repository = {
         "badges": _BADGE[language] + _run(language, urls),
         "mistakes": _EDIT[language],
@@ -155,7 +155,7 @@ def citation_with(text: str, urls: Mapping[str, str]) -> str:
 
 
 def main(root: Path) -> None:
-    """Write the READMEs and CITATION.cff of the folder for its addresses."""
+    """Write the addresses in pyproject.toml into the READMEs and CITATION.cff of a folder."""
     urls = addresses(root)
     for language, name in FRONT_DOORS.items():
         path = root / name

@@ -1,4 +1,4 @@
-"""Parts that the editions share: stubs for solutions, checks of the notebooks, and output folders.
+"""Functions that all editions use: stubs for solutions, checks of notebooks, output folders.
 
 An output folder is written completely or not at all.
 """
@@ -23,23 +23,29 @@ from nbformat import NotebookNode
 from . import not_installed
 
 NOTEBOOKS = Path("notebooks")
-PAGES = "docs/out_of_memory*.md"  # pages that the lessons link to, relative to the project
+#: Numbers of the notebooks that are projects with the learner's own model. A project has no deck,
+#: sections in depth, exercises with a check, row in the ledger, or stated minutes.
+PROJECTS = frozenset({"10"})
+# Pages that the lessons link to, relative to the project
+PAGES = tuple(
+    f"docs/{name}*.md" for name in ("exact", "fsdp2", "installing", "models", "out_of_memory")
+)
 NOTES = "publish/NOTES.md"  # the speaker notes, in the project
 COMMENT_STUB = "# your solution / 你的答案"
-# Tags of cells whose values are the reader's, without an exercise.
+# Tags of cells in which learners set values, such as guesses, that no check tests.
 ASKING_TAGS = frozenset({"guess", "fill-in"})
-# First line of a solution in the learner's copy, which JupyterLab shows of the folded cell.
+# First line of a solution in the learner's copy. JupyterLab shows only this line of a folded cell.
 SOLUTION = "# Solution: click the three dots to open / 答案：点三个点展开"
 STUB_NAME = "NotImplementedError"
 STUB = f"raise {STUB_NAME}  {COMMENT_STUB}"
-# A folder with this file was written by an edition, and the next one may replace it.
+# Marks a folder that an edition has written, which the next run may therefore replace.
 STAMP = ".course-edition"
 
 _MARKER = re.compile(r"^(\s*)### (BEGIN|END) SOLUTION\s*$")
-# The line that keeps a reader's accepted answer when all cells run, and its indented block.
+# A guard, which keeps an accepted answer from being overwritten, and the block that it indents.
 _GUARD = re.compile(r"^if not [\w.]+\.accepted:\n\n?((?:(?: {4}.*)?\n)+)", re.M)
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)")
-# Metadata that an edition keeps. The rest tells publish.notebooks whether to run a lesson again.
+# Metadata that an edition keeps. Only publish.notebooks needs the rest.
 _NOTEBOOK_METADATA = ("kernelspec", "language_info")
 # Errors of `ast` for text that is not Python, is not Unicode, or is nested too deeply.
 UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
@@ -47,22 +53,22 @@ _SHORT = 20  # characters; a shorter statement, such as `peaks = []`, gives no s
 
 
 class EditionError(ValueError):
-    """An edition cannot be made from a notebook or a folder. The message is one sentence."""
+    """Error for a notebook or folder from which no edition can be made."""
 
 
 # --- solutions ---
 
 
 def remove_guard(source: str) -> str:
-    """Return code without the guard that keeps a reader's accepted answer.
+    """Return code without the guard that keeps a learner's accepted answer from being overwritten.
 
-    An edition that shows the solution has no answer to keep.
+    Editions that show the solution need no guard.
     """
     return _GUARD.sub(lambda found: textwrap.dedent(found[1]), source + "\n").removesuffix("\n")
 
 
 def without_guards(notebook: NotebookNode) -> NotebookNode:
-    """Return a copy of the notebook with unguarded solutions, to be read instead of run."""
+    """Return a copy of the notebook without guards, for editions that are read and not run."""
     notebook = deepcopy(notebook)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -71,12 +77,12 @@ def without_guards(notebook: NotebookNode) -> NotebookNode:
 
 
 def without_markers(source: str) -> str:
-    """Return code without the lines that mark a solution."""
+    """Return code without the lines that mark the start and end of a solution."""
     return "\n".join(line for line in source.splitlines() if not _MARKER.match(line)).strip("\n")
 
 
 def is_solution(cell: NotebookNode) -> bool:
-    """Whether a cell contains nothing except a solution."""
+    """Return whether a cell contains nothing except a solution."""
     return (
         cell.cell_type == "code"
         and "### BEGIN SOLUTION" in cell.source
@@ -85,16 +91,16 @@ def is_solution(cell: NotebookNode) -> bool:
 
 
 def id_of(cell: NotebookNode) -> str:
-    """Return a hash of a cell's type and source, which is its id in a lesson.
+    """Return a hash of a cell's type and source, which is the cell's id in a lesson.
 
-    If the hash of a copy differs from its id, the copy was changed. `read_script` appends `-2` to
-    the id of the second of two equal cells.
+    A copy of a cell whose id is not its hash was changed. If two cells are equal, `read_script`
+    appends `-2` to the id of the second cell.
     """
     return hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
 
 
 def asks(cell: NotebookNode) -> bool:
-    """Whether a cell asks for a guess, or for a fill-in that no check judges."""
+    """Return whether a cell asks for a guess, or for a fill-in that no check tests."""
     return not ASKING_TAGS.isdisjoint(cell.metadata.get("tags", ()))
 
 
@@ -102,13 +108,13 @@ def without_solutions(notebook: NotebookNode) -> NotebookNode:
     """Return a copy of the notebook with stubs instead of the solutions, and without outputs.
 
     A solution inside a function becomes `raise NotImplementedError`, which the checks report. A
-    cell that contains only a solution is removed, because the cell above it has the reader's
+    cell that contains only a solution is removed, because the cell above it has the learner's
     attempt and the check.
 
     Raises:
-        EditionError: Markers are unbalanced or not on a line of their own, the stub of a solution
-            would stop the notebook, a solution's exercise has no cell of its own, a later cell
-            needs the solution, or its code is also outside of the markers.
+        EditionError: Markers are unbalanced or not on a line of their own, a stub would stop the
+            notebook, an exercise has no separate cell for its solution, a later cell needs a name
+            from a solution, or code of a solution is also outside of the markers.
     """
     notebook = deepcopy(notebook)
     solutions, kept = [], []
@@ -198,7 +204,7 @@ def _replace_solution(cell: NotebookNode, attempt: str) -> str | None:
 
 
 def _run_at_once(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run with the cell, which are all except the bodies of functions."""
+    """Yield the nodes that run when the cell runs: all nodes outside of function bodies."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield child
@@ -206,7 +212,7 @@ def _run_at_once(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def parse(source: str) -> ast.AST:
-    """Return the code as a tree, or an empty tree if it is not Python, such as a magic."""
+    """Return the syntax tree of code, or an empty tree if the code is not Python, as a magic is."""
     try:
         return ast.parse(source)
     except UNREADABLE:
@@ -247,9 +253,9 @@ def _check_names(
 
 
 def _check_leaks(cell: NotebookNode, solutions: list[tuple[int, str]]) -> None:
-    """Check that no statement of a solution is outside of its markers, in code or in prose.
+    """Check that no statement of a solution is also outside of its markers, in code or in prose.
 
-    Imports and calls of checks may be.
+    Imports and calls of checks are allowed there.
     """
     here = {
         ast.unparse(node) for node in ast.walk(parse(cell.source)) if isinstance(node, ast.stmt)
@@ -277,7 +283,7 @@ def _check_leaks(cell: NotebookNode, solutions: list[tuple[int, str]]) -> None:
 
 
 def read_lessons(folder: Path = NOTEBOOKS) -> dict[str, NotebookNode]:
-    """Read the notebooks of a folder, by name.
+    """Return a dict from the name of each notebook of a folder to the notebook.
 
     Raises:
         EditionError: The folder has no notebooks, or a file is not a notebook.
@@ -288,6 +294,11 @@ def read_lessons(folder: Path = NOTEBOOKS) -> dict[str, NotebookNode]:
             f"{folder} must contain lessons, and has none: name the course's folder of notebooks"
         )
     return {path.stem: _read_notebook(path) for path in paths}
+
+
+def is_project(name: str) -> bool:
+    """Return whether the notebook of this name, such as "10_your_model", is a project."""
+    return name[:2] in PROJECTS
 
 
 def _read_notebook(path: Path) -> NotebookNode:
@@ -311,7 +322,7 @@ def _valid_notebook(path: Path) -> NotebookNode:
 
 
 def stored_again(path: Path) -> str:
-    """Return the advice for a notebook that has to be stored again."""
+    """Return the advice that an error gives for a notebook that has to be made again."""
     return f"`make notebooks ARGS={path.stem[:2]}` stores it again"
 
 
@@ -319,7 +330,7 @@ def check_twins(folder: Path, lessons: dict[str, NotebookNode]) -> None:
     """Check that the notebooks have the same cells as their scripts.
 
     Raises:
-        EditionError: A notebook has no script, or one that is broken or has other cells.
+        EditionError: A notebook has no script, or its script is broken or has other cells.
     """
     import jupytext
 
@@ -372,7 +383,7 @@ def check_outputs(folder: Path, lessons: dict[str, NotebookNode]) -> None:
 
 @contextmanager
 def output_folder(target: Path) -> Iterator[Path]:
-    """Give a new folder to write into, which replaces the target at the end of the block.
+    """Yield a new folder to write into, which replaces the target when the `with` block ends.
 
     After an error the new folder is removed and the target stays as it was.
 
@@ -426,7 +437,7 @@ def check_links(name: str, notebook: NotebookNode, folder: Path) -> None:
 
 
 def copy_files(source: Path, target: Path, *patterns: str) -> None:
-    """Copy the files that match a pattern, under their names relative to the source."""
+    """Copy the files of a folder that match a pattern, and keep their relative paths."""
     for path in sorted(path for pattern in patterns for path in source.glob(pattern)):
         (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target / path.relative_to(source))
@@ -438,9 +449,10 @@ def copy_pages(notebooks: Path, target: Path, lessons: str) -> None:
     Args:
         notebooks: Folder of the notebooks. Its parent has docs/.
         target: The edition's docs/.
-        lessons: Path from there to the lessons, with "{language}" for "en" or "zh".
+        lessons: Path from `target` to the lessons, in which "{language}" stands for "en" or "zh".
     """
-    for page in sorted(notebooks.resolve().parent.glob(PAGES)):
+    root = notebooks.resolve().parent
+    for page in sorted(page for pattern in PAGES for page in root.glob(pattern)):
         language = "zh" if ".zh" in page.suffixes else "en"
         text = page.read_text("utf-8").replace("../notebooks/", lessons.format(language=language))
         target.mkdir(exist_ok=True)
@@ -454,15 +466,15 @@ def run_edition(
     arguments: list[str] | None = None,
     switches: Mapping[str, str] | None = None,
 ) -> None:
-    """Run an edition from the command line, and print its size and time.
+    """Parse the command line of an edition, build the edition, and print its size and time.
 
-    Errors are one sentence, and warnings one line each.
+    An error is printed as one sentence, and each warning as one line.
 
     Args:
-        build: Function of the folder of the notebooks, the folder to write, and the switches by
-            name. It may return warnings.
+        build: Function (folder of the notebooks, folder to write, **switches) that builds the
+            edition. It may return warnings.
         arguments: Arguments of the command line, by default those of the process.
-        switches: Name of an option that is on or off -> its help.
+        switches: Dict from the name of an option without a value to its help text.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(

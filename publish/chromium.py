@@ -11,10 +11,10 @@ NO_CHROMIUM = (
 
 
 def find_chromium() -> str | None:
-    """Return the path of a Chromium: the one that CHROMIUM names, or one on the PATH, or None.
+    """Return the path of a Chromium, given by CHROMIUM or found on the PATH, or None.
 
     Raises:
-        FileNotFoundError: CHROMIUM names something that cannot be run.
+        FileNotFoundError: The environment variable CHROMIUM is not the path of a program.
     """
     named = os.environ.get("CHROMIUM")
     if named and shutil.which(named) is None:

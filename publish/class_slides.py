@@ -1,4 +1,4 @@
-"""Texts of the slides that no cell of a lesson holds: the outline after the title, with minutes,
+"""Texts of slides that are not in a cell of a lesson: the outline after the title, with minutes,
 and one slide per exercise, which stays on the screen while the class works."""
 
 import re
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from nbformat import NotebookNode
 
 from .languages import half
+from .pace import STOP
 
 IN_DEPTH = "In depth / 深入"
 OUTLINE = "In this lesson / 本课内容"
@@ -21,38 +22,40 @@ _HEADINGS = {
     "zh": ("节", "分钟", "练习"),
     "both": ("section / 节", "minutes / 分钟", "exercises / 练习"),
 }
+_FIRST_SITTING = "**first sitting** / **第一次学习**"
 
 
 def task(number: str, minutes: int, section: str, check: str, language: str) -> str:
-    """Return what stays on the screen while the class works on an exercise."""
+    """Return the text of the slide that is shown while the class works on an exercise."""
     return _TASK[language].format(number=number, minutes=minutes, section=section, check=check)
 
 
 def outline(cells: Iterable[NotebookNode], minutes: Mapping[str, int], language: str) -> str:
-    """Return the lesson's sections in order, with their minutes and the numbers of the exercises.
+    """Return a table of the lesson's sections, with their minutes and the numbers of exercises.
 
-    The sections in depth are left out.
+    A row with the minutes of the first sitting is placed where that sitting ends. The sections in
+    depth are left out.
 
     Args:
-        minutes: Section's number -> its minutes.
+        minutes: Dict from the number of a section to its minutes.
         language: "en", "zh", or "both" for headings in both languages.
     """
-    rows: list[tuple[str, str, list[str]]] = []
+    rows: list[tuple[str, str, list[str]]] = []  # title, minutes, exercises
     for cell in cells:
         if cell.cell_type != "markdown":
             continue
         if cell.source.startswith(f"## {IN_DEPTH}"):
             break
         if heading := re.match(r"## ([\d.]+) ([^\n]*)", cell.source):
-            rows.append((heading[1], half(heading[2], language), []))
+            title = f"{heading[1]} {half(heading[2], language)}"
+            rows.append((title, str(minutes[heading[1]]), []))
         if rows:
             rows[-1][2].extend(NUMBER.findall(cell.source))
+        if stop := STOP.search(cell.source):
+            rows.append((half(_FIRST_SITTING, language), f"**{stop[1]}**", []))
     return _table(
         _HEADINGS[language],
-        [
-            (f"{number} {heading}", str(minutes[number]), ", ".join(exercises))
-            for number, heading, exercises in rows
-        ],
+        [(title, shown, ", ".join(exercises)) for title, shown, exercises in rows],
     )
 
 

@@ -1,9 +1,10 @@
-"""Find what a lesson uses of the library: modules, their data, and the labels that they show.
+"""Find the modules, data files and labels of the library that a lesson uses.
 
-A module is used if a used module imports it anywhere, also inside a function, or has its name in a
-string, as code that starts another process does. Imports for type checkers do not count. A data
-file is used if a used module is in its folder, or if no module is. A label of the catalog is used
-if its English is a string in a used module or in the lesson, or in no module at all.
+A lesson uses the modules that it imports, and the modules that a used module imports, also inside a
+function, or that it has as names in strings, as in code that starts another process. Imports for
+type checkers do not count. A data file is used if a used module is in its folder, or if the folder
+has no module. A label of the catalog is used if its English text is a string in the lesson or in a
+used module, or in no module at all.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-# What `publish/jupyterlab/ipython_kernel_config.json` loads into each kernel.
+# Modules that `publish/jupyterlab/ipython_kernel_config.json` loads into each kernel.
 OF_KERNEL = ("course_lib.missing_names",)
 
 
 def nodes_for_types(tree: ast.AST) -> set[ast.AST]:
-    """Return the nodes that only a type checker reads."""
+    """Return the nodes inside `if TYPE_CHECKING:`, which only a type checker reads."""
     guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If)]
     parts = [p for n in guarded if ast.unparse(n.test) == "TYPE_CHECKING" for p in n.body]
     return {node for part in parts for node in ast.walk(part)}
 
 
 def _module_names(tree: ast.AST, package: str) -> Iterator[str]:
-    """Yield each module that a tree imports or names, and each name that it imports from one."""
+    """Yield each module that a tree imports or has in a string, and each `module.name` imported."""
     for_types = nodes_for_types(tree)
     for node in ast.walk(tree):
         if node in for_types:
@@ -46,7 +47,7 @@ def _module_names(tree: ast.AST, package: str) -> Iterator[str]:
 
 
 class Library:
-    """Modules of `course_lib` in a project, and which of them use each other."""
+    """The modules of `course_lib` in a project, and the modules that each of them uses."""
 
     def __init__(self, project: Path):
         self.project = project
@@ -99,7 +100,7 @@ class Library:
 
     @property
     def catalog(self) -> Path:
-        """Chinese of all labels."""
+        """Path of the catalog with the Chinese of all labels."""
         return self.project / "course_lib" / "labels" / "zh.toml"
 
     def labels_of(self, modules: Iterable[str], lesson: ast.AST) -> str:
@@ -119,7 +120,7 @@ class Library:
         return json.dumps(shown, sort_keys=True)
 
 
-# Several lessons and several builds in one process read the same files.
+# Several lessons, and several builds in one process, read the same files.
 @cache
 def _modules_in(text: str, package: str) -> frozenset[str]:
     return frozenset(_module_names(ast.parse(text), package))

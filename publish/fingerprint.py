@@ -15,12 +15,12 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TextIO
 
-MOST_OUTPUT = 20 * 10**6  # characters of all cells; a lesson with its pictures prints a tenth
+MOST_OUTPUT = 20 * 10**6  # characters of all cells; a lesson with pictures prints a tenth
 _COMPARING = ("builtins", "math", "torch", "torch.nn.functional")
-OF_IPYTHON = ("open", "input")  # builtins that the kernel replaces
+OF_IPYTHON = ("open", "input")  # builtins that the kernel itself replaces
 _CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
-_STATE = {"Exercise", "Messages"}  # classes whose objects decide on an answer
-_DEEPEST = 6  # levels of a constant that are described
+_STATE = {"Exercise", "Messages"}  # classes whose objects determine a verdict
+_DEEPEST = 6  # nested levels of a constant that are hashed
 
 
 def load_ipython_extension(shell: object) -> None:
@@ -32,7 +32,7 @@ def load_ipython_extension(shell: object) -> None:
 def hold_back(stream: TextIO, most: int) -> None:
     """Make each write wait for a second after `most` characters.
 
-    Otherwise a loop that prints would fill the memory of this process and of its reader.
+    Otherwise an endless loop that prints would fill the memory of this process and of the grader.
     """
     write, printed = stream.write, 0
 
@@ -47,9 +47,10 @@ def hold_back(stream: TextIO, most: int) -> None:
 
 
 def fingerprints() -> dict[str, str]:
-    """Return a hash of the functions, exercises and constants, by imported module.
+    """Return a dict from imported module to a hash of its functions, exercises and constants.
 
-    It covers the library, and of PyTorch and Python the functions with which checks compare.
+    The modules are those of the library. Of Python's and PyTorch's modules in `_COMPARING`, only
+    the functions are hashed, because checks compare values with them.
     """
     found = {}
     for name, module in sorted(sys.modules.items()):
@@ -69,17 +70,18 @@ def _hash(lines: Iterable[str]) -> str:
 
 
 def _describe(home: str, names: dict[str, object]) -> Iterator[str]:
+    """Yield a line per function, exercise and constant of a module or class, to be hashed."""
     for name, value in sorted(names.items()):
         function = function_of(value)
         if "__getattr__" in names and _is_imported(home, name, value):
-            continue  # a name that such a module imports when it is first used
+            continue  # a name that this module imports only when the name is first used
         if function is not None:
             yield f"{home}.{name}: {_value(function)}"
         if isinstance(value, type) and value.__module__ == home:
             yield from _describe(f"{home}.{name}", dict(vars(value)))
         elif _STATE & {base.__name__ for base in type(value).__mro__}:
             yield f"{home}.{name}: {_value(_without_tries(value))}"
-        elif _CONSTANT.fullmatch(name):  # other names may be caches
+        elif _CONSTANT.fullmatch(name):  # other names may be caches, which change
             yield f"{home}.{name}: {_value(value)}"
 
 
@@ -89,6 +91,7 @@ def _is_imported(home: str, name: str, value: object) -> bool:
 
 
 def _functions(home: str, names: dict[str, object]) -> Iterator[str]:
+    """Yield a line per function of a module or class, to be hashed."""
     for name, value in sorted(names.items()):
         # IPython adds functions of other modules to the builtins
         added = home == "builtins" and getattr(value, "__module__", "") != home

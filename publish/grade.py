@@ -2,13 +2,13 @@
 
     python -m publish.grade build/handed_in --output build/verdicts.csv --jobs 4
 
-The lesson that runs is the course's, with the learner's answers in it (`submissions.py`). A cell
-that reaches beyond an answer does not run, and is reported (`reading.py`). Answers are watched
-while their checks run (`watching.py`), and checks draw other cases than on the page. Each notebook
-runs in a new kernel and an empty folder, on one thread, with limits of time and memory. A notebook
-that crashes or never ends does not stop the others. The rows of the table come from this run, and
-stored outputs are not read. A second table, `verdicts_by_exercise.csv`, counts the verdicts of the
-class on each exercise.
+The grader runs the course's own lesson with the learner's answers in it (`submissions.py`). A cell
+that does more than an answer may do does not run, and is reported (`reading.py`). Answers are
+watched while their checks run (`watching.py`), and checks draw other cases than on the page. Each
+notebook runs in a new kernel and an empty folder, on one thread, with limits of time and memory. A
+notebook that crashes or never ends does not stop the others. The rows of the table come from this
+run, and stored outputs are not read. A second table, `verdicts_by_exercise.csv`, counts the
+verdicts of the class on each exercise.
 
 A notebook is a program that runs with your rights. Reading its cells does not keep out malicious
 code, which can still read and send your files. Grade in an account or a container that contains
@@ -44,7 +44,7 @@ try:
     from nbclient.exceptions import DeadKernelError
     from nbformat import NotebookNode
 
-    from .cells import NOTEBOOKS, EditionError, names_in
+    from .cells import NOTEBOOKS, EditionError, is_project, names_in
     from .kernels import LIBRARY, Limits, OutOfTime, Run, TooMuchOutput
     from .progress import Progress, key_of
     from .student import reason_in
@@ -86,27 +86,27 @@ KEPT_OUT = (
 )
 
 
-_Task: TypeAlias = "tuple[Submission, dict[str, str]]"  # with the untouched fingerprints
-_Graded: TypeAlias = tuple[list[Row], float]  # rows of a file, and its seconds
+_Task: TypeAlias = "tuple[Submission, dict[str, str]]"  # with the fingerprints of unchanged modules
+_Graded: TypeAlias = tuple[list[Row], float]  # rows of a file, and the seconds that grading it took
 MARKS_SAY = f"{RIGHT} right, {WRONG} wrong, {UNANSWERED} not answered, {TROUBLE} to look at."
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A handed-in file after it was read: a notebook and its lesson, or a problem."""
+    """A handed-in file: its notebook and lesson, or the problem that makes it unreadable."""
 
     name: str
     notebook: NotebookNode | None = None
     lesson: Lesson | None = None
     problem: Problem | None = None
-    seed: str = ""  # of the cases that checks draw; "" for those of the page
+    seed: str = ""  # seed of the cases that checks draw; "" for the cases of the page
 
 
 # --- its run ---
 
 
 def read(path: Path, lessons: dict[str, Lesson], wanted: str = "") -> Submission:
-    """Read a file. Reading fails for no content: the problem is part of what is returned."""
+    """Read a handed-in file. Instead of an error, the result has the problem of a bad file."""
     name = _format_path(path.name)
     try:
         notebook, lesson = read_submission(path, lessons)
@@ -118,17 +118,17 @@ def read(path: Path, lessons: dict[str, Lesson], wanted: str = "") -> Submission
 
 
 def grade(submission: Submission, limits: Limits, untouched: dict[str, str]) -> list[Row]:
-    """Return the rows of one submission, at least one for any content.
+    """Grade one submission; return at least one row, whatever the file contains.
 
     Args:
-        untouched: Module -> its fingerprint in a new process (`fingerprints_of`).
+        untouched: Dict from module to its fingerprint in a new process (see `fingerprints_of`).
     """
     problem = submission.problem
     try:
         if submission.lesson and submission.notebook:
             return _grade_lesson(submission, submission.lesson, limits, untouched)
-    except Exception as error:  # `ast` may fail on a file, and the others are graded
-        if _no_space(error):  # the row would be false after there is space again
+    except Exception as error:  # one file must not stop the others
+        if _is_disk_full(error):  # later, with space, the row would be wrong
             raise
         words = f"It could not be graded: {type(error).__name__}: {one_line(error)}."
         problem = Problem(words)
@@ -136,7 +136,7 @@ def grade(submission: Submission, limits: Limits, untouched: dict[str, str]) -> 
     return [Row(submission.name, problem.lesson, "–", TROUBLE, problem.message)]
 
 
-def _no_space(error: BaseException) -> bool:
+def _is_disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -144,6 +144,8 @@ def _grade_lesson(
     submission: Submission, lesson: Lesson, limits: Limits, untouched: dict[str, str]
 ) -> list[Row]:
     name, notebook = submission.name, submission.notebook
+    if is_project(lesson.number):
+        return [_project_row(name, lesson.number, notebook.metadata["sheet_complete"])]
     program = assemble(notebook, lesson)
     ticket = secrets.token_hex(8)
     probes = _probes(program, lesson, ticket)
@@ -183,10 +185,17 @@ def _grade_lesson(
     return rows
 
 
+def _project_row(name: str, number: str, complete: bool) -> Row:
+    """Return the row of a project, which is not run; it says whether the sheet is complete."""
+    told = "complete" if complete else "not complete"
+    message = f"The project was handed in, and its sheet is {told}. Read it."
+    return Row(name, number, "–", RIGHT if complete else UNANSWERED, message)
+
+
 def _reconsider(
     verdict: str, message: str, cell: NotebookNode, stub: str, program: Program
 ) -> tuple[str, str]:
-    """Return (verdict, message) after a look at the stub and at the cells that did not run."""
+    """Correct (verdict, message) for an unchanged stub or a missing cell that did not run."""
     unchanged = bare(cell.source) == bare(stub)
     if verdict == RIGHT and unchanged:
         return TROUBLE, "Nothing is answered, but the check accepted it."
@@ -202,7 +211,7 @@ def _reconsider(
 
 
 def _probes(program: Program, lesson: Lesson, ticket: str) -> dict[str, NotebookNode]:
-    """Return check -> a cell that reports its verdict, to run behind the answer's cell."""
+    """Return a dict from check to a cell that reports its verdict, and runs after the answer."""
     source = "from publish.watching import report as _report\n_report({!r}, {!r}, {!r})"
     return {
         check: nbformat.v4.new_code_cell(source.format(f"lesson_{lesson.number}", check, ticket))
@@ -211,7 +220,7 @@ def _probes(program: Program, lesson: Lesson, ticket: str) -> dict[str, Notebook
 
 
 def _run(program: Program, probes: dict[str, NotebookNode], limits: Limits, seed: str) -> str:
-    """Run all cells and probes. Return a sentence about what stopped the run, or ""."""
+    """Run all cells and probes; return a sentence on why the run stopped, or "" if it did not."""
     notebook = nbformat.v4.new_notebook()
     behind = {id(cell): probes[check] for check, cell in program.answers.items()}
     for cell in program.cells:
@@ -233,7 +242,7 @@ def _run(program: Program, probes: dict[str, NotebookNode], limits: Limits, seed
         except TooMuchOutput:
             return "It was stopped: it printed more than any lesson does."
         except Exception as error:  # one notebook must not stop the others
-            if _no_space(error):
+            if _is_disk_full(error):
                 raise
             return f"It could not be run: {type(error).__name__}: {one_line(error)}."
     return ""
@@ -242,7 +251,7 @@ def _run(program: Program, probes: dict[str, NotebookNode], limits: Limits, seed
 def _verdict(
     cell: NotebookNode, report: dict[str, Any] | None, ended: str, untouched: dict[str, str]
 ) -> tuple[str, str]:
-    """Return (verdict, message) of a check, whether or not it ran."""
+    """Return (verdict, message) of a check, also if the check did not run."""
     errors = [out for out in cell.outputs if out.output_type == "error"]
     verdict_lines = [
         out.data.get("text/plain", "")
@@ -271,9 +280,9 @@ def _verdict(
 
 
 def fingerprints_of(lesson: Lesson) -> dict[str, str]:
-    """Return the fingerprints after the lesson's imports, from a new process.
+    """Return the fingerprints of unchanged modules, from a new process with the lesson's imports.
 
-    This process may have changed the library, as tests do.
+    In this process, code such as a test may have changed the library.
     """
     modules = {f"course_lib.lessons.lesson_{lesson.number}", *lesson.imports}
     lines = ["import contextlib, importlib, json, publish.watching as watching"]
@@ -297,6 +306,7 @@ def fingerprints_of(lesson: Lesson) -> dict[str, str]:
 
 
 def _report_of(probe: NotebookNode, ticket: str) -> dict[str, Any] | None:
+    """Return what `watching.report` printed in a probe with this ticket, or None."""
     for output in probe.get("outputs", []):
         for line in output.get("text", "").splitlines() if output.output_type == "stream" else ():
             try:
@@ -317,27 +327,27 @@ def _format_path(path: str) -> str:
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
-def _grade_in_time(task: tuple[Submission, dict[str, str]], limits: Limits) -> _Graded:
+def _grade_timed(task: tuple[Submission, dict[str, str]], limits: Limits) -> _Graded:
     start = time.perf_counter()
     return grade(task[0], limits, task[1]), time.perf_counter() - start
 
 
-def _quiet() -> None:
-    """Silence the warnings that a killed kernel leaves."""
+def _silence_asyncio() -> None:
+    """Silence the warnings that asyncio logs after a kernel was killed."""
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
-def _side_by_side(
+def _run_in_processes(
     jobs: int, work: Callable[[_Task], _Graded], tasks: list[_Task]
 ) -> Iterator[_Graded]:
-    """Yield the results in the order of the tasks, from `jobs` processes.
+    """Run `work` on each task in `jobs` processes, and yield the results in order.
 
-    Threads would not do: a run ends all processes that its own process has started meanwhile.
+    Threads cannot be used, because a run ends all processes that its own process has started.
     """
     if jobs == 1:
         yield from map(work, tasks)
         return
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _quiet)
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _silence_asyncio)
     try:
         yield from pool.map(work, tasks)
     except BrokenProcessPool:
@@ -358,13 +368,13 @@ def grade_folder(
     progress: Progress | None = None,
     seed: str = "",
 ) -> list[Row]:
-    """Return the rows of all files of a folder, in the order of their names.
+    """Grade all files of a folder; return their rows, in the order of the file names.
 
-    If it has folders, for example one for each learner, their notebooks are graded.
+    Notebooks in subfolders, for example one subfolder per learner, are graded as well.
 
     Raises:
         EditionError: The folder is empty, or no lesson has the wanted number.
-        Stopped: It was interrupted, or a grading process was killed.
+        Stopped: The grading was interrupted, or a grading process was killed.
     """
     if wanted and not any(notebooks.glob(f"{wanted}_*.ipynb")):
         raise EditionError(f"there is no lesson {wanted!r} in {notebooks}")
@@ -379,7 +389,7 @@ def grade_folder(
     if not paths:
         raise EditionError(f"there is nothing in {folder}: put the handed-in notebooks there")
     lessons = lessons_of(notebooks)
-    # a notebook that runs may change the files of the others, and of the course
+    # All files are read first, because a running notebook may change files.
     submissions = [
         replace(
             read(path, lessons, wanted),
@@ -394,9 +404,9 @@ def grade_folder(
     keys = [_key(*task, limits) for task in tasks]
     done = {at: rows for at, key in enumerate(keys) if (rows := progress and progress.rows(key))}
     left = [at for at in range(len(tasks)) if at not in done]
-    graded = _side_by_side(
+    graded = _run_in_processes(
         max(1, min(jobs, len(left))),
-        partial(_grade_in_time, limits=limits),
+        partial(_grade_timed, limits=limits),
         [tasks[at] for at in left],
     )
     try:
@@ -412,6 +422,7 @@ def grade_folder(
 
 
 def _key(submission: Submission, untouched: dict[str, str], limits: Limits) -> str:
+    """Return a hash of everything on which the rows of a submission depend."""
     notebook, lesson, problem = submission.notebook, submission.lesson, submission.problem
     cells = [[cell.cell_type, cell.source] for cell in (notebook.cells if notebook else [])]
     course = [cell.source for cell in (lesson.cells if lesson else [])]
@@ -420,7 +431,7 @@ def _key(submission: Submission, untouched: dict[str, str], limits: Limits) -> s
 
 
 def _all_rows(submissions: list[Submission], done: dict[int, list[Row]]) -> list[Row]:
-    """Return the rows of all files, with a row for each that is not graded yet."""
+    """Return the rows of all files; a file that is not graded yet has one row that says so."""
     rows = []
     for at, each in enumerate(submissions):
         number = each.lesson.number if each.lesson else "–"
@@ -431,7 +442,7 @@ def _all_rows(submissions: list[Submission], done: dict[int, list[Row]]) -> list
 
 @dataclass
 class Stopped(Exception):
-    """A grading ended before its last file."""
+    """Error for a grading that ended before its last file; it has the rows so far."""
 
     cause: BaseException
     rows: list[Row]
@@ -441,7 +452,7 @@ class Stopped(Exception):
     def __str__(self) -> str:
         reason = "stopped" if isinstance(self.cause, KeyboardInterrupt) else str(self.cause)
         again = "run again to go on"
-        if _no_space(self.cause):
+        if _is_disk_full(self.cause):
             reason, again = "the disk is full", f"make space and {again}"
         return f"{reason}; {self.graded} of {self.files} files are graded, {again}"
 
@@ -467,7 +478,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--gigabytes", type=int, default=8, help="memory limit (on Linux)")
     chosen = parser.parse_args(arguments)
-    _quiet()
+    _silence_asyncio()
     try:
         current()  # raises for an unknown language, in which every check would fail
         limits = Limits(chosen.seconds, chosen.gigabytes)
@@ -498,7 +509,7 @@ def main(arguments: list[str] | None = None) -> None:
                 sys.exit(f"grade: {stopped}")
             progress.finish()
     except (EditionError, ValueError, OSError) as error:
-        if _no_space(error):
+        if _is_disk_full(error):
             error = (
                 f"the disk is full: make space and run again; {chosen.output} may be from an"
                 " earlier run"

@@ -3,8 +3,8 @@
     python -m publish.handout            # every deck of build/slides
     python -m publish.handout 01 02      # select by the lesson's number
 
-A page shows a slide with everything that appears on it, without the speaker's notes. The language
-"both" is left out, because a learner reads one of the two.
+A page shows a slide with all of its fragments, without the speaker's notes. The decks of the
+language "both" are not printed, because a learner reads only one language.
 """
 
 import argparse
@@ -26,21 +26,21 @@ except ImportError as error:
 
 DECKS, HANDOUTS = Path("build/slides"), Path("build/handout")
 LANGUAGES = ("en", "zh")
-MOST_SECONDS = 300  # of one deck; a busy machine needs a tenth
-# No sandbox: containers have none, and the decks are the course's own.
+MOST_SECONDS = 300  # limit for one deck; a busy machine needs a tenth of it
+# No sandbox, because containers have none, and the decks are the course's own files.
 _OPTIONS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 
 
 def print_deck(browser: Browser, deck: Path, target: Path) -> None:
-    """Print a deck as PDF, by reveal.js's own view for printing.
+    """Print a deck as PDF, in the view that reveal.js has for printing.
 
     Raises:
-        EditionError: The PDF lacks pages.
+        EditionError: The PDF has too few pages.
     """
     page = browser.new_page()
     page.set_default_timeout(1000 * MOST_SECONDS)  # in milliseconds
     page.goto(f"{deck.resolve().as_uri()}?print-pdf")
-    # Before reveal.js is ready, it counts no slides, and there are no pages either.
+    # reveal.js counts no slides and creates no pages until it is ready.
     page.wait_for_function(
         "Reveal.getTotalSlides() > 0"
         " && document.querySelectorAll('.pdf-page').length === Reveal.getTotalSlides()"
@@ -55,7 +55,7 @@ def print_deck(browser: Browser, deck: Path, target: Path) -> None:
 
 
 def page_count(pdf: bytes) -> int:
-    """Return the number of pages of a PDF from Chromium, the count of its root."""
+    """Return the number of pages of a PDF from Chromium, stored at the root of its page tree."""
     return max(map(int, re.findall(rb"/Count (\d+)", pdf)), default=0)
 
 

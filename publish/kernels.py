@@ -23,8 +23,8 @@ from .fingerprint import MOST_OUTPUT
 
 LIBRARY = Path(__file__).resolve().parents[1]
 _ENDLESS = 10**6  # seconds
-_LOOK_SECONDS = 0.5  # between two looks at the processes of a notebook
-_SECONDS_MORE = 5  # CPU time beyond the limit after which the system ends the kernel
+_LOOK_SECONDS = 0.5  # between two checks of the processes of a notebook
+_SECONDS_MORE = 5  # seconds of CPU time after the limit at which the system kills the kernel
 _PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -49,15 +49,15 @@ class Limits:
 
 
 class OutOfTime(Exception):
-    """A notebook computed, or waited, for longer than its limit. The message is one sentence."""
+    """Error for a notebook that computed or waited for longer than its limit."""
 
 
 class TooMuchOutput(Exception):
-    """A notebook printed more than any lesson prints."""
+    """Error for a notebook that printed more than `MOST_OUTPUT` characters."""
 
 
 class Run(NotebookClient):
-    """Client that runs all cells of a notebook in place, also those below a cell that raises.
+    """Client that runs all cells of a notebook in place, also those after a cell with an error.
 
     Raises:
         OutOfTime: The time limit was reached.
@@ -70,12 +70,12 @@ class Run(NotebookClient):
     ) -> None:
         super().__init__(
             notebook,
-            kernel_name="python3",  # the notebook may name another one
+            kernel_name="python3",  # the notebook's metadata may have another kernel
             allow_errors=True,
             timeout=None,  # `_watch` ends what takes too long
             iopub_timeout=_ENDLESS,  # four seconds are too few on a busy machine
             startup_timeout=_ENDLESS,
-            # the kernel sends its output five times per second, however large it is
+            # this extension slows down endless output, which the kernel would send in full
             extra_arguments=[f"--IPKernelApp.extra_extensions={fingerprint.__name__}"],
             record_timing=False,
         )
@@ -87,7 +87,7 @@ class Run(NotebookClient):
         self._ended = threading.Event()
 
     def execute(self) -> NotebookNode:  # type: ignore[override]
-        """Start the kernel, run the notebook, and end every process that this started."""
+        """Start the kernel, run the notebook, and kill every process that the run has started."""
         adopt_orphans()
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
         try:
@@ -103,9 +103,9 @@ class Run(NotebookClient):
             end_children(self._before)
 
     def _watch(self, kernel: psutil.Process) -> None:
-        """Kill the kernel after too many seconds of CPU time or of waiting.
+        """Kill the kernel if it has computed or waited for more seconds than the limit.
 
-        A process that is ready to run on a busy machine neither computes nor waits.
+        Time in which a process is ready but gets no CPU on a busy machine counts as neither.
         """
         waited, computed = 0.0, 0.0
         while not self._ended.wait(_LOOK_SECONDS):
@@ -122,7 +122,7 @@ class Run(NotebookClient):
                     return
 
     async def async_start_new_kernel(self, **kwargs: Any) -> None:
-        """Start the kernel and its limits, and let Ctrl-C end more than this notebook."""
+        """Start the kernel with its limits; let Ctrl-C end the grading, not only this notebook."""
         for each in (signal.SIGINT, signal.SIGTERM):  # nbclient would end this kernel alone
             asyncio.get_running_loop().remove_signal_handler(each)
         await super().async_start_new_kernel(**kwargs)
@@ -131,7 +131,7 @@ class Run(NotebookClient):
         threading.Thread(target=self._watch, args=(kernel,), daemon=True).start()
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> Any:
-        """Process an output, or kill the kernel after too many: a cell cannot be stopped."""
+        """Process a message of the kernel, or kill the kernel after too much output."""
         self._printed += len(str(msg["content"]))
         if self._printed > MOST_OUTPUT:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -168,19 +168,18 @@ class Run(NotebookClient):
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every process below it whose parent ends, on Linux.
+    """On Linux, make this process the parent of each descendant whose own parent has ended.
 
-    A process that leaves its session, as `setsid` does, is otherwise a child of process 1,
-    which does not tell who started it.
+    Otherwise the parent of such a process would be process 1, and `end_children` would miss it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_children(kept: set[int]) -> None:
-    """Kill all processes below this one, except those with the kept ids, until there are none.
+    """Kill all descendants of this process, except those with the kept ids, until none is left.
 
-    A killed process leaves its children to this one.
+    The children of a killed process become children of this one (see `adopt_orphans`).
     """
     while children := [
         each for each in psutil.Process().children(recursive=True) if each.pid not in kept
@@ -192,9 +191,9 @@ def end_children(kept: set[int]) -> None:
 
 
 def _computed_seconds(kept: set[int]) -> tuple[float, bool]:
-    """Return (CPU seconds of the processes below this one, whether one of them is ready to run).
+    """Return (CPU seconds of this process's descendants, whether one of them is ready to run).
 
-    Processes with the kept ids do not count.
+    Processes with the kept ids are left out.
     """
     seconds, ready = 0.0, False
     for each in psutil.Process().children(recursive=True):

@@ -1,7 +1,7 @@
-"""One language of two: text, prose cells, outputs and guides that have English and Chinese.
+"""Select one language from text, prose cells, outputs and guides in English and Chinese.
 
-All editions choose the language here. A heading or a table cell has the two as "English / 中文" or
-with a line break between them, a prose cell has one `<div lang>` per language, and an output has
+All editions use these functions. A heading or a table cell has the form "English / 中文", or a line
+break between the two languages. A prose cell has one `<div lang>` per language, and an output has
 `lang` attributes.
 """
 
@@ -23,10 +23,10 @@ from .chinese import HAN
 _DIV = re.compile(r'<div lang="(en|zh)">\n(.*?)\n</div>', re.S)
 _BREAK, _SLASH = re.compile(r"\s*<br ?/?>\s*"), re.compile(" / ")
 _CODE = re.compile(r"`[^`]*`|\$[^$]*\$")
-# The start of a heading or a list item, which both languages keep.
+# The mark of a heading (with its number) or a list item, which both languages keep.
 _MARK = re.compile(r"\s*(?:#{1,6} (?:[\d.]+ )?|- |\d+\. )?")
-# A text about the switch, the folded cells or the menus of JupyterLab: a part of a line, or a whole
-# line with its end, so that no empty list item remains.
+# A text that is true only in JupyterLab: a part of a line, or a whole line with its line break, so
+# that no empty list item remains.
 _LAB_ONLY = re.compile(
     r"^(?:- )?{span}(?:\n|\Z)|{span} ?".format(span=r'<span class="lab-only">[^<]*</span>'), re.M
 )
@@ -44,7 +44,7 @@ def words_in(label: str, language: str) -> str:
 
 
 def markdown_in(source: str, language: str) -> str:
-    """Return a prose cell in one language: its half of the headings, and the text of its `<div>`.
+    """Return a prose cell in one language: the headings, and the text of the language's `<div>`.
 
     Args:
         source: Markdown with at most one div per language.
@@ -71,13 +71,13 @@ def markdown_in(source: str, language: str) -> str:
 def without_lab_texts(source: str) -> str:
     """Return a prose cell without its `<span class="lab-only">` elements.
 
-    They are sentences, paragraphs or list items that are true in JupyterLab only.
+    These elements are sentences, paragraphs or list items that are true only in JupyterLab.
     """
     return re.sub(r"\n{3,}", "\n\n", _LAB_ONLY.sub("", source)).strip()
 
 
 def half(text: str, language: str) -> str:
-    """Return "English / 中文" or "English<br>中文" in one language.
+    """Return one language of a text such as "English / 中文" or "English<br>中文".
 
     The number of a heading and the mark of a list item belong to both halves. A text that does not
     have two halves is returned unchanged, and so is every text for "both".
@@ -89,7 +89,7 @@ def half(text: str, language: str) -> str:
     for between in (_BREAK, _SLASH):
         for cut in reversed(list(between.finditer(hidden, len(mark)))):
             english, chinese = text[len(mark) : cut.start()], text[cut.end() :]
-            # few characters are enough behind a line break, as in "bf16 的 autocast"
+            # after a line break, few Chinese characters are enough, as in "bf16 的 autocast"
             few = between is _BREAK and re.search(HAN, chinese) and not re.search(HAN, english)
             if few or (is_chinese(chinese) and not is_chinese(english)):
                 return mark + (english if language == "en" else chinese)
@@ -97,9 +97,9 @@ def half(text: str, language: str) -> str:
 
 
 def is_chinese(text: str) -> bool:
-    """Whether a text has more than a word or two of Chinese outside of code.
+    """Return whether a text has more than a word or two of Chinese outside of code.
 
-    "English, 中文 or both" is English.
+    For example, "English, 中文 or both" is English.
     """
     text = re.sub(r"<[^>]*>|\]\([^)]*\)", "", _CODE.sub("", text))
     return len(re.findall(HAN, text)) > 0.2 * len(re.findall(r"[A-Za-z]", text))
@@ -151,7 +151,7 @@ def _table_in(table: str, language: str) -> str:
 def html_in(html: str, language: str) -> str:
     """Return HTML without the elements of the other language.
 
-    It is kept, because a page of the site and the notebook to download show the same outputs.
+    Results are cached, because a page and the notebook to download show the same outputs.
     """
     soup = BeautifulSoup(html, "html.parser")
     for other in set(LANGUAGES) - set(languages_in(language)):

@@ -23,8 +23,8 @@ from .slide_parts import (
 )
 from .student import check_of
 
-_POINT_HEIGHT = 200  # pixels of a slide's own text above a table: the same in all languages
-_MOST_JOINED_LINES = 12  # of code on a slide that was joined from two
+_POINT_HEIGHT = 200  # pixels of the text above a table, the same in all languages
+_MOST_JOINED_LINES = 12  # maximal lines of code on a slide that was joined from two
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Slide:
 
     Attributes:
         kind: "title", "outline", "point" (a short text), "exercise", "code", "figure", "table",
-            "claim", or "heading" for a section that shows nothing so far.
+            "claim", or "heading" for a section without content so far.
         parts: Cells below the heading.
         part: A key of `slides.WORDS`, shown in small letters after the heading.
         starts: Whether a section starts with this slide.
@@ -57,7 +57,7 @@ class Slide:
 def lesson_slides(notebook: NotebookNode, language: str) -> list[Slide]:
     """Return the slides of one lesson in one language, or in both.
 
-    The `slide` metadata of a cell says what is shown of it. `{"en": "short text", "zh": "短文"}` on
+    The `slide` metadata of a cell says which part is shown. `{"en": "short text", "zh": "短文"}` on
     prose shows that text. "code", "result" or "both" on code shows the code, its output, or both.
     Cells without `slide` metadata are not shown, except that each exercise outside of the sections
     in depth gets a slide with its minutes. All prose becomes speaker notes.
@@ -124,7 +124,7 @@ def _cell_slides(cell: NotebookNode, language: str) -> list[Slide]:
 def _exercise_slides(
     cell: NotebookNode, prose: str, section: str, heading: str, language: str
 ) -> list[Slide]:
-    """Return the slide that stays while the class works: a list of one, or of none.
+    """Return a list with the slide that is shown while the class works, or an empty list.
 
     Args:
         prose: The cell that states the exercise, which becomes the speaker's note.
@@ -147,9 +147,9 @@ def _exercise_slides(
 
 
 def _join(slides: list[Slide], new: list[Slide]) -> list[Slide]:
-    """Move new slides to the last one while they fit, and return the rest.
+    """Merge new slides into the last slide while they fit, and return the other new slides.
 
-    Code and its result then share a slide, and so do a question and a table.
+    Code and its result then share a slide, as do a question and a table.
     """
     last = slides[-1]
     while new and (last.kind == "heading" or _fit_together(last, new[0])):
@@ -168,9 +168,9 @@ def _join(slides: list[Slide], new: list[Slide]) -> list[Slide]:
 
 
 def _fit_together(last: Slide, following: Slide) -> bool:
-    """Whether two slides may become one.
+    """Return whether two slides may be merged into one.
 
-    Titles, figures, claims, exercises and solutions stay alone.
+    Titles, figures, claims, exercises and solutions are never merged.
     """
     alone = {"title", "figure", "claim", "exercise"}
     if (
@@ -181,7 +181,7 @@ def _fit_together(last: Slide, following: Slide) -> bool:
         return False
     if last.kind == "point" and following.kind != "table":
         return False
-    # The audience would take new code below an old result for its cause.
+    # New code below an old result would look like the cause of that result.
     if following.kind == "code" and _has_fragment(last):
         return False
     return (
@@ -195,7 +195,7 @@ def _has_fragment(slide: Slide) -> bool:
 
 
 def columns_of(texts: Sequence[str]) -> str:
-    """Return one text unchanged, and two (English, Chinese) in two columns."""
+    """Return a single text unchanged, or two texts (English, Chinese) as two columns."""
     if len(texts) == 1:
         return texts[0]
     divs = [
@@ -208,7 +208,7 @@ def columns_of(texts: Sequence[str]) -> str:
 def _code_slides(cell: NotebookNode, language: str, wanted: str) -> list[Slide]:
     """Return the slides with a cell's code ("code"), its outputs ("result"), or "both"."""
     solved = "solution" if is_solution(cell) else ""
-    # The deck shows the result of code that the lesson folds; a solution is folded, too.
+    # Code that the lesson folds is not shown, only its result. Solutions are folded but shown.
     folded = not solved and cell.metadata.get("jupyter", {}).get("source_hidden")
     slides = []
     if wanted != "result" and not folded:

@@ -11,7 +11,7 @@ are stored. A lesson runs completely or not at all. The notebook's metadata has 
 cells, of what it uses of the library (see `dependencies`), and of the pinned versions. If none of
 them has changed, the stored outputs would be the same, and the lesson does not run. Seconds,
 devices and addresses differ from run to run. If a run changes nothing else, the stored outputs are
-kept. If both languages of a text have changed, its hashes in `translations.toml` are renewed.
+kept. If both languages of a text have changed, their hashes in `translations.toml` are renewed.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def read_script(path):
         cell.metadata = {
             key: value for key, value in cell.metadata.items() if key in KEPT_CELL_METADATA
         }
-        if "### BEGIN SOLUTION" in cell.source:  # the output gives the solution away
+        if "### BEGIN SOLUTION" in cell.source:  # the output would reveal the solution
             cell.metadata["jupyter"] = {**cell.metadata.get("jupyter", {}), "outputs_hidden": True}
         digest = id_of(cell)
         seen[digest] += 1
@@ -129,12 +129,12 @@ def outputs_made_from(notebook: NotebookNode, project: Path = PROJECT) -> dict[s
 
 
 def _tags_for_outputs(cell: NotebookNode) -> list[str] | None:
-    """Return the cell's tags, without those that only tell the grader what the cell is."""
+    """Return the cell's tags without those that only the grader uses."""
     return [tag for tag in cell.metadata.get("tags", ()) if tag not in ASKING_TAGS] or None
 
 
 def _hash(parts: Iterable[bytes]) -> str:
-    # the parts are hashed one by one, so that moving text from one to the next changes the hash
+    # Each part is hashed alone, so that moving text from one part to the next changes the hash.
     digests = (hashlib.sha256(part).digest() for part in parts)
     return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
@@ -176,9 +176,9 @@ def execute(notebook):
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
-            if "slide" not in cell.metadata:  # no slide shows its pictures
+            if "slide" not in cell.metadata:  # no slide shows pictures of this cell
                 output.get("metadata", {}).pop("slides", None)
-            # The random id of a widget shows nothing without its state. Its plain text remains.
+            # Without its state a widget cannot be shown, so only its plain text is kept.
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     return notebook
 
@@ -195,11 +195,11 @@ def lasting_text(notebook):
 
 
 def reason_to_run(stored: NotebookNode | None, notebook: NotebookNode, project: Path) -> str:
-    """Say why a lesson has to run; an empty text means that its stored outputs can be kept.
+    """Return the reason why a lesson has to run, or "" if its stored outputs can be kept.
 
     Args:
-        stored: The notebook as it was stored before, None if there is none.
-        notebook: The notebook that its script now gives, without outputs.
+        stored: The stored notebook, or None if there is none.
+        notebook: The notebook made from the script, without outputs.
         project: The folder that contains `course_lib` and `constraints.txt`.
     """
     if stored is None:
@@ -208,7 +208,7 @@ def reason_to_run(stored: NotebookNode | None, notebook: NotebookNode, project: 
     if not known:
         return "the stored notebook has no hashes of what its outputs were made from"
     wanted = outputs_made_from(notebook, project)
-    # the stored cells too, since a notebook may have been edited or merged by hand
+    # the stored cells count too, because a notebook may have been edited or merged by hand
     changed = {
         name
         for found in (wanted, outputs_made_from(stored, project))
@@ -239,7 +239,7 @@ def build(
 
     Args:
         script: The lesson's script, `notebooks/scripts/NN_name.py` in its project.
-        force: Whether the lesson runs, and is stored with its new outputs, in any case.
+        force: Whether the lesson always runs and is stored with its new outputs.
         run: Function that executes all cells of a notebook.
 
     Returns:
@@ -267,7 +267,7 @@ def build(
 
 
 def renew_translations(script, same):
-    """Renew the hashes of a lesson's texts. Return the places where only one language changed."""
+    """Renew the hashes of a lesson's texts; return the places where only one language changed."""
     lesson, found, known = (
         script.stem[:2],
         translations.pairs(read_script(script)),

@@ -2,10 +2,10 @@
 
     python -m publish.pages --output build/pages
 
-A stored lesson shows both languages and every solution where a viewer ignores styles and folding.
-In these notebooks the prose and each output have one language, pictures are plain PNG, and a
-solution is prose below its attempt that opens on a click. The results are those of the stored
-notebooks. No cell runs.
+A viewer that ignores styles and folding shows both languages and every solution of a stored lesson.
+The notebooks of this edition have prose and outputs in one language and pictures as plain PNG. Each
+solution is prose below the attempt and opens on a click. The results are those of the stored
+notebooks, because no cell runs.
 """
 
 import html
@@ -95,7 +95,7 @@ def one_language(notebook: NotebookNode, language: str, name: str, repository: s
 
     Args:
         name: Name of the lesson's file, used to link to the other language.
-        repository: Address of the repository. A first cell installs the library from there; with
+        repository: Address of the repository, from which the first cell installs the library. With
             "" there is no such cell.
     """
     page = deepcopy(notebook)

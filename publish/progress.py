@@ -1,8 +1,8 @@
-"""Rows of a grading that has not ended, so that the next one goes on where it stopped.
+"""Rows of an interrupted grading, with which the next grading continues.
 
 Each graded file is one line of JSON in a hidden file next to the table. The line counts only if the
-file, the lesson, the library, the limits and the seed of the checks are the same. The file is
-removed with the last row.
+file, the lesson, the library, the limits and the seed of the checks are the same. The hidden file
+is removed when the grading is complete.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from .verdicts import Row
 
 try:
     import fcntl
-except ImportError:  # Windows: two gradings at once are not noticed
+except ImportError:  # Windows, where two gradings at the same time are not detected
     fcntl = None
 
 
@@ -28,12 +28,12 @@ _SEED = "seed"
 
 
 def key_of(*parts: object) -> str:
-    """Return a hash of what the rows of a file depend on, given as values of JSON."""
+    """Return a hash of JSON values: everything on which the rows of a file depend."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 class Progress:
-    """The rows that are on disk for one table.
+    """Rows on disk that an unfinished grading has written for one table.
 
     Raises:
         EditionError: Another grading writes to the same table.
@@ -62,23 +62,23 @@ class Progress:
                     self._seed = str(rows)
                     continue
                 self._rows[key] = [Row(**row) for row in rows]
-            except (ValueError, TypeError):  # the disk was full
+            except (ValueError, TypeError):  # an incomplete line, because the disk was full
                 continue
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._path.exists() and not self._path.stat().st_size:
             self._path.unlink()
-        with contextlib.suppress(OSError):  # the disk is full, as `add` has said
+        with contextlib.suppress(OSError):  # the disk is full, and `add` has raised that error
             self._file.close()
 
     def rows(self, key: str) -> list[Row] | None:
-        """Return the rows of an earlier grading that did not end, or None."""
+        """Return a file's rows from an interrupted grading, or None."""
         return self._rows.get(key)
 
     def seed(self, given: str | None) -> str:
-        """Return the seed of the cases that checks draw: the given one, that of an earlier grading
-        that did not end, or a new one."""
+        """Return the seed of the cases that checks draw: the given seed, or the seed of an
+        interrupted grading, or a new one."""
         seed = given or self._seed or secrets.token_hex(4)
         if seed != self._seed:
             # It reaches the disk with the first rows.
@@ -96,5 +96,5 @@ class Progress:
         self._file.write(f"\n{json.dumps([key, value])}\n")
 
     def finish(self) -> None:
-        """Remove the file, because the table has all rows."""
+        """Remove the hidden file when the table has all rows."""
         self._path.unlink(missing_ok=True)

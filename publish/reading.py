@@ -1,9 +1,9 @@
-"""Read a cell of a handed-in notebook before it runs: which of its lines reach beyond an answer?
+"""Find the lines of a handed-in cell that do more than an answer may do, before the cell runs.
 
-An answer imports what the course imports, defines, and computes. A line that changes the course or
-PyTorch, looks into Python's machinery, opens files, or starts a process is reported. The reader
-follows names and strings, but not values that are computed at run time: `fingerprint.py` compares
-the state of the library for these.
+An answer may import what the course imports, define functions, and compute. A line that changes the
+course or PyTorch, uses Python's internals, opens files, or starts a process "reaches beyond an
+answer" and is reported. This module examines names and strings in the code, but not values that are
+computed at run time. For these, `fingerprint.py` compares the state of the library.
 """
 
 import ast
@@ -33,9 +33,9 @@ MODULES = _words(
     torch typing warnings weakref
     """
 )
-# Names that may be imported from modules that may not.
+# Names that may be imported although their module may not.
 _SINGLE = frozenset({"types.SimpleNamespace"})
-# Modules that lead out of an answer, also as attributes of other modules (`torch.os`).
+# Modules that no answer may use, also not as attributes of other modules (`torch.os`).
 _OUTSIDE = _words(
     """
     asyncio atexit builtins cpp_extension ctypes faulthandler gc hub importlib inspect IPython
@@ -52,7 +52,7 @@ _BUILTINS = _words(
     get_ipython globals In locals open Out quit vars _ih _oh
     """
 )
-_BY_NAME = {"getattr": "reads", "setattr": "sets"}  # functions that take an attribute's name
+_BY_NAME = {"getattr": "reads", "setattr": "sets"}  # both take an attribute's name
 _MACHINERY = re.compile(
     r"(__\w+__|_?f_(back|builtins|code|globals|locals)|(tb|gi|cr|ag)_(frame|next|code)"
     r"|_getframe|_current_frames|attrgetter|methodcaller|_check|_hints|_make_subclass"
@@ -70,7 +70,7 @@ _HARMLESS = _dunders(
 _LESSONS = Path(lessons.__file__).parent
 EXERCISES = "exercises"  # the name by which cells call a lesson's checks
 _FILE = re.compile(r"course_lib\.lessons\.lesson_\d\d\.[a-z]\w*")
-# Modules of the course in which the checks and their right results are.
+# Modules of the course that contain the checks and their right results.
 _CHECKING = frozenset(
     {"lessons", "teaching", "exercises"}
     | {
@@ -79,7 +79,7 @@ _CHECKING = frozenset(
         if "@exercise(" in path.read_text("utf-8")
     }
 )
-# Methods with which an object can agree with any number or tensor.
+# Methods with which an object can compare equal to any number or tensor.
 FOOLING = _dunders(
     """
     eq ne lt le gt ge hash bool int float index complex array sub rsub abs round
@@ -99,13 +99,13 @@ _FILES = _words(
     """
 )
 _SAFE_MAGICS = re.compile(r"\A[ \t]*%%time[ \t]*$|^[ \t]*%matplotlib[ \t]+\w+[ \t]*$", re.MULTILINE)
-_FREE = frozenset({"grad", "requires_grad"})  # attributes of tensors that answers set
+_FREE = frozenset({"grad", "requires_grad"})  # attributes of tensors that an answer may set
 _UNREADABLE = (RecursionError, MemoryError)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """A line that reaches beyond an answer, and a phrase that says how."""
+    """A line that reaches beyond an answer, and a phrase that states what it does."""
 
     line: int
     what: str
@@ -115,9 +115,9 @@ class Reach:
 
 
 def tree_of(source: str) -> ast.Module:
-    """Return a cell as a tree, with magics as calls, or an empty tree if it cannot be run.
+    """Return a cell's syntax tree, with magics as calls; an empty tree if it is not valid code.
 
-    Magics that only show the time or choose how figures are drawn are left out.
+    Magics that only show the time or select how figures are drawn are removed.
     """
     source = _SAFE_MAGICS.sub("", source)
     try:
@@ -127,7 +127,7 @@ def tree_of(source: str) -> ast.Module:
 
 
 def foreign_names(sources: Iterable[str]) -> set[str]:
-    """Return the names that stand for what is not the cells' own: imports, and aliases of them."""
+    """Return the names that cells give to foreign objects: imported names and their aliases."""
     nodes = [node for source in sources for node in ast.walk(tree_of(source))]
     foreign = {
         (alias.asname or alias.name).partition(".")[0]
@@ -139,14 +139,14 @@ def foreign_names(sources: Iterable[str]) -> set[str]:
         (name, value) for node in nodes for name, value in _bindings(node) if value is not None
     ]
     while added := {
-        name for name, value in bindings if name not in foreign and _passes(value, foreign)
+        name for name, value in bindings if name not in foreign and _may_be_foreign(value, foreign)
     }:
         foreign |= added
     return foreign
 
 
 def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield (name, the expression that it is bound to) of each binding of a statement."""
+    """Yield (name, expression) for each name that a statement binds to an expression."""
     targets: list[ast.expr] = []
     value: ast.expr | None = None
     match node:
@@ -170,10 +170,10 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
                 yield each.id, value
 
 
-def _passes(value: ast.expr, foreign: set[str]) -> bool:
-    """Whether an expression may have a foreign object as its value.
+def _may_be_foreign(value: ast.expr, foreign: set[str]) -> bool:
+    """Return whether the value of an expression may be a foreign object.
 
-    The result of calling a foreign function with other arguments is the cell's own.
+    The result of a call is not foreign if no argument is, even if the function is foreign.
     """
     todo: list[ast.AST] = [value]
     while todo:
@@ -195,12 +195,12 @@ def _passes(value: ast.expr, foreign: set[str]) -> bool:
 def reaches(
     source: str, foreign: set[str], modules: Iterable[str] = (), of_exercises: Iterable[str] = ()
 ) -> list[Reach]:
-    """Return the lines of a cell that reach beyond an answer, in their order.
+    """Return the lines of a cell that reach beyond an answer, in ascending order.
 
     Args:
         foreign: Names that stand for objects of the course and of libraries (`foreign_names`).
         modules: Modules that the lesson imports, which its answers may import as well.
-        of_exercises: Names, other than checks, that the lesson's cells use of `exercises`.
+        of_exercises: Names of `exercises`, other than checks, that the lesson's cells use.
     """
     try:
         tree = tree_of(source)
@@ -214,8 +214,8 @@ def reaches(
             for kept in [always if id(node) in inside else always | files]
             for what in (*_reach(node, foreign - own, own, kept), *_import(node, allowed, kept))
         }
-        found |= {Reach(line, "tries answers with a check") for line in _tries(tree)}
-        found |= {Reach(line, what) for line, what in _of_exercises(tree, {*of_exercises})}
+        found |= {Reach(line, "tries answers with a check") for line in _repeated_checks(tree)}
+        found |= {Reach(line, what) for line, what in _uses_of_exercises(tree, {*of_exercises})}
     except _UNREADABLE:
         return [Reach(1, "is nested too deeply to be read")]
     return sorted(found, key=lambda each: (each.line, each.what))
@@ -227,8 +227,8 @@ _REPEATED = (
 )
 
 
-def _tries(tree: ast.Module) -> Iterator[int]:
-    """Yield the lines that call a check in a loop or function, or use it without calling it."""
+def _repeated_checks(tree: ast.Module) -> Iterator[int]:
+    """Yield lines that use a check in a loop or function, or use it without calling it."""
     todo: list[tuple[ast.AST, bool, bool]] = [(tree, False, False)]
     while todo:
         node, repeated, is_used = todo.pop()
@@ -242,9 +242,9 @@ def _tries(tree: ast.Module) -> Iterator[int]:
 
 
 def _inside_functions(tree: ast.Module) -> set[int]:
-    """Return the ids of the nodes that bind only names of a function, which other cells never see.
+    """Return the ids of all nodes inside functions, whose local names other cells cannot use.
 
-    With a `global` in the cell there are none.
+    The set is empty if the cell has a `global` statement.
     """
     nodes = [*ast.walk(tree)]
     if any(isinstance(node, ast.Global) for node in nodes):
@@ -253,10 +253,10 @@ def _inside_functions(tree: ast.Module) -> set[int]:
     return {id(node) for function in functions for each in function.body for node in ast.walk(each)}
 
 
-def _of_exercises(tree: ast.Module, known: set[str]) -> Iterator[tuple[int, str]]:
-    """Yield (line, what) of each use of `exercises` other than its checks and the known names.
+def _uses_of_exercises(tree: ast.Module, known: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield (line, phrase) for each use of `exercises`, except checks and names in `known`.
 
-    Under another name it could not be followed, so it is used with a dot behind it only.
+    A use without a dot is also reported, because aliases of `exercises` are not tracked.
     """
     names = {
         id(node.value): node.attr
@@ -277,7 +277,7 @@ def _is_exercises(node: ast.AST) -> bool:
 
 
 def _with_own_names(tree: ast.AST) -> Iterator[tuple[ast.AST, frozenset[str]]]:
-    """Yield every node with the parameters of the functions that it is in."""
+    """Yield (node, parameters of the functions that contain the node) for every node."""
     todo: list[tuple[ast.AST, frozenset[str]]] = [(tree, frozenset())]
     while todo:
         node, own = todo.pop()
@@ -288,7 +288,7 @@ def _with_own_names(tree: ast.AST) -> Iterator[tuple[ast.AST, frozenset[str]]]:
 
 
 def _reach(node: ast.AST, foreign: set[str], own: frozenset[str], files: set[str]) -> Iterator[str]:
-    """Yield how a node other than an import reaches beyond an answer."""
+    """Yield a phrase for each way in which a node, except an import, reaches beyond an answer."""
     match node:
         case ast.Name(id=name) if name in _BUILTINS - own:
             yield f"uses {name}"
@@ -304,7 +304,7 @@ def _reach(node: ast.AST, foreign: set[str], own: frozenset[str], files: set[str
             | ast.MatchStar(name=str(name))
         ) if _is_lesson(name, files):
             yield f"changes {name}, which the lesson imports"
-        case ast.Attribute(attr=name) if name in _OUTSIDE or _is_machinery(name):
+        case ast.Attribute(attr=name) if name in _OUTSIDE or _is_internal(name):
             yield f"uses {name}"
         case ast.Attribute(attr=name, value=ast.Name(id=home)) if (
             home in foreign and name in _CHECKING
@@ -315,16 +315,16 @@ def _reach(node: ast.AST, foreign: set[str], own: frozenset[str], files: set[str
         case ast.Attribute(attr=name) if name in _FILES and _is_foreign(node, foreign):
             yield f"uses {name}, which reads or writes files"
         case ast.MatchClass(kwd_attrs=names) if any(
-            name in _OUTSIDE or _is_machinery(name) for name in names
+            name in _OUTSIDE or _is_internal(name) for name in names
         ):
             yield f"reads {', '.join(names)}"
-        case ast.Constant(value=str(name)) if _is_machinery(name) or name in FOOLING:
+        case ast.Constant(value=str(name)) if _is_internal(name) or name in FOOLING:
             yield f"names {name}"
     match node:
         case (
             ast.Attribute(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del())
         ):
-            # an element of a local table or tensor is the cell's own
+            # a cell may change the elements of its own lists and tensors
             local = isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
             attribute = getattr(node, "attr", "")
             if attribute[:2] == "__" or (
@@ -375,7 +375,7 @@ def _has_computed_match_args(node: ast.stmt) -> bool:
 
 
 def _import(node: ast.AST, allowed: set[str], files: set[str]) -> Iterator[str]:
-    """Yield how an import reaches beyond an answer."""
+    """Yield a phrase for each imported name that an answer may not import."""
     if isinstance(node, ast.Import):
         pairs = [(alias.name, alias.asname or "") for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
@@ -389,14 +389,14 @@ def _import(node: ast.AST, allowed: set[str], files: set[str]) -> Iterator[str]:
         home = ".".join(parts[:-1]) if isinstance(node, ast.ImportFrom) else path
         inner = re.match(r"course_lib\.(lessons|teaching)", path)
         known = {path, home} & (allowed | _SINGLE)
-        if path.startswith("course_lib.lessons"):  # each name by itself, and under this name
+        if path.startswith("course_lib.lessons"):  # without `as`, and each name listed
             known = {path} & allowed if isinstance(node, ast.ImportFrom) and not name else set()
         if (
             (parts[0] not in MODULES and not known)
             or (inner and not known)
             or path.startswith("numpy.testing")
             or {*parts} & (_OUTSIDE | _FILES | {"*"})
-            or any(_is_machinery(part) for part in parts)
+            or any(_is_internal(part) for part in parts)
         ):
             yield f"imports {path}"
         if _is_lesson(name or parts[-1], files) and not (inner and known):
@@ -404,11 +404,11 @@ def _import(node: ast.AST, allowed: set[str], files: set[str]) -> Iterator[str]:
 
 
 def _is_lesson(name: str, files: set[str]) -> bool:
-    """Whether a name stands for a lesson, of this edition or an older one, or for a file of it."""
+    """Return whether a name is that of a lesson, such as "lesson_02", or of a file in `files`."""
     return name in files or bool(re.fullmatch(r"lesson_\d\d", name))
 
 
-def _is_machinery(name: str) -> bool:
+def _is_internal(name: str) -> bool:
     return bool(_MACHINERY.fullmatch(name)) and name not in _HARMLESS
 
 
@@ -419,7 +419,7 @@ def _root(node: ast.AST) -> ast.AST:
 
 
 def _is_foreign(node: ast.AST, foreign: set[str]) -> bool:
-    """Whether an attribute's object is foreign; that of a call, such as `type(x).y`, is."""
+    """Return whether the object of an attribute is foreign, as in `torch.y` or `type(x).y`."""
     root = _root(node)
     return not isinstance(root, ast.Name) or root.id in foreign
 

@@ -1,12 +1,12 @@
-"""The website: the lessons as they are stored, the claims with their verdicts, guides, reference.
+"""Build the website: lessons, claims with their verdicts, guides, and the library's reference.
 
     python -m publish.site                     # to build/site
     python -m publish.site --output ~/pages    # somewhere else
 
-Sphinx makes the pages of each language in a build of its own, en/ and zh/. Both builds have the
-same pages. A build reads a folder laid out as the repository is (the README is the front page, then
-docs/, notebooks/ and api/), so that links between files lead from page to page. No notebook runs
-and no network is used. The finished site replaces the old one only when it is complete.
+Sphinx builds the pages of each language separately, in en/ and zh/. Both have the same pages. A
+build reads a folder with the layout of the repository (the README as the front page, docs/,
+notebooks/ and api/), so that links between files also work between pages. No notebook runs and no
+network is used. The new site replaces the old site only when it is complete.
 """
 
 import importlib
@@ -69,8 +69,21 @@ LOCALES = {"en": "en", "zh": "zh_CN"}  # names of Sphinx's catalogs
 MATHJAX_PACKAGE = "sphinx-mathjax-offline"
 #: Pages that the sidebar lists before the lessons.
 FIRST_PAGES = ("docs/out_of_memory",)
-#: Page -> Chinese words by which the search finds it, also where the page itself is in English.
-SEARCH_WORDS = {"docs/out_of_memory": ("显存不足", "爆显存", "显存优化", "显存碎片")}
+#: Pages that the sidebar lists last, below a caption, because they contain the answers.
+FOR_TEACHERS = ("notebooks/INSTRUCTORS", "notebooks/NOTES", "docs/teaching")
+CAPTION = {"en": "For teachers", "zh": "教师用"}
+#: Page -> Chinese words with which the search finds this page, even if the page is in English.
+SEARCH_WORDS = {
+    "docs/out_of_memory": (
+        "显存不足",
+        "爆显存",
+        "显存优化",
+        "显存碎片",
+        "显存泄漏",
+        "显存占用",
+        "峰值显存",
+    )
+}
 # In the order of the lessons.
 MODULES = (
     *(
@@ -108,7 +121,7 @@ class Lesson:
     Attributes:
         name: Name of its file, "03_sqrt_schedule".
         title: Heading of its page, "3 Which ones should we forget?".
-        claims: Section, such as "3.10", -> the claims of its table. A lesson has up to two tables.
+        claims: Dict from a section, such as "3.10", to the claims of its table; two tables at most.
     """
 
     name: str
@@ -122,19 +135,19 @@ class Lesson:
 
 
 def build(notebooks: Path, output: Path) -> list[str]:
-    """Build the site into `output`, which is replaced only when all went well.
+    """Build the site into `output`, which is replaced only if no error occurs.
 
     Args:
-        notebooks: Folder of the notebooks and their scripts. The folder above it has the READMEs,
-            which are the front pages, and the files that they link to. The reference describes the
-            `course_lib` that is running.
-        output: Folder that does not exist, is empty, or holds an earlier site.
+        notebooks: Folder of the notebooks and their scripts. Its parent has the READMEs, which are
+            the front pages, and the files that they link to. The reference describes the
+            `course_lib` that this process imports.
+        output: Folder that does not exist, is empty, or contains an earlier site.
 
     Returns:
         Sphinx's warnings, one per line.
 
     Raises:
-        EditionError: A package is missing, a notebook is broken or not executed, or `output` holds
+        EditionError: A package is missing, a notebook is broken or not executed, or `output` has
             something else.
     """
     _check_packages()
@@ -179,7 +192,7 @@ def _check_packages() -> None:
 def _mathjax() -> Path:
     """Return the folder of the installed MathJax 3.
 
-    The site takes one script and the fonts of its 24 MB.
+    The site copies one script and the fonts of this folder of 24 MB.
     """
     package = importlib.metadata.distribution(MATHJAX_PACKAGE)
     return Path(str(package.locate_file("sphinx-mathjax-offline/static/mathjax")))
@@ -192,7 +205,7 @@ _DOWNLOAD = "Download this lesson as a notebook"
 
 
 def _downloads(stored: dict[str, Any], repository: str) -> Iterator[tuple[str, str]]:
-    """Yield (path in the site, text) of the lessons' notebooks in one language."""
+    """Yield (path in the site, text) of each lesson's notebook in each language."""
     import nbformat
 
     for name, notebook in stored.items():
@@ -202,7 +215,7 @@ def _downloads(stored: dict[str, Any], repository: str) -> Iterator[tuple[str, s
 
 
 #: Matches a cell that shows a table of claims.
-CLAIMS = re.compile(r"^\w+\.(what_you_may_have_read|(older|allocator)_claims)\(", re.M)
+CLAIMS = re.compile(r"^\w+\.(claims_table|(main|older|allocator)_claims)\(", re.M)
 
 
 def _ready(path: Path, notebook: Any, language: str) -> Lesson:
@@ -213,7 +226,7 @@ def _ready(path: Path, notebook: Any, language: str) -> Lesson:
             cell.source = _same_page(cell.source)
             if found := re.match(r"(##?) ([\d.]+) .+", cell.source):
                 section = found[2]
-                # The target is the section's address in both languages.
+                # This target gives the section the same address in both languages.
                 cell.source = f"({_anchor(section)})=\n{cell.source}"
                 if found[1] == "#":
                     title = found[0].removeprefix("# ")
@@ -250,7 +263,7 @@ def _dress(cell: Any, language: str) -> None:
     solved = "### BEGIN SOLUTION" in cell.source
     cell.source = remove_guard(cell.source)
     if cell.metadata.get("jupyter", {}).get("source_hidden"):
-        # the site shows the figure of a folded cell, and nothing of a solution
+        # of a solution the outputs are hidden, too
         tags.append("hide-cell" if solved else "hide-input")
     show, hide = _FOLDS["solution" if solved else "code", language]
     cell.metadata["mystnb"] = {"code_prompt_show": show, "code_prompt_hide": hide}
@@ -282,7 +295,7 @@ def _claims(cell: Any, where: str, again: str) -> list[Claim]:
 
 
 def _plain_html(node: Any) -> str:
-    """Return a node of a stored table without the style of its cell."""
+    """Return a cell of a stored table as HTML without its style."""
     if getattr(node, "attrs", None) is not None:
         node.attrs.pop("style", None)
     return str(node)
@@ -292,7 +305,7 @@ def _plain_html(node: Any) -> str:
 
 
 def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson], language: str) -> None:
-    """Write the folder that Sphinx reads, laid out as the repository is."""
+    """Write the folder that Sphinx reads, with the layout of the repository."""
     import nbformat
 
     shutil.copytree(ASSETS, source, ignore=shutil.ignore_patterns("__pycache__"))
@@ -322,7 +335,9 @@ def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson], langua
             pages.append(name)
     pages.append("api/index")
     pages.sort(key=FIRST_PAGES.__contains__, reverse=True)
-    contents = "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
+    teachers = [page for page in pages if page in FOR_TEACHERS]
+    learners = [page for page in pages if page not in FOR_TEACHERS]
+    contents = _contents(learners) + _contents(teachers, f":caption: {CAPTION[language]}\n")
     _write_page(root / FRONT_DOORS[language], source / "index.md", root, source, contents)
 
     mathjax, fonts = _mathjax(), Path("output/chtml/fonts/woff-v2")
@@ -333,11 +348,16 @@ def _write_sources(source: Path, folder: Path, lessons: Sequence[Lesson], langua
     shutil.copy(LICENCE, static / "mathjax")  # Apache-2.0, as the course's code is
 
 
+def _contents(pages: list[str], caption: str = "") -> str:
+    """Return the directive that lists pages in the navigation, with an optional caption."""
+    return f"\n\n```{{toctree}}\n:hidden:\n{caption}\n" + "\n".join(pages) + "\n```\n"
+
+
 def _keywords(name: str) -> str:
     """Return the front matter with a page's search words, or "".
 
-    Sphinx does not split keywords. The search splits a query into pairs of characters, so the words
-    are followed by their pairs.
+    The search splits a query into pairs of characters, but Sphinx does not split keywords.
+    Therefore each pair of characters of the words is also added as a keyword.
     """
     if name not in SEARCH_WORDS:
         return ""
@@ -368,13 +388,13 @@ def _for_the_site(page: str) -> str:
     page = re.sub(r"<!--.*?-->\n", "", page, flags=re.S)
     page = re.sub(r"^(?:\*\*English\*\* · |\[English\]\().*\n", "", page, flags=re.M)
     page = re.sub(r"\[!\[([^\]]*)\]\([^)]*\)\]", r"[\1]", page)
-    page = re.sub(r"\[[^\]]+\]\(([A-Z]\w*\.md)\)", r"`\1`", page)
+    page = re.sub(r"\[[^\]]+\]\(([A-Z]\w*(?:\.zh)?\.md)\)", r"`\1`", page)
     return _same_page(page)
 
 
 def _same_page(text: str) -> str:
     """Return Markdown with links to x.zh.md as links to x.md, its name in both builds."""
-    return re.sub(r"(\]\((?:[\w./]*/)?[a-z_]+)\.zh\.md", r"\1.md", text)
+    return re.sub(r"(\]\((?:[\w./]*/)?[a-z_\d]+)\.zh\.md", r"\1.md", text)
 
 
 def _copy_linked_files(page: str, root: Path, source: Path, place: Path) -> None:
@@ -385,14 +405,14 @@ def _copy_linked_files(page: str, root: Path, source: Path, place: Path) -> None
             continue
         if not file.is_file():
             raise EditionError(f"a page in {root / place} links to {link}, which is not a file")
-        if link.endswith(".md"):  # a page of its own
+        if link.endswith(".md"):  # is a separate page
             continue
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, copy)
 
 
 def _page(name: str, language: str, **values: object) -> str:
-    """Return a page of pages/ in one language, with its <VALUES>."""
+    """Return a page of the folder pages/ in one language, with its <VALUES> filled in."""
     page = markdown_in((ASSETS / "pages" / f"{name}.md").read_text(encoding="utf-8"), language)
     for key, value in values.items():
         page = page.replace(f"<{key.upper()}>", str(value))
@@ -419,6 +439,7 @@ def claims_page(lessons: Sequence[Lesson], language: str) -> str:
 
 
 def _outcomes(lesson: Lesson) -> list[str]:
+    """Return the outcome of each claim of a lesson, in the order of its tables."""
     try:
         found = [each.outcome for each in claims_of(lesson.number)]
     except ValueError:  # there is no such lesson
@@ -432,7 +453,7 @@ def _outcomes(lesson: Lesson) -> list[str]:
 
 
 def _sums(fail: int, partly: int, hold: int) -> str:
-    """Return the label that counts the claims by outcome."""
+    """Return a label with the numbers of claims that fail, hold in part, and hold."""
     rest = {0: "none holds as it stands", 1: "1 holds as it stands"}.get(hold)
     rest = rest or text("{hold} hold as they stand", hold=hold)
     return text("{fail} fail, {partly} hold in part, {rest}.", fail=fail, partly=partly, rest=rest)
@@ -461,14 +482,14 @@ _CLAIMS_FROM = "Measured in [lesson {number}, section {section}]({link})."
 
 
 def _api_page(name: str) -> str:
-    """Write the reference of a module, the most important names first.
+    """Return the reference page of a module, with the most important names first.
 
     Raises:
-        EditionError: the module cannot be imported.
+        EditionError: The module cannot be imported.
     """
     try:
         module = importlib.import_module(f"course_lib.{name}")
-    except Exception as error:  # whatever stops it, there would be an empty page
+    except Exception as error:  # after any error, Sphinx would write an empty page
         raise EditionError(
             f"course_lib.{name} cannot be imported ({error}), so it has no reference"
         ) from None
@@ -495,7 +516,7 @@ def _inheritance(value: type) -> str:
     """Return autodoc's option for the bases of a class.
 
     The bases are shown. If one of them belongs to the library and is not public, such as the one
-    with the figures of `MemoryMeter`, its members are shown as members of the class instead.
+    with the results of `MemoryMeter`, its members are shown as members of the class instead.
     """
     own = [base for base in value.__mro__[1:] if base.__module__.startswith("course_lib.")]
     if all(base.__name__ in _public_names() for base in own):
@@ -522,10 +543,10 @@ def _kind_of(value: object) -> int:
 
 
 def _by_importance(module: ModuleType) -> list[str]:
-    """Public names of a module: the one it is named for, those in its docstring, then the rest.
+    """Return the public names of a module, ordered by importance.
 
-    The docstring says first what a reader wants first. The rest has classes and functions first,
-    then exceptions, then constants.
+    First is the name that equals the module's name, then the names in its docstring, then all other
+    classes and functions, then exceptions, then constants.
     """
     own = [key for key, value in vars(module).items() if _is_public_in(module, key, value)]
     names = list(getattr(module, "__all__", own))
@@ -540,8 +561,8 @@ def _is_public_in(module: ModuleType, name: str, value: object) -> bool:
 
 
 def _described_elsewhere(value: object, name: str) -> str:
-    """Return where else the reference describes an object: in PyTorch's, on the page of another
-    module of ours in which it is defined, or on that of an earlier module. Return "" if nowhere."""
+    """Return the module whose page describes an object instead, or "" if there is none: a module of
+    PyTorch, the module of `course_lib` that defines the object, or an earlier one in `MODULES`."""
     home = getattr(value, "__module__", None) or (
         "torch.utils.checkpoint" if isinstance(value, set) else ""
     )
@@ -582,7 +603,7 @@ def _run_sphinx(source: Path, finished: Path, address: str) -> list[str]:
         arguments += ["-w", str(folder / "warnings")]
         builds.append([*arguments, str(source / language), str(finished / language)])
     command = [sys.executable, "-W", "ignore", "-m", "publish.sphinx_builds", json.dumps(builds)]
-    # Sphinx must import the course_lib of this repository, not another installed one.
+    # Sphinx must import the `course_lib` of this repository, not an installed one.
     paths = [str(LICENCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(source)}
     done = subprocess.run(

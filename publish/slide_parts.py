@@ -24,13 +24,13 @@ from .languages import languages_in, output_in
 
 MOST_CODE_LINES = 18  # more lines do not fit on a slide
 CODE_WIDTH = 86  # characters that fit on a line
-# Heights in pixels: of a slide's body, and estimates for its parts. They decide where to cut, and
-# deck.js shrinks what is still too high.
+# Heights in pixels of a slide's body, and estimated heights of its parts. They determine where
+# content is cut; deck.js shrinks slides that are still too high.
 ROOM = 560
 CODE_LINE, _TEXT_LINE, _TABLE_ROW, _TABLE_LINE, GAP = 31, 32, 42, 28, 30
 _SECOND_HEADING = 60  # pixels that the second heading of a bilingual slide takes
-_TABLE_WIDTH = 80  # letters in a row of a table, if its columns share the width well
-_CLAIM_COLUMNS = tuple(  # English and Chinese headings of `claims.what_you_may_have_read`
+_TABLE_WIDTH = 80  # letters in a row of a table whose columns share the width well
+_CLAIM_COLUMNS = tuple(  # English and Chinese headings of `claims.claims_table`
     zip(
         *map(labels.in_both_languages, ("claim", "source", "experiment", "measured", "verdict")),
         strict=True,
@@ -75,7 +75,7 @@ def cut_code(code: str, most: int = MOST_CODE_LINES) -> list[str]:
 
 
 def _cost_of_cut(lines: Sequence[str], start: int) -> float:
-    """Cost of starting a part at a line.
+    """Return the cost of starting a part at a line, which `cut_code` minimizes.
 
     A part costs 10. It costs more if it starts inside a statement or directly after a header, and
     less if it starts after an empty line.
@@ -130,10 +130,10 @@ def with_short_lines(notebook: NotebookNode, width: int = CODE_WIDTH) -> Noteboo
 
 
 def shown_outputs(output: NotebookNode, language: str) -> list[NotebookNode]:
-    """Return what a deck shows of an output: one output, a picture per language, or nothing.
+    """Return the outputs that a deck shows for an output: none, one, or a picture per language.
 
-    A slider without a kernel, a progress bar and the language switch show nothing. A figure becomes
-    the picture that was drawn for slides, as image/png, with its alt text in the metadata.
+    Sliders, progress bars and the language switch are not shown. A figure becomes the picture that
+    was drawn for slides, as image/png, with its alt text in the metadata.
 
     Raises:
         EditionError: A figure has no picture for slides.
@@ -169,7 +169,7 @@ def shown_outputs(output: NotebookNode, language: str) -> list[NotebookNode]:
 
 
 def pack(heights: Sequence[float], room: float) -> list[list[int]]:
-    """Divide things, in order, into the fewest groups that have room, each about equally full."""
+    """Divide heights, in order, into the fewest groups of at most `room`, about equally full."""
 
     def fill(limit: float) -> list[list[int]]:
         groups: list[list[int]] = [[]]
@@ -193,12 +193,12 @@ def pack(heights: Sequence[float], room: float) -> list[list[int]]:
 
 
 def _width(text: str) -> int:
-    """Width of a text in Latin letters; a Chinese character is as wide as two."""
+    """Return the width of a text in Latin letters; a Chinese character is as wide as two."""
     return sum(1 if ord(character) < 0x2E80 else 2 for character in text)
 
 
 def output_height(output: NotebookNode, language: str) -> float:
-    """Pixels that a table or a text is expected to need."""
+    """Return the estimated height of a table or a text in pixels."""
     html = output.get("data", {}).get("text/html")
     if html is None:
         text = output.get("text", "") or output.get("data", {}).get("text/plain", "")
@@ -215,7 +215,7 @@ def output_height(output: NotebookNode, language: str) -> float:
 
 
 def result_groups(outputs: Sequence[NotebookNode], language: str) -> list[list[NotebookNode]]:
-    """Group the results of a cell by slide. A table that is too long is cut between its rows."""
+    """Group the results of a cell by slide, and cut tables that are too long between rows."""
     parts = [part for output in outputs for part in cut_table(output, language)]
     return [
         [parts[index] for index in group]
@@ -252,11 +252,10 @@ def cut_table(output: NotebookNode, language: str) -> list[NotebookNode]:
 
 
 def claims_in(output: NotebookNode) -> list[tuple[NotebookNode, NotebookNode]]:
-    """(the claim and its source, what was measured and the verdict) of each row of a table of
-    claims, as outputs.
+    """Return two outputs per row of a table of claims: claim and source, measurement and verdict.
 
-    The words are those of the table that the lesson shows, `course_lib.teaching.claims`; any other
-    output has none.
+    The rows are those of the table that a lesson shows with `course_lib.teaching.claims`. For any
+    other output, the list is empty.
     """
     soup = BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser")
     columns = [th.get_text(" ", strip=True) for th in soup.select("thead th")]

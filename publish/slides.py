@@ -1,4 +1,4 @@
-"""The slides: one self-contained deck per lesson and language, to be opened from the file system.
+"""Write the slides: one self-contained HTML file per lesson and language.
 
     python -m publish.slides --output build/slides
 
@@ -40,6 +40,7 @@ try:
         EditionError,
         check_outputs,
         check_twins,
+        is_project,
         output_folder,
         read_lessons,
         run_edition,
@@ -54,7 +55,7 @@ except ImportError as error:
         raise
     sys.exit(not_installed("slides", error))
 
-LANGUAGES = {"en": "en", "zh": "zh-CN", "both": "en"}  # the deck's language -> the page's `lang`
+LANGUAGES = {"en": "en", "zh": "zh-CN", "both": "en"}  # language of a deck -> `lang` of its page
 
 _ASSETS = Path(__file__).parent / "slides_assets"
 # Keys of the labels that follow a heading.
@@ -109,7 +110,8 @@ def _sections(notebook: NotebookNode) -> list[tuple[str, ...]]:
 class _Renderer(IPythonRenderer):
     """nbconvert's renderer with formulas as MathML and links between decks.
 
-    Headings have no ids, because several slides repeat a heading.
+    A link to a file without a deck becomes plain text, because that file is not next to the deck.
+    Headings have no ids, because several slides have the same heading.
     """
 
     def inline_math(self, body: str) -> str:
@@ -122,7 +124,9 @@ class _Renderer(IPythonRenderer):
         return f"<h{level}>{text}</h{level}>\n"
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
-        return super().link(text, re.sub(r"\.ipynb(?=#|$)", ".html", url), title)
+        deck = re.sub(r"\.ipynb(?=#|$)", ".html", url)
+        without_deck = deck == url or is_project(url)
+        return text if without_deck and "://" not in url else super().link(text, deck, title)
 
 
 def _mathml(formula: str, display: str) -> str:
@@ -136,7 +140,7 @@ def _mathml(formula: str, display: str) -> str:
 
 
 class DeckExporter(SlidesExporter):
-    """nbconvert's exporter for reveal.js, with a template that loads nothing from elsewhere."""
+    """nbconvert's exporter for reveal.js, with a template that loads no other files."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(template_name="deck", extra_template_basedirs=[str(_ASSETS)], **settings)
@@ -158,7 +162,7 @@ class DeckExporter(SlidesExporter):
     @pass_context
     def markdown2html(self, context: object, source: str) -> str:
         html = MarkdownWithMath(renderer=_Renderer(escape=False)).render(source)
-        # A line must not begin with the punctuation after a formula.
+        # The punctuation after a formula must not move to the next line.
         return re.sub(
             r"(<math(?:(?!</math>).)*</math>[,.;:)?，。；：）？、]+)",
             r'<span class="whole">\1</span>',
@@ -285,9 +289,10 @@ def build(notebooks: Path, output: Path) -> None:
     """Write all decks, `output/<language>/<lesson>.html`.
 
     Raises:
-        EditionError: A notebook, a note or a tool is missing or cannot be used.
+        EditionError: A notebook, speaker note or tool is missing, or cannot be used.
     """
-    lessons = read_lessons(notebooks)
+    stored = read_lessons(notebooks)
+    lessons = {name: lesson for name, lesson in stored.items() if not is_project(name)}
     check_twins(notebooks, lessons)
     check_outputs(notebooks, lessons)
     path = notebooks.resolve().parent / NOTES

@@ -1,9 +1,9 @@
-"""Sphinx's builds of several languages, one after the other in one process.
+"""Run Sphinx's builds of several languages, one after the other in one process.
 
     python -m publish.sphinx_builds '[["en", "site/en"], ["zh", "site/zh"]]'
 
-Sphinx, its extensions and the library are imported once, and the source code of the library is
-parsed once. Two processes of Sphinx take a third more CPU time.
+Sphinx, its extensions and the library are then imported only once, and the library's source code is
+parsed only once. One process per language would take a third more CPU time.
 """
 
 import gc
@@ -16,13 +16,13 @@ from sphinx.cmd.build import main
 
 
 def build_all(builds: Sequence[Sequence[str]]) -> int:
-    """Run Sphinx with each list of arguments, until a build fails. Return the last exit status."""
+    """Run Sphinx with each list of arguments until a build fails; return the last exit status."""
     status = 0
-    # The collector would visit every imported object again and again, which takes a fourth of the
-    # time. The pages of one language have less than 200 MB to collect.
+    # Garbage collection would visit all imported objects many times, which takes a fourth of the
+    # time. The garbage of one language is less than 200 MB.
     gc.disable()
     for arguments in builds:
-        # Sphinx keeps the messages of the earlier language, and would prefer them.
+        # Otherwise Sphinx would use the messages of the previous language.
         sphinx.locale.translators.clear()
         if status := main(arguments):
             break

@@ -1,11 +1,11 @@
-"""The student edition: notebooks with stubs instead of solutions, and a cell for each reason.
+"""Write the student edition: notebooks with stubs for solutions, and cells for reasons.
 
     python -m publish.student --output build/student --nbgrader
 
 The folder, and the zip in it, also have the library as a wheel, its pinned versions, a Makefile,
 and a README in each language, so nothing else is needed. With --nbgrader each exercise gets a
-locked cell that tests whether its check accepted, and each reason gets the metadata of an answer
-that is graded by hand.
+locked cell that tests whether the check has accepted the answer, and each cell for a reason gets
+the metadata of an answer that is graded by hand.
 """
 
 import re
@@ -39,7 +39,7 @@ except ImportError as error:
     sys.exit(not_installed("student", error))
 
 ASSETS = Path(__file__).resolve().parent / "student_assets"
-LIBRARY = Path(__file__).resolve().parents[1]  # has course_lib and pyproject.toml
+LIBRARY = Path(__file__).resolve().parents[1]  # the folder with course_lib and pyproject.toml
 JUPYTERLAB = LIBRARY / "publish/jupyterlab"
 NAME = "memory-course"  # name of the zip, and of the folder in it
 PROMPT = "**Why?** · **为什么？** (`{check}`)"
@@ -52,7 +52,7 @@ _EPOCH = (
     0,
     0,
     0,
-)  # date of all entries: the same content gives the same zip
+)  # date of all entries, so that equal contents give equal zip files
 
 
 def build(notebooks: Path, output: Path, nbgrader: bool = False) -> None:
@@ -100,7 +100,7 @@ def check_of(cell: NotebookNode) -> str | None:
 
 
 def with_reasons(notebook: NotebookNode) -> NotebookNode:
-    """Change the notebook: insert a cell for the student's reason below each exercise."""
+    """Insert a cell for the student's reason below each exercise, in place."""
     cells = []
     for cell in notebook.cells:
         cells.append(cell)
@@ -112,7 +112,7 @@ def with_reasons(notebook: NotebookNode) -> NotebookNode:
 
 
 def reason_id(check: str) -> str:
-    """Return the id of the cell for a reason. Ids have at most 64 characters."""
+    """Return the id, of at most 64 characters, of the cell for an exercise's reason."""
     return f"why-{check}"[:64]
 
 
@@ -131,10 +131,10 @@ def reason_in(notebook: NotebookNode, check: str) -> str:
 def with_nbgrader(notebook: NotebookNode) -> NotebookNode:
     """Add nbgrader's metadata (schema 3) to the notebook, in place.
 
-    An exercise stays an ordinary cell, which nbgrader does not change. Below it are a locked cell
-    that tests whether the check accepted (one point), and the reason (one point, given by hand).
-    The question for the reason has a separate cell, because `nbgrader generate_assignment` empties
-    the cell of an answer.
+    The cell of an exercise gets no metadata, so nbgrader does not change it. Below it are a locked
+    cell that tests whether the check has accepted the answer (one point), and the reason (one
+    point, given by hand). The question for the reason is in a separate cell, because `nbgrader
+    generate_assignment` empties the cell of an answer.
     """
     cells = []
     for cell in notebook.cells:

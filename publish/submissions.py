@@ -1,8 +1,8 @@
 """Read handed-in notebooks, and put their answers into the course's own lesson.
 
-The lesson that runs is the course's: its cells in the page's order, with the learner's answers and
+The grader runs the course's cells in the order of the lesson, with the learner's answers and
 guesses instead of the stubs. Cells that the learner added or changed run at their place. A cell
-that reaches beyond an answer (`reading.py`) does not run, and is shown to the instructor.
+that reaches beyond an answer (see `reading.py`) does not run, and is reported to the instructor.
 """
 
 import ast
@@ -19,11 +19,14 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.reader import parse_json
 
+from course_lib.labels import in_both_languages
+
 from .cells import (
     SOLUTION,
     UNREADABLE,
     asks,
     id_of,
+    is_project,
     names_in,
     parse,
     read_lessons,
@@ -32,22 +35,22 @@ from .cells import (
 from .reading import EXERCISES, Reach, foreign_names, reaches
 from .student import check_of
 
-_LARGEST = 50 * 10**6  # bytes of a file; a lesson with all outputs has about 1 MB
-# A call of a check in an edition in which a lesson's package had all names.
+_LARGEST = 50 * 10**6  # largest file in bytes; a lesson with all outputs has about 1 MB
+# A call of a check in older editions, such as `lesson_02.check_x(...)`.
 _OLDER = re.compile(r"^lesson_\d\d\.(check_\w+)\(", re.M)
-_INSTALLS = "install"  # id of a cell of the one-language edition, which installs the library
+_INSTALLS = "install"  # id of the cell that installs the library in the one-language edition
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """A lesson of the student edition, into which answers are put.
+    """A lesson of the student edition, into which the grader inserts answers.
 
     Attributes:
-        cells: Its code cells, with stubs instead of solutions.
-        calls: Check -> the line that calls it.
-        stubs: Check -> the cell of its exercise before anything is answered.
+        cells: Code cells of the lesson, with stubs instead of solutions.
+        calls: Dict from a check to the line that calls it.
+        stubs: Dict from a check to the source of its exercise's cell, with the stub.
         imports: Modules that the cells import, of any library.
-        of_exercises: Names that the cells use of `exercises`.
+        of_exercises: Names of the module `exercises` that the cells use.
     """
 
     number: str
@@ -60,7 +63,7 @@ class Lesson:
 
 @dataclass
 class Problem(Exception):
-    """A notebook cannot be graded. The message is one sentence."""
+    """Error for a notebook that cannot be graded; its message is one sentence."""
 
     message: str
     lesson: str = "–"
@@ -70,10 +73,10 @@ class Problem(Exception):
 class Held:
     """A cell that was not run, because it reaches beyond an answer."""
 
-    number: int  # in the handed-in notebook, from 1
-    names: frozenset[str]  # that it binds
+    number: int  # number of the cell in the handed-in notebook, from 1
+    names: frozenset[str]  # names that the cell binds
     reach: Reach
-    changed: bool = True  # False if the id equals the hash of the source
+    changed: bool = True  # False if the id is the hash of the source (see `id_of`)
 
     def __str__(self) -> str:
         return f"Cell {self.number} was not run: {self.reach}."
@@ -81,13 +84,13 @@ class Held:
 
 @dataclass
 class Program:
-    """The cells that run for one submission, and those that do not.
+    """The cells of one submission that run, and the cells that do not run.
 
     Attributes:
-        cells: The course's cells with the learner's, in the page's order.
-        answers: Check -> its cell among them.
+        cells: Cells that run, of the course and the learner, in the order of the lesson.
+        answers: Dict from a check to the cell in `cells` that answers it.
         held: Cells that do not run.
-        held_answers: Check -> its cell, if that is one of them.
+        held_answers: Dict from a check to its cell, for answers that do not run.
     """
 
     cells: list[NotebookNode] = field(default_factory=list)
@@ -113,7 +116,7 @@ def lessons_of(notebooks: Path) -> dict[str, Lesson]:
 
 
 def _imports(tree: ast.AST) -> set[str]:
-    """Return the modules that code imports, and `package.name` of each name."""
+    """Return the modules that code imports, and `module.name` for each name imported from one."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -124,7 +127,7 @@ def _imports(tree: ast.AST) -> set[str]:
 
 
 def _of_exercises(code: str) -> set[str]:
-    """Return the names that code uses of `exercises`."""
+    """Return the names of the module `exercises` that code uses."""
     return set(re.findall(rf"\b{EXERCISES}\.(\w+)", code))
 
 
@@ -134,32 +137,34 @@ def _of_exercises(code: str) -> set[str]:
 def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNode, Lesson]:
     """Read a handed-in file, and find its lesson by the number in its title.
 
-    Outputs, and the course's solutions, which a learner's copy has, are taken out.
+    Outputs are removed, as are the course's solutions, which a learner's copy contains.
 
     Raises:
         Problem: The file is not a notebook, not a lesson, or of an older edition.
     """
     try:
-        if not path.is_file():  # opening a pipe would wait for a writer
+        if not path.is_file():  # opening a named pipe would block
             raise ValueError("it is a folder" if path.is_dir() else "it is not a file")
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"it is larger than {_LARGEST // 10**6} MB")
         given = path.read_text("utf-8")
         if not isinstance(parse_json(given), dict):
             raise ValueError(f"it starts {given[:20]!r}")
-        with warnings.catch_warnings(action="ignore"):  # nbformat repairs repeated ids
+        with warnings.catch_warnings(action="ignore"):  # repeated ids cause warnings
             notebook = cast(NotebookNode, nbformat.reads(given, as_version=4))
             nbformat.validate(notebook)
-    except Exception as error:  # nbformat raises many types, also AssertionError
+    except Exception as error:  # nbformat raises errors of many types
         reason = one_line(getattr(error, "message", "") or error) or type(error).__name__
         raise Problem(f"It is not a notebook: {reason}.") from None
     texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
-    # a page in one language has a link to the other one above its title
+    # in the one-language edition, a link to the other language is above the title
     title = next((text for text in texts if text.startswith("# ")), (*texts, "")[0])
     number = re.match(r"# (\d{1,2}) ", title)
     lesson = lessons.get(f"{int(number[1]):02}") if number else None
     if lesson is None:
         raise Problem(f"It is not a lesson of this course; its title is {title[:60]!r}.")
+    if is_project(lesson.number):
+        notebook.metadata["sheet_complete"] = _is_sheet_complete(notebook)
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     if not lesson.calls.keys().isdisjoint(_OLDER.findall("\n".join(code))):
         older = "It is of an older edition of the course: `make update` brings its answers into"
@@ -172,8 +177,21 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
     return notebook, lesson
 
 
+def _is_sheet_complete(notebook: NotebookNode) -> bool:
+    """Return whether the stored outputs of a project state that its sheet is complete."""
+    from course_lib.lessons.lesson_10.project import say
+
+    shown = [
+        output.get("data", {}).get("text/plain", "")
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+    ]
+    complete = in_both_languages(say("common.complete"))
+    return any(words in text for words in complete for text in shown)
+
+
 def cells_of(notebook: NotebookNode, lesson: Lesson) -> dict[str, int]:
-    """Return the place of each check's cell: the last one that calls it as the lesson does."""
+    """Return a dict from check to the index of the last cell that calls it as the lesson does."""
     found = {}
     for place, cell in enumerate(notebook.cells):
         for check, call in lesson.calls.items():
@@ -185,9 +203,9 @@ def cells_of(notebook: NotebookNode, lesson: Lesson) -> dict[str, int]:
 def assemble(notebook: NotebookNode, lesson: Lesson) -> Program:
     """Put the answers, guesses and other cells of a submission into the lesson.
 
-    A cell that the learner added runs after the same cell of the course as in the submission. If
-    the code of a submitted cell equals that of a course's cell, the course's cell runs. A cell of
-    the course that asks for a guess or a fill-in is replaced by the one with the same id.
+    A cell that the learner added runs after the course's cell that it follows in the submission. If
+    a submitted cell has the same code as a course's cell, the course's cell runs. A course's cell
+    that asks for a guess or a fill-in is replaced by the submitted cell with the same id.
     """
     program, behind = Program(), defaultdict(list)
     checks = {place: check for check, place in cells_of(notebook, lesson).items()}
@@ -197,7 +215,7 @@ def assemble(notebook: NotebookNode, lesson: Lesson) -> Program:
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     foreign = foreign_names([*(cell.source for cell in lesson.cells), *code])
     instead: dict[int, NotebookNode] = {}
-    at = -1  # the course's cell that the learner's cells follow; -1 is before the first
+    at = -1  # index of the course's cell before the learner's cells; -1 is the beginning
     for place, cell in enumerate(notebook.cells):
         check = checks.get(place)
         if cell.cell_type != "code" or cell.get("id") == _INSTALLS or not bare(cell.source):
@@ -241,12 +259,12 @@ def _last_statement(source: str) -> str:
 
 
 def bare(code: str) -> str:
-    """Return code without comments and spaces."""
+    """Return code without comments and spaces, to compare two versions of a cell."""
     with contextlib.suppress(*UNREADABLE):
         code = ast.unparse(ast.parse(code))
     return "".join(code.split())
 
 
 def one_line(words: object) -> str:
-    """Return words on one line, without the last full stop."""
+    """Return at most 200 characters of a text on one line, without the last full stop."""
     return " ".join(str(words).split()).removesuffix(".")[:200]

@@ -1,8 +1,8 @@
-"""Hashes of each text's English and Chinese, which show that only one language was edited.
+"""Hashes of the English and Chinese of each text, to detect edits of only one language.
 
 `make notebooks` renews the pair of hashes in `translations.toml` if both languages have changed. If
-only one has changed, the pair stays and a test fails. After reading both texts and finding them
-right, renew the pair of section 2.5 with
+only one has changed, the stored pair stays and a test fails. If both texts of section 2.5, for
+example, are right after such an edit, renew their pair with
 
     make notebooks ARGS="--same 02.5"
 """
@@ -23,11 +23,11 @@ _HEAD = """# A place in the lessons -> a hash of its English, a hash of its Chin
 # After an edit that leaves the other language right as it is, say so:
 #     make notebooks ARGS="--same 02.5"
 """
-Pair = tuple[str, str]  # hashes of the English and the Chinese
+HashPair = tuple[str, str]  # hashes of the English and the Chinese
 
 
-def pairs(notebook: NotebookNode) -> dict[str, Pair]:
-    """Map each text's place, such as "02.5" or "02.5-3 slide", to its hashes (en, zh)."""
+def pairs(notebook: NotebookNode) -> dict[str, HashPair]:
+    """Return a dict from the place of each text, such as "02.5-3 slide", to its hashes (en, zh)."""
     return {place: (_hash(en), _hash(zh)) for place, en, zh in _texts(notebook)}
 
 
@@ -42,7 +42,7 @@ def _texts(notebook: NotebookNode) -> Iterator[tuple[str, str, str]]:
         number += 1
         place = section if number == 1 else f"{section}-{number}"
         english, chinese = (markdown_in(cell.source, language) for language in ("en", "zh"))
-        # the stored hashes of Chinese texts leave out the number, which both languages share
+        # the hash of the Chinese leaves out the section's number, which both languages share
         yield place, english, re.sub(r"^(#+ )[\d.]+ ", r"\1", chinese)
         slide = cell.metadata.get("slide")
         if isinstance(slide, Mapping):
@@ -53,8 +53,8 @@ def _hash(text: str) -> str:
     return hashlib.sha256(" ".join(text.split()).encode()).hexdigest()[:10]
 
 
-def one_sided(found: Mapping[str, Pair], known: Mapping[str, Pair]) -> dict[str, Pair]:
-    """Return the stored pair, by place, of each text that changed in one language only.
+def one_sided(found: Mapping[str, HashPair], known: Mapping[str, HashPair]) -> dict[str, HashPair]:
+    """Return a dict from place to stored pair, for texts that changed in only one language.
 
     A text is identified by its hashes instead of its place, because it may move.
     """
@@ -68,12 +68,12 @@ def one_sided(found: Mapping[str, Pair], known: Mapping[str, Pair]) -> dict[str,
 
 
 def renew_pairs(
-    found: Mapping[str, Pair], known: Mapping[str, Pair], same: Collection[str] = ()
-) -> dict[str, Pair]:
-    """Return the pairs to store: the new ones, or the old one if only one language has changed.
+    found: Mapping[str, HashPair], known: Mapping[str, HashPair], same: Collection[str] = ()
+) -> dict[str, HashPair]:
+    """Return the pairs to store: the old pair if only one language changed, otherwise the new one.
 
     Args:
-        same: Sections, such as "02.5", that are right in both languages, so their pairs are new.
+        same: Sections, such as "02.5", whose new pairs are always stored.
     """
     old = {
         place: pair
@@ -84,18 +84,18 @@ def renew_pairs(
 
 
 def section_of(place: str) -> str:
-    """Return the section of a text's place."""
+    """Return the section of a place: "02.5" for "02.5-3 slide"."""
     return re.match(r"[\d.]+", place)[0]
 
 
-def read_pairs(store: Path = STORE) -> dict[str, Pair]:
-    """Read the stored pairs."""
+def read_pairs(store: Path = STORE) -> dict[str, HashPair]:
+    """Read the stored pairs, as a dict from place to pair."""
     if not store.exists():
         return {}
     return {place: tuple(pair) for place, pair in tomllib.loads(store.read_text("utf-8")).items()}
 
 
-def store_pairs(lesson: str, of_lesson: Mapping[str, Pair], store: Path = STORE) -> None:
+def store_pairs(lesson: str, of_lesson: Mapping[str, HashPair], store: Path = STORE) -> None:
     """Replace the stored pairs of one lesson."""
     others = {
         place: pair for place, pair in read_pairs(store).items() if not place.startswith(lesson)
@@ -107,5 +107,5 @@ def store_pairs(lesson: str, of_lesson: Mapping[str, Pair], store: Path = STORE)
     store.write_text(_HEAD + "\n".join(lines) + "\n", "utf-8")
 
 
-def _order(item: tuple[str, Pair]) -> tuple[list[int], bool]:
+def _order(item: tuple[str, HashPair]) -> tuple[list[int], bool]:
     return [int(number) for number in re.findall(r"\d+", item[0])], item[0].endswith("slide")

@@ -14,7 +14,7 @@ BY_EXERCISE = ("lesson", "exercise", *MARKS, "most frequent mistake", "made by")
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One row of the table: the verdict on one exercise of one notebook."""
 
     name: str
     lesson: str
@@ -29,8 +29,8 @@ class Exercise:
     """The verdicts of a class on one exercise.
 
     Attributes:
-        counts: Mark -> number of notebooks.
-        mistake: Message of most wrong answers, or "".
+        counts: Dict from a mark, such as ✓, to the number of notebooks with this mark.
+        mistake: The most frequent message on wrong answers, or "".
         made_by: Number of wrong answers with that message.
     """
 
@@ -47,10 +47,10 @@ class Exercise:
 
 
 def by_exercise(rows: Sequence[Row]) -> list[Exercise]:
-    """Return the verdicts of the class on each exercise, in the order of the lessons."""
+    """Count the verdicts of the class on each exercise, in the order of the lessons."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row.exercise != "–":  # the notebook as a whole
+        if row.exercise != "–":  # "–" marks a row on the whole notebook
             groups.setdefault((row.lesson, row.exercise), []).append(row)
     found = []
     for (lesson, exercise), group in sorted(groups.items(), key=lambda item: item[0][0]):

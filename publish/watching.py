@@ -1,9 +1,8 @@
 """Code that runs in the kernel of a graded notebook, while an answer's check runs.
 
-A profile function of Python sees each value that the code of the cells gives to the course or to
-PyTorch. The watch records each value that can compare equal to any number or tensor. It also
-records each change of a mode of PyTorch, or of a function that checks use for comparisons, even if
-a later call undoes the change.
+A Python profile function inspects each value that the code of the cells passes to the course or to
+PyTorch. It records values that can compare equal to any number or tensor. It also records changes
+of PyTorch's modes, or of functions with which checks compare, even if a later call undoes them.
 """
 
 import builtins
@@ -30,7 +29,7 @@ _HOMES = (builtins, math, torch, nn.functional, torch.Tensor)
 _CHECKED = Exercise.__call__.__code__
 _COMPARING = frozenset({"abs", "all", "allclose", "any", "eq", "equal", "ge", "gt", "isclose"})
 _COMPARING |= {"is_nonzero", "le", "lt", "ne", "sub", "_local_scalar_dense"}
-_DEEPEST = 5  # levels of lists and other objects that are looked into
+_DEEPEST = 5  # nested levels of lists and other objects that are inspected
 # A class in an answer may override these attributes, so they are read through `type`.
 _mro, _names, _flags = (
     type.__dict__[name].__get__ for name in ("__mro__", "__dict__", "__flags__")
@@ -42,10 +41,10 @@ _State: TypeAlias = tuple[set[str], dict[str, object]]
 
 
 class Watch:
-    """Records what the code of cells does to checks, from `start` to `stop`.
+    """Recorder of attempts by the code of cells to fool a check, from `start` to `stop`.
 
     Args:
-        cells: The names of the cells, by default those of the kernel.
+        cells: Global variables of the cells, by default those of the kernel.
     """
 
     def __init__(self, cells: dict[str, object] | None = None) -> None:
@@ -53,9 +52,9 @@ class Watch:
         self._cells = vars(sys.modules["__main__"]) if cells is None else cells
 
     def start(self) -> None:
-        """Watch this thread."""
+        """Start to watch the current thread."""
         self.found.clear()
-        self._before: list[_State] = []  # at the start of each call that runs
+        self._before: list[_State] = []  # the state at the start of each running call
         self._functions = []
         for home in map(vars, _HOMES):
             names = [name for name in home if callable(home[name]) and name not in OF_IPYTHON]
@@ -64,7 +63,7 @@ class Watch:
         sys.setprofile(self._look_at)
 
     def stop(self) -> list[str]:
-        """Return sentences about what was seen."""
+        """Stop watching; return a sentence on each attempt that was recorded."""
         if sys.getprofile() is not self._look_at:
             self.found.append("The answer was not watched, because a cell uses `sys.setprofile`.")
         sys.setprofile(None)
@@ -72,28 +71,28 @@ class Watch:
 
     def _look(self, frame: types.FrameType, event: str, value: object) -> None:
         if event == "call" and frame.f_code is _CHECKED:
-            self._refuse(frame.f_locals["answer"])
+            self._record_fooling(frame.f_locals["answer"])
         if frame.f_globals is not self._cells or event not in ("call", "return"):
             return
         caller = frame.f_back
         if frame.f_code.co_name == "<module>" or caller is None or caller.f_globals is self._cells:
-            return  # the cell itself, or the cells' code calls itself
+            return  # a cell itself, or a call from the code of cells
         if event == "call":
             self._before.append(self._state())
         else:
-            self._refuse(value)
+            self._record_fooling(value)
             if self._before:
                 self._compare(frame.f_code.co_name, self._before.pop(), self._state())
 
-    def _refuse(self, value: object) -> None:
+    def _record_fooling(self, value: object) -> None:
         if reason := next(_fooling(value), ""):
             self.found.append(f"The check was given {reason}.")
 
     def _state(self) -> _State:
-        """Return the names of the functions that were replaced since `start` (a meter, for example,
-        replaces some), and PyTorch's modes.
+        """Return the names of functions that were replaced since `start`, and PyTorch's modes.
 
-        The mode of gradients is left out, because a backward pass changes it.
+        A meter, for example, replaces some functions. The mode of gradients is left out, because a
+        backward pass changes it.
         """
         other = set()
         for home, names, values in self._functions:
@@ -121,9 +120,9 @@ def watch() -> None:
 
 
 def report(lesson: str, check: str, ticket: str) -> None:
-    """Print a line of JSON: whether the check accepted its last answer, and what was seen.
+    """Print a line of JSON: whether the check accepted its last answer, and recorded attempts.
 
-    If a cell gave the name of the checks to something else, the verdict was not the lesson's.
+    If a cell bound the name `exercises` to another object, the line reports this as a change.
     """
     seen = _watches[0].stop()
     module = importlib.import_module(f"course_lib.lessons.{lesson}.{EXERCISES}")
@@ -142,7 +141,7 @@ def state() -> dict[str, str]:
 
 
 def modes() -> dict[str, object]:
-    """Return PyTorch's global settings, by the words of a message. Random numbers are left out."""
+    """Return PyTorch's global settings, except random states, by their names in messages."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return {
         "the default dtype": str(torch.get_default_dtype()),
@@ -166,12 +165,12 @@ def modes() -> dict[str, object]:
 
 @functools.cache
 def _kernels(registered: int) -> int:
-    """Count kernels that Python code has registered for the operators of comparisons.
+    """Count the kernels that Python code has registered for operators that compare.
 
-    PyTorch registers others, for CUDA and for symbolic tensors, when a module is imported.
+    Kernels for CUDA and symbolic tensors are left out, because imports in PyTorch register them.
 
     Args:
-        registered: Number of all kernels, with which the count may change.
+        registered: Number of all registered kernels, as a key for the cache.
     """
     names = (name.split("/") for name in torch.library._impls)
     return sum(
@@ -181,13 +180,13 @@ def _kernels(registered: int) -> int:
 
 
 def _same(one: object, first: object) -> bool:
-    """Whether a function is the first one, or a wrapper of it that PyTorch has made meanwhile."""
+    """Return whether a function is `first`, or a wrapper of it that PyTorch made meanwhile."""
     inner = function_of(one)
     return one is first or (inner is not None and inner is function_of(first))
 
 
 def _fooling(value: Any, depth: int = 0) -> Iterator[str]:
-    """Yield phrases about the values in a value that can agree with any other one."""
+    """Yield phrases on a value, or values inside it, that can compare equal to any other value."""
     is_class = type in _mro(type(value))
     yield from _fooling_class(value if is_class else type(value))
     if depth < _DEEPEST and not is_class:
@@ -210,13 +209,13 @@ def _fooling_class(kind: type) -> Iterator[str]:
     for each in made:
         for name in sorted(FOOLING & set(_names(each))):
             code = getattr(_names(each)[name], "__code__", None)
-            # a dataclass has `__eq__` from its decorator, and no `__hash__`
+            # the `__eq__` of a dataclass is generated by its decorator, and its `__hash__` is None
             if getattr(code, "co_filename", "") != "<string>" and _names(each)[name] is not None:
                 yield f"{given}, which defines `{name}`"
 
 
 def _is_known(kind: type) -> bool:
-    """Whether a class is that of a library, and not one that the cells have made."""
+    """Return whether a class belongs to a library, and was not created by code of the cells."""
     if not _flags(kind) & _MADE_BY_PYTHON:
         return True
     if kind.__module__ == "__main__" or kind.__module__.startswith("unittest"):
@@ -228,6 +227,7 @@ def _is_known(kind: type) -> bool:
 
 
 def _parts(value: Any) -> Iterator[object]:
+    """Yield the values inside a container, a partial function, a bound method or an object."""
     kind = type(value)
     if kind in (list, tuple, set, frozenset) or tuple in _mro(kind):
         yield from value

@@ -1,11 +1,12 @@
-"""The learner's copy of the lessons: a folder in which nothing that the learner typed is lost.
+"""Write and update the learner's copy of the lessons without losing what the learner typed.
 
     python -m publish.work            # write the files that are missing
-    python -m publish.work --update   # bring in new editions of the lessons, and keep the answers
+    python -m publish.work --update   # update the lessons, and keep the answers
+    python -m publish.work --language zh   # open the lessons in Chinese from now on
 
 The copy is in `work/`, which git ignores, so answers never conflict with `git pull`. Its notebooks
 have no outputs except the language switch, so that no guess is answered before it is made.
-`work/.given` has each file as it was given. A cell that differs from it is the learner's.
+`work/.given` has each file in its original form. A cell that differs from it is the learner's.
 """
 
 import argparse
@@ -27,6 +28,8 @@ try:
     from nbformat import NotebookNode
     from nbformat.sign import NotebookNotary
 
+    from course_lib.labels import LANGUAGES, SETTING
+
     from .cells import (
         NOTEBOOKS,
         SOLUTION,
@@ -43,6 +46,7 @@ except ImportError as error:
     sys.exit(not_installed("work", error))
 
 WORK = Path("work")
+SHOWN = {"en": "English", "zh": "Chinese / 各课以中文打开", "both": "both languages / 两种语言"}
 GIVEN = ".given"  # JupyterLab does not list names that start with a dot
 BACKUPS = "backup"
 FOLDED = "# Folded code: run it to see its result / 折叠的代码：运行后显示结果"
@@ -50,21 +54,21 @@ EARLIER = (
     "**From an earlier edition.** The course has changed the cell above. Below is what you had"
     " written.\n\n**旧版里的内容。** 课程改动了上面的单元格，下面是你原来写的。"
 )
-# Names of an older edition, and the line by which the new one imports a lesson's files.
+# A name in older editions, and the line with which newer editions import a lesson's files.
 _OLDER_NAME = re.compile(r"(?<![\w.])(lesson_\d\d)\.(\w+)")
 _FILES_OF = re.compile(r"^from course_lib\.lessons\.(lesson_\d\d) import ([\w, ]+)$", re.M)
-_LEAST_ALIKE = 0.5  # similarity of two editions of one cell, from 0 to 1
+_LEAST_ALIKE = 0.5  # least similarity, from 0 to 1, of two cells that are editions of one cell
 
 
 # --- the files of the copy ---
 
 
 def for_learners(notebook: NotebookNode) -> NotebookNode:
-    """Return a lesson as learners open it.
+    """Return a lesson in the form in which learners first open it.
 
-    Outputs are cleared except that of the first code cell, which is the language switch. A folded
-    cell shows its first line, so its first line says in both languages what it is, and gives no
-    title of a figure away.
+    All outputs are removed except the language switch, the output of the first code cell. A folded
+    cell shows its first line. Therefore that line becomes a comment in both languages, which does
+    not reveal the title of a figure.
     """
     notebook = deepcopy(notebook)
     clear = ClearOutputPreprocessor()
@@ -88,7 +92,7 @@ def write_edition(notebooks: Path, folder: Path) -> None:
     """Write all files of the learner's copy into a folder.
 
     Raises:
-        EditionError: The folder of the notebooks has none.
+        EditionError: The folder has no notebooks.
     """
     for name, notebook in read_lessons(notebooks).items():
         nbformat.write(for_learners(notebook), folder / f"{name}.ipynb")
@@ -109,7 +113,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def make(notebooks: Path, work: Path) -> Iterator[str]:
-    """Write the files that the copy lacks, and leave all others alone.
+    """Write the files that are missing in the copy, and leave all other files unchanged.
 
     Yields:
         Sentences for the terminal.
@@ -138,7 +142,7 @@ def make(notebooks: Path, work: Path) -> Iterator[str]:
 
 
 def update(notebooks: Path, work: Path) -> Iterator[str]:
-    """Bring the new edition into the copy, after a backup of each file that the learner changed.
+    """Update the copy to the new edition, after a backup of each file that the learner changed.
 
     Yields:
         Sentences for the terminal.
@@ -154,7 +158,7 @@ def update(notebooks: Path, work: Path) -> Iterator[str]:
             if base == theirs and mine is not None:
                 continue
             try:
-                merged, outcome = _brought_in(name, base, mine, theirs)
+                merged, outcome = _updated(name, base, mine, theirs)
             except ValueError as error:
                 yield (
                     f"{work / name} cannot be read and stays unchanged ({error}): move it away, and"
@@ -177,8 +181,33 @@ def update(notebooks: Path, work: Path) -> Iterator[str]:
         yield f"{work} has the newest edition of every lesson."
 
 
-def _brought_in(name: str, base: bytes | None, mine: bytes | None, new: bytes) -> tuple[bytes, str]:
-    """Return (the file with the new edition and what the learner typed, what was done).
+def choose_language(language: str, work: Path) -> Iterator[str]:
+    """Make all lessons of the copy open in a language and show plain text in it.
+
+    Yields:
+        Sentences for the terminal.
+    """
+    from course_lib.teaching.switch import Switch
+
+    _write(work / SETTING, f"{language}\n".encode())
+    names = []
+    for path in sorted(work.glob("*.ipynb")):
+        try:
+            notebook = _notebook(path.read_bytes())
+        except ValueError:
+            continue  # `_trust` has reported it
+        switch = next((cell for cell in notebook.cells if cell.cell_type == "code"), None)
+        for output in switch.outputs if switch else ():
+            if "course-language" in output.get("data", {}).get("text/html", ""):
+                output.data["text/html"] = Switch(language)._repr_html_()
+                _write(path, nbformat.writes(notebook).encode() + b"\n")
+                names.append(path.name)
+    _trust(work, names)
+    yield f"{work}: the lessons open in {SHOWN[language]}."
+
+
+def _updated(name: str, base: bytes | None, mine: bytes | None, new: bytes) -> tuple[bytes, str]:
+    """Return (the updated file with all that the learner typed, a description of the update).
 
     Raises:
         ValueError: The learner's notebook cannot be read.
@@ -195,7 +224,7 @@ def _notebook(text: bytes) -> NotebookNode:
     try:
         notebook = nbformat.reads(text.decode(), as_version=4)
         nbformat.validate(notebook)
-    except Exception as error:  # nbformat raises many types, also AssertionError
+    except Exception as error:  # nbformat raises errors of many types
         raise ValueError(str(error).partition("\n")[0][:100]) from None
     return notebook
 
@@ -224,13 +253,13 @@ def _trust(work: Path, names: list[str]) -> None:
 
 
 def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[NotebookNode, int]:
-    """Bring a new edition of a lesson into the learner's notebook.
+    """Merge a new edition of a lesson into the learner's notebook.
 
-    A cell that all three have stays as the learner left it, with its outputs. If an older edition
-    wrote `lesson_02.check_x` for `exercises.check_x`, the name is changed in it. Other cells that
-    the course changed or added come from the new edition. Cells that it removed go, unless the
-    learner typed something into them. Such a cell follows the cell that replaces it, and a cell
-    that the learner made stays after the same cell as before.
+    A cell that is in all three notebooks keeps the learner's source and outputs; only names of an
+    older edition, such as `lesson_02.check_x`, are replaced. Cells that the course changed or added
+    come from the new edition. Cells that the course removed are removed, unless the learner typed
+    something into them. Such a cell follows the cell that replaces it. A cell that the learner
+    created stays after the same cell as before.
 
     Args:
         base: The lesson as it was given.
@@ -249,7 +278,7 @@ def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[No
         list
     )  # "" is the beginning of the notebook
     before, number = "", 0
-    replaced = []  # (cell of an earlier edition with the learner's text, the cell before it)
+    replaced = []  # (removed cell with the learner's text, id of the cell before it)
     for cell in mine.cells:
         typed = bool(cell.source.strip()) and cell.source != given.get(cell.id)
         number += typed
@@ -258,7 +287,7 @@ def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[No
         elif typed and cell.id in given and cell.id not in kept:
             replaced.append((cell, before))
         elif typed:
-            if cell.id in kept:  # a second cell with the id of the first
+            if cell.id in kept:  # a copy with the id of the original cell
                 cell.id = nbformat.v4.new_raw_cell().id
             behind[before].append(cell)
     for cell, place in replaced:
@@ -271,7 +300,7 @@ def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[No
     for cell in new.cells:
         own = kept.get(cell.id)
         if cell.id == switch and own is not None and own.source == cell.source:
-            own = None  # the new edition's switch
+            own = None  # the new edition's language switch is used
         cells += [own or cell, *behind[cell.id]]
     merged = deepcopy(new)
     merged.cells = deepcopy(cells)
@@ -279,10 +308,10 @@ def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[No
 
 
 def _rename(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> None:
-    """Change code of an edition in which a lesson's package had all names, in both notebooks.
+    """Replace names of an older edition in the code of `base` and `mine`, in place.
 
-    `lesson_02.check_x` becomes what the new edition writes, `exercises.check_x`. A cell that equals
-    one of the new edition then also gets its id.
+    For example, `lesson_02.check_x` becomes `exercises.check_x`. A cell that then equals a cell of
+    the new edition also gets the id of that cell.
     """
     code = [cell.source for cell in new.cells if cell.cell_type == "code"]
     files = {
@@ -317,8 +346,8 @@ def _rename(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> None:
 def _successor(cell: NotebookNode, candidates: list[NotebookNode]) -> str:
     """Return the id of the new cell that replaces a cell of the earlier edition, or "".
 
-    The cell of an exercise is replaced by the one with the same check, any other by the most
-    similar one.
+    The cell of an exercise is replaced by the cell with the same check, any other cell by the most
+    similar cell.
     """
     same = [each for each in candidates if each.cell_type == cell.cell_type]
     if check := check_of(cell):
@@ -336,11 +365,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--update", action="store_true", help="bring in new editions of lessons")
+    parser.add_argument("--language", choices=LANGUAGES, help="language in which lessons open")
     parser.add_argument("--notebooks", type=Path, default=NOTEBOOKS, help="the stored lessons")
     parser.add_argument("--work", type=Path, default=WORK, help="the learner's folder")
     chosen = parser.parse_args(arguments)
     try:
         for sentence in (update if chosen.update else make)(chosen.notebooks, chosen.work):
+            print(sentence)
+        for sentence in choose_language(chosen.language, chosen.work) if chosen.language else ():
             print(sentence)
     except (EditionError, OSError) as error:
         sys.exit(f"work: {error}")

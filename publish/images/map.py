@@ -10,7 +10,7 @@ from pathlib import Path
 
 import matplotlib
 
-from course_lib.lessons.lesson_00 import course_map
+from course_lib.lessons.lesson_00.figures import course_map
 from course_lib.teaching.pictures import description
 
 from .step import save_in_each_language

@@ -40,7 +40,7 @@ def step() -> MemoryMeter:
 
 
 def question(meter: MemoryMeter) -> Figure:
-    """Draw the timeline of a step, and next to it an empty panel for the reader's guess."""
+    """Draw the timeline of a step, and next to it an empty panel for the learner's guess."""
     title = "The same gradients with every layer checkpointed: how high is the peak?"
     drawn = timelines({"plain": meter}, title=title, panel_height=1.7)
     grid = drawn.add_gridspec(1, 2)
