@@ -1,12 +1,12 @@
-"""The scoreboard: each technique of the library compared with the peer that an engineer would
-otherwise use, on the same work, in one run, in turns.
+"""Run the scoreboard: compare each technique of the library with the tool that an engineer would
+otherwise use (its peer), on the same work, with alternating calls in one run.
 
     python benchmarks                        # every group, about 5 minutes on two quiet cores
     python benchmarks memory offload         # only these groups
     python benchmarks --page docs            # write docs/scoreboard.md and docs/scoreboard.zh.md
 
 A ratio below 1 means that the course's median time is smaller. Ratios carry over to other machines
-better than seconds do; bytes are exact. The figures go to build/bench.json as well.
+better than seconds do; bytes are exact. The results go to build/bench.json as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def line(row: Row) -> str:
 
 
 def measured(groups: list[str], rounds: int) -> dict[str, list[Row]]:
-    """Run the groups, print each row when it is measured, and return the rows by group."""
+    """Run the groups, print each row when it is measured, and return a dict from group to rows."""
     found: dict[str, list[Row]] = {}
     for group in groups:
         found[group], work, start = [], None, time.perf_counter()
@@ -54,7 +54,7 @@ def measured(groups: list[str], rounds: int) -> dict[str, list[Row]]:
 
 
 def facts() -> dict[str, str]:
-    """Return what a reader needs to judge the figures: date, machine, versions."""
+    """Return the date, machine and versions of a run, with which users can judge the results."""
     return {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",

@@ -1,5 +1,5 @@
-"""`AccumulatedStep`, a loop by hand and accelerate compared: time of a step of 8 micro-batches;
-and the bytes that DDP sends with and without `no_sync`."""
+"""Time of a step of 8 micro-batches with `AccumulatedStep`, a hand-written loop and accelerate, and
+bytes that DDP sends with and without `no_sync`."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext

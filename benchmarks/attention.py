@@ -1,6 +1,7 @@
-"""Flash attention in PyTorch operators, the math kernel and the fused kernel: time of a
-forward and a backward pass, and peak bytes above inputs, output and gradients. Flex attention has
-no backward pass on a CPU."""
+"""Time of forward and backward, and peak bytes besides inputs, output and gradients, of flash
+attention in PyTorch operators, the math kernel and the fused kernel.
+
+Flex attention is not compared, because it has no backward pass on a CPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -43,7 +44,7 @@ def peak(call: Callable[[], object], tensors: list[torch.Tensor]) -> int:
                 stack.enter_context(context)
             call()
 
-    # From the allocator's events, because the fused kernel allocates inside one operator.
+    # The allocator's events include memory that the fused kernel allocates inside its operator.
     return allocator_peak(under, torch.device("cpu")) - 4 * tensors[0].nbytes
 
 

@@ -1,6 +1,6 @@
 """Random chains of stages, and the cheapest schedules of a small chain by exhaustive search.
 
-`tests/test_schedule.py` and `fuzz.py` compare the solvers of `course_lib.schedule` with them.
+`test_schedule.py` and `fuzz.py` compare the solvers of `course_lib.schedule` with them.
 """
 
 import heapq
@@ -13,7 +13,7 @@ from course_lib.schedule import Chain, Stage
 
 
 def random_chain(length: int, seed: int, most: int = 4) -> Chain:
-    """Small whole costs, all different in kind."""
+    """Return a random chain whose times and bytes are small whole numbers."""
     draw = random.Random(seed)
     stages = []
     for _ in range(length):
@@ -33,11 +33,11 @@ def random_chain(length: int, seed: int, most: int = 4) -> Chain:
 
 @lru_cache
 def cheapest_by_search(chain: Chain) -> list[tuple[int, float]]:
-    """All non-dominated (peak, time), by going through every persistent sequence of actions; its
-    own accounting.
+    """Return all non-dominated (peak, time), found by trying every persistent schedule.
 
-    A state: which x_i are kept to the end, which one is passing, which S_i are kept, which
-    backward is next. What is kept stays until its backward; only a passing value may be dropped.
+    The search counts bytes without the library's code. Its state is (set of kept inputs x_i, input
+    that is passed on without being kept, set of saved S_i, stage of the next backward). Kept values
+    stay until their backward; only the passed input may be dropped earlier.
     """
     stages, length = chain.stages, len(chain)
     size = [chain.input_bytes] + [stage.output_bytes for stage in stages]
@@ -53,7 +53,7 @@ def cheapest_by_search(chain: Chain) -> list[tuple[int, float]]:
             if not by_itself and i - 1 not in saved:
                 continue
             stage, before = stages[i], live(kept, passing, saved, due)
-            # Anything that passes is used by this action, or lost.
+            # This action uses the passed input, or drops it.
             fixed = kept | ({i} if i == passing else set())
             peak = before + stage.saved_bytes + stage.forward_overhead_bytes
             if i not in saved:
@@ -74,7 +74,7 @@ def cheapest_by_search(chain: Chain) -> list[tuple[int, float]]:
 
     start = (frozenset({0}), None, frozenset(), length - 1)
     queue, number, best, found = [(0, chain.input_bytes, 0, start)], itertools.count(1), {}, []
-    while queue:  # by rising time, so a state reached later matters only with a lower peak
+    while queue:  # in order of time; a state reached again matters only with a lower peak
         seconds, peak, _, state = heapq.heappop(queue)
         if best.get(state, math.inf) <= peak or (found and found[-1][0] <= peak):
             continue

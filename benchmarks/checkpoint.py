@@ -1,4 +1,4 @@
-"""The readable checkpoint and `torch.utils.checkpoint`: time and peak of a step."""
+"""Time and peak of a step with the readable checkpoint and with `torch.utils.checkpoint`."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

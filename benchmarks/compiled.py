@@ -1,6 +1,5 @@
-"""Under `torch.compile`: checkpoints of the course and PyTorch's, and a selective checkpoint
-and the compiler's own memory budget. The backend needs no C++ compiler, so no generated kernel
-is timed."""
+"""Checkpoints under `torch.compile`: those of the course and PyTorch, a selective checkpoint, and
+the compiler's memory budget. The backend needs no C++ compiler, so no generated kernel is timed."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

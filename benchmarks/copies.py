@@ -1,5 +1,5 @@
-"""Peers of the rows about offload: copies to and from a file alone, in another thread than a step,
-or while the step waits for each of them."""
+"""Peers of the rows about offload: copies to and from a file without a step, in another thread
+during a step, or in a step that waits for each copy."""
 
 import os
 import tempfile
@@ -16,13 +16,13 @@ COPIES_NOTE = "at the same time, another thread writes and reads {:,} bytes"
 
 
 def copies(nbytes: int) -> Callable[[], None]:
-    """Return a function that writes `nbytes` to a file and reads them into buffers.
+    """Return a function that writes `nbytes` bytes to a file and reads them into buffers.
 
     Six buffers are used in turn, which are as large as the three pages of an offloaded optimizer.
     """
     file = tempfile.TemporaryFile(dir=DiskStore().directory)  # noqa: SIM115
-    # Not bytearrays: their addresses may be no multiples of 32, and then some CPUs take five times
-    # as long to read.
+    # The address of a bytearray may not be a multiple of 32. On some CPUs, reads into such a buffer
+    # take five times as long.
     buffers = [torch.zeros(CHUNK, dtype=torch.uint8).numpy() for _ in range(6)]
 
     def call() -> None:
@@ -56,7 +56,7 @@ def synchronous_file(parameters: set[int]):
 
     The step waits for each copy, as in a first and simple implementation.
     """
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the graph
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the graph keeps it open
 
     def pack(tensor):
         if tensor.untyped_storage().data_ptr() in parameters:

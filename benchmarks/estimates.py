@@ -1,6 +1,7 @@
-"""Predicted peaks of ten models and the peaks of their steps, with AdamW in fp32: the course's
-estimate, `MemTracker`, torch-kitsune, accelerate, and the formula of DeepSpeed's estimator for
-ZeRO stage 0 (weights, gradients, state: 16 bytes per parameter in fp32)."""
+"""Predicted and measured peaks of steps of ten models, with AdamW in fp32.
+
+The predictions are those of the course, `MemTracker`, torch-kitsune, accelerate, and the formula of
+DeepSpeed's estimator for ZeRO stage 0 (16 bytes per parameter for weights, gradients and state)."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -34,6 +35,6 @@ def rows(rounds: int) -> Iterator[Row]:
 def runs(call: Callable[[], object]) -> bool:
     try:
         call()
-    except Exception:  # a peer's own failure; the others are still compared
+    except Exception:  # this peer failed; the other peers are still compared
         return False
     return True

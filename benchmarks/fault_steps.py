@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 @dataclass
 class Step:
-    """A step with a technique, and what belongs to the caller.
+    """A step with a technique, and the objects of its caller that no fault may change.
 
     Attributes:
         call: Function that runs the step.
@@ -80,7 +80,7 @@ class Step:
         self.scale = self.scaler.state_dict() if self.scaler else None
 
     def reset(self) -> None:
-        """Set parameters, gradients, optimizer, scaler and random numbers to the first call's."""
+        """Restore parameters, gradients, optimizer, scaler and random numbers of the first call."""
         if self.optimizer:
             self.optimizer.load_state_dict(copy.deepcopy(self.state))
         if self.scaler:
@@ -97,7 +97,7 @@ def inputs() -> Tensor:
 
 
 def inside(context: Callable[[nn.Module], AbstractContextManager], folder: Path) -> Step:
-    """A forward and a backward pass inside a context manager that takes the model."""
+    """Return a step: a forward and a backward pass inside `context(model)`."""
     model, x = Net(), inputs()
 
     def call() -> None:
@@ -108,13 +108,13 @@ def inside(context: Callable[[nn.Module], AbstractContextManager], folder: Path)
 
 
 def around(how: Callable, folder: Path) -> Step:
-    """A forward and a backward pass in which `how` runs each block."""
+    """Return a step: a forward and a backward pass in which `how` runs each block."""
     model, x = Net(), inputs()
     return Step(lambda: model(x, how).backward(), model, [x])
 
 
 def in_autocast(model: nn.Module) -> ExitStack:
-    """`checkpoint_blocks` inside autocast, whose dtypes the recomputation needs as well."""
+    """Apply `checkpoint_blocks` and autocast, whose dtypes the recomputation must repeat."""
     stack = ExitStack()
     device = next(model.parameters()).device.type
     stack.enter_context(torch.autocast(device, torch.bfloat16))
@@ -138,7 +138,7 @@ def offloaded(folder: Path) -> Step:
 
 
 def on_streams(folder: Path) -> Step:
-    """Offloaded activations on a simulated device, which raises an error at a race."""
+    """Return a step with offloaded activations on a simulated device that raises at a race."""
     stack, store = ExitStack(), HostStore()
     device = stack.enter_context(SimulatedDevice(memory_bytes=1 << 22))
     model, x = device.move(Net()), device.move(inputs())
@@ -152,7 +152,7 @@ def on_streams(folder: Path) -> Step:
 
 
 def updated_on_streams(folder: Path) -> Step:
-    """An update on the host of parameters that are on a simulated device."""
+    """Return a step that updates parameters of a simulated device on the host."""
     stack = ExitStack()
     device = stack.enter_context(SimulatedDevice(memory_bytes=1 << 22))
     model, x = device.move(Net()), device.move(inputs())
@@ -198,7 +198,7 @@ def accumulated(folder: Path) -> Step:
 
 
 def scaled(folder: Path) -> Step:
-    """Micro-batches in fp16 under autocast, with a scaler."""
+    """Return a step of micro-batches in fp16 under autocast, with a scaler."""
     model, x = Net(), inputs().detach()
     optimizer, scaler = SGD(model.parameters()), torch.amp.GradScaler(x.device.type, 1024.0)
     step = AccumulatedStep(
@@ -208,10 +208,10 @@ def scaled(folder: Path) -> Step:
 
 
 def replicated(folder: Path) -> Step:
-    """Micro-batches through DDP, in a group of one process.
+    """Return a step of micro-batches through DDP, in a group of one process.
 
-    Each call makes a new DDP: after an error between the first and the last gradient, DDP refuses
-    every further forward pass, with `AccumulatedStep` and without it.
+    Each call creates a new DDP, because DDP rejects all forward passes after an error between the
+    first and the last gradient, with `AccumulatedStep` and without it.
     """
     model, x = Net(), inputs().detach()
     backend = "nccl" if x.is_cuda else "gloo"
@@ -256,7 +256,7 @@ def by_recipe(folder: Path) -> Step:
 
 
 def estimated(folder: Path) -> Step:
-    """An estimate, whose operators run on tensors without values."""
+    """Return an estimate as a step; its operators run on tensors without values."""
     recipe = Recipe(attention=None, checkpoint="layers", blocks="blocks.*")
 
     def call() -> None:

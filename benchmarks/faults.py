@@ -1,10 +1,10 @@
-"""Faults and their traces: errors, interrupts, full disks, forks and killed processes at each
-place of a step with one technique, and what was lost afterwards.
+"""Inject faults into a step with one technique, and report the state that each fault has changed.
 
-A place is an operator, a hook or a system call of the step. After the fault at each place, these
-are compared with those before it: hooks and patched methods, modes of PyTorch, temporary files,
-reserved bytes of the store, streams, the caller's tensors, gradients, and random numbers. Then the
-step runs again, and its gradients must be those of a step without a fault.
+The faults are errors, interrupts, full disks, forks and killed processes. They are injected at
+places of the step: operators, hooks or system calls. The state after a fault is compared with the
+state before it: hooks and patched methods, modes of PyTorch, temporary files, reserved bytes of the
+store, streams, the caller's tensors, gradients, and random numbers. Then the step runs again, and
+its gradients must be those of a step without a fault.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from course_lib.offload import DiskStore
 
-PLACES = 3  # places of each kind tried in a round; all of them are some thousand
-PATIENCE_SECONDS = 600  # after which a child has hung, also on a busy machine
+PLACES = 3  # places of each kind that a round tries, of some thousand in all
+PATIENCE_SECONDS = 600  # limit for a child process; enough on a busy machine
 
 
 class Injected(Exception):
-    """The error that is raised at a place."""
+    """Error that is injected at a place."""
 
 
 def random_state() -> torch.Tensor:
-    """Return the state of PyTorch's generators, that of the GPU included."""
+    """Return the state of PyTorch's random number generators, including that of the GPU."""
     states = [torch.get_rng_state()]
     states += [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return torch.cat(states)
@@ -52,10 +52,10 @@ class Places:
     """Counts the places of a step, and calls `fault` at one of them.
 
     Attributes:
-        at: Number of the place; -1 for none.
-        fault: Function that raises an error or does something else.
-        phases: Part of the step, or kind of system call, of each place passed so far.
-        numbers: State of the random numbers at each place, if they are recorded.
+        at: Number of the place at which `fault` is called; -1 for no place.
+        fault: Function that raises an error, forks, or kills the process.
+        phases: Part of the step, or kind of system call, of each place so far.
+        numbers: State of the generators at each place, if they are recorded.
     """
 
     at: int = -1
@@ -73,7 +73,7 @@ class Places:
             self.fault()
 
     def part(self) -> str:
-        """Return the part of the step that runs now."""
+        """Return the part of the step that is running, such as "forward"."""
         if self.updating:
             return "update"
         if torch._C._current_graph_task_id() == -1:
@@ -82,7 +82,7 @@ class Places:
 
     @contextmanager
     def watching_updates(self) -> Iterator[None]:
-        """Notice when an optimizer's step begins; it is the last part of a step."""
+        """Detect the start of an optimizer's step, which is the last part of a step."""
         handle = optimizers.register_optimizer_step_pre_hook(
             lambda *_: setattr(self, "updating", 1)
         )
@@ -92,7 +92,7 @@ class Places:
             handle.remove()
 
 
-# ---- kinds of places: a context manager in which `places()` is called at each of them
+# ---- kinds of places: context managers that call `places()` at each place of their kind
 
 
 class _Mode(TorchDispatchMode):
@@ -113,8 +113,8 @@ def operators(step: Step, places: Places) -> Iterator[None]:
 
 @contextmanager
 def hooks(step: Step, places: Places) -> Iterator[None]:
-    """Before and after the forward of each module, at each gradient of its output, after each
-    gradient of a parameter, and before and after an optimizer's step."""
+    """Call `places()` in hooks: before and after each module's forward, at gradients of its output,
+    after gradients of parameters, and before and after an optimizer's step."""
 
     def after(module, args, output) -> None:
         places()
@@ -137,15 +137,15 @@ def hooks(step: Step, places: Places) -> Iterator[None]:
         yield
 
 
-#: Name of each system call's places in a row -> its function in `os`. Any thread may call it.
+#: Name of a kind of system call in the rows -> its function in `os`, which any thread may call.
 SYSTEM_CALLS = {"allocations": "posix_fallocate", "writes": "pwrite"}
 
 
 @contextmanager
 def system_calls(step: Step, places: Places) -> Iterator[None]:
-    """Each allocation of disk space, and each write to the file of a store."""
+    """Call `places()` at each allocation of disk space and each write to the file of a store."""
     if isinstance(step.store, DiskStore) and step.store.used_bytes == 0:
-        # The store keeps the space of its file. Without it, the step must allocate space again.
+        # The store would keep its disk space; truncated, it allocates space again in the step.
         step.store._file.truncate(0)
         step.store.file_bytes = 0
     before = {name: getattr(os, name) for name in SYSTEM_CALLS.values()}
@@ -174,17 +174,17 @@ def error() -> None:
 
 
 def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)  # as Ctrl-C does, through Python's own handler
+    signal.raise_signal(signal.SIGINT)  # like Ctrl-C, this calls Python's handler
 
 
-def full() -> None:
+def disk_full() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-# ---- what may be lost
+# ---- state that a fault may change
 
 
-def held(step: Step, folder: Path) -> dict[str, object]:
+def observed_state(step: Step, folder: Path) -> dict[str, object]:
     """Return the state that must be the same before and after a fault."""
     patched = [
         (name, sorted(vars(module).keys() & {"forward", "__call__"}), len(module._forward_hooks))
@@ -214,18 +214,18 @@ def held(step: Step, folder: Path) -> dict[str, object]:
 
 
 def open_files(folder: Path) -> int:
-    """Return how many files of this folder, named or not, the process holds open."""
+    """Return the number of open files in this folder, including files without a name."""
     count, listing = 0, Path("/proc/self/fd")
     for number in listing.iterdir() if listing.is_dir() else ():
         try:
             count += str(number.readlink()).startswith(str(folder))
-        except OSError:  # the listing's own descriptor
+        except OSError:  # the descriptor of the listing itself is closed
             continue
     return count
 
 
 def same(a: object, b: object) -> bool:
-    """Return whether two values are equal, tensors in them by content."""
+    """Return whether two values are equal; tensors are compared by content."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, list | tuple):
@@ -241,7 +241,7 @@ class Bench:
     folder: Path
 
     def __post_init__(self):
-        self.run()  # makes state that is made once
+        self.run()  # creates state that only the first run creates
         recorded = Places(record=True)
         self.gradients = self.run(operators, recorded)
         self.numbers = recorded.numbers
@@ -250,7 +250,7 @@ class Bench:
         self.kept_bytes = self.reserved_bytes()
 
     def run(self, context: Callable | None = None, places: Places | None = None) -> list:
-        """Run the step from its beginning, and return the gradients or the updated parameters."""
+        """Reset and run the step; return the gradients or the updated parameters."""
         self.step.reset()
         with ExitStack() as stack:
             if context is not None:
@@ -261,17 +261,17 @@ class Bench:
         return [p.detach().clone() if p.grad is None else p.grad.clone()
                 for p in self.step.model.parameters()]  # fmt: skip
 
-    def lost(self, before: dict, at: Places, recorded: Places) -> list[str]:
-        """Return the names of what a fault has changed."""
+    def changes_after(self, before: dict, at: Places, recorded: Places) -> list[str]:
+        """Return the names of the kinds of state that a fault has changed."""
         gc.collect()
-        after = held(self.step, self.folder)
+        after = observed_state(self.step, self.folder)
         found = [name for name, value in before.items() if not same(value, after[name])]
         step, where = self.step, at.phases[at.at]
         parameters = list(step.model.parameters())
         gradients = [p.grad for p in parameters]
         if step.restores:
             wrong = any(gradient is not None for gradient in gradients)
-        else:  # each of them is complete, or absent
+        else:  # each gradient must be complete or None
             pairs = zip(gradients, self.gradients, strict=True)
             wrong = any(g is not None and not torch.equal(g, whole) for g, whole in pairs)
         found += ["gradients"] if wrong else []
@@ -292,7 +292,7 @@ class Bench:
             found.append("random numbers")
         if not same(self.run(), self.gradients):
             found.append("the next step")
-        # PyTorch itself may hold the graph of a backward pass that failed until the next one.
+        # After a failed backward pass, PyTorch may keep its graph until the next backward pass.
         if self.reserved_bytes() != self.kept_bytes:
             found.append("bytes of the store")
         return found
@@ -301,17 +301,19 @@ class Bench:
         gc.collect()
         return 0 if self.step.store is None else self.step.store.used_bytes
 
-    def tried(self, context: Callable, fault: Callable, rounds: int) -> tuple[Counter, Counter]:
-        """Return how many places were tried in each phase, and what was lost how often."""
-        self.step.reset()  # as before each fault: a second reset changes what the step must copy
+    def try_faults(
+        self, context: Callable, fault: Callable, rounds: int
+    ) -> tuple[Counter, Counter]:
+        """Inject a fault at several places; count the places per phase, and each kind of loss."""
+        self.step.reset()  # as before each fault, because a second reset changes the copies
         recorded = Places(record=True)
         self.run(context, recorded)
         tried, lost = Counter(), Counter()
-        for number in chosen(len(recorded.phases), rounds):
+        for number in sample_places(len(recorded.phases), rounds):
             places = Places(number, fault)
             self.step.reset()
             gc.collect()
-            before = held(self.step, self.folder)
+            before = observed_state(self.step, self.folder)
             try:
                 self.run(context, places)
                 raised = False
@@ -321,19 +323,19 @@ class Bench:
                 lost["the error"] += 1
                 continue
             tried[places.phases[number]] += 1
-            lost.update(self.lost(before, places, recorded))
+            lost.update(self.changes_after(before, places, recorded))
         return tried, lost
 
 
-def chosen(count: int, rounds: int) -> list[int]:
-    """Return the places to try: all of them, or some that are drawn at random."""
+def sample_places(count: int, rounds: int) -> list[int]:
+    """Return the numbers of the places to try: all places, or a random sample."""
     return sorted(random.Random(count).sample(range(count), min(count, PLACES * rounds)))
 
 
-# ---- processes: the step in a child that was forked in the middle, or is killed
+# ---- processes: the step in a child that is forked in the middle of it, or is killed
 
 
-def child(run: Callable[[], None]) -> int:
+def run_in_child(run: Callable[[], None]) -> int:
     """Run a function in a forked process, and return its exit code, or minus its signal."""
     process = os.fork()
     if process == 0:
@@ -347,13 +349,13 @@ def child(run: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def forked(bench: Bench, rounds: int) -> tuple[Counter, Counter]:
-    """Fork at operators of the step. Parent and child go on, and each must get the right
-    gradients; a child that uses the parent's store must get an error that says so."""
+def try_forks(bench: Bench, rounds: int) -> tuple[Counter, Counter]:
+    """Fork at operators of the step; parent and child continue, and must both get the right
+    gradients. A child that uses the parent's store must get an error that says so."""
     recorded = Places()
     bench.run(operators, recorded)
     tried, lost = Counter(), Counter()
-    for number in chosen(len(recorded.phases), rounds):
+    for number in sample_places(len(recorded.phases), rounds):
         inside: list[int] = []  # the process, and 0 in the child
 
         def fork(inside: list[int] = inside) -> None:
@@ -361,7 +363,7 @@ def forked(bench: Bench, rounds: int) -> tuple[Counter, Counter]:
             if not inside[0]:
                 signal.alarm(PATIENCE_SECONDS)
 
-        before = held(bench.step, bench.folder)
+        before = observed_state(bench.step, bench.folder)
         try:
             right = same(bench.run(operators, Places(number, fork)), bench.gradients)
         except ValueError as error:
@@ -369,7 +371,7 @@ def forked(bench: Bench, rounds: int) -> tuple[Counter, Counter]:
         finally:
             if inside and not inside[0]:
                 os._exit(0 if right else 1)
-        after = held(bench.step, bench.folder)
+        after = observed_state(bench.step, bench.folder)
         lost.update(name for name, value in before.items() if not same(value, after[name]))
         lost.update([] if right else ["the parent's step"])
         ended = os.waitstatus_to_exitcode(os.waitpid(inside[0], 0)[1])
@@ -378,9 +380,9 @@ def forked(bench: Bench, rounds: int) -> tuple[Counter, Counter]:
     return tried, lost
 
 
-def killed(name: str, rounds: int) -> tuple[Counter, Counter]:
-    """Kill a process when it allocates space in its offload file or writes to it; no file may
-    stay behind."""
+def try_kills(name: str, rounds: int) -> tuple[Counter, Counter]:
+    """Kill a process when it allocates space for its offload file or writes to the file; no file
+    may remain."""
     tried, lost = Counter(), Counter()
 
     def kill() -> None:
@@ -395,7 +397,7 @@ def killed(name: str, rounds: int) -> tuple[Counter, Counter]:
                 with system_calls(step, Places(number, kill)):
                     step.call()
 
-            if child(run) == -signal.SIGKILL:
+            if run_in_child(run) == -signal.SIGKILL:
                 tried["system calls"] += 1
                 lost.update(["files"] * any(Path(folder).iterdir()))
     return tried, lost
@@ -408,7 +410,7 @@ KINDS = (
     ("Ctrl-C in an operator", operators, interrupt),
     ("error in a hook", hooks, error),
     ("Ctrl-C in a hook", hooks, interrupt),
-    ("disk full", system_calls, full),
+    ("disk full", system_calls, disk_full),
 )
 
 
@@ -421,10 +423,10 @@ def row(name: str, what: str, tried: Counter, lost: Counter) -> Row:
 
 
 def of_step(name: str, rounds: int, device: str = "cpu") -> Iterator[Row]:
-    """Yield the rows of one technique. CUDA does not work in a forked process, so there is none
-    for "cuda"."""
+    """Yield the rows of one technique. On "cuda" there is no row on forks, because CUDA does not
+    work in a forked process."""
     gc.collect()
-    gc.freeze()  # so that a collection after each fault takes no time
+    gc.freeze()  # speeds up the garbage collection after each fault
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         with torch.device(device):
@@ -436,18 +438,18 @@ def of_step(name: str, rounds: int, device: str = "cpu") -> Iterator[Row]:
             for what, context, fault in KINDS:
                 places = {operators: not step.symbolic, hooks: True, system_calls: writes}
                 if places[context]:
-                    yield row(name, what, *bench.tried(context, fault, rounds))
+                    yield row(name, what, *bench.try_faults(context, fault, rounds))
             if forks:
-                yield row(name, "fork", *forked(bench, min(rounds, 4)))
+                yield row(name, "fork", *try_forks(bench, min(rounds, 4)))
         finally:
             step.close()
             gc.unfreeze()
     if writes and forks:
-        yield row(name, "killed process", *killed(name, rounds))
+        yield row(name, "killed process", *try_kills(name, rounds))
 
 
 def rows(rounds: int) -> Iterator[Row]:
-    # A shell that starts a command in the background lets it ignore Ctrl-C.
+    # A shell makes a command that it starts in the background ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with warnings.catch_warnings():

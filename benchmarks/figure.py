@@ -19,7 +19,7 @@ HEADS = {
     "zh": ("时间，本课程 / 对方（含四分位数）", "字节，本课程 / 对方", "规模", "CPU 时间（毫秒）"),
 }
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10)
-NO_DATE = {"Date": None}  # the same rows give the same file
+NO_DATE = {"Date": None}  # without a date, equal rows give equal files
 
 
 def bytes_ratio(row: Row) -> float | None:
@@ -28,7 +28,7 @@ def bytes_ratio(row: Row) -> float | None:
 
 
 def draw_point(ax: Axes, ratio: float, place: int, **style: str) -> None:
-    """Draw a ratio; one outside the axis is drawn at its end, with its value."""
+    """Draw a ratio as a point. A ratio outside the axis is drawn at its end, with its value."""
     shown = min(max(ratio, TICKS[0]), TICKS[-1])
     ax.plot(shown, place, clip_on=False, ls="", **style)
     if shown != ratio:
@@ -54,7 +54,7 @@ def draw_ratios(ax: Axes, rows: Sequence[Row], said: Callable[[str], str], names
 
 
 def draw_growth(ax: Axes, rows: Sequence[Row], said: Callable[[str], str], names: Sequence) -> None:
-    """Draw the CPU time over the size, one line for each tool, on logarithmic axes."""
+    """Draw CPU time against size, one line per tool, on logarithmic axes."""
     for row in rows:
         sizes, seconds = zip(*row.points, strict=True)
         ax.loglog(sizes, [1e3 * each for each in seconds], "o-", ms=3, label=said(row.work))
@@ -72,11 +72,11 @@ def draw(
     """Save the figure as SVG.
 
     Args:
-        found: Group -> rows. A group in which nothing is compared has no panel.
-        titles: Group -> title of its panel.
-        said: Translates a text of a row.
+        found: Dict from group to rows. A group without comparisons has no panel.
+        titles: Dict from group to the title of its panel.
+        said: Function that translates a text of a row.
         language: `en` or `zh`.
-        path: Where the figure is saved.
+        path: Path of the SVG file.
     """
     shown = {
         group: kept

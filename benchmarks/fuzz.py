@@ -1,7 +1,7 @@
-"""Random comparisons of the library with oracles that share no code with it, bounded and seeded.
+"""Compare the library on random cases with oracles that share no code with it.
 
-A row gives the number of cases, how many of them differ by more than rounding, the largest
-difference, and the seeds. `case(check, seed)` repeats a single case.
+The cases have fixed seeds. A row gives the number of cases, the number of cases that differ by more
+than rounding, the largest difference, and the seeds. `case(check, seed)` repeats a single case.
 """
 
 import random
@@ -26,7 +26,7 @@ class Check:
         oracle: Reference that the result is compared with.
         run: Function that runs one case and returns the difference.
         cases: Number of cases at the default number of rounds.
-        allowed: Largest difference that is due to rounding, or to what the oracle counts more.
+        allowed: Largest difference that rounding, or bytes that only the oracle counts, explains.
         unit: Unit of the difference.
     """
 
@@ -40,18 +40,18 @@ class Check:
 
 PLACE = "units in the last place"
 CHECKS = (
-    # An operator keeps its Python numbers, of 4 or 8 bytes each, in tensors of its own.
+    # Operators store Python numbers in small tensors of 4 or 8 bytes each.
     Check("meter on random graphs", "the allocator's events", fuzz_cases.meter, 350, 48),
     Check(
         *("checkpoints in random structures", "the plain run", fuzz_cases.checkpoints),
         *(900, 8, PLACE),
     ),
     Check(
-        *("frontier and optimal on random chains", "exhaustive search", fuzz_cases.planned),
+        *("frontier and optimal on random chains", "exhaustive search", fuzz_cases.solver_error),
         *(600, 0, "units of time"),
     ),
     Check(
-        *("binomial and segments on random chains", "exhaustive search", fuzz_cases.ruled),
+        *("binomial and segments on random chains", "exhaustive search", fuzz_cases.rule_error),
         *(900, 0, "forwards or bytes"),
     ),
     Check(
@@ -62,16 +62,18 @@ CHECKS = (
         *("accumulation over random splits", "the whole batch in float64"),
         *(fuzz_cases.accumulation, 900, 30, PLACE),
     ),
-    Check("estimate of random models and recipes", "the step itself", fuzz_recipes.estimated, 25),
     Check(
-        *("fit on random models, 4 budgets each", "a grid of 16 recipes", fuzz_recipes.fitted),
+        "estimate of random models and recipes", "the step itself", fuzz_recipes.estimate_error, 25
+    ),
+    Check(
+        *("fit on random models, 4 budgets each", "a grid of 16 recipes", fuzz_recipes.fit_error),
         *(6, 1e-9, "of the cost"),
     ),
 )
 
 
 def case(check: Check, seed: int) -> float:
-    """Run one case and return its difference. An error of the library has no size."""
+    """Run one case with a seed, and return the difference; an error of the library is raised."""
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -79,7 +81,7 @@ def case(check: Check, seed: int) -> float:
 
 
 def tally(check: Check, cases: int) -> Row:
-    """Run the cases with the seeds from 0 on, and return their row."""
+    """Run a check with the seeds 0, 1, 2, ..., one per case, and return the row of the results."""
     largest, wrong, errors = 0.0, [], []
     for seed in range(cases):
         try:

@@ -1,5 +1,5 @@
 """Random cases for `fuzz.py`: each function makes one case from a seeded generator, runs it with
-the library and with an oracle that shares no code with it, and returns how much the two differ."""
+the library and with an oracle that shares no code with it, and returns their difference."""
 
 import math
 import random
@@ -15,7 +15,7 @@ from course_lib.accumulation import AccumulatedStep
 from course_lib.attention import flash_attention
 from course_lib.checkpoint.readable import checkpoint
 from course_lib.memory import MemoryMeter
-from course_lib.memory.allocator import _profile
+from course_lib.memory.allocator import _profile_allocations
 from course_lib.schedule import (
     Backward,
     Chain,
@@ -31,10 +31,10 @@ from course_lib.schedule import (
 )
 
 aten = torch.ops.aten
-DIFFERENT = math.inf  # for a difference that has no size
+DIFFERENT = math.inf  # the difference if results cannot be compared as numbers
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
+def difference_in_ulps(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference of two tensors in units of the last place of the larger value:
     the machine epsilon of `found.dtype` times the largest entry of `expected`, at least 1."""
     if found.shape != expected.shape:
@@ -90,7 +90,7 @@ def program(draw: random.Random, weights: list[Tensor]) -> Callable[[], list[Ten
 
 
 def meter(draw: random.Random) -> float:
-    """Bytes by which the meter's peak, or its bytes at the end, differ from the allocator's."""
+    """Return the bytes by which the meter's peak or final bytes differ from the allocator's."""
     weights = [
         torch.randn(draw.randint(2, 40), WIDTH, requires_grad=draw.random() < 0.7)
         for _ in range(draw.randint(1, 3))
@@ -107,9 +107,9 @@ def meter(draw: random.Random) -> float:
             weight.grad = None
 
     kept: list[list[Tensor]] = []
-    run()  # what a first call allocates once is no part of the comparison
+    run()  # a first call allocates memory only once, which is not compared
     free()
-    changes, _ = _profile(profiled)
+    changes, _ = _profile_allocations(profiled)
     live = peak = 0
     for _, change in changes:
         live += change
@@ -125,7 +125,7 @@ def meter(draw: random.Random) -> float:
 
 
 class Leaf(nn.Module):
-    """A layer, with random numbers or a change in place."""
+    """A random layer, which may draw random numbers or change a tensor in place."""
 
     def __init__(self, draw: random.Random):
         super().__init__()
@@ -158,7 +158,7 @@ class Tree(nn.Module):
 
     def run(self, x: Tensor, history: list[int]) -> dict:
         history.append(len(history))
-        scale = 0.5 ** len(history)  # the recomputation must get the original list
+        scale = 0.5 ** len(history)  # a recomputation must get the list in its original state
         if self.shape == "branches":
             found = [part(x) for part in self.parts]
         else:
@@ -185,12 +185,12 @@ class Tree(nn.Module):
 
 
 class Plain:
-    """Whether trees run without their checkpoints."""
+    """Switch with which trees run without their checkpoints."""
 
     active = False
 
 
-def trained(tree: Tree, x: Tensor, *, plain: bool, seed: int) -> list[Tensor]:
+def run_tree(tree: Tree, x: Tensor, *, plain: bool, seed: int) -> list[Tensor]:
     """Return outputs, gradients and the next random numbers of a forward and a backward pass."""
     tree.zero_grad()
     x = x.clone().requires_grad_()
@@ -207,23 +207,23 @@ def trained(tree: Tree, x: Tensor, *, plain: bool, seed: int) -> list[Tensor]:
 
 
 def checkpoints(draw: random.Random) -> float:
-    """Largest difference from the plain run, in units of the last place."""
+    """Return the largest difference from a run without checkpoints, in units of the last place."""
     # a selective checkpoint around another checkpoint recomputes what its policy keeps of neither
     how = draw.choice((["none", "reentrant", "not reentrant"], ["none", "not reentrant"]))
     how = how if draw.random() < 0.8 else ["none", "selective"]
     tree, seed = Tree(draw, draw.randint(0, 3), how), draw.getrandbits(32)
     x = torch.randn(draw.randint(2, 6), 8)
-    found, expected = (trained(tree, x, plain=plain, seed=seed) for plain in (False, True))
+    found, expected = (run_tree(tree, x, plain=plain, seed=seed) for plain in (False, True))
     if len(found) != len(expected):
         return DIFFERENT
-    return max(map(apart, found, expected))
+    return max(map(difference_in_ulps, found, expected))
 
 
 # ---- schedules
 
 
-def planned(draw: random.Random) -> float:
-    """Bytes or time by which `frontier` and `optimal` differ from an exhaustive search."""
+def solver_error(draw: random.Random) -> float:
+    """Return the bytes or time by which `frontier` and `optimal` differ from exhaustive search."""
     chain = random_chain(draw.randint(1, 5), draw.getrandbits(32), draw.choice((1, 4, 9)))
     points = cheapest_by_search(chain)
     found = [(cost.peak_bytes, cost.time) for cost in frontier(chain)]
@@ -240,26 +240,28 @@ def planned(draw: random.Random) -> float:
     return DIFFERENT
 
 
-def fewest(length: int, slots: int, known: dict) -> int:
-    """Forwards that keep not everything, at least, by trying each place for the next input."""
+def least_extra_forwards(length: int, slots: int, known: dict) -> int:
+    """Return the least number of extra forwards, by trying each place of the next kept input."""
     if length == 1:
         return 0
     if slots == 1:
         return length * (length - 1) // 2
     if (length, slots) not in known:
         known[length, slots] = min(
-            k + fewest(length - k, slots - 1, known) + fewest(k, slots, known)
+            k
+            + least_extra_forwards(length - k, slots - 1, known)
+            + least_extra_forwards(k, slots, known)
             for k in range(1, length)
         )
     return known[length, slots]
 
 
-def ruled(draw: random.Random) -> float:
-    """Forwards of `binomial` above the fewest, and bytes of `segments` above the best cuts'."""
+def rule_error(draw: random.Random) -> float:
+    """Return the forwards of `binomial` above the least, plus the bytes of `segments` above it."""
     length, slots = draw.randint(1, 24), draw.randint(1, 6)
     schedule = binomial(length, slots)
     cost = simulate(schedule, Chain.uniform(length))
-    wrong = abs(cost.forward_steps - length - fewest(length, slots, {}))
+    wrong = abs(cost.forward_steps - length - least_extra_forwards(length, slots, {}))
     kept, most = {0}, 1
     for action in schedule:
         if isinstance(action, Backward):
@@ -271,18 +273,18 @@ def ruled(draw: random.Random) -> float:
     chain = random_chain(draw.randint(1, 7), draw.getrandbits(32))
     count = draw.randint(1, len(chain))
     peaks = [
-        simulate(by_cuts([0, *cuts, len(chain)]), chain).peak_bytes
+        simulate(actions_of_segments([0, *cuts, len(chain)]), chain).peak_bytes
         for cuts in combinations(range(1, len(chain)), count - 1)
     ]
     if len(set(chain.stages)) > 1:
         wrong += abs(simulate(segments(chain, count), chain).peak_bytes - min(peaks))
-    for rule in (recursive, sqrt_segments):  # legal, and no faster than keeping everything
+    for rule in (recursive, sqrt_segments):  # legal, and not faster than no checkpoints
         least = sum(stage.forward_time + stage.backward_time for stage in chain.stages)
         wrong += max(0.0, least - simulate(rule(chain), chain).time)
     return wrong
 
 
-def by_cuts(cuts: list[int]) -> list:
+def actions_of_segments(cuts: list[int]) -> list:
     """Return the actions of segments between these cuts, written without the library's rules."""
     parts = list(pairwise(cuts))
     first = [
@@ -299,7 +301,7 @@ def by_cuts(cuts: list[int]) -> list:
 # ---- attention
 
 
-def strided(draw: random.Random, shape: list[int], dtype: torch.dtype) -> Tensor:
+def random_leaf(draw: random.Random, shape: list[int], dtype: torch.dtype) -> Tensor:
     """Return a random leaf tensor with random strides: permuted, cut out, or expanded."""
     how = draw.choice(("contiguous", "permuted", "cut", "expanded"))
     order = draw.sample(range(len(shape)), len(shape))
@@ -314,8 +316,8 @@ def strided(draw: random.Random, shape: list[int], dtype: torch.dtype) -> Tensor
     return torch.randn(shape, dtype=dtype, requires_grad=True)
 
 
-def by_math(q, k, v, causal: bool, is_causal: bool, scale: float | None) -> Tensor:
-    """Attention by its definition; a query that sees no key has zeros as output."""
+def attention_by_definition(q, k, v, causal: bool, is_causal: bool, scale: float | None) -> Tensor:
+    """Return attention by its definition; a query without an allowed key has output 0."""
     if q.dim() > 3:
         k, v = (each.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for each in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -329,21 +331,21 @@ def by_math(q, k, v, causal: bool, is_causal: bool, scale: float | None) -> Tens
 
 
 def flash(draw: random.Random) -> float:
-    """Largest difference of output and gradients from the definition in float64."""
+    """Return the largest difference of output and gradients from the definition in float64."""
     dtype = draw.choice((torch.float32, torch.float64))
     n_q, n_k, d, d_v = (draw.randint(1, most) for most in (70, 70, 24, 24))
     heads, per_group = draw.randint(1, 3), draw.randint(1, 3)
     leading = [draw.randint(1, 2) for _ in range(draw.randint(0, 2))]
     many, few = [*leading, heads * per_group if leading else heads], [*leading, heads]
     shapes = [*many, n_q, d], [*few, n_k, d], [*few, n_k, d_v]
-    qkv = [strided(draw, shape, dtype) for shape in shapes]
+    qkv = [random_leaf(draw, shape, dtype) for shape in shapes]
     mask = draw.choice(("none", "causal", "is_causal"))
     masks = {"causal": mask == "causal", "is_causal": mask == "is_causal"}
     scale = draw.choice((None, draw.uniform(0.05, 1.5)))
     blocks = {name: draw.choice((None, draw.randint(1, 80))) for name in ("block_q", "block_k")}
     found = flash_attention(*qkv, scale=scale, backend="torch", **masks, **blocks)
     expected_of = [each.detach().double().requires_grad_() for each in qkv]
-    expected = by_math(*expected_of, **masks, scale=scale)
+    expected = attention_by_definition(*expected_of, **masks, scale=scale)
     grad = torch.randn(expected.shape, dtype=dtype)
     pairs = [(found.detach(), expected.detach())]
     pairs += zip(
@@ -351,7 +353,7 @@ def flash(draw: random.Random) -> float:
         torch.autograd.grad(expected, expected_of, grad.double()),
         strict=True,
     )
-    return max(apart(*pair) for pair in pairs)
+    return max(difference_in_ulps(*pair) for pair in pairs)
 
 
 # ---- accumulation
@@ -363,7 +365,7 @@ def loss_sum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Te
 
 
 def cut(draw: random.Random, length: int) -> list[int]:
-    """Return the sizes of a random number of parts."""
+    """Return the sizes of random parts whose sum is `length`."""
     sizes = []
     while length:
         sizes.append(draw.randint(1, length))
@@ -372,8 +374,8 @@ def cut(draw: random.Random, length: int) -> list[int]:
 
 
 def accumulation(draw: random.Random) -> float:
-    """Largest difference of loss, weight, norm, gradients and updated weights from the whole batch,
-    which plain autograd computes in float64."""
+    """Return the largest difference of loss, weight, norm, gradients and updated weights from those
+    of the whole batch, computed by autograd in float64."""
     dtype, samples = draw.choice((torch.float32, torch.float64)), draw.randint(1, 24)
     norm = draw.choice((None, math.inf, draw.uniform(1e-3, 10)))
     model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.GELU(), nn.Linear(12, 3)).to(dtype)
@@ -403,4 +405,4 @@ def accumulation(draw: random.Random) -> float:
     numbers = [(result.loss, total / count), (result.weight, count)]
     numbers += [(result.grad_norm, length)] if norm is not None else []
     pairs += [(torch.tensor(a, dtype=dtype), b.detach()) for a, b in numbers]
-    return max(apart(*pair) for pair in pairs)
+    return max(difference_in_ulps(*pair) for pair in pairs)

@@ -1,5 +1,5 @@
-"""Random models, losses and recipes for `fuzz.py`: an estimate against the step itself, and the
-search of `fit` against a grid of recipes."""
+"""Random models, losses and recipes for `fuzz.py`, which compares estimates with real steps, and
+the search of `fit` with a grid of recipes."""
 
 import random
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from course_lib.budget import Estimate, InfeasibleBudget, Rates, Recipe, estimat
 from course_lib.models import Decoder, random_tokens
 
 ones, zeros = torch.ones_like, torch.zeros_like
-# Loss of the outputs `x`, of which each sample has a row: (x, reduction) -> loss.
+# Name -> loss function (x, reduction) of the outputs `x`, with one row per sample.
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": lambda x, **r: F.cross_entropy(x, zeros(x[:, 0], dtype=torch.long), **r),
     "smoothed": lambda x, **r: F.cross_entropy(x, x.detach().softmax(1), label_smoothing=0.1, **r),
@@ -79,7 +79,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """Functions that make a model and a batch; samples in the batch and blocks in the model."""
+    """Functions that make a model and a batch, and their numbers of blocks and samples."""
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[], Tensor]
@@ -114,7 +114,7 @@ def case(draw: random.Random, kinds: tuple[str, ...] = KINDS, most: int = 5) -> 
 
 
 def recipe(draw: random.Random, case: Case) -> Recipe:
-    """Return a random recipe of fields that can be combined."""
+    """Return a random recipe whose fields can be combined."""
     while True:
         keep = draw.choice(("none", "layers", "first", "selective", "segments", "optimal"))
         fields: dict = {"checkpoint": keep}
@@ -143,8 +143,8 @@ def recipe(draw: random.Random, case: Case) -> Recipe:
             return Recipe(**fields)
 
 
-def feasible(draw: random.Random, case: Case, tried: Recipe) -> Recipe:
-    """Return the recipe with random bytes for its schedule, if it has one, that suffice."""
+def with_schedule_bytes(draw: random.Random, case: Case, tried: Recipe) -> Recipe:
+    """Return the recipe; if it has a schedule, give it a random sufficient number of bytes."""
     if tried.checkpoint == "optimal":
         try:
             estimate(case.make_model, case.make_batch, tried)
@@ -153,18 +153,19 @@ def feasible(draw: random.Random, case: Case, tried: Recipe) -> Recipe:
     return tried
 
 
-def estimated(draw: random.Random) -> float:
-    """Bytes by which an estimate's peak differs from that of the step, or its other fields do."""
+def estimate_error(draw: random.Random) -> float:
+    """Return the difference in bytes of an estimate's peak from the step's; infinite if only other
+    fields differ."""
     tried = case(draw)
     given = tried.make_model, tried.make_batch
-    while True:  # until a recipe goes with the model
+    while True:  # until the model allows the random recipe
         chosen = recipe(draw, tried)
         try:
-            chosen = feasible(draw, tried, chosen)
+            chosen = with_schedule_bytes(draw, tried, chosen)
             guess = estimate(*given, chosen)
-        except (TypeError, ValueError, RuntimeError) as refused:
-            if runs(given, chosen):
-                raise AssertionError(f"estimate refuses {chosen!r}, which runs") from refused
+        except (TypeError, ValueError, RuntimeError) as error:
+            if runs_for_real(given, chosen):
+                raise AssertionError(f"estimate rejects {chosen!r}, which runs") from error
             continue
         break
     with not_collecting():
@@ -177,8 +178,8 @@ def estimated(draw: random.Random) -> float:
     return 0.0 if same and guess.flops == taken.flops else DIFFERENT
 
 
-def runs(given: tuple, chosen: Recipe) -> bool:
-    """Return whether a step runs that an estimate has refused."""
+def runs_for_real(given: tuple, chosen: Recipe) -> bool:
+    """Return whether a real step runs for a recipe that the estimate has rejected."""
     try:
         run(*given, chosen)
     except (TypeError, ValueError, RuntimeError):
@@ -186,20 +187,20 @@ def runs(given: tuple, chosen: Recipe) -> bool:
     return True
 
 
-def fitted(draw: random.Random) -> float:
-    """Fraction by which the cheapest recipe of a grid that fits costs less than that of `fit`, for
-    four budgets."""
+def fit_error(draw: random.Random) -> float:
+    """Return the largest fraction, of four budgets, by which the cheapest fitting recipe of a grid
+    costs less than that of `fit`."""
     tried = case(draw, KINDS[:2], most=2)
     given = tried.make_model, tried.make_batch
     rates = Rates(10 ** draw.uniform(8, 11), 10 ** draw.uniform(8, 11), 10 ** draw.uniform(6, 10))
     base, grid = Recipe(attention=None, min_bytes=draw.choice((0, 1000))), []
     for _ in range(16):
-        # as in the base, except for the fields that a search chooses
+        # fields that a search does not choose, so they are as in the base
         fixed = ("precision", "optimizer", "update", "attention", "accumulate", "page_bytes")
         fixed += ("min_bytes", "head_chunk")
         drawn = replace(recipe(draw, tried), **{name: getattr(base, name) for name in fixed})
         with suppress(TypeError, ValueError):
-            grid.append(estimate(*given, feasible(draw, tried, drawn)))
+            grid.append(estimate(*given, with_schedule_bytes(draw, tried, drawn)))
     cheapest = min(grid, key=rates.seconds)
     search = fit(*given, cheapest.peak_bytes, base=base, rates=rates, tier="file", progress=False)
     lost = 0.0

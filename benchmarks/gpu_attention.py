@@ -1,10 +1,10 @@
-"""Flash attention's Triton kernels compared with the framework's kernels: TFLOP/s on a GPU.
+"""Compare the TFLOP/s of the course's Triton kernels and of PyTorch's attention kernels on a GPU.
 
     python benchmarks/gpu_attention.py --output figures.json   # also as JSON, after each row
     python benchmarks/gpu_attention.py --compile               # without a GPU: registers and shared
                                                                # memory of the kernels on an H100
 
-`make gpu-bench` runs it. The calls take turns in one run.
+`make gpu-bench` runs this script. The calls alternate in one run.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from turns import Results
 from course_lib.attention import attention_cost, flash_attention
 
 HEADS, HEAD_DIM = 4, 64
-FUSED = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")  # the framework's, on a GPU
-GPU_SECONDS = 480  # after which no further row is begun
+FUSED = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")  # PyTorch's kernels on a GPU
+GPU_SECONDS = 480  # after this time no new row is started
 H100 = 232_448  # bytes of shared memory that an instance can have
 
 
 def tensors(
     n: int, *, batch: int = 1, heads: int = HEADS, d: int = HEAD_DIM, **options
 ) -> list[torch.Tensor]:
-    """q, k, v, and a gradient of the output."""
+    """Return random q, k and v, and a gradient of the output."""
     torch.manual_seed(0)
     return [torch.randn(batch, heads, n, d, requires_grad=i < 3, **options) for i in range(4)]
 
@@ -76,7 +76,7 @@ def gpu_rows(results: Results, launch, n: int, d: int, causal: bool) -> None:
             torch.autograd.grad(o, (q, k, v), grad_o, retain_graph=True)
         except (
             Exception
-            # no such kernel here, or none for these tensors: the others are measured all the same
+            # this GPU or these tensors have no such kernel, and the others are still measured
         ) as error:
             missing[arm] = f"{type(error).__name__}: {error}".splitlines()[0]
         else:
@@ -125,10 +125,10 @@ def fused_attention(backend: str, q, k, v, causal: bool):
 
 
 def gpu_milliseconds(functions: dict, rounds: int = 15) -> dict[str, float]:
-    """Medians by CUDA's own clock, a call of each in every round, the first ones left out.
+    """Return the median milliseconds of each function, measured with CUDA events.
 
-    The GPU sleeps first, until the launches are all queued: otherwise short kernels take as long as
-    Python.
+    Every round calls each function once; the first three rounds are not counted. The GPU sleeps
+    until the launches of a call are queued, because Python's time would be measured otherwise.
     """
     taken = {name: [] for name in functions}
     cycles = 2_000_000  # a millisecond
@@ -140,7 +140,7 @@ def gpu_milliseconds(functions: dict, rounds: int = 15) -> dict[str, float]:
                 start.record()
                 functions[name]()
                 end.record()
-                awake = start.query()  # before the launches were through
+                awake = start.query()  # the GPU awoke before all launches were queued
                 torch.cuda.synchronize()
                 if not awake or cycles > 100_000_000:
                     break
@@ -158,8 +158,8 @@ def blocks_in_use(launch) -> dict[str, str]:
 
 
 def on_absent_gpu() -> None:
-    """Compile all configurations that the tuner may try for an H100, and print what they need."""
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    """Compile all configurations that the tuner may try on an H100; print registers and memory."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests/tools"))
     from absent_gpu import compile_only
 
     from course_lib.attention import launch

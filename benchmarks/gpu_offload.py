@@ -1,11 +1,12 @@
-"""Costs of offload on a GPU, compared with the plain step, with `save_on_cpu` and with the
-expectation of the simulated device.
+"""Compare the time of steps with offload on a GPU with that of a plain step, of `save_on_cpu`, and
+of the simulated device.
 
     python benchmarks/gpu_offload.py --output figures.json   # also as JSON, after each row
 
-`make gpu-bench` runs it. The calls take turns in one run. The goal is at most 5% over the plain
-step, both where copies take half as long as the compute and where they take as long. (On an H200
-`save_on_cpu(pin_memory=True)` takes 72% over the plain step in the second case.)
+`make gpu-bench` runs this script. The calls alternate in one run. The goal is a step that takes at
+most 5% longer than the plain step, both where copies take half as long as the compute and where
+they take equally long. (On an H200, `save_on_cpu(pin_memory=True)` takes 72% longer in the second
+case.)
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from course_lib.offload import HostStore, OffloadedOptimizer, offload_activation
 from course_lib.simulated import SimulatedDevice
 
 ROUNDS, OVERHEAD_BAR = 15, 1.05
-#: Networks on a GPU: (width, rows). Forward, a layer does 2 * rows * width^2 FLOPs and sends 8 *
-#: rows * width bytes down, in fp32. At 50 TFLOP/s and 50 GB/s, about those of an H200, both take
-#: as long where the width is 4,000.
+#: Networks on a GPU: (width, rows). In forward, a layer does 2 * rows * width^2 FLOPs and copies
+#: 8 * rows * width bytes to the host, in fp32. At 50 TFLOP/s and 50 GB/s, about the rates of an
+#: H200, both take equally long at a width of 4,000.
 WIDE, NARROW = (8192, 16384), (4096, 16384)
 
 
@@ -40,8 +41,7 @@ def medians(arms: dict) -> dict[str, float]:
 def activations(
     results: Results, depth: int, width: int, rows: int, arms: dict
 ) -> dict[str, float]:
-    """Seconds of a step under each context, printed next to the plain one's, and the peak of its
-    tensors."""
+    """Measure a step under each context; print its seconds and peak, and return the seconds."""
     net, x = deep_mlp(depth, width).to("cuda"), torch.randn(rows, width, device="cuda")
 
     def step(context) -> None:
@@ -76,7 +76,7 @@ PLAIN = {"plain": lambda net: nullcontext()}
 
 def activations_on_gpu(results: Results) -> None:
     store = HostStore()
-    # A card of 12 GB holds a quarter of the rows; FLOPs and bytes moved shrink alike.
+    # A GPU of 12 GB gets a quarter of the rows, which divides FLOPs and moved bytes by four.
     fewer = 1 if torch.cuda.mem_get_info()[0] > 20e9 else 4
     (wide, rows), (narrow, _) = WIDE, NARROW
     arms = {
@@ -96,14 +96,14 @@ def activations_on_gpu(results: Results) -> None:
 
 
 def compare_with_goal(ratio: float) -> None:
-    """Print the seconds of a step relative to the plain one's, and whether they meet the goal."""
+    """Print a step's seconds relative to the plain step's, and whether they meet the goal."""
     met = "met" if ratio <= OVERHEAD_BAR else "MISSED"
     print(f"{ratio:.3f} of plain, at most {OVERHEAD_BAR} wanted: {met}")
 
 
 def simulated_step(link: float, options: dict | None) -> tuple[float, int]:
-    """Seconds and peak bytes of the wide network's step, 256 times narrower on a device that much
-    slower."""
+    """Return seconds and peak bytes of the wide network's step on a simulated device; width, rows
+    and rates are divided such that operators and copies take as long as on the GPU."""
     k = WIDE[0] // 32
     rates = {"flops_per_second": 50e12 / k**3, "bytes_per_second": 4e12 / k**2}
     with SimulatedDevice(
@@ -122,7 +122,7 @@ def simulated_step(link: float, options: dict | None) -> tuple[float, int]:
 
 
 def simulated(results: Results) -> None:
-    """The same network by the books, where operators do 50 TFLOP/s and 4 TB/s."""
+    """Simulate the steps of the wide network at 50 TFLOP/s and 4 TB/s."""
     for link in (50e9, 25e9):
         plain, peak = simulated_step(link, None)
         print(
@@ -142,7 +142,7 @@ def simulated(results: Results) -> None:
 
 
 def optimizers(results: Results) -> None:
-    """AdamW's step: plain, and with its state on the host."""
+    """Measure AdamW's step with its state on the GPU and on the host."""
     makers = {
         "plain": torch.optim.AdamW,
         "one by one": lambda p: OffloadedOptimizer(p, overlap=False),

@@ -1,5 +1,7 @@
-"""Growth of the CPU time of a tool with its work: five sizes each, and the exponent next to the
-expected one. The exponent is the slope of the line through log time over log size."""
+"""Measure how the CPU time of each tool grows with the size of its input, for five sizes.
+
+The exponent of the growth is the slope of a line through log time against log size; a row has the
+measured and the expected exponent."""
 
 import math
 import statistics
@@ -83,7 +85,7 @@ CASES = {
 
 
 def seconds(call: Callable, rounds: int) -> float:
-    """Return the median of `rounds` calls, or of fewer if they take more than five seconds."""
+    """Return the median seconds of `rounds` calls, or of fewer if they take over five seconds."""
     taken: list[float] = []
     call()
     while len(taken) < rounds and sum(taken) < 5:

@@ -1,5 +1,5 @@
-"""An AdamW step over 8 micro-batches of two sequences, with clipping: a loop by hand, and one with
-accelerate."""
+"""Two loops for an AdamW step with clipping over 8 micro-batches of two sequences: a hand-written
+loop, and a loop with accelerate."""
 
 from collections.abc import Callable
 

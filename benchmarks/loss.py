@@ -1,4 +1,4 @@
-"""The loss in chunks and `F.cross_entropy` over all logits at once: time and peak."""
+"""Time and peak of the loss in chunks, and of `F.cross_entropy` over all logits at once."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
-"""The meter, PyTorch's `MemTracker` and its profiler: time of a measured step, and the peak
-that each of them reports."""
+"""Time of a step that is measured by the meter, by PyTorch's `MemTracker` or by its profiler, and
+the peak that each of them reports."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -49,7 +49,7 @@ def rows(rounds: int) -> Iterator[Row]:
             step()
 
     arms = {COURSE: metered, "MemTracker": tracked, "torch.profiler": profiled, "no tool": step}
-    step()  # makes the optimizer state
+    step()  # creates the optimizer state
     meter, snapshot = metered(), tracked().get_tracker_snapshot("peak")
     peaks = {
         COURSE: meter.peak_bytes,

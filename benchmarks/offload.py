@@ -1,5 +1,5 @@
-"""Activations offloaded to a file, compared with no offload, with `save_on_cpu`, with a file that
-is written and read while nothing else happens, and with copies at the same time."""
+"""Compare activations offloaded to a file with no offload, with `save_on_cpu`, with a step that
+waits for each file access, and with a step during unrelated copies."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""An AdamW whose state is in a file, and PyTorch's own, whose state stays in memory."""
+"""Compare an AdamW with its state in a file with PyTorch's AdamW, whose state is in memory."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,10 +1,11 @@
-"""The pages docs/scoreboard.md and docs/scoreboard.zh.md, and their figures, from a run's rows."""
+"""Write docs/scoreboard.md, docs/scoreboard.zh.md and their figures from the rows of a run."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from figure import draw
@@ -19,20 +20,40 @@ HEADS = {
 ABOUT = {
     "en": "# Scoreboard\n\n{other}\n\n"
     "This page compares each technique of the library with the tool that you would otherwise use,"
-    " on the same work. `make bench` measures everything again and prints the same table.\n\n"
-    "The calls take turns in one run. The time is the course's median divided by the peer's, so the"
-    " course is faster where it is below 1. The quartiles of the ratio over the rounds are in"
-    " parentheses. If the machine's speed changes during the run, the ratio of the medians can lie"
-    " outside of them. Bytes are exact. Measured on {date}: {machine}, Python {python}, torch"
-    " {torch}, one thread, {rounds} rounds.\n\n"
+    " called the peer here. Both do the same work. `make bench` measures everything again and"
+    " prints all rows.\n\n"
+    "Every round calls each tool once, in the same run. The column of times shows the course's"
+    " median time divided by the peer's, so the course is faster if this ratio is below 1. In"
+    " parentheses are the quartiles of the ratio over the rounds. If the machine's speed changes"
+    " during the run, the ratio of the medians can lie outside of the quartiles. Bytes are exact."
+    " Measured on {date}: {machine}, Python {python}, torch {torch}, one thread, {rounds}"
+    " rounds.\n\n"
     "![Ratios of time and bytes, group by group](scoreboard.svg)\n",
-    "zh": "# 对比表\n\n{other}\n\n库里的每项技术，与你原本会用的工具做同样的工作，逐一对照。"
-    "`make bench` 会测量全部项目，并打印同一张表。\n\n"
-    "同一次运行中各方轮流执行。时间一栏是本课程的中位数除以对方的中位数：小于 1 表示本课程更快。"
-    "括号里是各轮比值的四分位数；运行期间机器快慢有变时，中位数之比可能落在它们之外。"
+    "zh": "# 对比表\n\n{other}\n\n"
+    "本页把库里的每种技术与你原本会用的工具逐一对照，双方做同样的工作。"
+    "`make bench` 会重新测量全部项目，并打印每一行。\n\n"
+    "在同一次运行中，本课程与对方轮流执行。"
+    "时间一栏是本课程用时的中位数除以对方用时的中位数，小于 1 表示本课程更快。"
+    "括号里是各轮比值的四分位数。"
+    "如果运行期间机器的快慢有变化，中位数之比可能落在四分位数之外。"
     "字节数是精确值。测量日期 {date}：{machine}，Python {python}，"
     "torch {torch}，单线程，{rounds} 轮。\n\n"
     "![各组的时间比与字节比](scoreboard.zh.svg)\n",
+}
+LOST_NOTHING = "; lost: nothing"
+RESULTS = {
+    "equal": {
+        "en": "All {count} predicted numbers equal the measured ones.",
+        "zh": "{count} 个预测值全部等于实测值。",
+    },
+    "faults": {
+        "en": "{count:,} faults in {techniques} techniques lost nothing.",
+        "zh": "在 {techniques} 种技术里注入了 {count:,} 次故障，没有丢失任何东西。",
+    },
+    "cases": {
+        "en": "{count:,} random cases in {comparisons} comparisons: no difference.",
+        "zh": "共 {comparisons} 种对照、{count:,} 个随机用例，没有发现差异。",
+    },
 }
 OTHER = {
     "en": "**English** · [中文](scoreboard.zh.md)",
@@ -63,14 +84,63 @@ def cells(row: Row, language: str) -> list[str]:
     return [said(row.work), said(row.peer), ratio, *sizes, said(row.note)]
 
 
+def summarize(rows: Sequence[Row]) -> list[Row]:
+    """Merge rows that agree, into one row per mode and one row per technique.
+
+    Rows of equal predictions become a row with the peak, and rows of faults that lost nothing
+    become a row with the number of places.
+    """
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.note == "equal":
+            key = "equal", row.work.partition(":")[0]
+        elif row.note.endswith(LOST_NOTHING):
+            key = "faults", row.work
+        else:
+            key = "", f"{row.work} {row.peer}"
+        groups.setdefault(key, []).append(row)
+    return [_merged(kind, alike) for (kind, _), alike in groups.items()]
+
+
+def _merged(kind: str, rows: Sequence[Row]) -> Row:
+    if kind == "equal":
+        (peak,) = [row for row in rows if "peak" in row.work]
+        return replace(peak, note=f"{len(rows)} of {len(rows)} predictions equal")
+    if kind == "faults":
+        places = sum(int(row.note.split()[0]) for row in rows)
+        return Row(
+            rows[0].work, f"{len(rows)} kinds of fault", note=f"{places} places{LOST_NOTHING}"
+        )
+    (row,) = rows
+    return row
+
+
+def result(rows: Sequence[Row], language: str) -> str:
+    """Return a sentence on the result of a group if all its rows agree, otherwise ""."""
+    notes = [row.note for row in rows]
+    if all(note == "equal" for note in notes):
+        kind, counts = "equal", {"count": len(rows)}
+    elif all(note.endswith(LOST_NOTHING) for note in notes):
+        faults = sum(int(note.split()[0]) for note in notes)
+        kind, counts = "faults", {"count": faults, "techniques": len({row.work for row in rows})}
+    elif all(", 0 differences, " in note for note in notes):
+        cases = sum(int(note.split()[0]) for note in notes)
+        kind, counts = "cases", {"count": cases, "comparisons": len(rows)}
+    else:
+        return ""
+    return RESULTS[kind][language].format(**counts)
+
+
 def page(found: Mapping[str, Sequence[Row]], about: Mapping[str, str], language: str) -> str:
     """Return the page in one language, `en` or `zh`."""
     parts = [ABOUT[language].format(other=OTHER[language], **about)]
     for group, rows in found.items():
         title, what = GROUPS[group][:2] if language == "en" else GROUPS[group][2:]
         lines = [f"## {title}\n", f"{what}\n"]
+        if sentence := result(rows, language):
+            lines.append(f"**{sentence}**\n")
         lines += [f"| {' | '.join(HEADS[language])} |", "|---|---|---:|---:|---:|---|"]
-        lines += [f"| {' | '.join(cells(row, language))} |" for row in rows]
+        lines += [f"| {' | '.join(cells(row, language))} |" for row in summarize(rows)]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 

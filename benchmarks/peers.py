@@ -1,5 +1,5 @@
-"""Predictors of a training step's memory: name -> a function of (make_model, make_batch) that
-returns the predicted peak in bytes, for a step with AdamW in fp32."""
+"""Functions (make_model, make_batch) that predict the peak in bytes of a step with AdamW in fp32,
+one per tool."""
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -23,7 +23,7 @@ def by_tracker(make_model, make_batch) -> int:
         tracker = MemTracker()
         tracker.track_external(model, optimizer)
         with tracker:
-            for _ in range(2):  # the first step makes the optimizer state
+            for _ in range(2):  # the first step creates the optimizer state
                 loss_of(model, batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -40,7 +40,7 @@ def by_kitsune(make_model, make_batch) -> int:
     found = predict_memory(
         make_model(), input_shape=shape, batch_size=len(tensor), optimizer="adamw"
     )
-    # Its 15% for context and allocator are left out: tensors are compared.
+    # The 15% that it adds for context and allocator are left out, because tensors are compared.
     return found.param_bytes + found.gradient_bytes + found.optimizer_bytes + found.activation_bytes
 
 

@@ -1,8 +1,9 @@
 """Three planners of checkpoints for a budget: the course's `fit`, PyTorch's integer linear program
 for selective checkpoints, and ckptplan.
 
-PyTorch's program asks a CUDA device for the time of each operator and ckptplan for bytes. On a CPU
-they get FLOPs at the laptop's rates, and what autograd keeps for each layer.
+On a CUDA device, PyTorch's program measures the time of each operator, and ckptplan measures bytes.
+On a CPU they get the time that the FLOPs take at the laptop's rates, and the bytes that autograd
+keeps for each layer.
 """
 
 import contextlib
@@ -70,7 +71,7 @@ def by_ilp(make_decoder, make_tokens, budget: int):
 
 
 def contexts(kept: list[tuple[str, int]]):
-    """Return the contexts of a checkpoint that keeps the operators of the plan, in their order."""
+    """Return the `context_fn` result for a checkpoint that keeps the planned operators."""
     place = {False: 0, True: 0}
 
     def policy(ctx, op, *args, **kwargs):
@@ -102,7 +103,7 @@ def statistics(make_decoder, make_tokens):
 
 
 def milliseconds(func, args, kwargs):
-    """Return an operator's result, and its time at the laptop's rates."""
+    """Return an operator's result, and its milliseconds at the laptop's rates."""
     out = func(*args, **(kwargs or {}))
     flops = flop_registry.get(func._overloadpacket)
     if flops is not None:
@@ -122,7 +123,7 @@ def by_ckptplan(make_decoder, make_tokens, hidden: int, budget: int):
     measured = ckptplan.profile_blocks(blocks, (x,), **trials)
     known = {"timing_only": False, "activation_bytes_method": "isolated_forward_delta"}
     for name in ("forward_time_ms_mean", "recompute_time_upper_bound_ms_mean"):
-        # The layers are equal. With their own times, chance would decide which of them it takes.
+        # The layers are equal. Their times are averaged, or noise would determine the plan.
         known[name] = fmean(getattr(profile, name) for profile in measured)
     kept = [saved_tensors(layer, x).total_bytes for layer in model.layers]
     profiles = [

@@ -1,4 +1,4 @@
-"""Checkpoints planned for a budget, then run: the course's `fit`, PyTorch's own ILP, ckptplan."""
+"""Run checkpoints planned for a budget by the course's `fit`, PyTorch's ILP and ckptplan."""
 
 import logging
 import time
@@ -29,7 +29,7 @@ def tried(planner: Callable, budget: int, plain_flops: int) -> tuple[int | None,
     start = time.perf_counter()
     try:
         model, step = planner(budget)
-    except Exception as error:  # of a peer's own; the others are still compared
+    except Exception as error:  # this peer failed; the other peers are still compared
         return None, f"no plan ({type(error).__name__})"
     seconds = time.perf_counter() - start
     with MemoryMeter(model) as meter:

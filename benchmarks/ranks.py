@@ -1,4 +1,4 @@
-"""Bytes of a rank, predicted and measured, for each mode on 2 processes (gloo)."""
+"""Predicted and measured bytes of one of two ranks (gloo), for each mode of training."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The cheapest schedule of a chain by the recurrence of rotor, as the paper states it, in NumPy."""
+"""Time of the cheapest schedule of a chain, by the recurrence of the rotor paper in NumPy."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from course_lib.schedule import Chain
 
 
 def plain_dynamic_program(chain: Chain, budget: int) -> float:
-    """Return the least time: the recurrence, with only the slots in a vector."""
+    """Return the least time; the recurrence loops over stages, and is vectorized over slots."""
     stages, length = chain.stages, len(chain)
     value = [chain.input_bytes] + [stage.output_bytes for stage in stages]
     elapsed = np.cumsum([0.0] + [stage.forward_time for stage in stages])

@@ -1,5 +1,5 @@
-"""Solvers of schedules: `optimal` and a plain NumPy dynamic program over the same bytes, and
-`binomial` and `checkpoint-schedules`."""
+"""Compare solvers of schedules: `optimal` with a plain NumPy dynamic program for the same bytes,
+and `binomial` with `checkpoint-schedules`."""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The shared part of all benchmarks: calls in turns, ratios of medians with their spread, and rows.
+"""Functions that all benchmarks use: rows, alternating calls, and ratios of medians.
 
 A row compares one technique of `course_lib` with one peer on the same work. Its ratio is the median
 time of the course's calls divided by the median time of the peer's. Its spread is the first and the
@@ -24,10 +24,10 @@ COURSE = "course"
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison.
+    """A row of the scoreboard: one comparison of the course with a peer.
 
     Attributes:
-        work: Work of both, for example "a step of a decoder with 12 layers".
+        work: Work that both do, for example "a step of a decoder with 12 layers".
         peer: Name of the peer.
         ratio: Median time of the course divided by that of the peer; None if there is none.
         low, high: Quartiles of the ratio over the rounds.
@@ -58,11 +58,11 @@ def compare(
     """Yield a row for each peer of `arms`; the function named "course" is compared with it.
 
     Args:
-        work: Work of every function.
-        arms: Name of the peer -> a function that does the work once.
-        rounds: Number of calls of each function that count.
-        bytes_of: Name -> bytes, for the rows.
-        notes: Name of the peer -> note.
+        work: Description of the work that every function does.
+        arms: Dict from "course" or a peer's name to a function that does the work once.
+        rounds: Number of timed calls of each function.
+        bytes_of: Dict from "course" or a peer's name to the bytes in the rows.
+        notes: Dict from a peer's name to the note in its row.
     """
     sizes, notes = bytes_of or {}, notes or {}
     gc.collect()
@@ -90,13 +90,13 @@ def installed(*modules: str) -> bool:
 
 
 def missing(work: str, peer: str) -> Row:
-    """Return the row of a peer that is not installed."""
+    """Return a row that says that a peer is not installed."""
     return Row(work, peer, note="not installed")
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch compute with one thread: idle threads that wait for work disturb short steps."""
+    """Make PyTorch use one thread, because idle threads slow down short steps."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

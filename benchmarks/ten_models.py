@@ -1,5 +1,5 @@
-"""Ten small models whose predicted and measured peaks are compared: name -> (make_model,
-make_batch)."""
+"""Dict of ten small models whose predicted and measured peaks are compared, from name to
+(make_model, make_batch)."""
 
 from collections.abc import Callable
 from functools import partial

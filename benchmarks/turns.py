@@ -1,5 +1,5 @@
-"""Times of several functions, called in turns in one run, so that their ratios carry over to other
-machines better than seconds do."""
+"""Measure several functions with alternating calls in one run, so that the ratios of their times
+carry over to other machines better than seconds do."""
 
 import json
 import time
@@ -12,7 +12,7 @@ import torch
 def in_turns(arms: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Call every function once in each round, and return the seconds of each call.
 
-    The order is reversed from one round to the next. A round before the first one warms up.
+    The order is reversed in every second round. One more round runs first as a warm-up.
     """
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in arms}
