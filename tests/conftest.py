@@ -5,14 +5,20 @@ import gc
 import os
 from pathlib import Path
 
-import properties  # noqa: F401  its settings of hypothesis hold for all tests
+import hypothesis_settings  # noqa: F401  its settings of hypothesis hold for all tests
 import pytest
 import torch
-from editions import built_once, take_network
+from edition_fixtures import block_network, built_once
 from make_variables import forget_make
-from patience import patient
+from process_groups import single_process_group
+from timeouts import extend_output_timeout
+from workers import (  # noqa: F401  pytest finds these hooks here
+    pytest_collection_modifyitems,
+    pytest_xdist_auto_num_workers,
+    pytest_xdist_make_scheduler,
+)
 
-pytest.register_assert_rewrite("measured")
+pytest.register_assert_rewrite("estimate_checks")
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
@@ -24,35 +30,19 @@ os.environ.pop("COURSE_LANG", None)
 # a label that is shown without Chinese is an error, as where notebooks are made
 os.environ["COURSE_LABELS"] = "strict"
 
-# Two workers with a thread for every core each would wait for one another most of the time.
+# Workers with a thread for every core each would wait for one another most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-# These take seconds; at the end they fill what one worker has left to do when the other is through.
-QUICK = {"test_environment", "test_guide", "test_models", "test_notebooks", "test_readme"}
-QUICK |= {"test_slides", "test_student"}
-
-
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.stem in QUICK)
-    for item in items:
-        patient(item)
+def pytest_itemcollected(item):
+    extend_output_timeout(item)
 
 
 def pytest_runtest_setup(item):
     torch.manual_seed(0)  # so that a test alone draws the numbers that it draws after others
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU; run `make gpu` on a machine that has one")
-
-
-@pytest.hookimpl(optionalhook=True)  # there is no such hook where there is no xdist
-def pytest_xdist_auto_num_workers():
-    """For `-n auto`, as `make gpu-tests` has it: each worker may take some 5 GB of the GPU."""
-    if torch.cuda.is_available():
-        room = torch.cuda.get_device_properties(0).total_memory // (5 * 10**9)
-        return max(1, min(8, os.cpu_count(), room))
-    return None
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +53,7 @@ def built_site(tmp_path_factory):
 
     def build(folder):
         with pytest.MonkeyPatch.context() as patch:
-            take_network(patch, folder.parent)
+            block_network(patch, folder.parent)
             said = site.build(NOTEBOOKS, folder)
         (folder.parent / "warnings").write_text("\n".join(said), encoding="utf-8")
 
@@ -94,6 +84,13 @@ def fresh(monkeypatch):
         matplotlib.use("Agg")
         yield
         pyplot.close("all")
+
+
+@pytest.fixture
+def one_process():
+    """Create a process group of one process."""
+    with single_process_group():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,16 +1,15 @@
-"""What the tests in a browser share: one headless Chromium, and pages that tell of errors in them.
+"""Fixtures of the browser tests: one headless Chromium, and pages whose errors fail the test.
 
-They need Chromium (the one that CHROMIUM names, or one on the PATH) and Playwright for Python.
-Where either is missing they are skipped, and say what to install; `make browser`, which asks for
-them, stops there. Nothing is downloaded.
+The tests need Playwright for Python and Chromium (the one that CHROMIUM names, or one on the PATH).
+Without them the tests are skipped with a reason, and `make browser` fails. Nothing is downloaded.
 """
 
 import pytest
-from patience import HANGS_SECONDS
+from timeouts import TIMEOUT_SECONDS
 
 from publish.chromium import NO_CHROMIUM, find_chromium
 
-# No sandbox: containers have none. The others keep a fresh Chromium from calling home.
+# Containers have no sandbox. The other options prevent requests of a fresh Chromium.
 ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
@@ -18,7 +17,7 @@ ARGUMENTS = (
 
 
 def pytest_collection_modifyitems(config):
-    """Whoever asks for these tests alone learns in one sentence why there are none."""
+    """Stop with one sentence if only these tests are selected and there is no Chromium."""
     if config.option.markexpr != "browser":
         return
     try:
@@ -30,7 +29,7 @@ def pytest_collection_modifyitems(config):
 
 @pytest.fixture(scope="session")
 def browser():
-    """A headless Chromium, driven by Playwright."""
+    """Return a headless Chromium that Playwright controls."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="needs Playwright for Python: pip install playwright"
     )
@@ -45,32 +44,31 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """open_page(address, **options of the context): a page of its own, without any of PROBLEMS."""
-    contexts, trouble = [], []
+    """Return a function that opens an address in a new context; afterwards, check for PROBLEMS."""
+    contexts, problems = [], []
 
     def open_one(address, **options):
         defaults = {"viewport": {"width": 1280, "height": 800}, "locale": "en-US"}
         context = browser.new_context(**{**defaults, **options})
-        context.set_default_timeout(1000 * HANGS_SECONDS)  # in milliseconds
+        context.set_default_timeout(1000 * TIMEOUT_SECONDS)  # in milliseconds
         contexts.append(context)
         page = context.new_page()
-        for event, problem in PROBLEMS.items():
-            page.on(event, lambda found, problem=problem: trouble.extend(problem(found)))
+        for event, problems_of in PROBLEMS.items():
+            page.on(event, lambda found, check=problems_of: problems.extend(check(found)))
         page.goto(address)
         return page
 
     yield open_one
     for context in contexts:
         context.close()
-    assert trouble == []
+    assert problems == []
 
 
-# Beginnings of addresses on this machine.
-HERE = ("http://127.0.0.1:", "ws://127.0.0.1:", "file:", "data:", "blob:", "about:")
-# Event of a page -> what is wrong about it: a list of one, or of none.
+LOCAL = ("http://127.0.0.1:", "ws://127.0.0.1:", "file:", "data:", "blob:", "about:")
+# Event of a page -> function that returns the problems of the event's argument
 PROBLEMS = {
-    "console": lambda said: [f"console: {said.text}"] if said.type == "error" else [],
+    "console": lambda message: [message.text] if message.type == "error" else [],
     "pageerror": lambda error: [f"script: {error}"],
-    "response": lambda got: [f"{got.status}: {got.url}"] if got.status >= 400 else [],
-    "request": lambda sent: [] if sent.url.startswith(HERE) else [f"request to {sent.url}"],
+    "response": lambda response: [response.url] if response.status >= 400 else [],
+    "request": lambda request: [] if request.url.startswith(LOCAL) else [request.url],
 }

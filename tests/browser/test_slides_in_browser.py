@@ -1,23 +1,25 @@
-"""The slides in a browser, offline: each one fits, pages turn, and the speaker has notes."""
+"""Tests of the slides in a browser without network: size, keys, speaker notes and handouts."""
 
 from itertools import cycle, product
 
 import pytest
-from editions import NAMES
+from edition_fixtures import NAMES
 
 pytest.importorskip("nbconvert")
 pytest.importorskip("latex2mathml")
 
 from publish import handout, slides
+from publish.cells import is_project
 
 pytestmark = pytest.mark.browser
 
+DECKS = [name for name in NAMES if not is_project(name)]
 SCREEN = {"viewport": {"width": 1280, "height": 720}, "offline": True}
-LEAST_SIZE = 70  # percent: below it the words of a slide are too small for the back row
+LEAST_SIZE = 70  # percent; smaller text cannot be read from the back row
 
-# Every slide with all its fragments: how far its body reaches over, how much it was shrunk, what
-# stands outside.
-LOOK_AT_ALL = """() => Reveal.getSlides().map((slide) => {
+# Returns, for every slide with all its fragments, the overflow of its body, the size of its text in
+# percent, and the number of elements outside.
+INSPECT_SLIDES = """() => Reveal.getSlides().map((slide) => {
   const place = Reveal.getIndices(slide);
   Reveal.slide(place.h, place.v, 99);
   const body = slide.querySelector(".body"), frame = slide.querySelector(".frame").getBoundingClientRect();
@@ -46,69 +48,42 @@ def open_deck(built_decks, open_page):
 
 
 def pytest_generate_tests(metafunc):
-    """`make browser` opens every deck, `make test` one of each lesson, in the languages in turns."""
+    """Open every deck in `make browser`, and one per lesson, in alternating languages, elsewhere."""
     if "name" in metafunc.fixturenames:
-        all_of_them = metafunc.config.option.markexpr == "browser"
-        one_of_each = zip(cycle(slides.LANGUAGES), NAMES)
-        decks = product(slides.LANGUAGES, NAMES) if all_of_them else one_of_each
+        only_browser = metafunc.config.option.markexpr == "browser"
+        one_per_lesson = zip(cycle(slides.LANGUAGES), DECKS)
+        decks = product(slides.LANGUAGES, DECKS) if only_browser else one_per_lesson
         metafunc.parametrize(("language", "name"), list(decks))
 
 
-def test_every_slide_fits_the_screen_and_nothing_is_loaded(open_deck, language, name):
+def test_slides_fit_screen_and_load_nothing(open_deck, language, name):
     page = open_deck(language, name)
-    looks = page.evaluate(LOOK_AT_ALL)
-    assert len(looks) >= 8
-    assert [
-        look for look in looks if look["over"] > 0 or look["outside"] or look["size"] < LEAST_SIZE
-    ] == []
+    found = page.evaluate(INSPECT_SLIDES)
+    assert len(found) >= 8
+    for slide in found:
+        assert slide["over"] <= 0 and not slide["outside"] and slide["size"] >= LEAST_SIZE, slide
     loaded = page.evaluate("performance.getEntriesByType('resource').map((entry) => entry.name)")
     assert [address for address in loaded if not address.startswith("data:")] == []
 
 
 @pytest.mark.parametrize("key", ["Space", "ArrowRight"])
-def test_a_key_turns_every_page_in_order(open_deck, key):
+def test_key_shows_all_slides_in_order(open_deck, key):
     page = open_deck("both", "00_start_here")
     total = page.evaluate("Reveal.getTotalSlides()")
-    seen = [page.evaluate("Reveal.getSlidePastCount()")]
+    shown = [page.evaluate("Reveal.getSlidePastCount()")]
     while not page.evaluate("Reveal.isLastSlide()") or page.evaluate(
         "Reveal.availableFragments().next"
     ):
         page.keyboard.press(key)
-        seen.append(page.evaluate("Reveal.getSlidePastCount()"))
-        assert len(seen) < 10 * total
-    assert sorted(set(seen)) == list(range(total)) and seen == sorted(seen)
+        shown.append(page.evaluate("Reveal.getSlidePastCount()"))
+        assert len(shown) < 10 * total
+    assert sorted(set(shown)) == list(range(total)) and shown == sorted(shown)
     while page.evaluate("Reveal.getSlidePastCount()") == total - 1:
         page.keyboard.press("ArrowLeft")
     assert page.evaluate("Reveal.getSlidePastCount()") == total - 2
 
 
-def test_a_result_waits_for_a_key(open_deck):
-    page = open_deck("en", "02_checkpointing")
-    page.evaluate("""() => {
-      const slide = Reveal.getSlides().find((each) => each.querySelector('.result.fragment'));
-      const place = Reveal.getIndices(slide);
-      Reveal.slide(place.h, place.v, -1);
-    }""")
-    shown = "getComputedStyle(Reveal.getCurrentSlide().querySelector('.result')).visibility"
-    assert page.evaluate(shown) == "hidden"
-    page.keyboard.press("Space")
-    assert page.evaluate(shown) == "visible"
-
-
-def test_a_formula_stretches_its_brackets(open_deck):
-    page = open_deck("en", "01_memory_bottleneck")
-    page.evaluate("""document.fonts.load("54px 'Course Math'")""")  # Chromium loads it when needed
-    bracket = page.evaluate("""() => {
-      for (const slide of Reveal.getSlides()) {
-        const found = [...slide.querySelectorAll('math[display=block] mo')].find((mo) => mo.textContent === '(');
-        if (found) { const at = Reveal.getIndices(slide); Reveal.slide(at.h, at.v); return [
-          found.getBoundingClientRect().height, parseFloat(getComputedStyle(found).fontSize)]; }
-      }
-    }""")
-    assert bracket[0] > 1.5 * bracket[1]
-
-
-def test_the_speaker_sees_minutes_and_a_question(open_deck):
+def test_speaker_view_shows_minutes_and_question(open_deck):
     page = open_deck("zh", "01_memory_bottleneck")
     with page.expect_popup() as opened:
         page.keyboard.press("s")
@@ -119,19 +94,19 @@ def test_the_speaker_sees_minutes_and_a_question(open_deck):
     assert "分钟" in view.inner_text(".speaker-controls-notes .value")
 
 
-def test_a_handout_has_one_page_for_each_slide(built_decks, browser, open_deck, tmp_path):
+def test_handout_has_one_page_per_slide(built_decks, browser, open_deck, tmp_path):
     slides_shown = open_deck("en", "00_start_here").evaluate("Reveal.getTotalSlides()")
     target = tmp_path / "handout.pdf"
     handout.print_deck(browser, built_decks / "en/00_start_here.html", target)
     assert handout.page_count(target.read_bytes()) == slides_shown
 
 
-def test_a_handout_without_chromium_or_decks_is_one_sentence(tmp_path, monkeypatch):
-    for find, said in (
+def test_handout_without_chromium_or_decks_exits_with_message(tmp_path, monkeypatch):
+    for find_chromium, message in (
         (lambda: None, "a handout needs Chromium"),
         (lambda: "chromium", "has no deck of these lessons: run `make slides` first"),
     ):
-        monkeypatch.setattr(handout, "find_chromium", find)
-        with pytest.raises(SystemExit, match=said):
+        monkeypatch.setattr(handout, "find_chromium", find_chromium)
+        with pytest.raises(SystemExit, match=message):
             handout.main(["77", "--decks", str(tmp_path), "--output", str(tmp_path / "out")])
     assert list(tmp_path.iterdir()) == []

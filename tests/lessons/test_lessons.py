@@ -1,0 +1,652 @@
+"""Claims, pictures, checks and recordings of single lessons.
+
+`make test` also runs the notebooks and compares their tables, claims and descriptions of figures.
+"""
+
+import collections
+import functools
+import inspect
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from answers.lesson_08 import HELD, stages
+from torch import nn
+
+from course_lib import lessons
+from course_lib._torch.symbolic import is_symbolic
+from course_lib.attention import kernels
+from course_lib.budget import Recipe, estimate
+from course_lib.distributed import sent_bytes, shapes_of, task_of
+from course_lib.labels import chinese
+from course_lib.lessons import lesson_02, text
+from course_lib.lessons.lesson_02 import own_code
+from course_lib.lessons.lesson_02.figures import _draw_bars
+from course_lib.lessons.lesson_03 import exercises as exercises_03
+from course_lib.lessons.lesson_03 import figures as figures_03
+from course_lib.lessons.lesson_03 import frontiers as frontiers_03
+from course_lib.lessons.lesson_03.exercises import least_peak
+from course_lib.lessons.lesson_03.figures import live_bytes
+from course_lib.lessons.lesson_04 import exercises as exercises_04
+from course_lib.lessons.lesson_04 import gpu as gpu_04
+from course_lib.lessons.lesson_04 import simulation as simulation_04
+from course_lib.lessons.lesson_04 import steps as steps_04
+from course_lib.lessons.lesson_05 import mean_of_means, ranks
+from course_lib.lessons.lesson_05 import results as results_05
+from course_lib.lessons.lesson_05.bugs import PLANTED, correct_loop
+from course_lib.lessons.lesson_06 import exercises as exercises_06
+from course_lib.lessons.lesson_06 import figures as figures_06
+from course_lib.lessons.lesson_07 import figures as figures_07
+from course_lib.lessons.lesson_07 import grid as grid_07
+from course_lib.lessons.lesson_07.exercises import make_batch, make_model
+from course_lib.lessons.lesson_08 import figures as figures_08
+from course_lib.lessons.lesson_08 import large as large_08
+from course_lib.lessons.lesson_08 import loopback
+from course_lib.lessons.lesson_08 import schemes as schemes_08
+from course_lib.lessons.lesson_08 import wire as wire_08
+from course_lib.lessons.lesson_09 import exercises as exercises_09
+from course_lib.lessons.lesson_09 import figures as figures_09
+from course_lib.lessons.lesson_09.exercises import parameters_of
+from course_lib.lessons.lesson_10 import slots as slots_10
+from course_lib.lessons.older_edition import OlderEdition
+from course_lib.memory import MemoryBudgetExceeded, Trace, symbolic
+from course_lib.models import Decoder, deep_mlp, random_tokens
+from course_lib.offload import HostStore, offload_activations
+from course_lib.schedule import (
+    Chain,
+    Stage,
+    frontier,
+    recursive,
+    simulate,
+    sqrt_segments,
+    store_all,
+)
+from course_lib.schedule.rules import segment_schedule
+from course_lib.simulated import SimulatedDevice
+from course_lib.teaching import claims
+from course_lib.teaching.recordings import FOLDER
+
+ROOT = Path(__file__).parents[2]
+FROM = "from course_lib.lessons.lesson_02 import"
+
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("check_checkpoint", "`lesson_02.exercises.check_checkpoint`"),
+        ("llama", "`lesson_02.own_code.llama`"),
+        ("CLAIMS", "`lesson_02.claims.CLAIMS`"),
+        ("no_such_name", "which had `lesson_02.no_such_name`"),
+    ],
+)
+def test_missing_lesson_name_raises_older_edition_with_update_command(name, place):
+    for access in (lambda: getattr(lesson_02, name), lambda: exec(f"{FROM} {name}")):
+        with pytest.raises(OlderEdition, match="older edition of the course") as error:
+            access()
+        english, chinese = str(error.value).splitlines()
+        assert place in english and "run `make update`" in english and "旧版" in chinese
+
+
+def test_lesson_package_supports_introspection_and_star_import():
+    code = f"""{FROM} modes, exercises
+import doctest, inspect, pickle
+from course_lib.lessons import lesson_02, lesson_08
+assert not hasattr(lesson_02, "__wrapped__") and not hasattr(lesson_08, "wire")
+assert doctest.DocTestFinder().find(lesson_02) and inspect.getmembers(lesson_02)
+assert pickle.loads(pickle.dumps(modes.modes)) is lesson_02.modes.modes
+from course_lib.lessons.lesson_08 import *"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_claim_rejects_unknown_outcome_and_section_without_figure():
+    with pytest.raises(ValueError, match=r"outcome .*'maybe'"):
+        claims.Claim("a", "b", "c", "maybe")
+    with pytest.raises(ValueError, match=r"figure.* got 1"):
+        claims.claims_table(lessons.claims_of("01"), "1")
+
+
+# Pictures
+# --------------------------------------------------------------------------------------------------
+
+
+def draw_runs():
+    measured = {"parameter": [3_000_000] * 2, "gradient": [3_000_000] * 2}
+    measured["optimizer"] = [6_000_000] * 2
+    run = {"mode": "zero1", "ranks": 2, "measured": measured}
+    run["communicated"] = {"predicted": 55_000_000, "measured": 55_000_000}
+    return figures_08.draw_ranks({n: stages(*HELD)(6_875_648, n) for n in (1, 8)}, [run])
+
+
+STOPPED = MemoryBudgetExceeded("mm", 59_000_000, 2_000_000, 60_000_000)
+WITHIN = {"budget_bytes": 48_000_000, "taken": [{"peak_bytes": 47_000_000}] * 2}
+PARTS = ("parameter", "optimizer", "gradient", "activation", "temporary", "input")
+PEAK = dict.fromkeys(PARTS, 10_000_000) | {"gathered": 5_000_000}
+
+
+@functools.cache
+def small_estimate():
+    return estimate(small_decoder, functools.partial(small_batch, 0), Recipe())
+
+
+CUTS = [0, 40, 70, 90, 100]
+COSTS = {"standard": (150.0, 16.0), "checkpointed": (109.1, 22.5), "flash": (26.3, 22.5)}
+
+
+#: picture -> (function that draws it, numbers that it must show)
+PICTURES = {
+    "checkpoint costs": (
+        lambda: _draw_bars(["plain", "each layer"], [1, 1.21], [[1, 1, 1], [1.1, 1.2, 1.5]]),
+        [1, 1.21, 1.2, 1.1, 1.5],
+    ),
+    "segments": (
+        lambda: figures_03.draw_budgets({"4 segments": CUTS, "tapered": CUTS}),
+        [simulate(segment_schedule(CUTS), Chain.uniform(100, saved_bytes=2)).peak_bytes],
+    ),
+    "online softmax": (
+        lambda: figures_06.draw_running([1.0, 1.0, 3.0], [1.0, 2.5, 1.2]),
+        [3.0, 2.5, 1.2],
+    ),
+    "saved bytes": (
+        lambda: figures_06.draw_saved([512, 1024], {"standard": [2**20, 2**22], "flash": [8, 16]}),
+        [1.048576, 4.194304, 8e-6, 16e-6],
+    ),
+    "roofline": (
+        lambda: figures_06.draw_roofline(
+            {"A": (312e12, 2e12), "B": (100e12, 1e12)}, {"a": 20.0, "b": 60.0, "c": 400.0}
+        ),
+        [40, 120, 312, 20, 60, 100],
+    ),
+    "attention peaks": (lambda: figures_06.draw_peaks(COSTS), [*itertools.chain(*COSTS.values())]),
+    "waterfall": (
+        lambda: figures_07.waterfall_picture(
+            ["plain"], [small_estimate()], [3_000_000], 200_000, title="budget"
+        ),
+        [3, 0.2, small_estimate],
+    ),
+    "ranks": (draw_runs, [110, 13.75, 12, 55]),
+    "rank peaks": (lambda: figures_08.draw_peaks({"one device": PEAK}, "peak"), [10, 15, 65]),
+    "budgets": (
+        lambda: figures_08.draw_budgets(STOPPED, WITHIN, 60_000_000),
+        [59, 2, 47, 60, 48],
+    ),
+    "machines": (
+        lambda: large_08.draw_machines(
+            lambda machines, tokens, _: tokens / machines, dict.fromkeys((8, 1)), {8: 9, 1: 70}
+        ),
+        [9, 70, 154, 77],
+    ),
+    "techniques": (
+        lambda: figures_09.draw_techniques({"plain": small_estimate()}, 10_000),
+        [0.01, small_estimate],
+    ),
+}
+
+
+@pytest.mark.parametrize(("draw", "numbers"), PICTURES.values(), ids=PICTURES)
+def test_picture_shows_its_numbers(draw, numbers):
+    shown = []
+    for ax in draw().axes:
+        for line in ax.lines:
+            shown += [*line.get_xdata(), *line.get_ydata()]
+        for bar in ax.patches:
+            shown += [bar.get_width(), bar.get_x() + bar.get_width()]
+            shown += [bar.get_height(), bar.get_y() + bar.get_height()]
+        shown += [
+            y for each in ax.collections for path in each.get_paths() for _, y in path.vertices
+        ]
+    wanted = [each().peak_bytes / 1e6 if callable(each) else each for each in numbers]
+    assert [n for n in wanted if not np.isclose(np.array(shown, float), n, rtol=2e-3).any()] == []
+
+
+def test_scheme_pictures_fill_held_share_of_each_rank():
+    def widths(ax):
+        return [patch.get_width() for patch in ax.patches if patch.get_facecolor()[3] > 0]
+
+    assert [sum(widths(ax)) for ax in schemes_08.draw_stages().axes] == [64, 40, 28, 16]
+    assert [len(widths(ax)) for ax in schemes_08.draw_collectives().axes] == [16, 4, 16]
+
+
+def test_recipe_picture_names_cheapest_fitting_recipe():
+    points, named = grid_07.stored_estimates(), set()
+    for intensity in (20, 100):
+        fitting = [each for each in points if each.peak_bytes <= 60e6]
+        cheapest = min(fitting, key=lambda each: each.flops + intensity * each.moved_bytes)
+        drawn = figures_07.draw_recipes(points, 60, intensity)
+        assert drawn.axes[0].get_title("left") == f"recipe: {cheapest.recipe}"
+        named.add(cheapest.recipe)
+    assert len(named) == 2
+    assert "No recipe fits" in figures_07.draw_recipes(points, 5).get_suptitle()
+
+
+# Lessons 02 and 03
+# --------------------------------------------------------------------------------------------------
+
+
+def test_measured_lines_reject_line_that_changes_gradients():
+    pytest.importorskip("transformers")
+    lines = ("", "model.lm_head.weight.data.mul_(2)")
+    with pytest.raises(ValueError, match=r"got 'model\.lm_head"):
+        own_code.measured_lines(lines=lines)
+
+
+def uneven_chain():
+    sizes = [(3, 6, 4, 9, 2, 1), (1, 2, 5, 5, 7, 0), (4, 8, 1, 6, 0, 5), (2, 4, 3, 3, 1, 1)]
+    return Chain(tuple(Stage(*each) for each in [*sizes, (5, 9, 2, 8, 3, 2)]), 2)
+
+
+def all_cuts(depth):
+    for inner in itertools.product((False, True), repeat=depth - 1):
+        yield [0, *(i for i, cut in enumerate(inner, start=1) if cut), depth]
+
+
+def test_schedule_curve_has_peak_and_time_of_simulation():
+    for chain in (Chain.uniform(12, saved_bytes=2), exercises_03.pyramid()):
+        for schedule in (store_all(chain), recursive(chain), sqrt_segments(chain)):
+            spans, cost = live_bytes(schedule, chain), simulate(schedule, chain)
+            assert max(count for _, _, count in spans) == cost.peak_bytes
+            assert spans[-1][1] == cost.time
+            assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+
+
+def test_number_of_valid_schedules_equals_schroeder_numbers():
+    for length, number in enumerate((1, 2, 6, 22, 90), start=1):
+        found = {tuple(actions) for actions in exercises_03.every_schedule(0, length - 1)}
+        costs = [simulate(actions, Chain.uniform(length)) for actions in found]
+        assert len(costs) == number and all(cost.forward_steps >= length for cost in costs)
+
+
+def test_least_peak_equals_minimum_over_all_cuts():
+    for depth in range(1, 10):
+        chain = Chain.uniform(depth, saved_bytes=2)
+        peaks = [simulate(segment_schedule(cuts), chain).peak_bytes for cuts in all_cuts(depth)]
+        assert least_peak(depth) == 100_000 * min(peaks)
+
+
+def test_best_cuts_per_last_segment_equal_brute_force():
+    for chain in (uneven_chain(), exercises_03.pyramid()):
+        by_last = collections.defaultdict(list)
+        for cuts in all_cuts(len(chain)):
+            by_last[cuts[-2]].append(simulate(segment_schedule(cuts), chain))
+        wanted = [
+            (min(c.peak_bytes for c in by_last[k]), by_last[k][0].time) for k in range(len(chain))
+        ]
+        assert [(cost.peak_bytes, cost.time) for cost in frontiers_03.best_cuts(chain)] == wanted
+
+
+def test_frontier_with_early_stop_of_zero_equals_frontier():
+    chain = uneven_chain()
+    found = frontiers_03.frontier_with_early_stop(chain, [0] * 5, step_bytes=1)
+    wanted = [(cost.peak_bytes, cost.time) for cost in frontier(chain)]
+    assert [(cost.peak_bytes, cost.time) for cost in found] == wanted
+
+
+# Lesson 04
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lanes", [(11.16e9, 2, False), (0.85e9, 2, True)])  # two of nine
+def test_simulated_decoder_reproduces_recorded_seconds(lanes):
+    found = simulation_04.decoder_seconds(*lanes)
+    assert found == pytest.approx(simulation_04.RECORDED[lanes], rel=1e-4)
+
+
+def test_stored_peak_of_optimizer_step_equals_measured_one():
+    assert steps_04.step_peak(16) == exercises_04.STEP_PEAKS[16]
+
+
+@pytest.mark.parametrize(("copy", "p"), [(0.5, 0), (2, 1)])
+def test_clock_equals_simulated_device_with_equal_ratios(copy, p):
+    rows, width, flops = 64, 24, 1e9
+    forward = 2 * rows * width**2 / flops
+    links = ("up_bytes_per_second", "down_bytes_per_second")
+    rates = dict.fromkeys(links, 4 * rows * width / (copy * forward))
+    with SimulatedDevice(flops_per_second=flops, **rates) as device:
+        network, x = device.move(deep_mlp(16, width)), device.move(torch.ones(rows, width))
+        began = device.seconds
+        with offload_activations(HostStore(), min_bytes=1, prefetch=p):
+            loss = network(x).sum()
+        loss.backward()
+    assert (device.seconds - began) / forward == pytest.approx(simulation_04.clock(16, copy, p))
+
+
+@pytest.mark.parametrize(("layers", "change"), [(8, -0.149), (32, -0.211)])
+def test_offloaded_checkpoint_inputs_lower_peak_of_frozen_layers(layers, change):
+    """Section 4.7: 15% and 21% with 4 tokens per hidden unit."""
+    alone, both = (steps_04.checkpointed_peak(layers, 4, p, frozen=True) for p in (None, 1))
+    assert both / alone - 1 == pytest.approx(change, abs=0.001)
+
+
+def test_recorded_gpu_step_is_at_threshold_of_its_link():
+    """Section 4.9: the recorded step, and a step of a sixteenth of all sizes."""
+    recorded = gpu_04.recorded_on_h200()
+    plain, link = recorded["plain_seconds"], recorded["link"]
+    assert round(recorded["offloaded_seconds"] / plain, 2) == 1.33
+    assert round(recorded["save_on_cpu_seconds"] / plain, 2) == 1.95
+    flops, moved, saved = simulation_04.count_forward()
+    rate = 3 * flops / plain
+    assert (round(rate / link), round(flops / moved)) == (791, 793)
+    assert plain + 2 * saved / link == pytest.approx(recorded["save_on_cpu_seconds"], rel=0.04)
+    for ahead, time in ((2, 1.37), (8, 1.01)):
+        device, began, _ = simulation_04.small_decoder(rate, link, ahead)
+        assert 256 * (device.seconds - began) / plain == pytest.approx(time, abs=0.005)
+
+
+def test_h200_settings_equal_table_of_gpu_page():
+    page = (FOLDER.parents[1] / "docs" / "gpus.md").read_text("utf-8")
+    rows = re.findall(r"^\| ([123]) \|((?: [\d.]+, [\d.]+ \|){3})$", page, re.M)
+    found = {
+        (int(in_flight), p): float(pair.split(",")[1])
+        for in_flight, pairs in rows
+        for p, pair in enumerate(pairs.strip(" |").split("|"), start=1)
+    }
+    assert found == simulation_04.ON_H200
+
+
+# Lesson 05
+# --------------------------------------------------------------------------------------------------
+
+
+def no_division(model, loss_sum, micro_batches, each):
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        with nullcontext() if each or number == len(micro_batches) else model.no_sync():
+            loss_sum(model, micro_batch)[0].backward()
+
+
+def test_on_ranks_counts_reduced_bytes_and_gradient_error():
+    found = results_05.on_ranks(no_division, micro_batches=3)
+    once = found["parameters"]
+    assert (found["last"], found["library"], found["each"]) == (once, once, 3 * once)
+    # the ranks have 48 and 30 tokens, and DDP divides the sum of their gradients by 2
+    assert found["error"] == pytest.approx(78 / 2 - 1, rel=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
+def test_forked_ranks_report_output_of_first_failed_rank(capfd, monkeypatch, tmp_path):
+    def fail(folder, name, micro_batches, processes, rank):
+        if rank:
+            raise ArithmeticError(f"{rank} gives up")
+
+    monkeypatch.setattr(ranks, "_on_rank", fail)
+    with capfd.disabled(), pytest.raises(SystemExit) as end:
+        ranks._fork_ranks(str(tmp_path), "step", 1, 3)
+    output = str(end.value)
+    assert "Process rank 1:" in output and "1 gives up" in output and "rank 2" not in output
+
+
+THREADS_AT_THE_END = """
+import runpy, sys
+from pathlib import Path
+sys.argv = ['ranks', sys.argv[1], 'no_division', '2', '1', '0']
+runpy.run_module('course_lib.lessons.lesson_05.ranks', run_name='__main__')
+names = [(thread / 'comm').read_text() for thread in Path('/proc/self/task').iterdir()]
+print([name for name in names if 'gloo' in name])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
+def test_rank_process_ends_threads_of_process_group(tmp_path):
+    (tmp_path / "step.py").write_text(inspect.getsource(no_division))
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS_AT_THE_END, tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_text_is_ascii_without_padding_and_has_licenses():
+    assert 0 not in "".join(text.code() + text.prose()).encode("ascii")
+    assert text.pad_texts(["ab", "abcd"], most=3).tolist() == [[97, 98, 0], [97, 98, 99]]
+    for name, licence in (("prose", "CC-BY-4.0"), ("code", "Apache-2.0")):
+        file = Path(text.__file__).with_name(f"LICENSE.{name}.txt")
+        assert f"SPDX-License-Identifier: {licence}" in file.read_text()
+
+
+def test_only_loop_without_bug_has_weights_of_library():
+    assert results_05.same_weights_as_library(correct_loop)
+    assert [bug for bug, loop in PLANTED.items() if results_05.same_weights_as_library(loop)] == []
+
+
+def test_script_reproduces_recorded_training_run():
+    recorded = mean_of_means.load_record()["runs"]["2"]["mean of means"]
+    found = mean_of_means.train("mean of means", seed=2, steps=20)
+    torch.testing.assert_close(found, recorded[:2], atol=0.01, rtol=0)
+
+
+# Lesson 07
+# --------------------------------------------------------------------------------------------------
+
+
+def test_every_field_of_recipe_has_explanation_in_both_languages():
+    assert figures_07.FIELDS.keys() == Recipe().__dict__.keys()
+    assert [name for name, words in figures_07.FIELDS.items() if chinese(words) is None] == []
+
+
+def test_stored_estimates_equal_library_estimates():
+    stored = grid_07.stored_estimates()
+    assert len({each.recipe for each in stored}) == len(stored)
+    for each in stored[5::40]:
+        found = estimate(make_model, make_batch, each.recipe)
+        assert (found.peak_bytes, found.flops, found.moved_bytes) == each[1:]
+
+
+# Lesson 08
+# --------------------------------------------------------------------------------------------------
+
+
+def test_wire_collectives_return_sums_and_count_sent_bytes():
+    wire, tensors = wire_08.Wire(), [torch.arange(8.0) + rank for rank in range(4)]
+    parts = wire.reduce_scatter(tensors)
+    assert torch.equal(torch.cat(parts), sum(tensors)) and wire.sent_bytes == 32
+    assert all(torch.equal(each, sum(tensors)) for each in wire.all_gather(parts))
+    assert wire.sent_bytes == 64
+    assert all(torch.equal(each, sum(tensors)) for each in wire.all_reduce(tensors))
+    assert wire.sent_bytes == 128
+    with pytest.raises(AttributeError):
+        wire.sent_bytes += 1
+
+
+def test_rank_wire_equals_wire_of_all_ranks():
+    shards = torch.arange(24.0).view(8, 3).chunk(4)
+    gradients = [torch.full((8, 3), float(r)).cos() for r in range(4)]
+    everyone = wire_08.Wire()
+    sums, whole = everyone.reduce_scatter(gradients), everyone.all_gather(shards)[0]
+    for rank in range(4):
+        wire = wire_08.RankWire(rank, shards, gradients)
+        assert torch.equal(wire.all_gather(shards[rank]), whole)
+        assert torch.allclose(wire.reduce_scatter(gradients[rank]), sums[rank])
+        assert wire.sent_bytes == everyone.sent_bytes
+        with pytest.raises(ValueError, match="shard must be this rank's"):
+            wire.all_gather(whole)
+        with pytest.raises(ValueError, match="tensor must be the whole gradient"):
+            wire.reduce_scatter(shards[rank])
+        assert torch.allclose(wire.all_reduce(gradients[rank]), sum(gradients))
+        assert wire.sent_bytes == 2 * everyone.sent_bytes
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_recorded_bytes_equal_ring_formula_except_for_reduce_scatter(ranks):
+    recorded, shapes = wire_08.RECORDED[ranks], shapes_of(task_of().make_model())
+    share, close = (ranks - 1) / ranks, functools.partial(pytest.approx, rel=5e-3)
+    for mode in ("ddp", "zero1", "fsdp"):
+        # with fsdp once more: gloo sends the whole sum of a reduce-scatter
+        scattered = 4 * shapes.numbers if mode == "fsdp" else 0
+        assert recorded[mode] == close(share * (sent_bytes(shapes, mode, ranks) + scattered))
+    assert recorded["reduce_scatter"] == close(recorded["all_reduce"])
+    assert recorded["all_gather"] == close(share * wire_08.TENSOR_BYTES)
+
+
+def test_compared_splits_equal_ring_simulated_step_by_step():
+    shapes, gpus = large_08.seventy_billion(), range(64)
+    across = [[gpus[first::8], 8] for first in range(8)]  # one GPU of each machine
+    splits = [
+        ([[gpus, 1]], sent_bytes(shapes, "fsdp-bf16", 64)),
+        (across, 2 * shapes.updated_bytes),
+        (across, sent_bytes(shapes, "fsdp-bf16", 8)),
+    ]
+    found = large_08.compare_splits(shapes, 50e9).data.iloc[:, 2:].values.tolist()
+    for row, (rings, nbytes) in zip(found, splits, strict=True):
+        out = collections.Counter()
+        for ring, parts in rings:
+            for _ in ring[1:]:  # steps, in each of which every GPU sends a chunk to the next one
+                for sender, receiver in zip(ring, (*ring[1:], ring[0]), strict=True):
+                    if sender // 8 != receiver // 8:
+                        out[sender // 8] += nbytes / parts / len(ring)
+        assert len(set(map(round, out.values()))) == 1 and len(out) == 8
+        seconds = out[0] / 50e9
+        assert row == [f"{value:.1f}" for value in (out[0] / 1e9, seconds, seconds / 8)]
+
+
+def test_network_namespace_counts_bytes_of_all_gather():
+    try:
+        found = loopback.bytes_sent(2, ["all_gather"])
+    except RuntimeError as error:
+        pytest.skip(f"{error}"[:200])
+    assert found["all_gather"] == pytest.approx(wire_08.TENSOR_BYTES / 2, rel=0.02)
+
+
+def test_bytes_sent_raises_without_network_namespace(monkeypatch, tmp_path):
+    forbidden = tmp_path / "forbidden"
+    forbidden.touch(mode=0o644)
+    for program in ("no such program", str(forbidden)):
+        monkeypatch.setattr(loopback, "_EMPTY", [program])
+        with pytest.raises(RuntimeError, match="network namespace"):
+            loopback.bytes_sent(2)
+
+
+@pytest.mark.parametrize(("interpreted", "gpu"), [(False, False), (True, False), (False, True)])
+def test_compiled_triton_without_gpu_raises_with_restart_advice(monkeypatch, interpreted, gpu):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "INTERPRETED", interpreted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    if interpreted or gpu:
+        assert exercises_06.triton_here()[0].__name__ == "triton"
+    else:
+        with pytest.raises(RuntimeError, match=r"(?s)restart the kernel.*请重启内核"):
+            exercises_06.triton_here()
+
+
+@pytest.mark.parametrize(("new", "correct"), [("largest", False), ("tl.maximum(largest)", None)])
+def test_kernel_check_without_triton_rejects_only_stub(monkeypatch, new, correct):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    source = f"def fold(largest): return tl.exp({new})\ndef run(q, k, v): return q, q[:, 0]"
+    exec(source, cell := {"tl": None})
+    assert exercises_06.check_kernel(cell["run"]).correct is correct
+
+
+def test_adam_of_exercise_equals_torch_adam():
+    weight, ours = torch.nn.Parameter(torch.linspace(-1, 1, 8)), wire_08.Adam()
+    adam, shard = torch.optim.Adam([weight], lr=1e-3), weight.detach().clone()
+    for step in range(3):
+        weight.grad = torch.linspace(-1, step, 8).sin()
+        shard = ours(shard, weight.grad)
+        adam.step()
+        assert torch.allclose(shard, weight, atol=1e-6)
+    assert ours.state_bytes == 2 * 8 * 4
+
+
+# Lesson 09
+# --------------------------------------------------------------------------------------------------
+
+
+def small_decoder():
+    return Decoder(vocabulary=32, hidden=16, heads=2, layers=3, sequence=8)
+
+
+def small_batch(step):
+    return random_tokens(4, 8, 32, seed=step)
+
+
+def table_and_head():
+    return nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))
+
+
+def sum_of_losses(model, tokens):
+    logits, targets = model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, targets, reduction="sum"), targets.numel()
+
+
+def loss_with_extra_operator_on_values(model, tokens):
+    """Run one more operator on real values, which takes more memory."""
+    if not is_symbolic(model[1].weight):
+        tokens.tile(1000)
+    return sum_of_losses(model, tokens)
+
+
+def one_graph_model():
+    return nn.Linear(8, 8)
+
+
+def graph(step):
+    """Return a batch that cannot be split, because its tensors have different first dimensions."""
+    return torch.full((5, 8), 1.0 + step), torch.tensor([[0, 1, 2], [2, 3, 4]])
+
+
+def graph_loss(model, batch):
+    nodes, edges = batch
+    return model(nodes)[edges].sum(), len(nodes)
+
+
+@pytest.mark.parametrize(
+    ("fill_ins", "message"),
+    [
+        (
+            {"make_model": table_and_head, "loss_sum": loss_with_extra_operator_on_values},
+            "`aten.slice.Tensor` was predicted",
+        ),
+        ({}, "3 blocks from `layers.0` on"),
+        ({"make_model": table_and_head, "loss_sum": sum_of_losses}, "No list of equal blocks"),
+        ({"make_model": lambda: None}, "Not answered yet"),
+        ({"make_model": lambda: nn.ReLU()}, "trainable parameters"),
+        ({"make_model": functools.cache(small_decoder)}, "the same model twice"),
+        ({"make_batch": lambda step: 3}, "must return one tensor"),
+        ({"make_batch": lambda step: small_batch(0)}, "the same batch for steps 0 and 1"),
+        ({"make_batch": lambda step: small_batch(step) + 30}, "the embedding has only"),
+        ({"make_model": one_graph_model, "make_batch": graph, "loss_sum": graph_loss}, "Right"),
+        ({"loss_sum": lambda m, b: (m.loss(b), b[:, 1:].numel())}, "The sums that"),
+        ({"loss_sum": lambda m, b: (m.loss_sum(b)[0], 1)}, "The weights that"),
+        ({"loss_sum": lambda m, b: m.loss(b)}, "must return a pair"),
+        ({"make_model": small_decoder()}, "`make_model` must be a function"),
+        ({"make_model": lambda: small_decoder().bfloat16()}, "a model in fp32"),
+        (
+            {"make_model": lambda: nn.Linear(8, 8), "make_batch": lambda step: torch.rand(4, 8)},
+            "write `loss_sum`",
+        ),
+    ],
+)
+def test_project_verdict_names_problem_of_fill_in(fill_ins, message):
+    arguments = {"make_model": small_decoder, "make_batch": small_batch} | fill_ins
+    assert message in slots_10.verdict_on(*arguments.values()).message
+
+
+def test_first_difference_names_first_operator_with_other_bytes():
+    def trace(*live):
+        operators = [("entry", "forward"), ("mm", "forward"), ("sum", "backward")]
+        return Trace(operators[: len(live)], np.array([[count] for count in live]))
+
+    message = slots_10.first_difference(trace(8, 16, 32), trace(8, 24, 40))
+    assert "`mm`, 16 live bytes were predicted, but 24 were" in message
+    assert "the same 1 operators" in slots_10.first_difference(trace(8, 16), trace(8, 16, 32))
+
+
+@pytest.mark.parametrize("name", ["llama.json", "llama_3_8b.json"])
+def test_parameter_formula_equals_transformers_models(name):
+    transformers = pytest.importorskip("transformers")
+    config = json.loads((exercises_09.FOLDER / name).read_text("utf-8"))
+    with symbolic():
+        config_of_model = transformers.AutoConfig.for_model(**config)
+        model = transformers.AutoModelForCausalLM.from_config(config_of_model)
+    assert parameters_of(config) == sum(p.numel() for p in model.parameters())

@@ -1,0 +1,531 @@
+"""Splitting of batches, compared with autograd on the full batch, and errors that name a key."""
+
+import warnings
+from collections import UserDict, namedtuple
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from course_lib._batches import parts_of, samples_in
+from course_lib.accumulation import AccumulatedStep, split
+from course_lib.budget import Recipe, build, estimate, fit, run, train_step
+from course_lib.budget.__main__ import main
+from course_lib.budget.check import compare_with_estimate
+from course_lib.budget.rates import RATES
+from course_lib.budget.search.candidates import RecipeSearch
+from course_lib.budget.search.estimate_cache import EstimateCache
+from course_lib.budget.search.fit import InfeasibleBudget
+from course_lib.budget.techniques.micro_batches import counts_by_split, counts_of_batch
+from course_lib.distributed.prediction import predict
+from course_lib.distributed.training.tasks import task_of
+from course_lib.workload import Workload, samples_of
+
+WIDTH, CLASSES = 8, 3
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Item:
+    x: Any
+    y: Any
+
+
+class Net(nn.Module):
+    """Three blocks and a head; `read` turns a batch into (inputs, labels as Python integers)."""
+
+    def __init__(self, read):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.read = read
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def loss_sum(self, batch):
+        x, labels = self.read(batch)
+        scores = self(x)
+        assert len(scores) == len(labels)
+        losses = [F.cross_entropy(s, torch.tensor(int(c))) for s, c in zip(scores, labels)]  # noqa: B905
+        return torch.stack(losses).sum(), len(losses)
+
+
+def inputs(samples=4):
+    return torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(net, batch, recipe=None, **options):
+    """Return the gradients of a step, which equal SGD's update with learning rate 1."""
+    recipe = recipe or Recipe()
+    model, optimizer = build(net, replace(recipe, optimizer="sgd"), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    train_step(model, optimizer, batch, replace(recipe, optimizer="sgd"), **options)
+    return [a - b.detach() for a, b in zip(before, model.parameters(), strict=True)]
+
+
+def full_gradients(net, batch):
+    """Return gradients of the mean loss of the full batch, by autograd."""
+    model = net()
+    total, weight = model.loss_sum(batch)
+    return torch.autograd.grad(total / weight, list(model.parameters()))
+
+
+def assert_close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+class WrongLength(UserDict):
+    """A batch whose `len` is not that of its tensors."""
+
+    def __len__(self):
+        return 99
+
+
+# ---- batches that are split
+
+LABELS = [0, 1, 2, 0, 1, 2, 1]
+KINDS = {
+    "array of labels": (lambda x, y: {"x": x, "y": np.array(y)}, lambda b: (b["x"], b["y"])),
+    "array of strings": (lambda x, y: Pair(x, np.array(list(map(str, y)))), lambda b: b),
+    "array of objects": (
+        lambda x, y: {"x": x, "more": [Item(None, np.array(y, dtype=object))]},
+        lambda b: (b["x"], b["more"][0].y),
+    ),
+    "only arrays": (lambda x, y: Item(x.numpy(), np.array(y)), lambda b: (torch.tensor(b.x), b.y)),
+    "nested dict with a list of dicts": (
+        lambda x, y: {"in": {"x": x}, "out": [{"y": torch.tensor(y)}, {"name": "a"}]},
+        lambda b: (b["in"]["x"], b["out"][0]["y"].tolist()),
+    ),
+    "wrong len": (lambda x, y: WrongLength(x=x, y=np.array(y)), lambda b: (b["x"], b["y"])),
+}
+
+
+@pytest.mark.parametrize(("make", "read"), KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("samples", [1, 2, 5, 7])
+def test_gradient_of_split_arrays_equals_full_batch(make, read, samples):
+    batch = make(inputs(samples), LABELS[:samples])
+    assert samples_in(batch) == samples
+
+    def net():
+        return Net(read)
+
+    expected = full_gradients(net, batch)
+    for count in {1, min(samples, 2), samples}:
+        assert_close(gradients(net, batch, Recipe(micro_batches=count)), expected)
+
+
+# ---- batches that cannot be split
+
+REJECTED = {
+    "list": (lambda x, y: {"x": x, "y": y}, r"batch\['y'\], a list with one value"),
+    "tuple of strings": (lambda x, y: (x, tuple(map(str, y))), r"batch\[1\], a tuple with"),
+    "list of dicts": (lambda x, y: {"x": x, "y": [{"c": c} for c in y]}, r"batch\['y'\], a list"),
+    "list in a dict": (lambda x, y: {"x": x, "y": {"c": y}}, r"batch\['y'\]\['c'\], a list"),
+    "list in a tuple": (lambda x, y: Item(x, (y,)), r"batch\.y\[0\], a list with"),
+    "range": (lambda x, y: {"x": x, "y": range(len(y))}, r"batch\['y'\], a range with"),
+    "array of another length": (
+        lambda x, y: {"x": x, "y": np.arange(3)},
+        r"batch\['x'\] with 4 samples and batch\['y'\] with 3 samples",
+    ),
+    "array without dimensions": (
+        lambda x, y: {"x": x, "t": np.array(0.5)},
+        r"batch\['x'\] with 4 samples and batch\['t'\] without dimensions",
+    ),
+    "boxes": (
+        lambda x, y: {"x": x, "y": [{"boxes": torch.rand(n + 4, 4)} for n in range(4)]},
+        r"batch\['x'\] with 4 samples and batch\['y'\]\[1\]\['boxes'\] with 5 samples",
+    ),
+    "mask": (
+        lambda x, y: (x, torch.ones(9, 9)),
+        r"batch\[0\] with 4 samples and batch\[1\] with 9",
+    ),
+    "sparse": (lambda x, y: {"x": x.to_sparse()}, r"dense tensors .*, got batch\['x'\], a tensor"),
+    "no tensor": (
+        lambda x, y: y,
+        "a container of tensors .*, got a list, which contains no tensor",
+    ),
+    "object": (
+        lambda x, y: SimpleNamespace(x=x),
+        "got a SimpleNamespace, which contains no tensor",
+    ),
+}
+
+
+def first_tensor(batch):
+    """Return the inputs of a batch in `REJECTED`."""
+    if isinstance(batch, (list, int)):
+        return inputs()
+    found = batch.get("x") if isinstance(batch, dict) else getattr(batch, "x", None)
+    found = batch[0] if found is None else found
+    return found.to_dense() if found.layout is torch.sparse_coo else found
+
+
+def by_inputs(model, batch):
+    x = first_tensor(batch)
+    return model(x).square().sum(), len(x)
+
+
+def net():
+    return Net(None)
+
+
+@pytest.mark.parametrize(("make", "place"), REJECTED.values(), ids=REJECTED)
+def test_batch_that_cannot_be_split_is_rejected_with_its_key(make, place):
+    def make_batch():
+        return make(inputs(), LABELS[:4])
+
+    two, options = Recipe(micro_batches=2), {"loss_sum": by_inputs}
+    model, optimizer = build(net, Recipe())
+    assert train_step(model, optimizer, make_batch(), Recipe(), **options).weight == 4
+    if place != REJECTED["sparse"][1]:  # symbolic tensors are dense
+        measured = run(net, make_batch, Recipe(), **options).meter.peak_bytes
+        assert estimate(net, make_batch, Recipe(), **options).peak_bytes == measured
+        with pytest.raises((TypeError, ValueError), match=place):
+            estimate(net, make_batch, two, **options)
+    for attempt in (
+        lambda: run(net, make_batch, two, **options),
+        lambda: train_step(model, optimizer, make_batch(), two, **options),
+    ):
+        with pytest.raises((TypeError, ValueError), match=place) as raised:
+            attempt()
+        assert "pass a function split(batch, parts)" in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["list", "array of another length", "no tensor"])
+def test_fit_tries_one_micro_batch_if_batch_cannot_be_split(kind):
+    def make_batch():
+        return REJECTED[kind][0](inputs(), LABELS[:4])
+
+    options = {"loss_sum": by_inputs, "quick": True, "progress": False}
+    found = fit(net, make_batch, 10**9, **options)
+    assert {each.recipe.micro_batches for each in found} == {1}
+    assert "only one micro-batch was tried: batch must" in str(found)
+    with pytest.raises(InfeasibleBudget, match="only one micro-batch was tried: batch must"):
+        fit(net, make_batch, 1, **options)
+
+
+KEPT = {
+    "list of another length": [1, 2, 3],
+    "string of that length": "abcd",
+    "named tuple": namedtuple("Size", "a b c d")(1, 2, 3, 4),
+    "dict of that length": {1: 1, 2: 2, 3: 3, 4: 4},
+    "NumPy scalar": np.float32(3),
+    "object": SimpleNamespace(y=[1, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize("value", KEPT.values(), ids=KEPT)
+def test_values_not_per_sample_are_in_every_micro_batch(value):
+    parts = list(split({"x": inputs(), "more": value}, 3))
+    assert [part["more"] for part in parts] == [value, value]
+    assert all(part["more"] is value for part in parts)
+
+
+# ---- split, the user's function
+
+
+def documents(lengths=(3, 2, 4, 1, 5, 1)):
+    """Return sequences packed into one, as for variable-length attention."""
+    ends = torch.tensor((0, *lengths)).cumsum(0)
+    return {"x": inputs(sum(lengths)), "ends": ends, "lengths": list(lengths), "t": torch.ones(())}
+
+
+def documents_split(batch, parts):
+    lengths = batch["lengths"]
+    if parts > len(lengths):
+        raise IndexError("there are fewer documents")
+    found, start = [], 0
+    for own in map(list, np.array_split(lengths, parts)):
+        ends = torch.tensor((0, *own)).cumsum(0)
+        found.append({**batch, "x": batch["x"][start : start + sum(own)]})
+        found[-1] |= {"ends": ends, "lengths": list(map(int, own))}
+        start += sum(own)
+    return found
+
+
+def by_document(model, batch):
+    """Return the squares of each document's mean, which depend on where documents begin."""
+    rows = model(batch["x"] * batch["t"]).split(batch["lengths"])
+    return torch.stack([each.mean(0) for each in rows]).square().sum(), len(rows)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("checkpoint", ["none", "layers"])
+def test_gradient_with_users_split_equals_full_batch(count, checkpoint):
+    model = net()
+    total, weight = by_document(model, documents())
+    expected = torch.autograd.grad(total / weight, list(model.parameters()))
+    recipe = Recipe(micro_batches=count, checkpoint=checkpoint)
+    options = {"loss_sum": by_document, "split": documents_split}
+    assert_close(gradients(net, documents(), recipe, **options), expected)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize("lengths", [(3, 2, 4, 1, 5, 1), (2, 2, 2, 2, 2, 2)])
+def test_estimate_with_users_split_equals_run(count, lengths):
+    options = {"loss_sum": by_document, "split": documents_split}
+    recipe = Recipe(micro_batches=count)
+    predicted = estimate(net, lambda: documents(lengths), recipe, **options)
+    measured = run(net, lambda: documents(lengths), recipe, **options)
+    assert predicted.peak_bytes == measured.meter.peak_bytes
+    assert predicted.flops == measured.meter.flops
+
+
+def by_lists():
+    """Return micro-batches of one shape, whose lists decide how often the model runs."""
+    lengths = (3, 1, 2, 2, 1, 1, 1, 1)
+
+    def split_in_three(batch, parts):
+        groups, rows = ((3, 1), (2, 2), (1, 1, 1, 1)), batch["x"].split(4)
+        return [{**batch, "x": x, "lengths": list(g)} for x, g in zip(rows, groups, strict=True)]
+
+    def loss(model, batch):
+        for _ in batch["lengths"]:
+            out = model(batch["x"])
+        return out.square().sum(), len(batch["lengths"])
+
+    return lambda: documents(lengths), 3, {"loss_sum": loss, "split": split_in_three}
+
+
+def by_patches():
+    """Return micro-batches of one image each, with different numbers of patches."""
+    patches = (2, 40, 3, 4)
+
+    def split_images(batch, parts):
+        rows = batch["patches"].split(patches)
+        return [{"ids": i, "patches": p} for i, p in zip(batch["ids"].split(1), rows, strict=True)]
+
+    def loss(model, batch):
+        return model(batch["patches"]).square().sum(), len(batch["ids"])
+
+    options = {"loss_sum": loss, "split": split_images}
+    return lambda: {"ids": torch.arange(4), "patches": inputs(sum(patches))}, 4, options
+
+
+def by_arrays():
+    """Return micro-batches whose arrays decide how often the model runs."""
+
+    def loss(model, batch):
+        for _ in range(int(batch["n"][0])):
+            out = model(batch["x"])
+        return out.square().sum(), len(batch["x"])
+
+    return lambda: {"x": inputs(4), "n": np.array([1, 3, 1, 2])}, 4, {"loss_sum": loss}
+
+
+@pytest.mark.parametrize("make", [by_lists, by_patches, by_arrays])
+def test_estimate_distinguishes_micro_batches_of_different_cost(make):
+    make_batch, count, options = make()
+    recipe = Recipe(micro_batches=count)
+    predicted = estimate(net, make_batch, recipe, **options)
+    measured = run(net, make_batch, recipe, **options).meter
+    assert (predicted.peak_bytes, predicted.flops) == (measured.peak_bytes, measured.flops)
+
+
+def test_fit_doubles_micro_batches_of_users_split():
+    tried = []
+    options = {"loss_sum": by_document, "split": documents_split, "progress": tried.append}
+    found = fit(net, documents, 10**9, base=Recipe(checkpoint="layers"), **options)
+    assert "only one" not in str(found)
+    least = min(
+        estimate(net, documents, r, loss_sum=by_document, split=documents_split).peak_bytes
+        for r in {replace(each, micro_batches=4) for each in tried}
+    )
+    tried.clear()
+    best = fit(net, documents, least, base=Recipe(checkpoint="layers"), **options)[0]
+    assert {each.micro_batches for each in tried} <= {1, 2, 4}
+    assert best.recipe.micro_batches in (2, 4)
+    measured = run(
+        net, documents, best.recipe, loss_sum=by_document, split=documents_split
+    ).meter.peak_bytes
+    assert measured == best.peak_bytes <= least
+
+
+def with_empty_parts(batch, parts):
+    """Split by `torch.tensor_split`, whose last parts may be empty."""
+    return [{**batch, "x": x} for x in batch["x"].tensor_split(parts)]
+
+
+@pytest.mark.parametrize(
+    ("samples", "cut", "counts"),
+    [
+        (5, with_empty_parts, [1, 2, 4]),
+        (1, with_empty_parts, [1]),
+        (4, with_empty_parts, [1, 2, 4]),
+        (4, lambda batch, parts: [batch] * parts, [1]),
+        (8, lambda batch, parts: [{"x": batch["x"][: max(2, 8 // parts)]}] * parts, [1, 2, 4]),
+        (8, lambda batch, parts: with_empty_parts(batch, min(parts, 2)), [1, 2]),
+    ],
+)
+def test_fit_stops_at_empty_or_equally_large_parts(samples, cut, counts):
+    batch = {"x": inputs(samples), "t": torch.ones(())}
+    assert counts_by_split(batch, cut) == counts
+    assert (counts_of_batch(batch, cut)[1] is None) == (len(counts) > 1)
+
+
+def test_fit_raises_the_error_of_users_split():
+    def broken(batch, parts):
+        raise KeyError("no such column")
+
+    with pytest.raises(KeyError, match="no such column"):
+        fit(net, documents, 10**9, loss_sum=by_document, split=broken, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("result", "actual"),
+    [
+        (lambda batch, parts: [batch] * 3, "got a list of 3"),
+        (lambda batch, parts: batch, "got a dict"),
+        (lambda batch, parts: None, "got None"),
+    ],
+)
+def test_users_split_must_return_a_list_of_batches(result, actual):
+    must = "the result of split must be a list of 2 batches when it is called with parts=2, "
+    with pytest.raises((TypeError, ValueError), match=must + actual):
+        gradients(net, documents(), Recipe(micro_batches=2), loss_sum=by_document, split=result)
+    assert parts_of(3, 1, result) == [3]  # a single part is not cut
+
+
+# ---- the commands and several ranks
+
+
+def make_net():
+    return net()
+
+
+make_net.make_batch = documents
+make_net.loss_sum = by_document
+
+
+def make_split_net():
+    return net()
+
+
+make_split_net.make_batch = documents
+make_split_net.loss_sum = by_document
+make_split_net.split = documents_split
+
+
+def test_command_uses_split_attribute_of_the_model_function(capsys, monkeypatch):
+    monkeypatch.setenv("COURSE_LANG", "en")
+    arguments = ["--budget", "1GB", "--count", "tensors", "--quick", "--device", "laptop"]
+    assert main(["--model", f"{__name__}:make_net", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "a batch whose number of samples is not known" in out
+    assert "only one micro-batch was tried: batch must have the same number of samples" in out
+    assert main(["--model", f"{__name__}:make_split_net", *arguments]) == 0
+    assert "only one micro-batch" not in capsys.readouterr().out
+
+
+def test_comparison_with_estimate_splits_batch_with_the_given_function():
+    assert samples_of(documents) is None
+    fields = documents, by_document, "net", "documents"
+    workload = Workload(make_split_net, *fields, samples=None, split=documents_split)
+    found = compare_with_estimate(workload, Recipe(micro_batches=4))
+    assert found.measured_bytes == found.predicted_bytes
+
+
+def test_task_splits_shares_of_ranks_with_users_split():
+    task = task_of(model=f"{__name__}:make_split_net")
+    assert task.samples is None
+    assert [len(task.part(0, 2, rank)["lengths"]) for rank in range(2)] == [3, 3]
+    with pytest.raises(ValueError, match=r"batch\['x'\] with 16 .* batch\['ends'\] with 7"):
+        task_of(model=f"{__name__}:make_net").part(0, 2, 0)
+
+
+def test_estimate_of_ranks_uses_the_share_with_most_bytes():
+    options = {"loss_sum": by_document, "split": documents_split}
+    recipe = Recipe(ranks=2, shard="ddp", micro_batches=3)
+    found, mirrored, even = (
+        estimate(net, lambda lengths=lengths: documents(lengths), recipe, **options).peak_bytes
+        for lengths in ((1, 1, 1, 5, 5, 5), (5, 5, 5, 1, 1, 1), (3, 3, 3, 3, 3, 3))
+    )
+    assert found == mirrored > even
+
+    def share():
+        return documents_split(documents((1, 1, 1, 5, 5, 5)), 2)[1]
+
+    prediction = predict(net, share, by_document, "ddp", 2, micro_batches=3, split=documents_split)
+    assert found == prediction.peak_bytes
+    best = fit(net, documents, found * 2, base=Recipe(ranks=2), progress=False, **options)
+    assert best[0].recipe.ranks == 2
+
+
+# ---- BatchNorm
+
+
+def normed(allowed=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+    if allowed:
+        model.batch_norm_per_micro_batch = True
+    return model
+
+
+def squares(model, x):
+    return model(x).square().sum(), len(x)
+
+
+def warnings_of(model, sizes, steps=2):
+    step = AccumulatedStep(model, torch.optim.SGD(model.parameters(), lr=0.1), squares)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            step(list(inputs(6).split(sizes)))
+    return [each for each in caught if "BatchNorm" in str(each.message)]
+
+
+def test_accumulated_step_warns_once_about_batch_norm():
+    [only] = warnings_of(normed(), 2)
+    assert only.category is UserWarning and only.filename == __file__
+    assert "batch_norm_per_micro_batch = True" in str(only.message)
+    assert len(warnings_of(normed(), 2)) == 1  # again for another AccumulatedStep
+    assert warnings_of(normed(), 6) == []  # one micro-batch
+    assert warnings_of(normed().eval(), 2) == []
+    assert warnings_of(nn.Linear(WIDTH, 1), 2) == []
+    assert warnings_of(normed(allowed=True), 2) == []
+    assert warnings_of(nn.Sequential(normed(allowed=True)), 2) == []  # as in a wrapper
+
+
+def test_batch_norm_needs_permission_for_micro_batches():
+    recipe = Recipe(optimizer="sgd", micro_batches=3)
+    with pytest.raises(ValueError, match=r"model\.batch_norm_per_micro_batch = True"):
+        estimate(normed, inputs, recipe, loss_sum=squares)
+
+    def allowed():
+        return normed(allowed=True)
+
+    predicted = estimate(allowed, lambda: inputs(6), recipe, loss_sum=squares)
+    measured = run(allowed, lambda: inputs(6), recipe, loss_sum=squares)
+    assert predicted.peak_bytes == measured.meter.peak_bytes
+    model = allowed()
+    total = sum(squares(model, x)[0] for x in inputs(6).split(2))
+    expected = torch.autograd.grad(total / 6, list(model.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = gradients(allowed, inputs(6), recipe, loss_sum=squares)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("samples", "counts"), [(6, [1, 2, 3]), (7, [1, 2]), (3, [1])])
+def test_fit_leaves_no_single_sample_to_batch_norm(samples, counts):
+    def counts_for(make):
+        options = {"loss_sum": squares, "tier": "file"}
+        cache = EstimateCache(make, lambda: inputs(samples), Recipe(), **options)
+        return list(RecipeSearch(cache, 10**9, RATES["laptop"]).micro_batch_counts)
+
+    assert counts_for(lambda: normed(allowed=True)) == counts
+    assert counts_for(normed) == [1]
+    assert counts_for(lambda: normed().eval())[-1] == samples

@@ -1,0 +1,216 @@
+"""The answer of `python -m course_lib.budget`: its first lines, scripts, and the option `--for`.
+
+The printed peak is compared with the meter's while the printed script runs."""
+
+import ast
+import json
+import re
+import warnings
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
+
+import pytest
+from script_models import run_script
+
+from course_lib.budget import __main__ as command
+from course_lib.budget.scripts import FRAMEWORKS
+
+SIZES = ["--hidden", "128", "--layers", "2", "--heads", "2", "--vocabulary", "500"]
+SIZES += ["--sequence", "64", "--batch", "4"]
+LAPTOP = ["--device", "laptop", "--quick"]
+USER_CODE = """
+import torch
+from torch import nn
+
+def make_model():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        blocks = (nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(6))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 352}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4))
+
+tokens = torch.ones(2, 4, dtype=torch.long)
+llama.make_batch = lambda: {"input_ids": tokens.clone(), "labels": tokens.clone()}
+Normed.make_batch = lambda: torch.ones(4, 8, 40, 40)
+Normed.loss_sum = lambda model, batch: (model(batch).square().sum(), len(batch))
+make_model.make_batch = lambda: torch.ones(512, 256)
+make_model.loss_sum = lambda model, batch: (model(batch).square().sum(), len(batch))
+"""
+
+
+@cache
+def printed_by(*arguments):
+    """Return what the command prints."""
+    with redirect_stdout(StringIO()) as printed:
+        assert command.main([*arguments]) == 0
+    return printed.getvalue()
+
+
+def result_of(*arguments):
+    """Return the JSON that the command prints."""
+    return json.loads(printed_by(*arguments, "--json"))
+
+
+@pytest.fixture
+def rejected(capsys):
+    """Return a function that runs the command and returns its exit status and its error."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as exit:
+            command.main([*arguments])
+        return exit.value.code, capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def user_code(tmp_path, monkeypatch):
+    (tmp_path / "user_code.py").write_text(USER_CODE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def script_in(printed):
+    """Return the script in the output: the longest code after its heading."""
+    _, _, rest = printed.partition(" at the peak:\n\n")
+    parts = rest.split("\n\n")
+    for count in range(len(parts), 0, -1):
+        try:
+            ast.parse("\n\n".join(parts[:count]))
+        except SyntaxError:
+            continue
+        return "\n\n".join(parts[:count])
+    raise AssertionError(printed)
+
+
+@pytest.mark.parametrize("device", ["RTX 4090", "laptop"])
+def test_command_first_lines_show_fit_remaining_and_offloaded_memory(device):
+    arguments = [*SIZES, "--device", device, "--budget", "1GB", "--quick"]
+    found = result_of(*arguments)
+    first, second, third, *_ = printed_by(*arguments).splitlines()
+    best = found["recipes"][0]
+    needed = best["reserved_bytes"] if device != "laptop" else best["peak_bytes"]
+    left = found["room_bytes"] - needed
+    assert first.startswith("it fits: ") and f" of 1.0 GB ({device})" in first
+    assert f" {(10**9 - left) / 1e6:.1f} MB of" in first
+    assert second == f"left: {left / 1e6:.1f} MB, {left / 1e9:.0%} of the memory"
+    assert third == ("in files: nothing" if device == "laptop" else "in host memory: nothing")
+    assert found["fits"] is True and found["left_bytes"] == left
+
+
+def test_command_prints_host_memory_of_offloaded_state():
+    arguments = [*SIZES, "--device", "H100", "--count", "tensors", "--quick", "--budget"]
+    peak = result_of(*arguments, "1GB")["way"][0]["peak_bytes"]
+    arguments.append(f"{peak * 2 // 3}B")
+    found = result_of(*arguments)
+    assert found["recipes"][0]["recipe"]["offload_optimizer"] == 1.0
+    state = 12 * found["parameters"]
+    assert found["host_state_bytes"] == state
+    third = printed_by(*arguments).splitlines()[2]
+    assert f"{state / 1e6:.1f} MB of optimizer state, 12 bytes per parameter" in third
+
+
+@pytest.mark.parametrize(
+    ("model", "share"), [(SIZES, 0.6), (["--model", "user_code:make_model"], 2)]
+)
+def test_printed_script_runs_and_peaks_at_printed_bytes(model, share, user_code):
+    plain = result_of(*model, *LAPTOP, "--budget", "1GB")["way"][0]["peak_bytes"]
+    printed = printed_by(*model, *LAPTOP, "--budget", f"{int(plain * share)}B", "--for", "torch")
+    [peak] = re.findall(r"([\d,]+) bytes \([\d.,]+ MB\) at the peak:", printed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        meter, _ = run_script(script_in(printed))
+    # the loss and the weight of the first step are live until those of the second exist
+    assert 0 <= meter.peak_bytes - int(peak.replace(",", "")) <= 8
+
+
+def test_answer_has_script_or_reason_for_each_framework():
+    arguments = [*SIZES, *LAPTOP, "--budget", "1GB"]
+    answers = result_of(*arguments)["frameworks"]
+    assert answers.keys() == FRAMEWORKS.keys()
+    assert "script" in answers["torch"] and "ranks" in answers["fsdp2"]["problem"]
+    assert "transformers" in answers["trainer"]["problem"]
+    printed = printed_by(*arguments)
+    assert all(re.search(rf"^{name}  ", printed, re.M) for name in FRAMEWORKS)
+    ranks = result_of(*arguments, "--ranks", "2")["frameworks"]
+    assert "fully_shard" in ranks["fsdp2"]["script"] and "problem" in ranks["torch"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--for", "trainr"], "did you mean 'trainer'"),
+        (["--for", "trainer", "--ranks", "2"], "ranks must be 1 .*fsdp2"),
+        (["--for", "torch", "--tier", "file"], "--tier must be host for a script"),
+        (["--for", "fsdp2", "--lora", "4"], "--for fsdp2 cannot be combined with --lora"),
+        (["--ranks", "2", "--optimizer", "lion"], "--optimizer must be adam when --ranks is 2"),
+        (["--for", "fsdp2", "--ranks", "2", "--precision", "bf16-only"], "precision must be"),
+    ],
+)
+def test_command_rejects_options_that_framework_does_not_support(options, message, rejected):
+    status, error = rejected(*SIZES, "--device", "H100", *options)
+    assert status == 2 and re.search(message, error) and error.count("\n") == 1
+
+
+def test_script_for_batch_norm_blocks_uses_no_checkpoint(user_code):
+    arguments = ["--model", "user_code:Normed", *LAPTOP, "--precision", "fp32"]
+    plain = result_of(*arguments, "--budget", "1GB")["recipes"][0]["peak_bytes"]
+    budget = ["--budget", f"{int(plain * 0.85)}B"]
+    found = result_of(*arguments, *budget)
+    assert found["recipes"][0]["recipe"]["checkpoint"] == "layers"
+    # `fit` undoes the second update of the statistics, and a script cannot.
+    assert found["frameworks"]["torch"]["problem"].startswith("nothing was found that fits")
+    assert command.main([*arguments, *budget, "--for", "torch", "--json"]) == 1
+    printed = printed_by(*arguments, "--budget", "1GB", "--for", "torch")
+    assert "checkpoint" not in script_in(printed)
+
+
+def test_infeasible_search_suggests_dropping_the_framework_option(capsys, user_code):
+    arguments = ["--model", "user_code:make_model", *LAPTOP, "--for", "torch", "--budget", "10kB"]
+    assert command.main(arguments) == 1
+    first, second, third, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith("nothing was found") and second.startswith("missing: ")
+    assert third.startswith("in files: ") and "without --for, all are tried" in "\n".join(rest)
+    assert command.main([*arguments, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_trainer_answer_falls_back_to_bf16_weights_and_warns(tmp_path):
+    pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+    config = {"model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112}
+    config |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config), "utf-8")
+    arguments = ["--config", f"{file}", "--sequence", "8", "--batch", "2"]
+    arguments += [*LAPTOP, "--for", "trainer"]
+    best = result_of(*arguments, "--budget", "1GB")
+    assert best["recipes"][0]["recipe"]["precision"] == "autocast"
+    budget = f"{best['recipes'][0]['peak_bytes'] * 2 // 3}B"
+    printed = printed_by(*arguments, "--budget", budget)
+    assert "are lost by rounding" in printed.splitlines()[3] and ".bfloat16()" in printed
+    assert "are lost" not in printed_by(*arguments, "--budget", budget, "--precision", "bf16-only")
+
+
+def test_trainer_adafactor_peak_is_the_same_with_and_without_for(user_code):
+    """The Trainer's Adafactor is that of transformers, which needs other bytes than PyTorch's."""
+    pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+    arguments = ["--model", "user_code:llama", *LAPTOP, "--budget", "1GB", "--precision", "fp32"]
+    arguments += ["--optimizer", "adafactor"]
+    found = result_of(*arguments)
+    separate = result_of(*arguments, "--for", "trainer")["recipes"][0]
+    assert found["frameworks"]["trainer"]["peak_bytes"] == separate["peak_bytes"]
+    assert separate["peak_bytes"] != found["recipes"][0]["peak_bytes"]

@@ -1,0 +1,166 @@
+"""Scripts for Hugging Face's Trainer peak at the prediction, and `fit` searches their recipes."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import all_pairs
+import pytest
+import torch
+
+from course_lib._check import InfeasibleBudget
+from course_lib.budget import RATES, Recipe, estimate, fit
+from course_lib.budget.scripts import FRAMEWORKS
+from course_lib.models import Decoder, random_tokens
+from course_lib.workload import Source, Workload
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+
+import check_trainer_scripts as scripts  # noqa: E402  (it imports transformers)
+
+TRAINER = FRAMEWORKS["trainer"]
+# The other values are in the program that runs all combinations.
+FEW_CHOICES = {
+    "model": ("plain", "frozen layers", "LoRA on int8"),
+    "optimizer": ("adam", "adafactor", "lion", "adam8bit"),
+}
+ROWS = all_pairs.rows({**scripts.CHOICES, **FEW_CHOICES}, scripts.valid)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the Trainer and bitsandbytes about a CPU
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: ", ".join(map(str, row.values())))
+def test_trainer_script_peaks_at_the_prediction(row, tmp_path, monkeypatch):
+    if "LoRA" in row["model"]:
+        pytest.importorskip("peft", reason="adapters need peft")
+    if row["optimizer"] in ("lion", "adam8bit") or "int8" in row["model"]:
+        pytest.importorskip("bitsandbytes", reason="8-bit layers and states need bitsandbytes")
+    monkeypatch.chdir(tmp_path)
+    scripts.workload.cache_clear()  # its file is in another folder
+    recipe, workload = scripts.recipe_of(row), scripts.workload(row["model"])
+    script = TRAINER.script(recipe, workload)
+    assert 10 <= len([line for line in script.splitlines() if line]) <= 21
+    more = scripts.measured_bytes(script) - scripts.predicted_bytes(row["model"], recipe)
+    assert abs(more) <= scripts.NUMBERS
+
+
+# ---- The search
+
+
+TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SAMPLES = 5  # only one or five micro-batches are equal
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+
+
+def make_model(**more):
+    config = transformers.AutoConfig.for_model("llama", **TINY, **more)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def make_eager():
+    return make_model(attn_implementation="eager")
+
+
+def make_batch():
+    tokens = torch.zeros(SAMPLES, 24, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def search(budget, make=make_model, **options):
+    return fit(make, make_batch, budget, framework="trainer", progress=False, **options)
+
+
+def test_search_finds_cheapest_recipe_of_the_trainer():
+    """Compare with all recipes of the Trainer, which this test lists without the search."""
+    every = [
+        Recipe("autocast", attention=attention, checkpoint=checkpoint, micro_batches=count)
+        for attention, checkpoint, count in product(
+            ("standard", "sdpa"), ("none", "layers"), (1, SAMPLES)
+        )
+    ]
+    make = TRAINER.model_maker(make_eager)
+    found = {recipe: estimate(make, make_batch, recipe, max_norm=1.0) for recipe in every}
+    rates = RATES["laptop"]
+    listed = search(10**9, make_eager, base=Recipe("autocast"))
+    for budget in sorted({e.peak_bytes for e in found.values()}):
+        listed = listed.within(budget)
+        assert [TRAINER.conflict(e.recipe) for e in listed] == [None] * len(listed)
+        assert all(e == found[e.recipe] for e in listed)
+        fitting = [rates.seconds(e) for e in found.values() if e.peak_bytes <= budget]
+        assert rates.seconds(listed[0]) == pytest.approx(min(fitting), rel=1e-9)
+
+
+def test_infeasible_trainer_search_suggests_only_trainer_techniques():
+    with pytest.raises(InfeasibleBudget) as caught:
+        search(100_000)
+    assert TRAINER.conflict(caught.value.least.recipe) is None
+    recipe = Recipe(checkpoint="layers", micro_batches=SAMPLES)
+    assert caught.value.least.recipe == recipe
+    assert {*caught.value.additions} == {"optimizer", "precision"}
+
+
+def test_trainer_rejects_checkpoints_if_model_lacks_support(monkeypatch):
+    base = Recipe(checkpoint="layers")
+    assert search(10**9, base=base)[0].recipe.checkpoint == "layers"
+    monkeypatch.setattr(transformers.LlamaPreTrainedModel, "supports_gradient_checkpointing", False)
+    with pytest.raises(ValueError, match="checkpoint must be 'none' when framework is 'trainer'"):
+        search(10**9, base=base)
+
+
+# ---- unsupported recipes and arguments
+
+
+plain_decoder = partial(Decoder, vocabulary=97, hidden=32, layers=1, heads=2, sequence=24)
+LAYERS = Recipe(checkpoint="layers")
+REJECTED = [
+    (Recipe("bf16"), "precision must be .*'autocast', 'bf16-only'.*got 'bf16'; framework='torch'"),
+    (Recipe(optimizer="muon"), "optimizer must be .*got 'muon'; framework='torch'"),
+    (Recipe(update="foreach"), "update must be None or 'fused' .*framework='torch'"),
+    (Recipe(optimizer="sgd", update="fused"), "update must be None for 'sgd' .*framework='torch'"),
+    (Recipe(offload_optimizer=0.5), "offload_optimizer must be 0.0 .*framework='torch'"),
+    (Recipe(attention="flash"), "attention must be .*framework='torch'"),
+    (Recipe(checkpoint="selective"), "checkpoint must be 'none' or 'layers' .*framework='torch'"),
+    (replace(LAYERS, blocks="model.layers.*"), "blocks must be None .*framework='torch'"),
+    (replace(LAYERS, first_blocks=1), "first_blocks must be None .*framework='torch'"),
+    (Recipe(offload_activations=True), "offload_activations must be False .*framework='torch'"),
+    (Recipe(head_chunk=8), "head_chunk must be None .*framework='torch'"),
+    (Recipe(in_backward=True), "in_backward must be False .*framework='torch'"),
+    (Recipe(None, micro_batches=SAMPLES, accumulate="fp32"), "accumulate must be None .*'torch'"),
+    (Recipe(micro_batches=2), "micro_batches must be a divisor of the batch's 5 samples .*got 2"),
+    (Recipe(ranks=2, shard="zero3"), "ranks must be 1 .*got 2; framework='fsdp2'"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "message"), REJECTED, ids=lambda each: str(each)[:40])
+def test_trainer_rejects_unsupported_recipe(recipe, message):
+    for given in ({"base": recipe}, {"recipes": [Recipe(), recipe]}):
+        with pytest.raises(ValueError, match=message):
+            search(10**9, **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"make_model": plain_decoder}, "model must be .*, got a Decoder.*framework='torch'"),
+        ({"make_batch": partial(random_tokens, 2, 24, 97)}, "make_batch must return a dict of ten"),
+        ({"framework": "trainer?"}, "framework must be .*'trainer'.*, got 'trainer\\?'"),
+        ({"framework": 7}, "framework must be .*, got 7"),
+        ({"blocks": "model.layers.*"}, "blocks must be None .*framework='torch' can"),
+        ({"loss_sum": lambda model, batch: (model(**batch).loss, 1)}, "loss_sum must be None"),
+        ({"split": lambda batch, parts: [batch] * parts}, "split must be None"),
+    ],
+)
+def test_trainer_rejects_unsupported_argument(options, message):
+    functions = {"make_model": make_model, "make_batch": make_batch}
+    options = functions | {"framework": "trainer", "progress": False} | options
+    with pytest.raises(ValueError, match=message):
+        fit(budget_bytes=10**9, **options)
+
+
+def test_trainer_script_requires_source_and_supported_recipe():
+    workload = Workload(make_model, make_batch, None, "", "", SAMPLES)
+    with pytest.raises(ValueError, match="workload must have a source"):
+        TRAINER.script(Recipe(), workload)
+    workload = replace(workload, source=Source((), (), by_transformers=True))
+    with pytest.raises(ValueError, match="in_backward must be False"):
+        TRAINER.script(Recipe(in_backward=True), workload)

@@ -1,0 +1,332 @@
+"""Comparison of a block's first recomputation with its first run in `checkpoint_blocks`."""
+
+import copy
+from collections import deque
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from course_lib.checkpoint import checkpoint_blocks, comparison
+from course_lib.memory import MemoryMeter
+
+WIDTH = 6
+
+
+class Slotted:
+    __slots__ = ("memory",)
+
+    def __init__(self, memory):
+        self.memory = memory
+
+
+class Nested:
+    def __init__(self, memory):
+        self.layers = [{"state": SimpleNamespace(memory=memory)}]
+
+    @property
+    def memory(self):
+        return self.layers[0]["state"].memory
+
+    @memory.setter
+    def memory(self, memory):
+        self.layers[0]["state"].memory = memory
+
+
+def write(state):
+    with torch.no_grad():
+        state.memory.add_(1)
+
+
+def replace(state):
+    state.memory = state.memory + 1
+
+
+def append(state):
+    state.memory.append(torch.ones(WIDTH))
+
+
+def keep(state):
+    """Change nothing."""
+
+
+class Block(nn.Module):
+    """Block that computes with the state in an argument and then changes that state."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.linear, self.change = nn.Linear(WIDTH, WIDTH), change
+
+    def forward(self, x, state=None):
+        if state is None:
+            return self.linear(x).tanh()
+        # the copy is saved for backward, and later changes do not reach it
+        memory = state.memory
+        factor = sum(memory) if isinstance(memory, (list, deque)) else memory.clone()
+        self.change(state)
+        return (self.linear(x) * factor).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self, change=keep, count=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block(change) for _ in range(count))
+
+    def forward(self, x, *states, **named):
+        for layer in self.layers:
+            x = layer(x, *states, **named)
+        return x
+
+
+def inputs(samples=3):
+    return torch.linspace(-1, 1, samples * WIDTH).view(samples, WIDTH)
+
+
+def gradients(model):
+    found = [copy.deepcopy(parameter.grad) for parameter in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def memory():
+    return torch.full((WIDTH,), 0.5)
+
+
+CHANGES = {
+    "written in place": (lambda: SimpleNamespace(memory=memory()), write, "memory"),
+    "attribute replaced": (lambda: SimpleNamespace(memory=memory()), replace, "memory"),
+    "slot replaced": (lambda: Slotted(memory()), replace, "memory"),
+    "list": (lambda: SimpleNamespace(memory=[memory()]), append, r"memory\[\d\]"),
+    "deque": (lambda: SimpleNamespace(memory=deque([memory()])), append, r"memory\[\d\]"),
+    "nested": (lambda: Nested(memory()), write, r"layers\[0\]\['state'\]\.memory"),
+}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("case", CHANGES)
+def test_changed_argument_is_reported_and_leaves_no_gradients_or_hooks(case, named):
+    make, change, part = CHANGES[case]
+    model, x, state = Model(change), inputs(), make()
+    handle = checkpoint_blocks(model)
+    for _ in range(2):  # the comparison continues after an error
+        output = model(x, state=state) if named else model(x, state)
+        random = torch.get_rng_state()
+        kind = type(state).__name__
+        with pytest.raises(
+            RuntimeError, match=rf"^the recomputation of layers\.1 .*state \({kind}"
+        ):
+            output.sum().backward()
+        assert torch.equal(torch.get_rng_state(), random)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert torch.equal(x, inputs()) and x.grad is None
+        assert gradients(model) == [None] * 4
+    with pytest.raises(RuntimeError, match=rf", in {part}, so .*compare=False"):
+        model(x, state).sum().backward()
+    handle.remove()
+    with checkpoint_blocks(model, compare=False):
+        model(x, make()).sum().backward()
+    assert all(gradient is not None for gradient in gradients(model))
+
+
+@pytest.mark.parametrize("preserve_module_state", [False, True])
+def test_changed_object_inside_a_container_argument_is_reported(preserve_module_state):
+    class Holder(Block):
+        def forward(self, x, states):
+            return super().forward(x, states["of the layer"][0])
+
+    model = nn.Sequential(Holder(write))
+    options = {"preserve_module_state": preserve_module_state}
+    state = SimpleNamespace(memory=memory())
+    with checkpoint_blocks(model, "0", **options):
+        output = model[0](inputs(), {"of the layer": (state,)})
+        with pytest.raises(RuntimeError, match=r"argument states\['of the layer'\]\[0\] \(Simple"):
+            output.sum().backward()
+
+
+def test_error_in_recomputation_reports_the_changed_argument():
+    class Growing(Block):
+        def forward(self, x, state):
+            x = torch.cat([state.memory, self.linear(x)])
+            state.memory = x.detach()
+            return (x * torch.ones(6, 1)).exp()  # fails if the state has grown
+
+    model, state = nn.Sequential(Growing(keep)), SimpleNamespace(memory=inputs())
+    with checkpoint_blocks(model, "0"):
+        output = model[0](inputs(), state)
+        with pytest.raises(
+            RuntimeError, match=r"of 0 raised RuntimeError: The size.*[^.]\. The argument state \(S"
+        ):
+            output.sum().backward()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_custom_error_in_recomputation_passes_unchanged(changed):
+    class OwnError(RuntimeError):
+        pass
+
+    class Failing(Block):
+        runs = 0
+
+        def forward(self, x, state):
+            self.runs += 1
+            if self.runs == 2:
+                raise OwnError("full")
+            return super().forward(x, state)
+
+    model = nn.Sequential(Failing(write if changed else keep))
+    with checkpoint_blocks(model, "0"):
+        output = model[0](inputs(), SimpleNamespace(memory=memory()))
+        with pytest.raises(OwnError, match=r"^full$"):
+            output.sum().backward()
+
+
+class RandomBlock(nn.Module):
+    """Block with a dropout, a batch norm, an in-place activation and a NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x):
+        x = F.dropout(self.norm(self.linear(x)), 0.3)
+        x = F.batch_norm(x, self.mean, self.variance, training=True)
+        x = F.rrelu(x, training=True)
+        return x + (x.detach() * 0).log().mul(0 * x)[:, :1].nan_to_num() + F.relu_(x * 1.5)
+
+
+class NestedBlocks(nn.Module):
+    """Block that contains blocks, which are checkpointed as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x):
+        for inner in self.inner:
+            x = inner(x).sin().exp()
+        return x
+
+
+def frozen():
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    return block.requires_grad_(False)
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+EQUAL = {  # name -> (block, batch, options of checkpoint_blocks, context of the forward pass)
+    "dropout, norms and NaN": (RandomBlock, inputs, {}, nullcontext),
+    "dropout in autocast": (RandomBlock, inputs, {}, autocast),
+    "nested": (NestedBlocks, inputs, {"blocks": ["?", "?.inner.*"]}, nullcontext),
+    "policy": (NestedBlocks, inputs, {"policy": [torch.ops.aten.addmm.default]}, nullcontext),
+    "state": (NestedBlocks, inputs, {"preserve_module_state": True}, nullcontext),
+    "frozen": (frozen, inputs, {}, nullcontext),
+    "one sample": (NestedBlocks, partial(inputs, 1), {}, nullcontext),
+    "autocast": (NestedBlocks, inputs, {}, autocast),
+    "recurrent": (lambda: nn.RNNCell(WIDTH, WIDTH), inputs, {}, nullcontext),
+}
+
+
+def results_and_peak(case, compare=None, dtype=torch.float32):
+    """Return (gradients, next random number) of two steps, and their peak in bytes."""
+    make, batch, options, context = EQUAL[case]
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), make()).to(dtype)
+    options = {"blocks": ["1", "2"], **options, "compare": compare}
+    checkpoints = nullcontext() if compare is None else checkpoint_blocks(model, **options)
+    torch.manual_seed(2)
+    with checkpoints, MemoryMeter(model) as meter:
+        for _ in range(2):
+            with context():
+                first, second = model(batch().to(dtype)), model(batch().to(dtype) * 2)
+            with torch.no_grad():
+                model(batch().to(dtype))
+            (first.float().square().sum() + second.float().sum()).backward()
+    return (gradients(model), torch.rand(1)), meter.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, torch.float32) for case in EQUAL),
+        *((case, torch.bfloat16) for case in ("dropout, norms and NaN", "policy")),
+    ],
+)
+def test_comparison_of_equal_runs_changes_no_gradients_or_bytes(case, dtype):
+    plain, _ = results_and_peak(case, dtype=dtype)
+    found, peak = results_and_peak(case, True, dtype)
+    torch.testing.assert_close(found, plain, rtol=0, atol=0, equal_nan=True)
+    assert peak == results_and_peak(case, False, dtype)[1]
+
+
+def test_only_the_first_recomputation_of_each_block_is_compared(monkeypatch):
+    sums, checksum = [], comparison.checksum
+    monkeypatch.setattr(
+        comparison, "checksum", lambda tensor: sums.append(tensor) or checksum(tensor)
+    )
+    model = Model(count=3)
+    with checkpoint_blocks(model):
+        loss = model(inputs(), SimpleNamespace(memory=memory())).sum()
+        loss.backward(retain_graph=True)
+        count = len(sums)
+        loss.backward()
+        model(inputs(), SimpleNamespace(memory=memory())).sum().backward()
+    assert count > 0 and count % 2 == 0 and len(sums) == count
+
+
+def test_random_numbers_that_are_not_preserved_are_not_compared():
+    class Random(nn.Linear):
+        def forward(self, x):
+            return F.dropout(super().forward(x), 0.5)
+
+    model = nn.Sequential(Random(WIDTH, WIDTH))
+    with checkpoint_blocks(model, "0", preserve_rng_state=False):
+        model(inputs()).sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_comparison_works_inside_another_checkpoint(reentrant):
+    def run(change):
+        model, state = Model(change, count=1), SimpleNamespace(memory=memory())
+        x = inputs().requires_grad_()
+        with checkpoint_blocks(model):
+            checkpoint(lambda x: model(x, state), x, use_reentrant=reentrant).sum().backward()
+
+    run(keep)
+    with pytest.raises(RuntimeError, match=r"recomputation of layers\.0 .* state \(SimpleNames"):
+        run(write)
+
+
+def test_comparison_works_in_a_distributed_data_parallel_model(one_process):
+    model, state = Model(), SimpleNamespace(memory=memory())
+    model(inputs(), state).sum().backward()
+    expected = gradients(model)
+    for change in (keep, write):
+        parallel = DistributedDataParallel(Model(change))
+        with checkpoint_blocks(parallel, "module.layers.*"):
+            loss = parallel(inputs(), state).sum()
+            if change is keep:
+                loss.backward()
+                torch.testing.assert_close(gradients(parallel), expected)
+            else:
+                with pytest.raises(RuntimeError, match=r"recomputation of module\.layers\.1"):
+                    loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_checksum_leaves_the_storage_resizable(dtype):
+    """FSDP frees the parameters of a block by resizing their storages to 0 bytes."""
+    weight = torch.ones(4, 3, dtype=dtype)
+    assert comparison.checksum(weight.t()) == comparison.checksum(weight.clone().t())
+    weight.untyped_storage().resize_(0)

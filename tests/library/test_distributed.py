@@ -1,0 +1,784 @@
+"""Distributed training on 2 and 4 processes, compared with one process and with predictions."""
+
+import importlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_groups import single_process_group
+from timeouts import TIMEOUT_SECONDS
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from course_lib.accumulation import AccumulatedStep
+from course_lib.budget import Recipe, estimate
+from course_lib.distributed import (
+    MODES,
+    Trainer,
+    Watch,
+    held_bytes,
+    latest_complete_checkpoint,
+    launch,
+    load,
+    predict,
+    save,
+    sent_bytes,
+    shapes_of,
+    task_of,
+    train,
+)
+from course_lib.distributed import __main__ as command
+from course_lib.distributed.training.sharded_checkpoint import check_fits
+from course_lib.distributed.training.torchrun import end_with
+from course_lib.memory import MemoryBudgetExceeded
+
+ON_CPU = [mode for mode in MODES if mode != "fsdp-cpu"]
+ON_FOUR = ["ddp", "zero1", "fsdp"]
+STEPS, MORE = 4, 2  # bytes are measured in the third step
+MAX_NORM = 0.3  # of the gradient in the steps after these
+# Shards are padded: 2 and 4 do not divide the vocabulary, and 4 does not divide the width.
+CONFIG = {
+    "model_type": "gpt2",
+    "vocab_size": 515,
+    "n_embd": 66,
+    "n_head": 2,
+    "n_layer": 2,
+    "n_positions": 32,
+}
+BF16_TOLERANCE = 5e-3  # of a loss: matrix products in bf16 keep 8 bits
+
+USER_CODE = """
+import os, sys, time, torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from course_lib.models import Decoder, random_tokens
+
+write = FileSystemWriter.write_data
+
+
+def small():
+    return Decoder(vocabulary=97, hidden=32, heads=2, layers=2, sequence=16)
+
+
+def failing():
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 2 and os.environ.get("RANK") == "1":
+            raise ArithmeticError("rank 1 gives up")
+
+    model, calls = small(), []
+    model.register_forward_pre_hook(fail)
+    return model
+
+
+def halting():
+    def halt(self, *arguments):
+        if os.environ["RANK"] == "1" and "step-00000004" in str(self.path):
+            print("rank 1 halts", file=sys.stderr, flush=True)
+            time.sleep(10**6)
+        return write(self, *arguments)
+
+    FileSystemWriter.write_data = halt
+    return small()
+
+
+def dropping():
+    torch.manual_seed(0)
+    blocks = ([torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)] for _ in range(2))
+    model = torch.nn.Sequential(*(torch.nn.Sequential(*block) for block in blocks))
+    torch.manual_seed(int(os.environ.get("RANK", 0)))  # each rank drops other elements
+    return model
+
+
+dropping.loss_sum = lambda model, x: (model(x).square().sum(), len(x))
+dropping.make_batch = lambda: torch.ones(4, 8)
+
+
+def wrong(model, batch):
+    return model(batch[:, :-1]) @ batch.float(), 1
+
+
+def made_wrong():
+    return small()
+
+
+made_wrong.loss_sum = wrong
+mean, with_width = (lambda: torch.nn.Linear(2, 2)), (lambda width: None)
+for function in (small, failing, halting, mean, made_wrong, with_width):
+    function.make_batch = lambda: random_tokens(4, 16, 97)
+"""
+WRONG = USER_CODE[: USER_CODE.index("    return model(")].count("\n") + 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "rank_code.py").write_text(USER_CODE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        for path in (Path(__file__).parents[2], folder):
+            patch.setenv("PYTHONPATH", str(path), prepend=os.pathsep)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def task(folder):
+    return task_of(str(folder / "config.json"), sequence=32, unequal=True)
+
+
+@pytest.fixture(scope="module")
+def options(folder):
+    return ["--config", str(folder / "config.json"), "--sequence", "32", "--unequal", "--details"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder, options):
+    """Return the output of all modes on 2 processes, saved after the last step."""
+    more = ["--mode", ",".join(ON_CPU), "--steps", str(STEPS), "--save", str(folder / "saved")]
+    more += ["--every", str(STEPS)]
+    return {line["mode"]: line for line in launch(2, *options, *more, timeout=TIMEOUT_SECONDS)}
+
+
+@pytest.fixture(scope="module")
+def four_ranks(folder, options, two_ranks):
+    """Resume the checkpoints of `two_ranks` on 4 processes, with micro-batches and clipping."""
+    more = ["--mode", ",".join(ON_FOUR), "--steps", str(MORE), "--resume", str(folder / "saved")]
+    more += ["--micro-batches", "2", "--max-norm", str(MAX_NORM)]
+    return {line["mode"]: line for line in launch(4, *options, *more, timeout=TIMEOUT_SECONDS)}
+
+
+@pytest.fixture(scope="module")
+def by_hand(task):
+    """Return losses and norms of a plain loop on the whole batch, which clips in its last steps."""
+    model, losses, norms = task.make_model(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(STEPS + MORE):
+        batch = task.make_batch(step)
+        logits, labels = model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+        loss = nn.functional.cross_entropy(logits, labels)
+        loss.backward()
+        limit = MAX_NORM if step >= STEPS else math.inf
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def shard_sizes(model, ranks):
+    """Return each rank's number of elements without padding, and the padded number."""
+    chunks = [[c.numel() for c in torch.chunk(p, ranks)] for p in model.parameters()]
+    own = [sum(c[rank] for c in chunks if rank < len(c)) for rank in range(ranks)]
+    return own, own[0]
+
+
+def predict_rank(task, mode, ranks=2, rank=0, **options):
+    """Predict the memory and communication of a rank."""
+    make_batch = partial(task.part, 0, ranks, rank)
+    return predict(task.make_model, make_batch, task.loss_sum, mode, ranks, rank=rank, **options)
+
+
+# ---- on 2 and 4 processes
+
+
+@pytest.mark.parametrize("mode", ON_CPU)
+def test_two_ranks_match_one_process_and_predicted_bytes(two_ranks, task, by_hand, mode):
+    tolerance = BF16_TOLERANCE if mode == "fsdp-bf16" else 1e-5
+    assert two_ranks[mode]["losses"] == pytest.approx(by_hand[0][:STEPS], abs=tolerance, rel=0)
+    assert two_ranks[mode]["ranks"] == 2 and "norms" not in two_ranks[mode]
+    for rank in (0, 1) if mode in ("zero1", "fsdp") else (0,):
+        found = predict_rank(task, mode, rank=rank)
+        assert asdict(found) == two_ranks[mode]["taken"][rank]
+        assert found.peak_bytes == sum(found.at_peak.values())
+
+
+@pytest.mark.parametrize("mode", ON_FOUR)
+def test_four_ranks_resume_from_two_and_clip_the_full_norm(four_ranks, task, by_hand, mode):
+    losses, norms = (values[STEPS:] for values in by_hand)
+    assert four_ranks[mode]["losses"] == pytest.approx(losses, abs=1e-5, rel=0)
+    assert four_ranks[mode]["norms"] == pytest.approx(norms, rel=1e-4) and min(norms) > MAX_NORM
+    found = predict_rank(task, mode, 4, micro_batches=2, max_norm=MAX_NORM)
+    assert asdict(found) == four_ranks[mode]["taken"][0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_holds_padded_shards_of_zero(two_ranks, four_ranks, task, ranks):
+    model = task.make_model()
+    shapes, tensors = shapes_of(model), len(list(model.parameters()))
+    own, padded = shard_sizes(model, ranks)
+    elements = sum(own)
+    assert padded > own[-1]
+    for mode, line in {2: two_ranks, 4: four_ranks}[ranks].items():
+        measured, whole = line["measured"], mode in ("ddp", "zero1")
+        each = [4 * (elements if whole else padded)] * ranks
+        assert measured["parameter"] == measured["gradient"] == each
+        if mode == "ddp":
+            assert measured["optimizer"] == [8 * elements + 4 * tensors] * ranks
+        elif mode == "zero1":
+            assert sum(measured["optimizer"]) == 8 * elements + 4 * tensors
+        else:
+            assert measured["optimizer"] == [8 * share + 4 * tensors for share in own]
+        assert line["predicted"] == {name: max(values) for name, values in measured.items()}
+        held = held_bytes(shapes, mode, ranks)
+        assert {name: [rank[name] for rank in held] for name in measured} == measured
+
+
+def test_communicated_bytes_are_measured_and_predicted_by_formula(two_ranks, four_ranks, task):
+    model = task.make_model()
+    elements = sum(p.numel() for p in model.parameters())
+    padded, blocks = (2 * shard_sizes(part, 2)[1] for part in (model, model.layers))
+    expected = {
+        "ddp": 4 * 2 * elements,
+        "zero1": 4 * 3 * elements,  # its all-reduce, and a broadcast of each parameter
+        "fsdp": 4 * (2 * padded + blocks),  # the root is gathered once
+        "fsdp-keep": 4 * 2 * padded,
+        "fsdp-checkpoint": 4 * (2 * padded + blocks),
+        "fsdp-bf16": 2 * (padded + blocks) + 4 * padded,
+    }
+    padded, blocks = (4 * shard_sizes(part, 4)[1] for part in (model, model.layers))
+    # Weights are gathered for both micro-batches, and gradients reduced with the last one.
+    on_four = expected | {"fsdp": 4 * (2 * (padded + blocks) + padded)}
+    for lines, sent in ((two_ranks, expected), (four_ranks, on_four)):
+        for mode, line in lines.items():
+            assert line["communicated"] == {"predicted": sent[mode], "measured": sent[mode]}
+
+
+@pytest.mark.parametrize(
+    ("mode", "field"),
+    [("fsdp-checkpoint", {"checkpoint": "layers"}), ("fsdp-bf16", {"precision": "bf16"})],
+)
+def test_estimate_of_two_ranks_equals_measured_bytes(two_ranks, task, mode, field):
+    """Compare two recipes; `test_budget_ranks.py` compares all others with a prediction."""
+    recipe = Recipe(ranks=2, shard="zero3", attention=None, **field)
+    found = estimate(task.make_model, lambda: task.make_batch(0), recipe, loss_sum=task.loss_sum)
+    taken = max(two_ranks[mode]["taken"], key=lambda rank: rank["peak_bytes"])
+    for name in ("peak_bytes", "flops", "sent_bytes"):
+        assert getattr(found, name) == taken[name]
+    held = taken["at_peak"]
+    gathered = {"parameter": held["parameter"] + held["gathered"]}
+    assert found.at_peak | {"gathered": held["gathered"]} == held | gathered
+
+
+@pytest.mark.parametrize(("mode", "steps"), [("ddp", 3), ("zero1", 2), ("fsdp-checkpoint", 3)])
+def test_single_rank_sends_nothing_and_holds_everything(task, by_hand, mode, steps):
+    shapes = shapes_of(task.make_model())
+    with single_process_group():
+        run = train(task, mode, steps)
+    assert run.losses == pytest.approx(by_hand[0][:steps], abs=1e-5, rel=0)
+    [taken] = run.taken
+    assert taken.sent_bytes == run.predicted_sent == 0
+    assert [taken.held] == held_bytes(shapes, mode, 1)
+    assert taken == predict_rank(task, mode, ranks=1)
+    if mode in ("ddp", "zero1"):  # all buckets: the peak is before the first gradient is computed
+        assert taken.at_peak["gradient"] == 4 * shapes.numbers
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "fsdp-keep", "fsdp-checkpoint"])
+def test_sharded_weights_are_gathered_in_bf16(task, mode):
+    shapes, options = shapes_of(task.make_model()), {"bf16": True}
+    found = predict_rank(task, mode, **options)
+    assert found.sent_bytes == sent_bytes(shapes, mode, 2, **options)
+    assert found.held == held_bytes(shapes, mode, 2)[0]  # the shards stay in fp32
+
+
+def test_gathered_parameters_at_the_peak_follow_the_formula(two_ranks, task):
+    model = task.make_model()
+    parts = model, model.layers, model.layers[0]
+    total, blocks, block = (4 * 2 * shard_sizes(part, 2)[1] for part in parts)
+    root = total - blocks
+    gathered = {mode: line["taken"][0]["at_peak"]["gathered"] for mode, line in two_ranks.items()}
+    assert gathered.pop("fsdp-checkpoint") in (root, root + block)
+    expected = {"fsdp": root, "fsdp-bf16": root / 2, "fsdp-keep": total}
+    assert gathered == {"ddp": 0, "zero1": 0} | expected
+
+
+# ---- symbolic ranks
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "fsdp-checkpoint"])
+def test_flop_counter_around_prediction_changes_nothing(task, mode):
+    found = predict_rank(task, mode)
+    with FlopCounterMode(display=False) as counter:  # its hooks would keep recomputed tensors alive
+        assert predict_rank(task, mode) == found
+    assert counter.get_total_flops() == found.flops > 0
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp"])
+def test_reducing_once_saves_traffic_and_keeps_unreduced_gradients(task, mode):
+    shapes = shapes_of(task.make_model())
+    each, last = (predict_rank(task, mode, micro_batches=2, sync=sync) for sync in ("each", "last"))
+    for sync, taken in (("each", each), ("last", last)):
+        assert taken.sent_bytes == sent_bytes(shapes, mode, 2, micro_batches=2, sync=sync)
+    saved, cost = each.sent_bytes - last.sent_bytes, last.peak_bytes - each.peak_bytes
+    gradient = 4 * shapes.numbers
+    if mode == "fsdp":  # full gradients instead of shards
+        assert saved == 4 * 2 * shard_sizes(task.make_model(), 2)[1] and 0.4 < cost / gradient <= 1
+        return
+    # Gradients that are not reduced yet are summed outside the buckets and copied there at the end.
+    assert saved == 2 * gradient and cost == gradient
+    kept = predict_rank(task, mode, micro_batches=2, in_buckets=True)
+    assert kept.sent_bytes == last.sent_bytes and kept.peak_bytes == each.peak_bytes
+
+
+def test_accumulating_in_ddp_buckets_keeps_losses_and_predicted_memory(task):
+    options = {"micro_batches": 2, "max_norm": 1.0}
+    with single_process_group():
+        plain, in_buckets = (train(task, "ddp", 4, in_buckets=b, **options) for b in (False, True))
+    assert in_buckets.losses == plain.losses and in_buckets.norms == plain.norms
+    assert in_buckets.taken == [predict_rank(task, "ddp", 1, in_buckets=True, **options)]
+
+
+def test_rank_above_its_budget_is_stopped(one_process, task):
+    peak = train(task, "ddp", 3).taken[0].peak_bytes
+    assert train(task, "ddp", 3, budget_bytes=peak).as_dict()["budget_bytes"] == peak
+    with pytest.raises(MemoryBudgetExceeded) as stopped:
+        train(task, "ddp", 3, budget_bytes=peak - 1)
+    assert stopped.value.budget_bytes == peak - 1
+
+
+@pytest.mark.parametrize(
+    ("option", "budgets"),
+    [("48e6", {"ddp": 48e6, "fsdp": 48e6}), ("fsdp=9B,ddp=8kB", {"ddp": 8000, "fsdp": 9})],
+)
+def test_budget_option_applies_to_all_modes_or_one(option, budgets):
+    assert command._parse_budgets(option, ["ddp", "fsdp"]) == budgets
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_step_reads_no_value_between_forward_and_backward(one_process, task, mode):
+    reads = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")
+    events = []
+
+    class RecordReads(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func in [getattr(torch.Tensor, name) for name in reads]:
+                events.append("read")
+            return func(*args, **(kwargs or {}))
+
+    def loss_sum(model, micro_batch):
+        loss, weight = task.loss_sum(model, micro_batch)
+        events.append("forward")
+        loss.register_hook(lambda _: events.append("backward"))
+        return loss, weight
+
+    trainer = Trainer(mode, task.make_model(), loss_sum, micro_batches=2)
+    with RecordReads():
+        trainer(task.part(0, 1, 0))  # the first step reads a weight early
+        events.clear()
+        trainer(task.part(1, 1, 0))
+    assert events[:4] == ["forward", "backward"] * 2 and set(events[4:]) == {"read"}
+
+
+class Towers(nn.Module):
+    """Two lists of different blocks, of which the shorter one is larger."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        for name, wide, count in (("tower", 256, 2), ("decoder", 64, 3)):
+            blocks = [nn.Sequential(nn.Linear(64, wide), nn.Linear(wide, 64)) for _ in range(count)]
+            setattr(self, name, nn.Sequential(*blocks))
+
+    @staticmethod
+    def make_batch():
+        return torch.ones(8, 64)
+
+    def forward(self, x):
+        return self.decoder(self.tower(x))
+
+    def loss_sum(self, x):
+        return self(x).square().sum(), len(x)
+
+
+def test_command_warns_about_a_large_root_of_unnamed_blocks(run_command):
+    importlib.import_module("rank_code").Towers = Towers
+    options = ["--model", "rank_code:Towers", "--ranks", "8", "--mode", "fsdp-checkpoint", "--json"]
+    [some], errors, _ = run_command(*options, "--blocks", "decoder.*")
+    assert "73%" in errors and "tower.0.0.weight" in errors
+    [every], errors, _ = run_command(*options, "--blocks", "tower.*,decoder.*")
+    assert errors == "" and every["at_peak"]["gathered"] < some["at_peak"]["gathered"]
+    [unnamed], errors, _ = run_command(*options)
+    assert errors == "" and unnamed["peak_bytes"] == every["peak_bytes"] < some["peak_bytes"]
+    shapes = shapes_of(Towers(), ["tower.*", "decoder.*"])
+    assert sent_bytes(shapes, "fsdp", 8) == every["communicated"]["predicted"]
+
+
+def test_pytorch_checkpoint_wrapper_needs_about_the_same_bytes(task):
+    ours, wrapper = (
+        predict_rank(task, "fsdp-checkpoint", wrapper=wrapper) for wrapper in (False, True)
+    )
+    assert ours.held == wrapper.held and ours.sent_bytes == wrapper.sent_bytes
+    assert ours.peak_bytes == pytest.approx(wrapper.peak_bytes, rel=0.02)
+
+
+def test_sent_bytes_of_a_hugging_face_model_follow_the_formula(folder):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 99}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = torch.arange(4 * 16).view(4, 16) % 99
+
+    def llama():
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+    llama.make_batch = lambda: {"input_ids": tokens, "labels": tokens}
+    importlib.import_module("rank_code").llama = llama
+    own, shapes = task_of(model="rank_code:llama"), shapes_of(llama())
+    for mode in ("ddp", "fsdp-checkpoint"):  # a rotary embedding has buffers, which DDP broadcasts
+        assert predict_rank(own, mode).sent_bytes == sent_bytes(shapes, mode, 2)
+
+
+def test_failed_step_leaves_no_hook_on_the_optimizer():
+    model = nn.Linear(2, 2)
+    trainer = MagicMock(optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(KeyError), Watch(model) as watch, watch.step(trainer):
+        raise KeyError
+    trainer.optimizer.step()
+    assert not trainer.model.parameters.called  # the hook would ask for the gradients
+
+
+@pytest.mark.parametrize(
+    ("mode", "shard"), [("ddp", "ddp"), ("zero1", "zero1"), ("fsdp-keep", "zero2")]
+)
+def test_frozen_parameters_are_sent_only_where_sharded(task, mode, shard):
+    """Train one layer of the model, as with LoRA."""
+
+    def make_model():
+        model = task.make_model().requires_grad_(False)
+        model.layers[0].requires_grad_(True)
+        return model
+
+    frozen, shapes = replace(task, make_model=make_model), shapes_of(make_model())
+    recipe = Recipe(ranks=2, shard=shard, attention=None)
+    make_batch = partial(task.make_batch, 0)
+    found = estimate(make_model, make_batch, recipe, loss_sum=task.loss_sum)
+    taken = predict_rank(frozen, mode)
+    assert taken.sent_bytes == sent_bytes(shapes, mode, 2) == found.sent_bytes
+    with single_process_group():  # they have neither gradient nor state
+        [taken] = train(frozen, mode, 1).taken
+    assert [taken.held] == held_bytes(shapes, mode, 1)
+
+
+# ---- errors and interrupts
+
+
+def test_failing_rank_ends_all_with_its_traceback(folder):
+    options = ["--model", "rank_code:failing", "--mode", "fsdp", "--steps", "50"]
+    with pytest.raises(RuntimeError, match="rank 1 gives up") as error:
+        launch(2, *options, timeout=TIMEOUT_SECONDS)
+    message = str(error.value)
+    assert "in fail" in message and "Root Cause" in message
+    assert "gloo/transport" not in message  # the error of the other rank
+
+
+def test_launch_raises_the_error_of_the_command(folder):
+    with pytest.raises(RuntimeError) as error:
+        launch(1, "--mode", "fdsp", timeout=TIMEOUT_SECONDS)
+    assert "error: --mode must" in str(error.value) and "\n" not in str(error.value)
+
+
+SLOW_TO_END = """#!/bin/sh
+trap 'sleep 1; exit 1' TERM
+echo $$ > {folder}/pid
+while true; do sleep 0.1; done
+"""
+
+
+def put_python(monkeypatch, folder, script):
+    """Let `launch` start a shell script instead of Python."""
+    path = folder / "python"
+    path.write_text(script)
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+def test_interrupted_launch_waits_until_ranks_have_ended(monkeypatch, tmp_path):
+    put_python(monkeypatch, tmp_path, SLOW_TO_END.format(folder=tmp_path))
+    pid = tmp_path / "pid"
+
+    def interrupted(self, **options):
+        monkeypatch.undo()  # launch itself waits by `communicate` once more
+        while not pid.exists() or not pid.read_text().strip():
+            time.sleep(0.02)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch(2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_ranks_are_forked_only_without_gpu(gpu, monkeypatch, tmp_path):
+    """CUDA cannot be used in a forked process."""
+    put_python(monkeypatch, tmp_path, '#!/bin/sh\necho "$@" >&2\nexit 1\n')
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    with pytest.raises(RuntimeError) as error:
+        launch(2)
+    assert ("--start-method fork" in str(error.value)) is (sys.platform == "linux" and not gpu)
+
+
+LOST_PEER = RuntimeError("[gloo/gloo/transport/tcp/pair.cc:457] writev [127.0.0.1]: Broken pipe")
+
+
+@pytest.mark.parametrize(
+    ("error", "interrupted", "waits"),
+    [
+        (LOST_PEER, False, 1),
+        (LOST_PEER, True, 0),  # the peer was interrupted too, and has no cause to report
+        (dist.DistBackendError("NCCL error: remote process exited"), False, 1),
+        (RuntimeError("rank 1 gives up"), False, 0),
+    ],
+)
+def test_rank_that_lost_its_peer_reports_after_it(monkeypatch, capsys, error, interrupted, waits):
+    event, waited = threading.Event(), []
+    if interrupted:
+        event.set()
+    monkeypatch.setattr(event, "wait", lambda _: waited.append(not event.is_set()))
+    monkeypatch.setattr(command, "_interrupted", event)
+    with pytest.raises((RuntimeError, SystemExit)) as raised, command._report_cause_first():
+        raise error
+    assert sum(waited) == waits and (raised.value is error) == bool(waited)
+    message = r"rank 0: error: \S*test_distributed\.py, line \d+, in test_\w+: RuntimeError: rank 1"
+    assert bool(re.match(message, capsys.readouterr().err)) == (not waited)
+
+
+# torchrun without its time limit of 30 seconds, after which it kills the ranks.
+UNLIMITED_TORCHRUN = f"""
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import PContext
+
+close = PContext.close
+PContext.close = lambda self, death_sig=None, **_: close(self, death_sig, {TIMEOUT_SECONDS})
+run.main()
+"""
+
+
+def test_last_complete_checkpoint_has_the_largest_step(tmp_path):
+    (tmp_path / "step-100000001").mkdir()  # not complete
+    with pytest.raises(ValueError, match="must be a folder with a complete checkpoint"):
+        latest_complete_checkpoint(tmp_path)
+    for name in ("step-99999999", "step-100000000.replaced", "step-100000000", "step-100000002-b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    assert latest_complete_checkpoint(tmp_path).name == "step-100000000"
+
+
+def test_interrupt_while_saving_keeps_the_last_complete_checkpoint(folder):
+    """Interrupt while rank 1 writes its second checkpoint."""
+    psutil = pytest.importorskip("psutil")
+    saved = folder / "interrupted"
+    started = [sys.executable, "-c", UNLIMITED_TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    started += ["-m", "course_lib.distributed", "--model", "rank_code:halting", "--mode", "fsdp"]
+    started += ["--steps", "9", "--every", "2", "--save", str(saved)]
+    # A network interface other than the loopback, if there is one.
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": socket.if_nameindex()[-1][1]}
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(started, env=environment, **pipes) as running:
+        assert any("rank 1 halts" in line for line in running.stderr)
+        ranks = psutil.Process(running.pid).children()
+        addresses = {each.laddr.ip for rank in ranks for each in rank.net_connections()}
+        running.send_signal(signal.SIGINT)
+        running.communicate(timeout=TIMEOUT_SECONDS)
+    assert len(ranks) == 2 and not any(
+        rank.is_running() and rank.status() != "zombie" for rank in ranks
+    )
+    # The ranks communicate only on the loopback.
+    assert addresses and addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    names = ["step-00000002", "step-00000004"]
+    assert sorted(path.name for path in (saved / "fsdp").iterdir()) == names
+    assert latest_complete_checkpoint(saved / "fsdp").name == "step-00000002"
+
+
+def test_rank_ends_when_its_torchrun_was_killed(monkeypatch):
+    ended, parents = [], iter([7, 7, 1])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    end_with(7)
+    assert ended == [1] and list(parents) == []  # once its parent had ended
+
+
+class ProcessEnded(BaseException):
+    """Raised instead of ending the process."""
+
+
+@pytest.fixture
+def run_command(monkeypatch, capsys, folder):
+    """Return a function that runs the command, with `ranks` as a rank of torchrun.
+
+    It returns the JSON lines, stderr, and the exit status if the command ends the process.
+    """
+
+    def run(*arguments, ranks=None, rank=0):
+        with monkeypatch.context() as patch:
+            end = MagicMock(side_effect=ProcessEnded)
+            patch.setattr(command.threading, "Thread", MagicMock())
+            patch.setattr(sys, "argv", ["course_lib.distributed", *arguments])
+            patch.setattr(command, "RANK", rank)
+            patch.setattr(os, "_exit", end)
+            patch.setattr(time, "sleep", MagicMock(side_effect=ProcessEnded))
+            patch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+            if ranks:
+                patch.setenv("TORCHELASTIC_RUN_ID", "none")
+                for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                    patch.setenv(name, str(ranks))
+                patch.setenv("LOCAL_RANK", str(rank))
+            with suppress(ProcessEnded):
+                command.main()
+        out, errors = capsys.readouterr()
+        status = end.call_args.args[0] if end.called else None
+        return [json.loads(line) for line in out.splitlines()], errors, status
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--mode ddp,zero3", "--mode must be one or several of ddp,"),
+        ("--backend nccl", "--backend must be 'gloo'"),
+        ("--steps 0", "--steps must"),
+        ("--micro-batches 3", "--micro-batches must be a divisor of a rank's 4 samples"),
+        ("--batch 3", "the number of ranks must be a divisor of the batch's 3 samples (1, 3)"),
+        ("--sequence 0", "--sequence: must"),
+        ("--config nowhere.json", "config must be a file"),
+        ("--model nowhere:model", "'nowhere:model', which is not found"),
+        ("--model rank_code:small --batch 8", "--batch cannot be combined with --model"),
+        ("--resume nowhere", "resume must be a folder with a complete checkpoint"),
+        ("--model rank_code:mean", "--model must have a loss that is a sum"),
+        ("--every 2", "--every needs --save"),
+        ("--max-norm 0", "--max-norm must"),
+        ("--budget 48", "--budget must have a unit"),
+        ("--budget fsdp=48e6", "for one of the modes ddp, got 'fsdp="),
+        ("--blocks layer.*", "blocks must match the name of a module"),
+        ("--mode fsdp,ddp --bf16", "--bf16 cannot be combined with --mode ddp, only with modes"),
+        ("--mode ddp,fsdp --in-buckets", "--in-buckets cannot be combined with --mode fsdp"),
+        ("--ranks 2 --budget 48e6", "--ranks cannot be combined with --budget"),
+        ("--ranks 2 --mode fsdp-cpu", "--ranks cannot be combined with --mode fsdp-cpu"),
+        # Errors of the user's code, with its line.
+        ("--ranks 2 --model rank_code:made_wrong", f"line {WRONG}, in wrong: RuntimeError: "),
+        ("--ranks 2 --model rank_code:with_width", "--model must be callable with no arguments"),
+    ],
+)
+def test_command_rejects_bad_options_in_one_sentence(
+    run_command, monkeypatch, caplog, arguments, message
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    lines, errors, status = run_command(*arguments.split(), ranks=2)
+    assert errors.startswith("error: ") and message in errors and lines == [] == caplog.records
+    assert errors.count("\n") == 3 - status and status == (1 if "Error: " in message else 2)
+    assert run_command(*arguments.split(), ranks=2, rank=1) == ([], "", None)  # only on rank 0
+
+
+def test_command_without_torchrun_explains_how_to_start(run_command):
+    _, errors, status = run_command()
+    assert "python -m torch.distributed.run" in errors and status == 2
+
+
+def test_checkpoint_loads_into_another_mode_of_the_same_model(one_process, task, tmp_path):
+    first, second = (Trainer(mode, task.make_model(), task.loss_sum) for mode in ("fsdp", "zero1"))
+    for step in range(2):
+        first(task.part(step, 1, 0))
+    saved = save(tmp_path, first, 2)
+    assert load(saved, second) == 2
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other)
+        moments = first.optimizer.state[one]["exp_avg_sq"].full_tensor()
+        assert torch.equal(moments, second.local.state[other]["exp_avg_sq"])
+    check_fits(saved, task.make_model())
+    with pytest.raises(ValueError, match=r"head.weight is \(515, 66\) instead of \(2048, 256\)"):
+        check_fits(saved, task_of().make_model())
+
+
+def test_resumed_ranks_have_the_losses_of_uninterrupted_training(folder):
+    """Use dropout, which shows whether each rank continues with its own random state."""
+    options = ["--model", "rank_code:dropping", "--mode", ",".join(ON_FOUR)]
+    saved = ["--save", str(folder / "dropping"), "--every", "2"]
+    straight = launch(2, *options, "--steps", "4", *saved, timeout=TIMEOUT_SECONDS)
+    for each in (folder / "dropping").glob("*/step-00000004/.metadata"):
+        each.unlink()  # so that step 2 is the last complete one
+    options += ["--steps", "2", "--resume", str(folder / "dropping")]
+    resumed = launch(2, *options, timeout=TIMEOUT_SECONDS)
+    assert [line["mode"] for line in resumed] == ON_FOUR
+    for line, whole in zip(resumed, straight, strict=True):
+        assert line["losses"] == whole["losses"][2:]
+
+
+def test_interrupted_save_always_leaves_a_complete_checkpoint(
+    one_process, folder, tmp_path, monkeypatch
+):
+    task = task_of(model="rank_code:dropping")
+    trainer, other = (Trainer("fsdp", task.make_model(), task.loss_sum) for _ in range(2))
+    found, remove, write = [], shutil.rmtree, FileSystemWriter.write_data
+
+    def checked(function, *args, **options):
+        found.append(load(latest_complete_checkpoint(tmp_path), other))
+        result = function(*args, **options)
+        found.append(load(latest_complete_checkpoint(tmp_path), other))
+        return result
+
+    def removing(path, **options):
+        for part in Path(path).glob("*.distcp"):
+            part.unlink()  # the process may end here
+        checked(remove, path, **options)
+
+    def interrupted(*args):
+        checked(write, *args)
+        raise KeyboardInterrupt
+
+    first = save(tmp_path, trainer, 1)
+    replaced = first.with_suffix(".replaced")
+    monkeypatch.setattr(os, "rename", partial(checked, os.rename))
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    trainer(task.part(0, 1, 0))
+    with monkeypatch.context() as patch, pytest.raises(CheckpointException):
+        patch.setattr(FileSystemWriter, "write_data", interrupted)
+        save(tmp_path, trainer, 1)
+    assert latest_complete_checkpoint(tmp_path) == replaced
+    assert save(tmp_path, trainer, 1) == first and not replaced.exists()
+    replaced.mkdir()
+    (replaced / "part").touch()  # left by an interrupted deletion
+    assert save(tmp_path, trainer, 1) == first
+    assert len(found) >= 16 and set(found) == {1}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_sharded_step_rejects_scaler_and_prediction_rejects_process_group(one_process, task):
+    trainer, scaler = Trainer("fsdp", task.make_model(), task.loss_sum), torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="scaler must be None"):
+        AccumulatedStep(trainer.model, trainer.optimizer, task.loss_sum, scaler=scaler)
+    with pytest.raises(RuntimeError, match="without a process group"):
+        predict_rank(task, "fsdp")
+
+
+@pytest.mark.gpu
+def test_gpus_train_every_mode_with_nccl(options):
+    options = [*options, "--mode", ",".join(MODES), "--backend", "nccl", "--steps", "3"]
+    lines = launch(min(2, torch.cuda.device_count()), *options, timeout=TIMEOUT_SECONDS)
+    for line in lines:
+        tolerance = BF16_TOLERANCE if line["mode"] == "fsdp-bf16" else 1e-3
+        assert line["losses"] == pytest.approx(lines[0]["losses"], abs=tolerance, rel=0)
+        assert all(math.isfinite(loss) for loss in line["losses"])
+        if line["mode"] != "fsdp-cpu":
+            most = {name: max(values) for name, values in line["measured"].items()}
+            assert line["predicted"] == most
+        assert line["communicated"]["predicted"] == line["communicated"]["measured"]

@@ -1,0 +1,117 @@
+"""Errors of the command, of `Recipe` and of `fit` in Chinese."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from course_lib import labels
+from course_lib.budget import Recipe, fit
+from course_lib.budget.__main__ import main
+from course_lib.budget.optimizers import OPTIMIZERS
+from course_lib.labels.command import translated_error
+from course_lib.models import Decoder
+
+SIZES = ["--parameters", "1B", "--sequence", "128", "--batch", "3"]
+CODE = re.compile(
+    r"'[^']*'|`[^`]*`|--?[\w-]+|\b\w*[_.]\w+|\b(?:Recipe|config|heads|hidden|ranks|shard)\b"
+)
+
+
+def english_words(message):
+    """Return the English words of a message that are neither options nor names of arguments."""
+    words = re.findall(r"\b[a-z]{4,}\b", CODE.sub("", message))
+    return [word for word in words if word not in OPTIMIZERS]
+
+
+@pytest.fixture(autouse=True)
+def chinese(monkeypatch):
+    monkeypatch.setenv("COURSE_LANG", "zh")
+    monkeypatch.setattr(labels, "_chosen", None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--parameters", "1B", "--batch", "4"],
+        ["--batch", "4", "--sequence", "128"],
+        [*SIZES, "--ranks", "2", "--device", "H100"],
+        [*SIZES, "--device", "H100", "--optimizer", "adamax"],
+        [*SIZES, "--budget", "80"],
+        [*SIZES, "--device", "H100", "--no-such-option"],
+        ["--hidden", "100", "--heads", "3", "--layers", "2", "--sequence", "8", "--batch", "1"],
+    ],
+    ids=lambda arguments: arguments[-2] + " " + arguments[-1],
+)
+def test_command_reports_wrong_arguments_in_chinese(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and message.startswith("错误：")
+    assert english_words(message) == [], message
+
+
+def model():
+    return Decoder(vocabulary=31, hidden=8, layers=2, heads=2, sequence=4)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: Recipe(checkpoint="all"),
+        lambda: Recipe(micro_batches=0),
+        lambda: Recipe(offload_optimizer=2),
+        lambda: Recipe(in_backward=1),
+        lambda: fit(model, lambda: None, 0),
+        lambda: fit(model, lambda: None, 10**9, tier="tape"),
+        lambda: fit(model, lambda: None, 10**9, recipes=[]),
+    ],
+)
+def test_errors_of_recipe_and_fit_have_chinese(call):
+    with pytest.raises((TypeError, ValueError)) as error:
+        call()
+    message = translated_error(str(error.value))
+    assert re.search("[\u3400-\u9fff]", message), message
+
+
+def test_enumeration_of_options_is_translated():
+    message = "tier must be 'file', 'host' or 'tape', got 3"
+    assert translated_error(message) == "tier 必须是 'file'、'host' 或 'tape'，实际是 3"
+    message = "head_chunk must be None, 1 or 2.5, got 3"
+    assert translated_error(message) == "head_chunk 必须是 None、1 或 2.5，实际是 3"
+
+
+@pytest.mark.parametrize("options", ["finite", "None or finite", "'file' or below"])
+def test_english_words_are_not_taken_for_options(options):
+    """A message without a Chinese sentence stays in English as a whole."""
+    message = f"fraction must be {options}, got 3"
+    assert translated_error(message) == message
+
+
+# Where an error may be put together from several strings of the library.
+SEAM = re.compile(
+    r"\{\w+\}|'[^']*'|--\w[\w-]*|; |, or |, got |, at least | must be | when | between | and "
+    r"| of bytes"
+)
+
+
+def test_every_translated_error_stands_in_the_library():
+    library = Path(labels.__file__).parents[1]
+    nodes = [
+        node
+        for path in library.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+    ]
+    found = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    strings = "\n".join(value for value in found if isinstance(value, str))
+    parts = {english: SEAM.split(english) for english in labels.sentences()}
+    assert [english for english, each in parts.items() if any(p not in strings for p in each)] == []
+
+
+def test_type_in_translated_error_has_no_english_article():
+    message = (
+        "model must be a model of transformers when framework is 'trainer', got a Decoder;"
+        " framework='torch' (--for torch in the command) can train it"
+    )
+    assert "实际是 Decoder。" in translated_error(message)

@@ -1,0 +1,288 @@
+"""Symbolic steps against real steps: bytes, known values, and state that must not change.
+
+`test_budget_estimate_equals_run.py` compares steps of whole models.
+"""
+
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from estimate_checks import assert_measured
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn import functional as F
+from training_steps import CountingBackend
+
+from course_lib.budget import Recipe
+from course_lib.memory import MemoryMeter, symbolic
+from course_lib.models import deep_mlp
+from course_lib.symbolic import mode
+
+
+def test_symbolic_mask_indexing_matches_bytes_of_real_step():
+    def run():
+        with MemoryMeter() as meter:
+            x = torch.randn(4, 6, 3, requires_grad=True)
+            mask = torch.arange(24).view(4, 6) % 5 == 0
+            h = (x.flatten(0, 1) * 2).view(4, 6, 3)
+            h[mask] = torch.ones(3)
+            h[0] = torch.zeros(3)
+            h[:, 1].mul_(3)
+            (h[~mask].exp().sum() + h[1].square().sum()).backward()
+        return meter.peak_bytes, meter.at_peak(), meter.live_bytes
+
+    real = run()
+    with symbolic():
+        assert run() == real
+
+
+def test_truncated_normal_initialization_works_on_symbolic_weights():
+    with symbolic():
+        weight = nn.init.trunc_normal_(nn.Parameter(torch.empty(5, 5)), std=0.02)
+        assert isinstance(weight, nn.Parameter)
+    assert nn.init.trunc_normal_(torch.empty(500), a=-0.5, b=0.5).abs().max() <= 0.5
+
+
+def test_symbolic_step_restores_the_random_number_generator():
+    state = torch.get_rng_state()
+    with symbolic():
+        assert len(set(torch.randint(0, 10**6, (50,)).tolist())) > 1
+        torch.manual_seed(3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.fixture
+def backend():
+    yield CountingBackend()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_compiled_model_runs_uncompiled_only_in_symbolic_steps(loaded, monkeypatch, backend):
+    if not loaded:  # the compiler is not imported yet
+        monkeypatch.setattr(mode, "sys", SimpleNamespace(modules={}))
+    peaks = []
+    for compiled in (False, True):
+        with symbolic():
+            model, x = deep_mlp(2, 32), torch.randn(64, 32)
+            model = torch.compile(model, backend=backend) if compiled else model
+            function = torch.compile(lambda x: x.sin(), backend=backend, fullgraph=True)
+            with MemoryMeter(model) as meter:
+                function(model(x)).sum().backward()
+        peaks.append(meter.peak_bytes)
+    assert peaks[0] == peaks[1] and backend.runs == 0
+    function(torch.randn(3))
+    assert backend.runs == 1
+
+
+# ---- known values
+
+
+def values_that_steps_read():
+    tokens, mask = torch.arange(12).view(3, 4) % 5, torch.ones(3, 4, dtype=torch.long)
+    counts = torch.zeros(5, dtype=torch.long)
+    counts = counts.index_add_(0, tokens.flatten(), torch.ones(12, dtype=torch.long))
+    masked = tokens.masked_fill(tokens == 2, -100)
+    shifted = torch.cat([tokens[:, 1:], tokens.new_full((3, 1), 7)], 1)
+    return [
+        bool(mask.all()),
+        bool((mask.cumsum(-1).diff(dim=-1) != 1).any()),
+        counts.tolist(),
+        (masked != -100).sum().item(),
+        masked.nonzero().tolist(),
+        torch.unique(shifted).shape,
+        torch.tensor([3, 1]).argmax().item(),
+        bool(torch.ones(3, 4).to(torch.bool).all()),
+        torch.zeros(3, 4).long().sum().item(),
+        [x.item() for x in torch.linspace(0, 0.3, 4)],
+        [x.item() for part in torch.linspace(0, 0.3, 6).split([2, 4]) for x in part],
+        bool(torch.rand([]) < 0.0),
+        (masked != -100).float().shape,
+        torch.empty(2, dtype=torch.long).fill_(3).shape,
+    ]
+
+
+def masks_that_models_test():
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    low = torch.tril(torch.full((2, 4, 4), -1e9, dtype=torch.float64)).transpose(1, 2)[1, 1:]
+    return [
+        bool((causal == nn.Transformer.generate_square_subsequent_mask(5)).all()),
+        bool((causal == torch.zeros(5, 5)).all()),
+        causal.isinf().tolist(),
+        (low.bfloat16() < 0).tolist(),
+        low.bool().tolist(),
+        low.clone()[:, 2:].ne(torch.zeros(1, dtype=torch.float64)).tolist(),
+        torch.full((2,), 1.5).view(torch.int32).ne(0x3FC00000).any().item(),
+    ]
+
+
+def counters():
+    count, whole = torch.tensor(0.0), torch.tensor(3)
+    alias = count.view(1)
+    count += 1
+    count.add_(2.5)
+    whole += 2
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        whole.add_(0.5)
+    return count.item(), alias.item(), (count * 2).item(), whole.item()
+
+
+@pytest.mark.parametrize("read", [values_that_steps_read, masks_that_models_test, counters])
+def test_known_values_and_bytes_equal_a_real_step(read):
+    with MemoryMeter() as real:
+        expected = read()
+    with symbolic(), MemoryMeter() as meter:
+        assert read() == expected
+    assert [(s.operator, s.live_bytes) for s in meter.timeline] == [
+        (s.operator, s.live_bytes) for s in real.timeline
+    ]
+
+
+def test_mask_values_are_unknown_after_write_or_if_large():
+    with symbolic():
+        mask = nn.Transformer.generate_square_subsequent_mask(5)
+        view, huge = mask[1:], torch.full((2**40,), 1.0)[:1]
+        mask.mul_(2)
+        for unknown in (mask, view, huge, torch.randn(3)):
+            with pytest.raises(DataDependentOutputException):
+                bool((unknown == 0).all())
+
+
+def rates_after_adding(value):
+    rates = torch.linspace(0, 1, 4)
+    part = rates[1:]
+    rates.add_(value)
+    return part.tolist()
+
+
+READS = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool((x == 0).all()),
+    "nonzero": lambda x: x.nonzero(),
+    "view": lambda x: x.flatten()[:1].item(),
+    "copy": lambda x: (x + 1).clone().max().item(),
+    "part of a changed tensor": lambda x: rates_after_adding(x.float().mean()),
+}
+# Integers that depend on the values of scores.
+DEPENDENT = {
+    "argmax": lambda scores: scores.argmax(-1, keepdim=True),
+    "scatter": lambda scores: torch.zeros(3, 4, dtype=torch.long).scatter_(
+        1, scores.topk(2).indices, 1
+    ),
+    "copy": lambda scores: torch.zeros(3, 4, dtype=torch.long).copy_(scores),
+    "random": lambda scores: torch.randn(3, 1).long(),
+    "add": lambda scores: torch.ones(3, 1).add_(scores[:, :1]).long(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reading_symbolic_value_raises_and_names_the_operator(read):
+    for make in DEPENDENT.values():
+        assert READS[read](make(torch.ones(3, 4))) is not None
+        unknown = pytest.raises((DataDependentOutputException, DynamicOutputShapeException))
+        with symbolic(), unknown as caught:
+            READS[read](make(torch.randn(3, 4)))
+        assert re.search(r"aten\.\w+", str(caught.value))
+
+
+def test_unknown_value_makes_only_its_own_storage_unknown():
+    with symbolic():
+        places, changed = torch.randn(3, 4).argsort(-1), torch.zeros(3, 4, dtype=torch.long)
+        view, copied = changed[0], changed.clone()
+        assert changed.scatter_(1, places, 1) is changed and copied.sum().item() == 0
+        with pytest.raises(DataDependentOutputException):
+            view.max().item()
+        assert changed.view(4, 3).untyped_storage()._cdata == changed.untyped_storage()._cdata
+        assert F.one_hot(places, 4).shape == (3, 4, 4) and changed.unsqueeze_(0).shape == (1, 3, 4)
+
+
+def test_large_tensors_of_integers_stay_symbolic():
+    with symbolic(), MemoryMeter() as meter:
+        large = torch.zeros(2**40, dtype=torch.int8)
+        small = torch.ones(1, dtype=torch.long)
+        sums = small.expand(2**40) + 1
+        more = large + small
+    assert meter.peak_bytes == sum(tensor.nbytes for tensor in (large, small, sums, more))
+
+
+def test_real_floating_point_tensor_is_rejected():
+    real = torch.ones(2)
+    with symbolic(), pytest.raises(AssertionError, match=r"Found in aten\.mul\.Tensor"):
+        real * 2
+
+
+# ---- bytes that depend on lengths
+
+LENGTHS = (3, 5, 50, 20, 7, 1)
+
+
+class Recognizer(nn.Module):
+    """Linear layer with a loss of sequences of different lengths."""
+
+    def __init__(self, criterion):
+        super().__init__()
+        self.layer, self.criterion = nn.Linear(8, 11), criterion
+
+    def loss_sum(self, batch):
+        samples, labels, lengths = batch
+        return self.criterion(self.layer(samples), labels, lengths), len(samples)
+
+
+def sequences(lengths, steps=101):
+    labels = torch.arange(len(lengths) * 50).view(-1, 50) % 10 + 1
+    return torch.randn(len(lengths), steps, 8), labels, torch.tensor(lengths)
+
+
+def ctc(scores, labels, lengths, *, listed=False, flat=False, dtype=torch.long, **options):
+    """Compute the CTC loss with labels and lengths as tensors or lists."""
+    full = torch.full_like(lengths, scores.shape[1])
+    labels = [row[:length] for row, length in zip(labels, lengths, strict=True)] if flat else labels
+    labels = (torch.cat(labels) if flat else labels).to(dtype)
+    both = [each.tolist() if listed else each.to(dtype) for each in (full, lengths)]
+    return F.ctc_loss(scores.log_softmax(-1).transpose(0, 1), labels, *both, **options).sum()
+
+
+def unbatched_ctc(scores, labels, lengths):
+    [row], length = scores.log_softmax(-1), lengths[0]
+    return F.ctc_loss(row, labels[0, :length], torch.tensor(len(row)), length, reduction="sum")
+
+
+def selected(scores, labels, lengths):
+    return scores[:, :50][torch.arange(50) < lengths[:, None]].exp().sum()
+
+
+def first_steps(read):
+    """Return a loss of the first time steps of each sample, whose numbers `read` returns."""
+    return lambda scores, labels, lengths: sum(
+        row[:length].exp().sum() for row, length in zip(scores, read(lengths), strict=True)
+    )
+
+
+LOSSES = {
+    "tensors": partial(ctc, reduction="sum"),
+    "int32": partial(ctc, reduction="none", zero_infinity=True, dtype=torch.int32),
+    "mean": partial(ctc, zero_infinity=True),
+    "flat labels": partial(ctc, flat=True, reduction="sum"),
+    "lists": partial(ctc, listed=True, reduction="sum"),
+    "mean of lists": partial(ctc, listed=True, flat=True),
+    "selected by a mask": selected,
+    "tolist": first_steps(lambda lengths: lengths.tolist()),
+    "tolist of a view": first_steps(lambda lengths: lengths[:].tolist()),
+    "numpy": first_steps(lambda lengths: lengths.numpy()),
+    "item": first_steps(lambda lengths: [length.item() for length in lengths]),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_estimate_matches_run_for_length_dependent_losses(loss, micro_batches):
+    make_model, recipe = partial(Recognizer, LOSSES[loss]), Recipe(micro_batches=micro_batches)
+    assert_measured(make_model, partial(sequences, LENGTHS), recipe)
+
+
+@pytest.mark.parametrize("loss", [*LOSSES.values(), unbatched_ctc], ids=[*LOSSES, "unbatched"])
+@pytest.mark.parametrize("length", [1, 33])
+def test_estimate_of_one_sample_equals_run_for_each_length(loss, length):
+    assert_measured(partial(Recognizer, loss), partial(sequences, [length]), Recipe())

@@ -1,0 +1,80 @@
+"""Cached results of symbolic operators against `FakeTensorMode`."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._functorch import config as functorch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from course_lib.budget.step import default_dtype
+from course_lib.memory import symbolic
+
+
+def outlines(function, dtype):
+    """Return attributes of the results of a function of two tensors, and their shared storages."""
+    inputs = [torch.empty(4, 6, dtype=dtype) for _ in range(2)]
+    results = function(*inputs)
+    return [
+        (
+            (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device),
+            (tensor._is_view(), tensor.requires_grad, set(vars(tensor))),
+            (torch._C._dispatch_keys(tensor), tensor.untyped_storage().nbytes()),
+            [x.untyped_storage()._cdata == tensor.untyped_storage()._cdata for x in inputs],
+            [x is tensor for x in inputs],
+        )
+        for tensor in (results if isinstance(results, (tuple, list)) else [results])
+    ]
+
+
+OPERATORS = {
+    "a matrix product": lambda x, y: x @ y.T,
+    "a view of a part": lambda x, y: x[1:, 2:].T,
+    "a view of a transpose": lambda x, y: x.T[1:],
+    "in place": lambda x, y: x.add_(y),
+    "in place of a part": lambda x, y: x[1:].mul_(2),
+    "integers": lambda x, y: x.long() + 1,
+    "a number": lambda x, y: x.long() + 1.0,
+    "a boolean": lambda x, y: x.long() + True,
+    "several": lambda x, y: torch.native_layer_norm(x, [6], None, None, 1e-5),
+    "parts": lambda x, y: x.split(2),
+    "parts without a storage of the input": lambda x, y: (x + y).unbind(),
+    "a list": lambda x, y: torch.cat([x, y, x.T.contiguous().T]),
+    "strides kept": lambda x, y: (x.T + y.T).relu(),
+    "expanded": lambda x, y: x[:1].expand(5, 6),
+    "the default dtype": lambda x, y: x.long() / 2,
+    "resized": lambda x, y: x.resize_(2, 3),
+    "transposed in place": lambda x, y: x.t_(),
+    "out": lambda x, y: torch.mul(x, 2, out=y),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_cached_results_equal_those_of_fake_tensor_mode(name):
+    with FakeTensorMode():
+        expected = outlines(OPERATORS[name], torch.bfloat16)
+    with symbolic():
+        for _ in range(3):
+            assert outlines(OPERATORS[name], torch.bfloat16) == expected
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_cached_tensor_has_no_data_pointer(allowed):
+    error = nullcontext() if allowed else pytest.raises(RuntimeError)
+    with functorch.patch(fake_tensor_allow_unsafe_data_ptr_access=allowed), symbolic():
+        x = torch.empty(3)
+        for _ in range(3):
+            with error:
+                assert (x * 2).data_ptr() == 0
+
+
+def test_cache_distinguishes_default_dtypes_and_inference_mode():
+    for dtype in (torch.float32, torch.float64):
+        with default_dtype(dtype), symbolic():
+            assert (torch.empty(5, dtype=torch.int64).relu() / 2).dtype == dtype
+    with symbolic():
+        x = torch.empty(5)
+        for inside in (False, True, False, True):
+            with torch.inference_mode(inside):
+                assert not x[1:].is_inference() and (x + 1).is_inference() == inside

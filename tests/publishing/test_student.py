@@ -1,0 +1,408 @@
+"""Test the student edition, and the folders and error messages that all editions share."""
+
+import ast
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from itertools import pairwise
+from pathlib import Path
+
+import edition_fixtures
+import pytest
+from edition_fixtures import failure, notebook_of, small_course, stored_lessons, write_lesson
+from test_readme import differences
+
+nbformat = pytest.importorskip("nbformat")
+
+from course_lib.attention import kernels
+from publish import cells, student
+from publish.cells import STAMP, EditionError, output_folder, remove_guard, without_solutions
+from publish.student import check_of
+
+ROOT = edition_fixtures.NOTEBOOKS.parent
+ATTEMPT = "answer = None\ncheck_sum(answer)"
+SOLUTION = "### BEGIN SOLUTION\nanswer = sum([10, 20, 12])\ncheck_sum(answer)\n### END SOLUTION"
+GUARDED = """### BEGIN SOLUTION
+if not lesson.check_sum.accepted:
+
+    def add(a, b):
+        total = a + b
+
+        return total
+
+    answer = add(22, 20)
+
+check_sum(answer)
+### END SOLUTION"""
+
+
+IN_FUNCTION = "def f(x):\n    ### BEGIN SOLUTION\n    return x + 1\n    ### END SOLUTION\n\n\nf(1)"
+
+
+def sources_of(notebook):
+    return [cell.source for cell in notebook.cells]
+
+
+# --- solutions ---
+
+
+@pytest.mark.parametrize(
+    ("sources", "kept"),
+    [
+        ([ATTEMPT, SOLUTION, "1 + 1"], [ATTEMPT, "1 + 1"]),
+        ([ATTEMPT, GUARDED], [ATTEMPT]),
+        ([IN_FUNCTION], [f"def f(x):\n    {cells.STUB}\n\n\nf(1)"]),
+        (["### BEGIN SOLUTION\nfigure = draw_it()\n### END SOLUTION"], [cells.COMMENT_STUB]),
+    ],
+)
+def test_without_solutions_removes_solutions_and_outputs(sources, kept):
+    notebook = notebook_of(*sources)
+    result = without_solutions(notebook)
+    assert sources_of(result) == kept and sources_of(notebook) == sources
+    assert not any(cell.outputs or cell.execution_count for cell in result.cells)
+
+
+def test_without_guards_removes_guard_of_learner_answer():
+    plain = """### BEGIN SOLUTION
+def add(a, b):
+    total = a + b
+
+    return total
+
+answer = add(22, 20)
+
+check_sum(answer)
+### END SOLUTION"""
+    other = "if not ready:\n    wait()"
+    result = cells.without_guards(notebook_of(ATTEMPT, GUARDED, other))
+    assert sources_of(result) == [ATTEMPT, plain, other]
+
+
+@pytest.mark.parametrize(
+    ("sources", "cell"),
+    [
+        ([ATTEMPT, SOLUTION.replace("### END SOLUTION", "")], 2),
+        ([ATTEMPT, SOLUTION.replace("### BEGIN SOLUTION", "")], 2),
+        ([ATTEMPT, "### BEGIN SOLUTION\n" + SOLUTION], 2),
+        # a marker that is not a line of its own
+        ([ATTEMPT, SOLUTION.replace("### END", "pass  ### END")], 2),
+        (["# prose\n### BEGIN SOLUTION\n### END SOLUTION"], 1),
+        ([f"x = 1\n{SOLUTION}"], 1),  # a stub would stop the notebook
+        ([f"if True:\n    x = 1\n    {SOLUTION}".replace("\n", "\n    ")], 1),
+        (["1 + 1", SOLUTION], 2),  # no attempt
+        # a name that only the solution defines
+        ([ATTEMPT, SOLUTION.replace("answer", "total"), "total + 1"], 3),
+        # the solution once more, outside of its markers
+        ([ATTEMPT, SOLUTION, "answer = sum([10, 20, 12])"], 2),
+        ([ATTEMPT, GUARDED, "answer = add(22, 20)\nadd = max"], 2),
+        (["# The answer is `answer = sum([10, 20, 12])`.", ATTEMPT, SOLUTION], 3),
+    ],
+)
+def test_malformed_solution_raises_with_number_of_cell(sources, cell):
+    with pytest.raises(EditionError, match=rf"cell {cell}\b[^\n]+$"):
+        without_solutions(notebook_of(*sources))
+
+
+# --- folders and errors of all editions ---
+
+
+def test_failed_build_keeps_old_edition_and_removes_temporary_folder(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+
+    def write(name):
+        with output_folder(target) as folder:
+            (folder / name).touch()
+        assert {path.name for path in target.iterdir()} == {name, STAMP}
+
+    write("old")
+    with pytest.raises(KeyboardInterrupt), output_folder(target) as folder:
+        (folder / "new").touch()
+        raise KeyboardInterrupt
+    assert {path.name for path in target.iterdir()} == {"old", STAMP}
+    write("next")
+    move = Path.rename
+
+    def rename(path, place):
+        if path.name == "new":
+            raise OSError("no space left")
+        return move(path, place)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="no space left"):
+        write("last")
+    assert (target / "next").exists() and list(tmp_path.iterdir()) == [target]
+
+
+def changed(change):
+    """Change the stored notebook by hand."""
+
+    def damage(root):
+        notebook = json.loads((root / edition_fixtures.NOTEBOOK).read_text("utf-8"))
+        change(notebook)
+        (root / edition_fixtures.NOTEBOOK).write_text(json.dumps(notebook), "utf-8")
+
+    return damage
+
+
+def without(path):
+    return lambda root: (root / path).unlink()
+
+
+def with_file(path, text):
+    def damage(root):
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_text(text, "utf-8")
+
+    return damage
+
+
+def with_cells(*sources):
+    return lambda root: write_lesson(root, json.dumps(notebook_of(*sources)))
+
+
+NOT_RUN = changed(lambda notebook: notebook["cells"][1].update(outputs=[], execution_count=None))
+HALF = '# 0 A / 甲\n\n<div lang="en">\n\nOnly English.\n\n</div>'
+
+
+@pytest.mark.parametrize(
+    ("edition", "damage", "reason"),
+    [
+        ("student", with_file(edition_fixtures.NOTEBOOK, "{"), "00_a.ipynb"),
+        (
+            "site",
+            lambda root: (root / edition_fixtures.NOTEBOOK).write_bytes(b"\xff"),
+            "00_a.ipynb",
+        ),
+        ("pages", changed(lambda notebook: notebook.pop("cells")), "00_a.ipynb"),
+        ("slides", changed(lambda notebook: notebook.update(nbformat=3)), "00_a.ipynb"),
+        ("student", without(edition_fixtures.NOTEBOOK), "must contain lessons"),
+        # the script differs, or is missing
+        ("student", changed(lambda notebook: notebook["cells"][1].update(source="2")), "cell 2"),
+        ("slides", changed(lambda notebook: notebook["cells"].pop()), "cell 2"),
+        ("pages", without(edition_fixtures.SCRIPT), "00_a.py is missing"),
+        ("pages", NOT_RUN, "cell 2 has"),
+        ("slides", changed(lambda notebook: notebook["cells"][1].update(outputs=[])), "no outputs"),
+        ("student", with_cells(SOLUTION), "00_a, cell 1"),
+        ("student", with_cells("# [gone](gone.md)"), "gone.md"),
+        ("pages", with_cells(HALF, "1"), '00_a, a markdown cell has no <div lang="zh">'),
+        ("slides", with_cells("# 0 A / 甲", "1"), "NOTES.md with"),
+        ("slides", with_file(cells.NOTES, "none"), "NOTES.md has no row for section 0"),
+        ("slides", with_file(cells.NOTES, "| 0 | 5 | Why? | 为何？ |"), "no cell has `slide`"),
+        ("site", without("README.md"), "README.md"),
+        ("site", with_file("README.md", "# S\n\n![map](gone.svg)\n"), "gone.svg"),
+        ("site", without(f"old/{STAMP}"), "was not made by an edition"),
+    ],
+)
+def test_invalid_course_fails_with_reason_and_keeps_old_edition(
+    tmp_path, capsys, monkeypatch, edition, damage, reason
+):
+    # packing takes seconds, and the errors here occur without it
+    monkeypatch.setattr(student, "pack_library", lambda folder: None)
+    root = small_course(tmp_path)
+    damage(root)
+    assert reason in failure(importlib.import_module(f"publish.{edition}"), root, capsys)
+
+
+EDITIONS = ["site", "student", "slides", "pages", "grade", "work"]
+# Run each edition as `python -m` does, without the package nbformat.
+WITHOUT_A_PACKAGE = f"""
+import runpy, sys
+sys.modules["nbformat"] = None
+for edition in {EDITIONS}:
+    try:
+        runpy.run_module(f"publish.{{edition}}", run_name="__main__", alter_sys=True)
+    except SystemExit as stopped:
+        print(stopped)"""
+
+
+def test_missing_package_is_named_in_one_sentence(tmp_path):
+    command = [sys.executable, "-c", WITHOUT_A_PACKAGE]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    reported = re.findall("^(.+?): .*nbformat", done.stdout, re.M)
+    assert reported == EDITIONS and done.stdout.count("\n") == len(EDITIONS), done
+    assert not done.stderr and list(tmp_path.iterdir()) == []
+
+
+# --- the course's lessons ---
+
+
+@pytest.fixture(scope="module")
+def edition(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("editions") / "student"
+    student.build(edition_fixtures.NOTEBOOKS, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lessons(edition):
+    return cells.read_lessons(edition)
+
+
+@pytest.fixture(scope="module")
+def library(edition):
+    """Return the wheel."""
+    return zipfile.ZipFile(next(edition.glob("*.whl")))
+
+
+def test_student_readmes_agree_and_link_existing_files(edition):
+    texts = [(edition / name).read_text("utf-8") for name in ("README.md", "README.zh.md")]
+    assert differences(*texts) == []
+    minutes = re.compile(r"^\| \[(\d\d)\].*?\| (\d+(?: \+ \d+|–\d+)?) \|", re.M)
+    for text in texts:
+        targets = cells.relative_links(text)
+        assert [target for target in targets if not (edition / target).exists()] == []
+        assert {path.name for path in edition.glob("*.ipynb")} < set(targets)
+        assert "apt install" in text and "xcode-select" in text
+        assert "make test" not in text and "SOLUTION" not in text and "notebooks/" not in text
+        assert minutes.findall(text) == minutes.findall((ROOT / "README.md").read_text("utf-8"))
+
+
+def test_zip_contains_edition_and_pinned_library(edition, library):
+    (packed,) = edition.glob("*.zip")
+    names = {name.partition("/")[2] for name in zipfile.ZipFile(packed).namelist()}
+    here = {path.relative_to(edition).as_posix() for path in edition.rglob("*") if path.is_file()}
+    assert names == here - {packed.name, STAMP}
+    assert {"LICENSE", "GLOSSARY.md", "examples/your_model.py", "docs/out_of_memory.zh.md"} < names
+    (metadata,) = (name for name in library.namelist() if name.endswith("/METADATA"))
+    needed = r"^Requires-Dist: ([\w-]+)[^;\n]*(?:$|; extra == .course.$)"
+    wanted = re.findall(needed, library.read(metadata).decode(), re.M)
+    assert {"torch", "jupyterlab", "transformers"} <= set(wanted)
+    pins = (edition / "constraints.txt").read_text("utf-8")
+    assert [name for name in wanted if f"\n{name}==" not in pins] == []
+
+
+def test_wheel_contains_all_files_of_library(library):
+    files = [path.relative_to(ROOT) for path in (ROOT / "course_lib").rglob("*") if path.is_file()]
+    expected = {path.as_posix() for path in files if "__pycache__" not in path.parts}
+    assert {name for name in library.namelist() if name.startswith("course_lib/")} == expected
+
+
+def test_student_makefile_installs_wheel_with_pins(edition):
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+
+    def make(*arguments):
+        command = ["make", "lab", *arguments]
+        return subprocess.run(command, cwd=edition, capture_output=True, text=True)
+
+    commands = make("-n", "TORCH=cpu").stdout
+    cpu = commands.index("--index-url https://download.pytorch.org/whl/cpu torch==")
+    wheel = commands.index('install -c constraints.txt -c .venv/torch.txt "./course_lib-')
+    assert commands.index("-m venv .venv") < cpu < wheel < commands.index("/jupyter-lab ")
+    assert "download.pytorch.org" not in make("-n").stdout
+    assert "needs Python 3.11, 3.12 or 3.13" in make("PYTHON=no-such-python").stderr
+
+
+def definitions_in(source):
+    """Yield (name, code) of each function and class."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name, ast.unparse(node)
+
+
+def test_library_contains_no_function_of_solutions(library):
+    """The library computes the expected results of its checks in other ways."""
+    sources = [source for each in stored_lessons().values() for source in sources_of(each)]
+    code = [remove_guard(source) for source in sources if "SOLUTION" in source]
+    solutions = {found for source in code for found in definitions_in(source)}
+    modules = [name for name in library.namelist() if name.endswith(".py")]
+    packed = {found for name in modules for found in definitions_in(library.read(name))}
+    assert "course_lib/lessons/lesson_02/exercises.py" in modules
+    assert len(solutions) > 10 and solutions & packed == set()
+
+
+def test_student_lessons_have_checks_reasons_and_no_solutions(lessons):
+    assert lessons.keys() == stored_lessons().keys()
+    for name, notebook in lessons.items():
+        checks = [check for cell in notebook.cells if (check := check_of(cell))]
+        stored = {check_of(cell) for cell in stored_lessons()[name].cells} - {None}
+        assert set(checks) == stored and len(checks) == len(stored)
+        assert checks or cells.is_project(name)
+        assert not any(cell.get("outputs") or "SOLUTION" in cell.source for cell in notebook.cells)
+        below = [next_.id for cell, next_ in pairwise(notebook.cells) if check_of(cell)]
+        assert below == [student.reason_id(check) for check in checks]
+        assert not any(student.reason_in(notebook, check) for check in checks)
+
+
+# --- reasons, and nbgrader ---
+
+
+def test_reason_in_finds_reason_by_id_or_prompt():
+    notebook = student.with_reasons(notebook_of("answer = None\nlesson.check_sum(answer)"))
+    reason = notebook.cells[1]
+    prompted = f"{reason.source}\nBecause both\nare live."
+    for key, source in (
+        (reason.id, prompted),
+        ("another", prompted),
+        (student.reason_id("check_sum"), "Because both are live."),
+    ):
+        reason.id, reason.source = key, source
+        assert student.reason_in(notebook, "check_sum") == "Because both are live."
+    assert student.reason_in(notebook, "check_other") == ""
+
+
+def test_nbgrader_metadata_locks_tests_and_grades_reasons():
+    notebook = notebook_of("answer = None\nlesson.check_sum(answer)", "1 + 1")
+    notebook = student.with_nbgrader(student.with_reasons(notebook))
+    nbformat.validate(notebook)
+    _, test, question, reason, _ = notebook.cells
+    assert "assert lesson.check_sum.accepted" in test.source
+    assert question.source == student.PROMPT.format(check="check_sum")
+    reason.source = "YOUR ANSWER HERE"  # as generate_assignment leaves it
+    assert student.reason_in(notebook, "check_sum") == "YOUR ANSWER HERE"
+    common = {"schema_version": 3, "grade": True, "points": 1, "task": False}
+    locked = {"grade_id": "test-check_sum", "cell_type": "code", "locked": True, "solution": False}
+    open_ = {"grade_id": "why-check_sum", "cell_type": "markdown", "locked": False}
+    graded = [cell.metadata.get("nbgrader") for cell in notebook.cells]
+    assert graded == [None, common | locked, None, common | open_ | {"solution": True}, None]
+
+
+# --- unsolved lessons ---
+
+
+def names_defined_by(source):
+    """Return the names that an attempt defines for the cells below it."""
+    top = ast.parse(source).body
+    targets = [target for node in top if isinstance(node, ast.Assign) for target in node.targets]
+    definitions = {node.name for node in top if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return definitions | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def cells_of_attempts(code):
+    """Return the attempts, the cells that use their names, and the cells that these need."""
+    defined = set().union(*(names_defined_by(cell.source) for cell in code if check_of(cell)))
+    kept, needed = [], set()
+    for cell in reversed(code):
+        bound, read = cells.names_in(cell.source)
+        if check_of(cell) or bound & needed or (read - bound) & defined:
+            kept.append(cell)
+            needed = (needed - bound) | (read - bound)
+    return kept[::-1]
+
+
+# These stubs run, so a check judges them as wrong answers. Do not add new ones.
+STUBS_THAT_ANSWER = {"checkpoint", "loss_in_pieces", "offloading", "loop", "log_sum_exp"}
+
+
+@pytest.mark.parametrize("name", edition_fixtures.NAMES)
+def test_unsolved_lesson_runs_and_every_check_rejects(lessons, name, monkeypatch):
+    # another test of this process may have imported Triton without its interpreter
+    monkeypatch.setattr(kernels, "INTERPRETED", True)
+    code = [cell for cell in lessons[name].cells if cell.cell_type == "code"]
+    names, verdicts = {}, {}
+    for cell in cells_of_attempts(code):
+        above, _, call = cell.source.rstrip().rpartition("\n")
+        exec(above if check_of(cell) else cell.source, names)
+        if check := check_of(cell):
+            verdicts[check.removeprefix("check_")] = str(eval(call, names))
+    assert [check for check, verdict in verdicts.items() if not verdict.startswith("✗")] == []
+    # the check of any other stub gives no hint, because there is no answer
+    assert {
+        check for check, verdict in verdicts.items() if "Hint: " in verdict
+    } <= STUBS_THAT_ANSWER

@@ -1,0 +1,155 @@
+"""Run printed scripts for Hugging Face's Trainer, and compare their peaks with those of `fit`.
+
+    PYTHONPATH=. python tests/tools/check_trainer_scripts.py            # all combinations
+    PYTHONPATH=. python tests/tools/check_trainer_scripts.py LoRA adam  # those with these words
+
+Each row names the recipe, the predicted bytes, the measured bytes without the batch of a step, and
+their difference. `test_budget_scripts_trainer.py` runs rows that contain all pairs of options. All
+combinations take about half an hour on one core.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from course_lib.budget import Recipe, fit
+from course_lib.budget.scripts import FRAMEWORKS
+from course_lib.memory import MemoryMeter
+from course_lib.workload import Workload, workload_of
+
+TRAINER = FRAMEWORKS["trainer"]
+SAMPLES, LENGTH = 4, 16
+# 30.2 MB in fp32
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 1600,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def make_frozen():
+    """Return a model whose embedding and first block are frozen."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def make_batch():
+    tokens = torch.randint(LLAMA["vocab_size"], (SAMPLES, LENGTH))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+FUNCTIONS = {
+    "model": "check_trainer_scripts:make_frozen",
+    "batch_from": "check_trainer_scripts:make_batch",
+}
+#: Name of a model -> the command's options.
+MODELS = {"plain": {}, "frozen layers": FUNCTIONS}
+MODELS |= {f"LoRA on {base}": {"lora": 8, "base": base} for base in ("fp32", "bf16", "nf4", "int8")}
+CHOICES = {
+    "model": tuple(MODELS),
+    "precision": ("fp32", "autocast", "bf16-only", None),
+    "optimizer": ("adam", "adam fused", "sgd", "momentum", "adafactor", "lion", "adam8bit"),
+    "checkpoint": ("none", "layers"),
+    "micro_batches": (1, 2),
+    "attention": ("standard", "eager"),
+}
+# The Trainer holds a few numbers: losses, norms and learning rates. An estimate holds others.
+NUMBERS = 50
+
+
+def valid(row: dict) -> bool:
+    """Return whether a row is valid: adapters keep their own dtypes or run under autocast."""
+    if row["model"].startswith("LoRA"):
+        return row["precision"] in (None, "autocast")
+    return row["precision"] is not None
+
+
+def recipe_of(row: dict) -> Recipe:
+    optimizer, _, update = row["optimizer"].partition(" ")
+    others = {name: row[name] for name in ("precision", "checkpoint", "micro_batches", "attention")}
+    return Recipe(optimizer=optimizer, update=update or None, **others)
+
+
+@cache
+def workload(model: str) -> Workload:
+    """Return the workload of a model; its config.json is in the working folder."""
+    names = "config model batch_from sequence batch vocabulary parameters hidden layers heads"
+    given = dict.fromkeys([*names.split(), "lora", "lora_targets", "base"])
+    if "model" not in MODELS[model]:
+        Path("config.json").write_text(json.dumps(LLAMA), "utf-8")
+        given |= {"config": "config.json", "sequence": LENGTH, "batch": SAMPLES}
+    return workload_of(Namespace(**{**given, "framework": "trainer", **MODELS[model]}))
+
+
+def predicted_bytes(model: str, recipe: Recipe) -> int:
+    """Return the peak that `fit` predicts for the recipe in the Trainer."""
+    found = workload(model)
+    options = {"recipes": [recipe], "base": recipe, "framework": "trainer", "progress": False}
+    return fit(found.make_model, found.make_batch, 10**12, **options)[0].peak_bytes
+
+
+def measured_bytes(script: str) -> int:
+    """Run a script and return the peak of its last statement, without the batch of a step."""
+    if "bitsandbytes" in sys.modules:
+        # Its manager is global, and would give the embedding's fp32 state to the parameter with the
+        # same index in the next optimizer.
+        sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
+    names: dict = {}
+    *first, last = ast.parse(script).body
+    exec(compile(ast.Module(first, []), "script", "exec"), names)
+    with MemoryMeter(names["model"]) as meter:
+        exec(compile(ast.Module([last], []), "script", "exec"), names)
+    return meter.peak_bytes - sum(tensor.nbytes for tensor in names["batch"].values())
+
+
+def all_rows() -> Iterator[dict]:
+    for values in product(*CHOICES.values()):
+        row = dict(zip(CHOICES, values, strict=True))
+        if valid(row):
+            yield row
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    words, larger = sys.argv[1:], 0
+    os.chdir(tempfile.mkdtemp())
+    print("| model | recipe | predicted | measured | difference |\n|---|---|---:|---:|---:|")
+    for row in all_rows():
+        recipe = recipe_of(row)
+        text = f"| {row['model']} | {recipe}, {recipe.attention} |"
+        if not all(word in text for word in words):
+            continue
+        predicted = predicted_bytes(row["model"], recipe)
+        measured = measured_bytes(TRAINER.script(recipe, workload(row["model"])))
+        larger += abs(measured - predicted) > NUMBERS
+        print(f"{text} {predicted:,} | {measured:,} | {measured - predicted:,} |", flush=True)
+    print(f"{larger} differences are larger than a few numbers")
+    return int(larger > 0)
+
+
+if __name__ == "__main__":
+    # The scripts import this module by its name.
+    sys.modules["check_trainer_scripts"] = sys.modules["__main__"]
+    sys.exit(main())

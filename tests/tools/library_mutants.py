@@ -1,0 +1,195 @@
+"""Mutants of the library, each of which the tests of its area should kill.
+
+    PYTHONPATH=. python tests/tools/library_mutants.py  # all; about ten minutes on one core
+    PYTHONPATH=. python tests/tools/library_mutants.py memory        # those of an area
+    PYTHONPATH=. python tests/tools/library_mutants.py --random 50   # drawn ones, half an hour
+    PYTHONPATH=. python tests/tools/library_mutants.py --random 50 --seed 1 --draw  # draw others
+
+The mutants of an area are listed in `library_mutants.toml`. `random_mutants.csv` stores mutants
+that were drawn at random (`random_mutants.py`). Each mutant is written into a copy of the
+repository, and the tests of its area run there until the first that fails, within a limit of CPU
+time. A survivor is a behavior that no test checks. Compare the results before and after a change
+of the tests: the same mutants should be killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import tomllib
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import random_mutants
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 60  # of CPU, for a mutant
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+RESULTS = {0: "survived", 1: "killed", 2: "killed"}  # of pytest's exit status, and of its signal
+RESULTS |= {-signal.SIGXCPU: "slow", -signal.SIGALRM: "slow"}
+
+
+class Mutant(NamedTuple):
+    """A change of one file: the text `old`, which it contains once, becomes `new`."""
+
+    area: str
+    file: str  # in course_lib
+    old: str
+    new: str
+    name: str
+
+
+MUTANTS = [
+    Mutant(area, file, old, new, repr(old[:60]))
+    for area, files in TABLE["mutants"].items()
+    for file, changes in files.items()
+    for old, new in changes
+]
+
+
+# The area of a file that has tests of its own, such as `checkpoint/state.py` in the area `state`.
+AREAS = {file: area for area, files in TABLE["mutants"].items() for file in files}
+
+
+def area_of(file: str) -> str:
+    """Return the area whose tests are for a file of course_lib, or "" if it has none."""
+    area = AREAS.get(file, file.removesuffix(".py").split("/")[0])
+    return area if file in TABLE["tests"] or area in TABLE["tests"] else ""
+
+
+def drawn_sources() -> dict[str, str]:
+    """Map the files of course_lib from which random mutants are drawn to their sources."""
+    library = ROOT / "course_lib"
+    names = (path.relative_to(library).as_posix() for path in library.rglob("*.py"))
+    return {name: (library / name).read_text("utf-8") for name in names if area_of(name)}
+
+
+def random_mutant(row: random_mutants.RandomMutant) -> Mutant:
+    """Return the mutant of a row of `random_mutants.csv`; its old text is the whole file."""
+    source = (ROOT / "course_lib" / row.file).read_text("utf-8")
+    statement = random_mutants.find(row, source)
+    new = random_mutants.changes(source, statement)[row.change] if statement else ""
+    name = f"{row.file}: {row.change!r} at `{row.statement[:60]}`"
+    return Mutant(area_of(row.file), row.file, source if statement else row.statement, new, name)
+
+
+def copy_to(folder: Path) -> None:
+    """Copy the library and its tests, and link to all else."""
+    for path in ROOT.iterdir():
+        if path.name in ("course_lib", "tests"):
+            skipped = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(path, folder / path.name, ignore=skipped)
+        elif path.name != ".git":
+            (folder / path.name).symlink_to(path)
+
+
+def run(mutant: Mutant, folder: Path, limit_s: int = LIMIT_S) -> tuple[str, str]:
+    """Return "killed", "survived" or "slow", and the test that failed."""
+    file = folder / "course_lib" / mutant.file
+    text = file.read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        return f"stands {text.count(mutant.old)} times", ""
+    file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    tests = TABLE["tests"].get(mutant.file) or TABLE["tests"][mutant.area]
+    names = [str(folder / "tests/library" / f"test_{name}.py") for name in tests]
+    code = _forked(names, folder, limit_s)
+    file.write_text(text, encoding="utf-8")
+    output = (folder / "output").read_text(encoding="utf-8").splitlines()
+    failed = [line.split(" - ")[0] for line in output if line.startswith(("FAILED", "ERROR "))]
+    return RESULTS.get(code, f"exit {code}"), next(iter(failed), "")
+
+
+def is_executed(row: random_mutants.RandomMutant, folder: Path, limit_s: int = LIMIT_S) -> bool:
+    """Return whether the tests of a file execute the statement of a random mutant."""
+    mark = folder / "executed"
+    mark.unlink(missing_ok=True)
+    source = (ROOT / "course_lib" / row.file).read_text("utf-8")
+    line = f"import os; open({str(mark)!r}, 'w').close(); os._exit(1)"
+    new = random_mutants.with_line_before(source, random_mutants.find(row, source), line)
+    run(Mutant(area_of(row.file), row.file, source, new, ""), folder, limit_s)
+    return mark.exists()
+
+
+def _forked(names: list[str], folder: Path, limit_s: int) -> int:
+    """Return pytest's exit status, from a child that need not import torch again."""
+    child = os.fork()
+    if child == 0:
+        code = 3
+        try:
+            resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))
+            signal.alarm(30 * limit_s)  # ends a mutant that waits forever, also on a busy machine
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup ignores it
+            os.environ["PYTHONPATH"] = str(folder)
+            here = (ROOT, ROOT / "tests/tools")  # course_lib has not been imported yet
+            others = [path for path in sys.path if Path(path or ".").resolve() not in here]
+            sys.path[:] = [str(folder), *others]
+            os.chdir(folder)
+            import pytest
+
+            options = ["-p", "no:cacheprovider", "-qx", "--no-header", f"--rootdir={folder}"]
+            file = (folder / "output").open("w")
+            with file, redirect_stdout(file), redirect_stderr(file):
+                code = int(pytest.main([*options, *names]))
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("areas", nargs="*", choices=[[], *TABLE["mutants"]], help="default: all")
+    parser.add_argument("--random", type=int, metavar="N", help="try the first N drawn mutants")
+    parser.add_argument("--seed", type=int, help="seed of --draw")
+    parser.add_argument("--draw", action="store_true", help="draw and store --random N mutants")
+    parser.add_argument("--limit", type=int, default=LIMIT_S, help="CPU seconds per mutant")
+    given = parser.parse_args()
+    if given.areas and given.random:
+        parser.error("--random cannot be combined with areas")
+    if given.draw != (given.seed is not None) or (given.draw and not given.random):
+        parser.error("--draw needs --random N and --seed S, and --seed needs --draw")
+    if given.draw:
+        drawn = random_mutants.draw(drawn_sources(), given.random, given.seed)
+        random_mutants.write(drawn)
+        return 0
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    import numpy  # noqa: F401 - each child then has it
+    import pytest  # noqa: F401
+    import torch  # noqa: F401
+
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy_to(Path(folder))
+        if given.random:
+            return _run_random(random_mutants.read()[: given.random], Path(folder), given.limit)
+        every_one_killed = True
+        for mutant in MUTANTS:
+            if mutant.area in (given.areas or TABLE["mutants"]):
+                result, failed = run(mutant, Path(folder), given.limit)
+                every_one_killed &= result == "killed"
+                print(f"{mutant.area:12} {result:9} {mutant.name}  {failed}", flush=True)
+    return int(not every_one_killed)
+
+
+def _run_random(rows: list[random_mutants.RandomMutant], folder: Path, limit_s: int) -> int:
+    """Print the result of each drawn mutant and their counts; return 0 if no mutant survives."""
+    results = []
+    for row in rows:
+        mutant = random_mutant(row)
+        result, failed = run(mutant, folder, limit_s)
+        if result in ("survived", "slow") and not is_executed(row, folder, limit_s):
+            result = "not run"
+        results.append(result)
+        print(f"{mutant.area:12} {result:9} {mutant.name}  {failed}", flush=True)
+    print(", ".join(f"{count} {result}" for result, count in Counter(results).items()))
+    return int(set(results) != {"killed"})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Test the library's structure: imports between packages, sizes, and names of definitions."""
+
+import ast
+import importlib.util
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import library_mutants
+import pytest
+
+from publish.dependencies import nodes_for_types
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "course_lib"
+# Limits are in statements, because lines can be saved by density.
+MOST = {ast.Module: 400, ast.ClassDef: 120, ast.FunctionDef: 50}
+
+# package -> packages whose modules it may import, in addition to its own
+BELOW_ALL = {"_batches", "_check", "_origin", "_torch", "_hugging_face_losses", "labels"}
+TECHNIQUES = {"checkpoint", "schedule", "offload", "accumulation", "attention"}
+CORE = {
+    "symbolic",
+    "memory",
+    "caching_allocator",
+    "models",
+    "configs",
+    "workload",
+    "options",
+    *TECHNIQUES,
+    *BELOW_ALL,
+}
+CORE |= {"adapters", "distributed", "budget"}
+ALLOWED = {
+    "_batches": {"_check", "_torch"},
+    "_check": set(),
+    "_origin": {"_torch"},
+    "_torch": {"_check"},
+    "_hugging_face_losses": {"_batches", "_check", "_torch"},
+    "labels": set(),
+    "missing_names": {"labels"},
+    "options": set(),
+    "adapters": {"_check", "_torch"},
+    "models": BELOW_ALL,
+    "configs": {"models", *BELOW_ALL},
+    "symbolic": BELOW_ALL,
+    "caching_allocator": BELOW_ALL,
+    "memory": {"symbolic", "caching_allocator", *BELOW_ALL},
+    **{name: {"symbolic", "memory", *BELOW_ALL} for name in TECHNIQUES},
+    "schedule": {"symbolic", "memory", "checkpoint", *BELOW_ALL},
+    "simulated": {"offload", *BELOW_ALL},
+    "workload": {"adapters", "symbolic", "models", "configs", "accumulation", *BELOW_ALL},
+    "distributed": CORE - {"distributed", "budget"},
+    "budget": CORE,
+    "teaching": {*CORE, "simulated"},
+    "lessons": {*CORE, "simulated", "teaching"},
+    "publish": {*CORE, "simulated", "teaching", "lessons"},
+}
+
+
+def package_of(module):
+    """Return `memory` for `course_lib.memory.meter`, `publish` for `publish.site`, else None."""
+    first, *rest = module.split(".")
+    name = first if first == "publish" else ".".join(rest[:1])
+    return name if first in ("course_lib", "publish") and name in ALLOWED else None
+
+
+@cache
+def modules():
+    """Return the tree of every module of the library and of `publish`, by name."""
+    found = {}
+    for path in sorted([*LIBRARY.rglob("*.py"), *(ROOT / "publish").rglob("*.py")]):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if "_assets" not in str(path) and "fonts" not in parts:  # a script that made a font
+            name = ".".join(parts).removesuffix(".__init__")
+            found[name] = ast.parse(path.read_text("utf-8"))
+    return found
+
+
+def library():
+    return {name: tree for name, tree in modules().items() if name.startswith("course_lib")}
+
+
+def imports(name, tree=None, types=True):
+    """Return (module, imported names) of every import, with `types` also those for types only."""
+    tree = modules()[name] if tree is None else tree
+    package = name if ROOT.joinpath(*name.split(".")).is_dir() else name.rpartition(".")[0]
+    skipped = set() if types else nodes_for_types(tree)
+    found = []
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found += [(alias.name, []) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = "." * node.level + (node.module or "")
+            start = importlib.util.resolve_name(start, package)
+            for alias in node.names:
+                submodule = f"{start}.{alias.name}"
+                is_module = submodule in modules()
+                found.append((submodule, []) if is_module else (start, [alias.name]))
+    ours = ("course_lib", "publish")
+    return [(module, names) for module, names in found if module.split(".")[0] in ours]
+
+
+def forbidden_imports(name, tree=None):
+    package = package_of(name)
+    allowed = {None, package, *ALLOWED.get(package, set())}
+    return [f"{name} -> {to}" for to, _ in imports(name, tree) if package_of(to) not in allowed]
+
+
+def private_names(name, tree=None):
+    """Return the private names and modules that a module imports from another package."""
+    return [
+        f"{name} imports {part} of {module}"
+        for module, names in imports(name, tree)
+        if package_of(module) != package_of(name)
+        for part in [*module.split(".")[1:], *names]
+        if part[:1] == "_" and part not in BELOW_ALL | {"__all__"}
+    ]
+
+
+def lengths(name, tree):
+    """Return the functions and modules of a file that have too many statements."""
+    counts = {
+        node: sum(isinstance(each, ast.stmt) for each in ast.walk(node))
+        for node in ast.walk(tree)
+        if type(node) in MOST
+    }
+    longer = [node for node, count in counts.items() if count > MOST[type(node)]]
+    return [f"{name}: {getattr(node, 'name', 'it')} has {counts[node]}" for node in longer]
+
+
+def test_every_module_belongs_to_package():
+    assert [name for name in modules() if name != "course_lib" and package_of(name) is None] == []
+
+
+def test_packages_import_only_allowed_packages():
+    assert [problem for name in modules() for problem in forbidden_imports(name)] == []
+
+
+def test_imports_have_no_cycles():
+    """Imports for types alone do not count, because they never run."""
+    found = {name: {module for module, _ in imports(name, types=False)} for name in modules()}
+    edges = {name: reached & modules().keys() for name, reached in found.items()}
+    TopologicalSorter(edges).prepare()  # raises for a cycle
+
+
+def test_private_names_stay_within_package():
+    assert [problem for name in modules() for problem in private_names(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "check"),
+    [
+        ("course_lib.memory.meter", "def f():\n    import course_lib.offload", forbidden_imports),
+        ("course_lib.offload", "from course_lib import simulated", forbidden_imports),
+        ("course_lib.teaching.gpu", "from .. import lessons", forbidden_imports),
+        ("course_lib.schedule", "from course_lib.memory.meter import _storages", private_names),
+    ],
+)
+def test_forbidden_import_is_reported(module, source, check):
+    assert check(module, ast.parse(source))
+
+
+def test_only_labels_drawing_imports_pyplot():
+    def imports_pyplot(tree):
+        found = (each for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom))
+        lines = " ".join(map(ast.unparse, found))
+        return "pyplot" in lines and "labels.drawing import pyplot" not in lines
+
+    places = {name for name, tree in modules().items() if imports_pyplot(tree)}
+    figures = {"teaching", "lessons", "publish"}
+    assert {name for name in places if package_of(name) not in figures} == {
+        "course_lib.labels.drawing"
+    }
+
+
+def test_modules_classes_and_functions_stay_within_size_limits():
+    assert [each for name, tree in library().items() for each in lengths(name, tree)] == []
+
+
+def test_every_library_mutant_can_be_applied():
+    counts = {
+        f"{each.file}: {each.old}": (LIBRARY / each.file).read_text("utf-8").count(each.old)
+        for each in library_mutants.MUTANTS
+    }
+    assert {name: count for name, count in counts.items() if count != 1} == {}

@@ -1,0 +1,168 @@
+"""Workers of the tests: their number follows cores and memory, and long files start first."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import seconds
+import workers
+from workers import available_cores, available_memory, worker_count
+
+GB = 10**9
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("cores", "memory", "gpu", "expected"),
+    [
+        (2, 100 * GB, None, 2),
+        (64, 16 * GB, None, 5),
+        (4, GB, None, 1),
+        (16, 128 * GB, 150 * GB, 8),
+        (16, 128 * GB, 24 * GB, 4),
+        (16, 128 * GB, 4 * GB, 1),
+    ],
+    ids=["cores", "memory", "at least one", "gpu limit", "gpu memory", "small gpu"],
+)
+def test_worker_count_is_the_smallest_limit(cores, memory, gpu, expected):
+    assert worker_count(cores, memory, gpu) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "memory"),
+    [
+        ({}, 8, 32 * 2**30),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/cpu.max": "250000 100000",
+                "sys/fs/cgroup/a/b/cpu.max": "max 100000",
+                "sys/fs/cgroup/a/b/memory.max": "7000000000",
+                "sys/fs/cgroup/memory.max": "max",
+            },
+            2,
+            7 * GB,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/gone\n3:cpu,cpuacct:/a\n1:name=systemd:/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000000000",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": "300000",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+            },
+            3,
+            5 * GB,
+        ),
+    ],
+    ids=["no cgroup", "version 2", "version 1"],
+)
+def test_limits_of_cgroups_are_respected(files, cores, memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    meminfo = f"MemTotal: {64 * 2**20} kB\nMemAvailable: {32 * 2**20} kB\n"
+    for name, text in {"proc/meminfo": meminfo, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert (available_cores(tmp_path), available_memory(tmp_path)) == (cores, memory)
+
+
+def test_cores_and_memory_are_read_without_proc_and_affinity(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert available_cores(tmp_path) == 6
+    assert available_memory(tmp_path) > 10**8
+
+
+def test_heavy_files_exist_and_form_one_unit(monkeypatch):
+    assert all(list(TESTS.parent.glob(f"{file}*")) for file in workers.HEAVY)
+    monkeypatch.setattr(workers, "HEAVY", ("notebooks/07", "notebooks/09"))
+    assert workers.scope_of("notebooks/07_fit.ipynb::Cell 3") == "heavy"
+    assert workers.scope_of("notebooks/09_model.ipynb::Cell 0") == "heavy"
+    assert workers.scope_of("tests/a.py::Test::test_b[x::y]") == "tests/a.py"
+    table = {"tests/a.py": 50, "tests/a.py::test_b": 900, "tests/b.py": 70, "tests/c.py": 1}
+    table |= {"notebooks/07_fit.ipynb": 30, "notebooks/09_model.ipynb": 60}
+    files = [*(name for name in table if "::" not in name), "tests/new.py"]
+    assert sorted(files, key=lambda file: workers.start_order(file, table)) == [
+        *("notebooks/09_model.ipynb", "notebooks/07_fit.ipynb", "tests/b.py", "tests/a.py"),
+        *("tests/new.py", "tests/c.py"),
+    ]
+
+
+REPORT = """\
+<testsuites><testsuite>
+<testcase file="tests/a.py" name="test_long[one]" time="1.5" />
+<testcase file="tests/a.py" name="test_long[two]" time="1.25" />
+<testcase file="tests/a.py" name="test_short" time="0.5" />
+<testcase file="notebooks/02.ipynb" name="Cell 0" time="40" />
+<testcase name="notebooks/03.ipynb" time="0" />
+</testsuite></testsuites>
+"""
+
+
+def test_seconds_command_stores_rows_of_a_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(seconds, "TABLE", tmp_path / "seconds.csv")
+    report = tmp_path / "tests.xml"
+    report.write_text(REPORT)
+    this = "tests/tools/test_workers.py"
+    stored = {"tests/a.py": 9, "tests/a.py::test_gone": 5, this: 3, "tests/gone.py": 4}
+    seconds.write(stored)
+    assert seconds.main([str(report)]) == 0
+    assert seconds.read() == stored, "printed, not written"
+    assert capsys.readouterr().out.split() == [
+        *("40.0", "notebooks/02.ipynb", "3.2", "tests/a.py", "2.8", "tests/a.py::test_long")
+    ]
+    assert seconds.main([str(report), "--write"]) == 0
+    found = {"notebooks/02.ipynb": 40, "tests/a.py": 3.2, "tests/a.py::test_long": 2.8}
+    assert seconds.read() == {**found, this: 3}
+
+
+def test_seconds_command_without_a_report_names_make_test(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        seconds.main([str(tmp_path / "missing.xml")])
+    assert "run `make test` first" in capsys.readouterr().err
+
+
+EXAMPLE = """\
+import os, pathlib, pytest
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    mark = pathlib.Path({mark!r})
+    mark.touch(exist_ok=False)
+    yield
+    mark.unlink()
+
+@pytest.mark.parametrize("n", range(3))
+def test_writes(n):
+    with open({log!r}, "a") as file:
+        print({name!r}, os.environ["PYTEST_XDIST_WORKER"], file=file)
+"""
+
+
+def test_xdist_runs_heavy_files_in_one_worker(tmp_path):
+    """Run four small files in two workers with the hooks of tests/conftest.py."""
+    pytest.importorskip("xdist")
+    table = {"test_long.py": 50, "test_short.py": 1, "test_heavy_1.py": 20, "test_heavy_2.py": 40}
+    (tmp_path / "conftest.py").write_text(
+        "import seconds, workers\nfrom workers import *\n"
+        f"workers.HEAVY = ('test_heavy',)\nseconds.read = lambda: {table}\n"
+    )
+    for file in table:
+        mark = tmp_path / ("heavy" if "heavy" in file else file.removesuffix(".py"))
+        text = EXAMPLE.format(mark=str(mark), log=str(tmp_path / "log"), name=file)
+        (tmp_path / file).write_text(text)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist=loadscope"]
+    command += ["--no-loadscope-reorder", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS / "tools")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "12 passed" in done.stdout, done.stdout + done.stderr
+    lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    workers_of = {file: {worker for name, worker in lines if name == file} for file in table}
+    assert workers_of["test_heavy_1.py"] == workers_of["test_heavy_2.py"]
+    assert all(len(found) == 1 for found in workers_of.values())
+    names = [name for name, _ in lines]
+    assert names.index("test_heavy_2.py") < names.index("test_heavy_1.py")
+    assert names.index("test_long.py") < names.index("test_short.py")
