@@ -1,8 +1,10 @@
 # Works with GNU make 4 and with macOS's make 3.81.
 # make lab PYTHON=python3.12     create .venv with this Python
+# make lab LANGUAGE=zh           open the lessons in Chinese (or en, both), now and later
 # make lab VENV=~/envs/course    use this folder for the environment instead of .venv
 # make lab TORCH=cpu             install torch without CUDA, which is gigabytes smaller on Linux; .venv keeps this build
 # make lab ARGS="--no-browser --port 8899"
+# make test WORKERS=4            run the tests in 4 processes
 
 # `make gpu PYTHON=python3` runs with a machine's own Python and installs nothing; without PYTHON it uses .venv.
 GPU_PYTHON_GIVEN := $(PYTHON)
@@ -10,6 +12,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?=
 ARGS   ?=
+LANGUAGE ?=
 
 $(if $(filter-out cpu,$(TORCH)),$(error TORCH must be cpu or empty, got "$(TORCH)"; if it is empty, pip chooses the build))
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -17,10 +20,11 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # `make test-library` creates a separate environment, with every package except torch at its pinned version.
 TORCH_VERSION ?= newest
 OTHER_VENV := .venv-torch-$(TORCH_VERSION)
-LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_growth budget_models budget_ranks \
-  budget_search caching_allocator categories checkpoint configs conversion devices distributed formulas \
-  golden gradient_sums hugging_face measurement memory_budget meter models offload saved_tensors schedule shape_cache \
-  simulated storages symbolic timeline transparency
+LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_extrapolation budget_models \
+  budget_ranks budget_search caching_allocator memory_categories checkpoint configs symbolic_conversion \
+  memory_devices distributed memory_formulas budget_recorded_estimates memory_gradient_sums \
+  budget_hugging_face memory_measurement memory_budget memory_meter models offload memory_saved_tensors \
+  schedule symbolic_shape_cache simulated memory_storages symbolic memory_timeline memory_transparency
 LIBRARY_NEEDS := numpy matplotlib pandas tqdm transformers pytest pytest-xdist hypothesis checkpoint-schedules
 
 BIN       := $(VENV)/bin
@@ -43,27 +47,30 @@ KERNEL    := $(VENV)/etc/ipython/ipython_kernel_config.json
 # Every target that starts kernels depends on these files, so that the tests run the lessons as JupyterLab does.
 SETTINGS  := $(OVERRIDES) $(FILE_LIST) $(KERNEL)
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
-# Compares every notebook with its stored outputs, with two workers. --dist=loadscope lets one worker run all cells of a
-# notebook in order, because they share a kernel. Only a kernel that hangs can exceed the timeouts (tests/patience.py).
-WITH_NOTEBOOKS := --nbval --nbval-current-env --nbval-sanitize-with=tests/nbval.cfg --nbval-cell-timeout=3600 \
-  --nbval-kernel-startup-timeout=3600 -n 2 --dist=loadscope --no-loadscope-reorder
+# Worker processes of the tests; `auto` is the number that fits the cores and the memory (tests/tools/workers.py).
+WORKERS ?= auto
+# --dist=loadscope lets one worker run all tests of a file. The cells of a notebook also share a kernel.
+WITH_WORKERS := -n $(WORKERS) --dist=loadscope --no-loadscope-reorder
+# Compares every notebook with its stored outputs. Only a kernel that hangs can exceed the timeouts (tests/tools/timeouts.py).
+WITH_NOTEBOOKS := --nbval --nbval-current-env --nbval-sanitize-with=tests/lessons/nbval.cfg --nbval-cell-timeout=3600 \
+  --nbval-kernel-startup-timeout=3600
 # Where this variable forbids Python to store compiled modules, each process of the tests compiles the library again.
 test browser: export PYTHONDONTWRITEBYTECODE =
 
 GPU_PYTHON = PYTHONPATH=. $(or $(GPU_PYTHON_GIVEN),$(BIN)/python)
 GPU_NEEDS  = $(if $(GPU_PYTHON_GIVEN),,$(COMPLETE))
-# Uses several workers if pytest-xdist is installed; tests/conftest.py sets their number.
-WORKERS    = $(if $(shell $(GPU_PYTHON) -c 'import xdist' 2>&1),,-n auto)
+# Uses several workers if pytest-xdist is installed.
+GPU_WORKERS = $(if $(shell $(GPU_PYTHON) -c 'import xdist' 2>&1),,-n $(WORKERS))
 OUT       ?= build/gpu
 
-.PHONY: help install lab update results test test-library browser bench gpu gpu-allocator gpu-tests gpu-record gpu-bench notebooks site student slides handout pages grade address clean
+.PHONY: help install lab update results test check hooks test-library seconds browser bench gpu gpu-allocator gpu-tests gpu-record gpu-bench notebooks site student slides handout pages grade address clean
 
 help: ## show this list / 显示本列表
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 # Learners work on a copy in work/, which git ignores. JupyterLab's file list shows only the files of that folder.
 lab: $(INSTALLED) $(SETTINGS) ## open your copy of the lessons, work/, in JupyterLab / 打开你自己的一份课程 work/
-	$(BIN)/python -m publish.work
+	$(BIN)/python -m publish.work$(LANGUAGE:%= --language %)
 	$(BIN)/jupyter-lab $(if $(filter 0,$(shell id -u)),--allow-root) --ServerApp.root_dir=work $(ARGS) work/00_start_here.ipynb
 
 update: $(INSTALLED) ## bring new editions of lessons into work/, keep your answers / 更新 work/ 里的课，保留你的答案
@@ -80,15 +87,27 @@ test: $(COMPLETE) $(SETTINGS) ## run lint, unit tests, and every notebook agains
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check --summary=none
-	$(BIN)/python -m pytest $(WITH_NOTEBOOKS) $(ARGS)
+	$(BIN)/python -m pytest $(WITH_NOTEBOOKS) $(WITH_WORKERS) --junitxml=build/tests.xml $(ARGS)
+
+check: $(COMPLETE) ## check what you changed, within a minute (ARGS=offload: this package) / 一分钟内检查你的改动
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check --summary=none
+	@$(BIN)/python tests/tools/check_changes.py --workers $(WORKERS) $(ARGS)
+
+hooks: ## check subject, lint and format at each commit, with hooks of git / 提交时自动检查提交说明和代码
+	git config core.hooksPath .githooks
+
+seconds: $(COMPLETE) ## print the seconds per file of the last `make test` (ARGS=--write) / 上次 make test 中各文件的秒数
+	@$(BIN)/python tests/tools/seconds.py $(ARGS)
 
 test-library: | $(OTHER_VENV)/bin/pip ## test the library alone with another torch (TORCH_VERSION=2.9.0) / 用别的 torch 版本测试库
 	grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > $(OTHER_VENV)/constraints.txt
 	$(OTHER_VENV)/bin/python -m pip install --upgrade torch$(if $(filter newest,$(TORCH_VERSION)),,==$(TORCH_VERSION)) \
 	  $(if $(TORCH),--no-deps --index-url $(TORCH_INDEX))
 	$(OTHER_VENV)/bin/python -m pip install torch $(LIBRARY_NEEDS) -c $(OTHER_VENV)/constraints.txt
-	PYTHONPATH=. $(OTHER_VENV)/bin/python -m pytest -p no:cacheprovider -q -n 2 --dist=loadscope \
-	  $(LIBRARY_TESTS:%=tests/test_%.py) $(ARGS)
+	PYTHONPATH=. $(OTHER_VENV)/bin/python -m pytest -p no:cacheprovider -q $(WITH_WORKERS) \
+	  $(LIBRARY_TESTS:%=tests/library/test_%.py) $(ARGS)
 
 $(OTHER_VENV)/bin/pip:
 	$(PYTHON) -m venv $(OTHER_VENV)
@@ -109,11 +128,11 @@ gpu: $(GPU_NEEDS) ## run the next four, even if one of them fails; ARGS go to gp
 
 gpu-allocator: $(GPU_NEEDS) ## compare the simulated allocator with this GPU's own / 对照模拟的分配器与 GPU 真正的分配器
 	@$(GPU_PYTHON) -m course_lib.lessons --check
-	$(GPU_PYTHON) -m pytest -p no:cacheprovider -rs -m gpu tests/test_caching_allocator.py $(ARGS)
+	$(GPU_PYTHON) -m pytest -p no:cacheprovider -rs -m gpu tests/library/test_caching_allocator.py $(ARGS)
 
 gpu-tests: $(GPU_NEEDS) ## run the GPU tests (ARGS="-k offload") / 运行 GPU 测试
 	@$(GPU_PYTHON) -m course_lib.lessons --check
-	$(GPU_PYTHON) -m pytest -p no:cacheprovider -rs --durations=10 -m gpu $(WORKERS) tests $(ARGS)
+	$(GPU_PYTHON) -m pytest -p no:cacheprovider -rs --durations=10 -m gpu $(GPU_WORKERS) tests $(ARGS)
 
 gpu-record: $(GPU_NEEDS) ## record the lessons' GPU figures (ARGS="--only 04 06.attention --skip 07") / 记录各课的 GPU 数据
 	@$(GPU_PYTHON) -m course_lib.lessons $(ARGS)
