@@ -269,7 +269,12 @@ def chinese(words: object) -> str | None:
         return None
     if isinstance(words, Verbatim):
         return words
-    made = words if isinstance(words, Label) else _made.get(words) or _fixed.get(words)
+    if isinstance(words, Label):
+        made = words
+    elif words in catalog():  # a label with this text may have it from a value that is verbatim
+        return catalog()[words]
+    else:
+        made = _made.get(words) or _fixed.get(words)
     found = made.in_chinese() if made is not None else None
     return found or catalog().get(words) or _translate_labels_in(words)
 
