@@ -32,35 +32,38 @@ def with_adapters(
     targets: str | Sequence[str] | None = None,
     base: str = "bf16",
 ) -> Callable[[], nn.Module]:
-    """Return a function that makes the model with frozen weights and trainable LoRA adapters.
+    """Return a function that makes a model with frozen weights and trainable LoRA adapters.
 
-    A layer with weights W (m, n) computes x W^T + 2 (x A^T) B^T with adapters A (rank, n) and B
-    (m, rank) in fp32. Only A and B have gradients and optimizer state: rank * (m + n) elements
-    instead of m * n. Use recipes with `precision=None`, which keeps the dtypes of the model, or
-    "autocast", which also keeps them and computes in bf16.
+    A layer with weights W (m, n) computes x W^T + 2 (x A^T) B^T. Both adapters, A (rank, n) and B
+    (m, rank), are in fp32. Only A and B have gradients and optimizer state, for rank * (m + n)
+    elements instead of m * n. To train the model with a `course_lib.budget.Recipe`, use
+    `precision=None` or "autocast". Both keep the dtypes of the model, and "autocast" computes in
+    bf16.
 
-    **Checkpoints.** Gradients reach the adapters inside a checkpointed block even if the input of
-    the block requires none, with this library's checkpoints and with PyTorch's if
-    `use_reentrant=False`. With reentrant checkpoints, the adapters get no gradients unless you call
+    **Checkpoints.** The input of a checkpointed block may require no gradient, because all weights
+    before it are frozen. With this library's checkpoints, and with PyTorch's if
+    `use_reentrant=False`, the adapters inside the block still get gradients. With reentrant
+    checkpoints, the adapters get no gradients, unless you call
     `model.enable_input_require_grads()`, so that the output of the embedding requires a gradient.
     `gradient_checkpointing_enable` of transformers 5.23 calls that method itself.
 
     Args:
         make_model: Function without arguments that returns a model in fp32.
         rank: Rank of the adapters.
-        targets: Names of the layers that get adapters, as peft's `target_modules`; or
-            "all-linear". None uses peft's choice for the architecture.
-        base: Format of the frozen weights. "fp32" and "bf16" apply to all weights. The other
-            formats apply to the weights of linear layers, except the output head and the layers
-            that transformers lists in `_keep_in_fp32_modules`; all other weights are in bf16.
-            "int8" takes 1 byte per weight and one fp32 scale per row. "nf4" takes half a byte per
-            weight and one fp32 scale per 64 weights. "nf4-double" is "nf4" with 1 byte per scale
-            and one fp32 scale per 256 scales. Except with "fp32", floating-point inputs of the
-            model must be in bf16.
+        targets: Names of the layers that get adapters, as peft's `target_modules`; or "all-linear".
+            None uses peft's choice for the architecture.
+        base: Format of the frozen weights. "fp32" and "bf16" apply to all weights. "int8", "nf4"
+            and "nf4-double" quantize the weights of linear layers, and all other weights are in
+            bf16. The output head and the layers in `_keep_in_fp32_modules` of transformers are not
+            quantized. "int8" needs 1 byte per weight and one fp32 scale per row. "nf4" needs half a
+            byte per weight and one fp32 scale per 64 weights. "nf4-double" is "nf4" with 1 byte per
+            scale and one fp32 scale per 256 scales. Except with "fp32", floating-point inputs of
+            the model must be in bf16.
 
     Returns:
-        A function with the attributes `make_batch`, `loss_sum` and `split` of `make_model`. It
-        raises ValueError if peft or bitsandbytes is missing, or if no layer has one of the names.
+        A function without arguments. It has the attributes `make_batch`, `loss_sum` and `split` if
+        `make_model` has them. A call raises ValueError if peft or bitsandbytes is missing, or if no
+        layer has one of the names in `targets`.
 
     Raises:
         TypeError: An argument has the wrong type.

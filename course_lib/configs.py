@@ -37,7 +37,7 @@ def read_config(file: Path | str) -> dict[str, Any]:
 
     Raises:
         ValueError: The file cannot be read, is not JSON (the message gives line and column), or
-            does not hold a JSON object.
+            does not contain a JSON object.
     """
     try:
         config = json.loads(Path(file).read_text(encoding="utf-8-sig"))
@@ -86,9 +86,18 @@ def model_from(config: Mapping[str, Any], *, sequence: int, seed: int = 0) -> De
 def shape_of(
     config: Mapping[str, Any], sequence: int
 ) -> tuple[type[Decoder | Llama], dict[str, Any]]:
-    """Check a configuration, and return the class and the arguments with which to build its model.
+    """Check a Hugging Face configuration, and return the class and the sizes of its model.
 
-    The arguments and errors are those of `model_from`. The result does not contain the seed.
+    The sizes are a dict of keyword arguments with which the class builds the model. Only the
+    argument `seed` is not included.
+
+    Args:
+        config: Contents of a `config.json`. Its `model_type` must be one of `KNOWN`.
+        sequence: Number of tokens per sample that the model must accept.
+
+    Raises:
+        ValueError: The `model_type` is not supported, a size is missing or invalid, or the model
+            accepts only shorter sequences.
     """
     name = config.get("model_type")
     if name not in KNOWN:
@@ -207,9 +216,9 @@ def _llama(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalization of the last dimension: x / sqrt(mean(x²)), times a weight.
+    """Root-mean-square normalization of the last dimension: x / sqrt(mean(x²) + eps) * weight.
 
-    The quotient is computed in fp32.
+    The quotient is computed in fp32 and then converted to the dtype of x.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
@@ -231,8 +240,9 @@ def rotate_pairs(x: Tensor, base: float = 10_000.0) -> Tensor:
     The two features of a pair are d/2 apart, as in Hugging Face's Llama.
 
     Args:
-        x: Queries or keys (..., s, d).
-        base: The first pair rotates by 1 radian per position, and the last one by about 1 / base.
+        x: Queries or keys of shape (..., s, d), for s positions with d features each.
+        base: Number that sets the speed of rotation. The first pair rotates by 1 radian per
+            position, and the last pair by about 1 / base.
 
     Source: Su et al. 2021, arXiv:2104.09864.
     """
@@ -247,9 +257,18 @@ def rotate_pairs(x: Tensor, base: float = 10_000.0) -> Tensor:
 
 
 class GroupedAttention(Attention):
-    """Causal grouped-query attention (GQA): (samples, tokens, features) -> the same shape.
+    """Causal grouped-query attention (GQA): (samples, tokens, hidden) -> (samples, tokens, hidden).
 
-    Several query heads share one key and value head. The positions are encoded by `rotate_pairs`.
+    Several query heads share one key head and one value head. `rotate_pairs` encodes the positions.
+
+    Args:
+        hidden: Features per token.
+        heads: Number of query heads.
+        kv_heads: Number of key heads and of value heads, which must divide `heads`.
+        head_dim: Features per head.
+        qkv_bias: Whether the projections to queries, keys and values have biases.
+        out_bias: Whether the output projection has a bias.
+        head_norms: Whether the queries and keys of each head are normalized, as in Qwen3.
 
     Source: Ainslie et al. 2023, arXiv:2305.13245.
     """
@@ -300,7 +319,8 @@ class GroupedAttention(Attention):
     def standard(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention with separate operators, which save the probabilities for backward.
 
-        The query has the shape (samples, heads, tokens, d); key and value may have fewer heads.
+        The query and the result have the shape (samples, heads, tokens, features). Key and value
+        may have fewer heads.
         """
         if (times := q.shape[1] // k.shape[1]) > 1:
             k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
@@ -312,6 +332,9 @@ class GroupedAttention(Attention):
 
 class GatedFeedForward(nn.Module):
     """Gated feed-forward network: down(silu(gate(x)) * up(x)).
+
+    The linear layers `gate` and `up` map `hidden` features to `feedforward` features, and the
+    linear layer `down` maps back.
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """
@@ -328,12 +351,13 @@ class GatedFeedForward(nn.Module):
 class Experts(nn.Module):
     """Mixture of experts, each of which is a gated feed-forward network: (b, s, h) -> (b, s, h).
 
-    Each expert chooses the tokens with the highest scores, and all experts choose the same number
-    of tokens, whereas in Mixtral the tokens choose their experts. Because the experts choose, all
-    shapes are static, and bytes and FLOPs are those of a balanced router.
+    The input has b samples of s tokens with h features. Each expert chooses the tokens with the
+    highest scores, and all experts choose the same number of tokens. In Mixtral, in contrast, the
+    tokens choose their experts. If the experts choose, all shapes are static, and bytes and FLOPs
+    are those of a balanced router.
 
     Args:
-        hidden: Features per token.
+        hidden: Features per token (h).
         feedforward: Width of each expert.
         experts: Number of experts.
         used: Number of experts per token, on average.
@@ -369,7 +393,13 @@ class Experts(nn.Module):
 class LlamaLayer(nn.Module):
     """Pre-norm layer with attention and a feed-forward network: (b, s, h) -> (b, s, h).
 
-    Both have an `RMSNorm` in front and a residual connection around them.
+    The input has b samples of s tokens with h features. Attention and feed-forward network each
+    normalize their input with an `RMSNorm` and have a residual connection.
+
+    Args:
+        hidden: Features per token (h).
+        attention: The attention module.
+        feedforward: The feed-forward network, or a mixture of experts.
     """
 
     def __init__(self, hidden: int, attention: GroupedAttention, feedforward: nn.Module):
@@ -385,19 +415,23 @@ class LlamaLayer(nn.Module):
 class Llama(nn.Module):
     """Decoder with the architecture of Llama, Mistral, Mixtral or Qwen: tokens (b, s) -> (b, s, v).
 
-    The result contains the logits of b samples of s tokens. Norms, softmax and loss are computed in
-    fp32, whatever the dtype of the parameters is.
+    The result contains the logits of b samples of s tokens, for a vocabulary of v tokens. Norms,
+    softmax and loss are computed in fp32, whatever the dtype of the parameters is.
 
     Args:
-        vocabulary, hidden, layers, heads: Vocabulary size (v), features per token (h), number of
-            layers, and number of query heads (a).
-        kv_heads: Number of key and value heads.
+        vocabulary: Number of different tokens (v).
+        hidden: Features per token.
+        layers: Number of layers.
+        heads: Number of query heads.
+        kv_heads: Number of key heads and of value heads, which must divide `heads`.
         head_dim: Features per head.
         feedforward: Width of the feed-forward networks.
         experts: Number of experts per layer; 0 for a single feed-forward network.
-        experts_used: Number of experts per token.
-        qkv_bias, out_bias, feedforward_bias: Whether these projections have biases.
-        head_norms: Whether the heads' queries and keys are normalized, as in Qwen3.
+        experts_used: Number of experts per token, on average.
+        qkv_bias: Whether the projections to queries, keys and values have biases.
+        out_bias: Whether the output projection of the attention has a bias.
+        feedforward_bias: Whether the feed-forward networks have biases; ignored with experts.
+        head_norms: Whether the queries and keys of each head are normalized, as in Qwen3.
         tied: Whether the output head uses the weight of the token embedding.
         seed: Seed of the random weights.
 
@@ -452,14 +486,21 @@ class Llama(nn.Module):
         return self.head(self.norm(x))  # (b, s, v)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Return the mean cross-entropy of predicting each next token: (b, s + 1) -> scalar."""
+        """Return the mean cross-entropy of predicting each next token, as a scalar.
+
+        Args:
+            tokens: Tokens of shape (samples, sequence + 1). The last token of each sample is only a
+                target.
+        """
         total, count = self.loss_sum(tokens)
         return total / count
 
     def loss_sum(self, tokens: Tensor) -> tuple[Tensor, int]:
-        """Return the sum of the cross-entropies of all predicted tokens, and their number.
+        """Return the summed cross-entropy of all predicted tokens, and the number of these tokens.
 
-        The shape of `tokens` is (b, s + 1), and s tokens per sample are predicted.
+        Args:
+            tokens: Tokens of shape (samples, sequence + 1). The last token of each sample is only a
+                target.
         """
         logits, targets = self(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten()
         return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()

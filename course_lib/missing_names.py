@@ -23,7 +23,10 @@ from course_lib.labels import in_both_languages, text, verbatim
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Let IPython explain each `NameError` of a cell; `%load_ext` calls this function."""
+    """Make IPython explain each `NameError` by naming the cell that must run first.
+
+    `%load_ext course_lib.missing_names` calls this function.
+    """
     shell.set_custom_exc((NameError,), _show_name_error)
 
 
@@ -43,9 +46,13 @@ def _show_name_error(
 
 
 def cell_to_run(name: str, notebook: Path) -> str:
-    """Return a label that says which cell of a notebook defines or imports a name.
+    """Return a text that says which cell of a notebook defines or imports a name.
 
-    The result is "" if no cell does.
+    The text is "" if no cell does, or if the notebook cannot be read.
+
+    Args:
+        name: Name of the missing variable, function, class or module.
+        notebook: Path of the notebook file.
     """
     for line, imported, defined in _names_by_cell(notebook):
         words = {"name": verbatim(name), "line": verbatim(line)}

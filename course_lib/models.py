@@ -35,12 +35,12 @@ def deep_mlp(
 ) -> nn.Sequential:
     """Build a network of `depth` linear layers, each followed by an activation.
 
-    Input and output have the shape (samples, width).
+    Input and output of the network have the shape (samples, width).
 
     Args:
         depth: Number of linear layers.
-        width: Features of each layer.
-        activation: Class of the activation.
+        width: Number of input and output features of each layer.
+        activation: Class of the activation function.
         seed: Seed of the random weights.
 
     Raises:
@@ -77,11 +77,12 @@ class Attention(nn.Module):
     Args:
         hidden: Features per token.
         heads: Number of heads, which must divide `hidden`.
-        dropout: Dropout probability for the output and, in standard attention only, for the
+        dropout: Dropout probability for the output. If `fused` is False, it also applies to the
             attention probabilities.
         causal: Whether each position attends only to itself and to earlier positions.
         fused: Whether to call `F.scaled_dot_product_attention`, whose fused kernels do not save the
-            attention probabilities for backward. Otherwise standard attention is computed.
+            attention probabilities for backward. If False, the method `standard` computes attention
+            with separate operators.
         seed: Seed of the random weights.
 
     Raises:
@@ -123,7 +124,7 @@ class Attention(nn.Module):
     def standard(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention with separate operators, which save the probabilities for backward.
 
-        All tensors and the result have the shape (samples, heads, tokens, hidden / heads).
+        The arguments and the result have the shape (samples, heads, tokens, hidden / heads).
         """
         s, scale = q.shape[-2], q.shape[-1] ** -0.5
         scores = q @ k.mT * scale  # (b, a, s, s)
@@ -137,15 +138,21 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward network, each with a residual connection.
+    """Decoder layer: attention and a feed-forward network, each with a residual connection.
+
+    The layer maps (samples, tokens, hidden) to the same shape.
 
     Args:
-        hidden, heads: As in `Attention`. The layer maps (samples, tokens, hidden) to that shape.
+        hidden: Features per token.
+        heads: Number of attention heads, which must divide `hidden`.
         feedforward: Width of the feed-forward network, by default 4 * hidden.
         norm_first: True for pre-norm, as in GPT: attention and feed-forward network normalize their
             input. False for post-norm, as in the original Transformer: the residual sums are
             normalized.
-        dropout, causal, fused: As in `Attention`. The feed-forward network has dropout, too.
+        dropout: Dropout probability in attention (see `Attention`) and after the feed-forward
+            network.
+        causal: Whether each position attends only to itself and to earlier positions.
+        fused: Whether attention calls `F.scaled_dot_product_attention`.
         seed: Seed of the random weights.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762 (post-norm); Xiong et al. 2020, arXiv:2002.04745
@@ -192,17 +199,23 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """GPT with embeddings, pre-norm decoder layers and a head: tokens (b, s) -> logits (b, s, v).
 
+    The input has b samples of s tokens, and v is the size of the vocabulary.
+
     Args:
-        vocabulary, hidden, heads, layers: Vocabulary size (v), features per token, and the numbers
-            of attention heads and of layers.
-        sequence: Largest number of tokens per sample (s), for the position embedding.
+        vocabulary: Number of different tokens (v).
+        hidden: Features per token.
+        heads: Number of attention heads, which must divide `hidden`.
+        layers: Number of decoder layers.
+        sequence: Largest number of tokens per sample (s), which is the size of the position
+            embedding.
         tied: Whether the output head uses the weight of the token embedding.
-        dropout, fused: As in `Attention`.
+        dropout: Dropout probability in the decoder layers.
+        fused: Whether attention calls `F.scaled_dot_product_attention`.
         seed: Seed of the random weights.
 
     Raises:
         ValueError: A size is below 1, or `heads` does not divide `hidden`. The forward pass raises
-            it if its input is longer than `sequence`.
+            the same error if its input is longer than `sequence`.
     """
 
     def __init__(
@@ -248,34 +261,41 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))  # (b, s, v)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Return the mean cross-entropy of predicting each next token: (b, s + 1) -> scalar."""
+        """Return the mean cross-entropy of predicting each next token, as a scalar.
+
+        Args:
+            tokens: Tokens of shape (samples, sequence + 1). The last token of each sample is only a
+                target.
+        """
         logits = self(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def loss_sum(self, tokens: Tensor) -> tuple[Tensor, int]:
-        """Return the sum of the cross-entropies of all predicted tokens, and their number.
+        """Return the summed cross-entropy of all predicted tokens, and the number of these tokens.
 
-        The shape of `tokens` is (b, s + 1), and s tokens per sample are predicted.
+        Args:
+            tokens: Tokens of shape (samples, sequence + 1). The last token of each sample is only a
+                target.
         """
         logits, targets = self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
         return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()
 
     def stages(self, tokens: Tensor) -> list[Callable]:
-        """Return `loss_sum` as a list of stages that are called one after another.
+        """Return `loss_sum` as a list of stages, which are called one after another.
 
-        Recipes with the checkpoints "optimal" and "segments" need a model with a method `stages`.
-        The first stage is called with the batch, and each later stage with the result of the stage
-        before it. The last stage returns (sum of losses, weight). The stages use the model's own
-        modules, so a change to the model, such as a chunked head, also changes the stages.
+        The checkpoints "optimal" and "segments" of `course_lib.budget.Recipe` use this method. The
+        first stage is called with the batch, and each later stage with the result of the previous
+        stage. The last stage returns (sum of losses, number of tokens). The stages use the model's
+        own modules, so a change to the model, such as a chunked head, also changes the stages.
 
         Args:
-            tokens: The batch, (b, s + 1).
+            tokens: Batch of shape (samples, sequence + 1).
 
         Returns:
-            Callables: a function that selects the inputs from the batch; the embedding; one block
-            per layer; and the head with its loss. A block is an `nn.Sequential` of attention and
-            feed-forward network, or the layer itself if it is of another class, is compiled or has
-            hooks.
+            Callables in this order: a function that selects the model's inputs from the batch, the
+            embedding, one block per layer, and the output head with the loss. A block is an
+            `nn.Sequential` of attention and feed-forward network. The block is the layer itself if
+            the layer is of another class, is compiled, or has hooks or a replaced `forward`.
         """
         blocks = [
             nn.Sequential(*_residual_halves(layer)) if _is_plain(layer) else layer
@@ -287,8 +307,8 @@ class Decoder(nn.Module):
     def draws_random_numbers(self) -> bool:
         """Whether a forward pass may draw random numbers.
 
-        This is the case if a dropout layer is active. It may be the case if a decoder layer was
-        replaced, is compiled or has hooks.
+        True if a dropout layer is active. Also True if a decoder layer was replaced, is compiled or
+        has hooks, because such a layer may draw random numbers.
         """
         drops = (part for part in self.modules() if isinstance(part, (Dropout, nn.Dropout)))
         return not all(map(_is_plain, self.layers)) or any(d.p > 0 and d.training for d in drops)
@@ -361,19 +381,21 @@ class _HeadLossSum(_HeadLoss):
 
 
 def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
-    """Return a decoder and its loss as a chain of stages, such as `course_lib.schedule` needs.
+    """Return a decoder and its loss as a chain of stages, for use with `course_lib.schedule`.
 
-    The stages are the embedding, two per layer (attention and feed-forward network), and the head
-    with the loss. They share the decoder's modules. The value of `stages(tokens[:, :-1])`, with
-    `stages = loss_stages(decoder, tokens[:, 1:])`, equals `decoder.loss(tokens)`.
+    The stages are the embedding, two stages per layer (attention and feed-forward network), and the
+    output head with the loss. They share the decoder's modules. With
+    `stages = loss_stages(decoder, tokens[:, 1:])`, the value of `stages(tokens[:, :-1])` equals
+    `decoder.loss(tokens)`.
 
     Args:
         decoder: The decoder.
-        targets: Tokens to predict, (b, s). Assign to `stages[-1].targets` for another batch.
+        targets: Tokens to predict, of shape (b, s) for b samples of s tokens. For another batch,
+            assign its targets to `stages[-1].targets`.
 
     Returns:
-        2 * layers + 2 stages, each with one input and one output tensor:
-        (b, s) -> (b, s, h) -> ... -> scalar.
+        A sequence of 2 * layers + 2 stages, each with one input and one output tensor. The shapes
+        are (b, s) -> (b, s, hidden) -> ... -> scalar.
     """
     stages: list[nn.Module] = [_Embedding(decoder)]
     for layer in decoder.layers:
@@ -384,12 +406,13 @@ def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
 def random_tokens(batch: int, sequence: int, vocabulary: int, *, seed: int = 0) -> Tensor:
     """Return random tokens for training as an int64 tensor (batch, sequence + 1).
 
-    Each sample has one token more than the model reads, because the targets are the next tokens.
+    Each sample has one token more than the input of a model, because the targets are the next
+    tokens.
 
     Args:
         batch: Number of samples.
-        sequence: Number of tokens per sample that the model reads.
-        vocabulary: Tokens are numbers below this one.
+        sequence: Number of tokens per sample in the input of the model.
+        vocabulary: Number of different tokens. Tokens are numbers from 0 to vocabulary - 1.
         seed: Seed of the random numbers.
 
     Example:

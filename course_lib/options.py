@@ -45,12 +45,13 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def add_shared(parser: ArgumentParser, changes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add some of the shared options to a command's parser.
+    """Add some of the options in `SHARED` to a command's parser.
 
     Args:
         parser: The parser.
-        changes: Dict from option to the arguments of `add_argument` that replace or extend those in
-            `SHARED`. Only these options are added.
+        changes: Dict from the name of an option, such as "--batch", to the arguments of
+            `add_argument` that replace or extend the ones in `SHARED`. Options that are not in this
+            dict are not added.
     """
     for option, changed in changes.items():
         parser.add_argument(option, **{**SHARED[option], **changed})
@@ -63,6 +64,10 @@ def byte_count(text: str) -> int:
     """Convert a text such as "80GiB", "24GB" or "24G" to a number of bytes.
 
     1 GB, or 1 G, is 10**9 bytes, and 1 GiB is 2**30 bytes.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is not a number of bytes between 1 and 1e18, or it is a
+            number below 10**6 without a unit.
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     try:
@@ -91,7 +96,11 @@ def byte_count(text: str) -> int:
 
 
 def parameter_count(text: str) -> float:
-    """Convert a text such as "7B", "7e9" or "124M" to a number of parameters."""
+    """Convert a text such as "7B", "7e9" or "124M" to a number of parameters.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is not a number of parameters between 1e4 and 1e15.
+    """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMBT]?)\s*", text, re.IGNORECASE)
     try:
         number = float(match[1]) * PARAMETER_UNITS[match[2].upper()]  # type: ignore[index]
@@ -105,7 +114,11 @@ def parameter_count(text: str) -> float:
 
 
 def whole_number(text: str) -> int:
-    """Convert a text to an int, which must be between 1 and 10,000,000."""
+    """Convert a text to an int between 1 and 10,000,000.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is not such a number.
+    """
     try:
         number = int(text)
     except ValueError:
@@ -122,14 +135,15 @@ def parse_name(
 ) -> Callable[[str], str]:
     """Return a function that converts a text to one of the given names.
 
-    In the text, case, spaces and hyphens do not matter, and a maker's name such as "NVIDIA" may be
-    left out or added.
+    Case, spaces and hyphens in the text do not matter. A maker's name at its beginning, such as
+    "NVIDIA", is ignored. The function raises `argparse.ArgumentTypeError` if no name matches.
 
     Args:
         names: Names that the function can return.
-        others: Dict from another name that people type to the name that the function returns.
-        disallowed: Dict from a name that people type to the reason why it is not allowed, for the
-            error message.
+        others: Dict from an alternative name to the name that the function returns for it; None for
+            no alternatives.
+        disallowed: Dict from a name that is not allowed to the reason, for the error message; None
+            for no such names.
     """
     names = list(names)
     known = {_normalize_name(name): name for name in names}

@@ -39,13 +39,13 @@ BY_SIZES = ("sequence", "batch", "vocabulary")
 
 @dataclass(frozen=True)
 class Source:
-    """Code that makes the model and the batch of a workload in a script that a command writes.
+    """Python code that makes a model and a batch, for a training script that a command writes.
 
     Attributes:
         imports: Import statements, one per item.
-        lines: Lines of code that define the functions `make_model` and `make_batch`. The model and
-            the shapes of the batch are those of the workload.
-        by_transformers: Whether the model is one of transformers, which returns its own loss.
+        lines: Lines of code that define the functions `make_model` and `make_batch`.
+        by_transformers: Whether the model is one of the package transformers, which returns its own
+            loss.
     """
 
     imports: tuple[str, ...]
@@ -55,7 +55,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Workload:
-    """Model and batch for which a command estimates the memory, with their description.
+    """Model and batch for which a command estimates the memory.
 
     Attributes:
         make_model: Function without arguments that returns the model.
@@ -65,13 +65,14 @@ class Workload:
         name: Label that describes the model.
         batch: Label that describes the batch.
         samples: Number of samples in the batch; None if it is not known.
-        split: Function (batch, parts) that returns a list of `parts` batches; None to cut along the
-            first dimension.
-        attention: Value of `Recipe.attention` for the baseline. None leaves the model unchanged,
-            because it already calls PyTorch's `scaled_dot_product_attention`.
-        block_list: Name of the list of blocks in the model that the user trains; None if the user
-            trains the model of `make_model`. For a config, the two models differ: `make_model` uses
-            the course's modules, but the user trains the model of transformers.
+        split: Function (batch, parts) that returns a list of `parts` batches; None to split all
+            tensors of the batch along their first dimension.
+        attention: Value of `Recipe.attention` for the baseline (the step without memory-saving
+            techniques). None leaves the model's attention unchanged, because the model already
+            calls PyTorch's `scaled_dot_product_attention`.
+        block_list: Name of the list of blocks, such as "model.layers", in a model of transformers
+            that the user trains. It is set if `make_model` makes the same model from the course's
+            modules. None means that the user trains the model of `make_model`.
         source: Code that makes the model and the batch in a script; None if the command writes no
             script.
     """
@@ -88,21 +89,26 @@ class Workload:
     source: Source | None = None
 
     def parameters(self) -> int:
-        """Return the number of the model's parameters, with all elements of quantized weights."""
+        """Return the number of elements of all parameters of the model.
+
+        All elements of a quantized weight are counted, even if several are packed into one byte.
+        """
         with symbolic():
             return sum(map(_num_elements, self.make_model().parameters()))
 
 
 def workload_of(given: Namespace) -> Workload:
-    """Return the workload that a command's options specify with --config, --model, or sizes.
+    """Return the model and the batch that the options of a command specify.
 
-    A model built from a config or from sizes calls PyTorch's `scaled_dot_product_attention`, which
-    is also the default of transformers. A model that a user's function makes is not changed.
+    The model is given by a `config.json` (--config), by a function (--model), or by sizes
+    (--parameters, or --hidden and --layers). A model built from a config or from sizes calls
+    PyTorch's `scaled_dot_product_attention`, which is also the default of transformers. A model
+    that a user's function makes is not changed.
 
     Args:
-        given: The parsed options. If `given.framework` is set, the command writes a script: the
-            workload then has a `source`, and transformers builds the model of a config, as the
-            script does.
+        given: The parsed options. If `given.framework` is set, the command writes a script. The
+            workload then has a `source`, and the model of a config is built by transformers, as in
+            the script.
 
     Raises:
         ValueError: An option is missing, names something that cannot be found, or cannot be
@@ -145,15 +151,17 @@ def workload_of(given: Namespace) -> Workload:
 class ConfiguredModel:
     """Functions that make the model of a `config.json` and its batches.
 
+    Below, b is the number of samples in a batch, and s is the number of tokens per sample.
+
     Attributes:
         make_model: Function without arguments that builds the model in fp32, with random weights.
         make_batch: Function (samples, seed) that returns a batch of random tokens for the model.
         vocabulary: Number of different tokens.
-        plain: Whether the model is made of the course's modules, whose batch is a tensor (b, s +
-            1). Otherwise it is a model of transformers, whose batch is a dict {"input_ids": (b, s),
-            "labels": (b, s)} and which returns its own loss.
+        plain: Whether the model consists of the course's modules, and a batch is a tensor of shape
+            (b, s + 1). If False, the model is one of transformers, which returns its own loss, and
+            a batch is a dict {"input_ids": (b, s), "labels": (b, s)}.
         family: Name of the class of transformers that builds the model, one of `FAMILIES`; None if
-            `plain`.
+            `plain` is True.
     """
 
     make_model: Callable[[], nn.Module]
@@ -175,9 +183,9 @@ def model_of_config(
             its type.
 
     Raises:
-        ValueError: The file is not a config, its type of model is not supported (neither by
-            `course_lib.configs` nor by the installed transformers), a size is missing, or the model
-            accepts only shorter sequences.
+        ValueError: The file is not a config, a size is missing, or the model accepts only shorter
+            sequences. The error is also raised if neither `course_lib.configs` nor the installed
+            transformers supports the type of the model.
     """
     config = read_config(file)
     if config.get("model_type") in KNOWN and not by_transformers:
@@ -317,7 +325,13 @@ def _by_config(given: Namespace) -> Workload:
 
 
 def with_fused_attention(make_model: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model whose `Attention` modules call PyTorch's `scaled_dot_product_attention`."""
+    """Make a model whose `Attention` modules call PyTorch's `scaled_dot_product_attention`.
+
+    Other modules of the model are not changed.
+
+    Args:
+        make_model: Function without arguments that returns the model.
+    """
     model = make_model()
     for module in model.modules():
         if isinstance(module, Attention):
@@ -355,13 +369,17 @@ def _by_function(given: Namespace) -> Workload:
 
 
 def samples_of(make_batch: Any) -> int | None:
-    """Return the number of samples in the batch that a function makes, without using memory.
+    """Return the number of samples in the batch that a function makes, without allocating memory.
 
-    The batch is made on symbolic tensors. The result is None if the first dimensions of its tensors
+    The function runs on symbolic tensors, which have shapes but need no memory. The result is None
+    if the number cannot be determined, for example because the first dimensions of the tensors
     differ.
 
+    Args:
+        make_batch: Function without arguments that returns the batch.
+
     Raises:
-        TypeError: The argument is not a function without arguments.
+        TypeError: `make_batch` is not a function without arguments.
         ValueError: The batch has no samples.
     """
     if isinstance(make_batch, nn.Module) or not callable(make_batch):
@@ -476,7 +494,7 @@ def _source_of_function(given: Namespace, make_model: Callable[[], nn.Module]) -
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model is one of transformers, possibly with adapters of peft."""
+    """Return whether a model is one of the package transformers, possibly with adapters of peft."""
     classes = [("transformers", "PreTrainedModel"), ("peft", "PeftModel")]
     # Neither package is imported here. If the model is of one of these classes, its package has
     # been imported already.
@@ -502,15 +520,15 @@ def _as_code(value: Any) -> str:
 
 
 def named_function(option: str, name: str) -> Callable[..., Any]:
-    """Import and return the function that a text such as "package.module:function" names.
+    """Import the function with a name such as "package.module:function", and return it.
 
     Args:
-        option: Option with which the text was given, for the message.
-        name: The text.
+        option: Command-line option whose value is the name, for the error message.
+        name: Name of the function, with a colon after the module.
 
     Raises:
-        ValueError: There is no function of that name. Errors of the module's own code are raised
-            unchanged.
+        ValueError: No function has this name. An error in the code of the module is not changed
+            into a ValueError.
     """
     allowed = "package.module:function, which can be imported from here"
     if not name.partition(":")[2]:
@@ -540,6 +558,10 @@ def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
 
     The decoder has about one layer per 128 units of its hidden size h. The embedding has v h
     parameters, where v is the size of the vocabulary, and each layer has 12 h^2.
+
+    Args:
+        parameters: Number of parameters to approximate.
+        vocabulary: Size of the vocabulary.
     """
 
     def count(hidden: int, layers: int) -> int:

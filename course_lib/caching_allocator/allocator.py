@@ -34,21 +34,24 @@ Live = dict[Hashable, "Block"]
 
 @runtime_checkable
 class Replayable(Protocol):
-    """Object that yields its own allocations, such as a `course_lib.memory.Trace`."""
+    """Object that lists its own allocations for a replay, such as a `course_lib.memory.Trace`."""
 
     def allocations(self) -> Iterable[tuple]:
-        """Yield the events that `CachingAllocator.replay` accepts."""
+        """Yield events ("birth" or "release", storage, bytes) in the order in which they happen.
+
+        `storage` is any hashable value that identifies the storage.
+        """
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Memory that `allocate` returned for one storage.
+    """Memory that `CachingAllocator.allocate` returned for one storage.
 
     Attributes:
         address: Address of the first byte.
-        size_bytes: Bytes of the block: the requested bytes, rounded up, and possibly a rest that
-            was too small to be split off.
+        size_bytes: Bytes of the block: the requested bytes, rounded up to a multiple of 512, and
+            possibly a remainder that was too small to be split off.
         requested_bytes: Bytes that were requested.
         allocated: Whether the block has not been freed yet.
     """
@@ -62,15 +65,18 @@ class Block:
 class CachingAllocator:
     """Simulated CUDA caching allocator for one device and one stream.
 
+    A segment is memory that the allocator reserves from CUDA, and a block is a part of a segment.
+    There are two pools of segments, one for small blocks (up to 1 MiB) and one for large blocks.
+
     Args:
-        capacity_bytes: Bytes of the device's memory that no other process holds; None for no limit.
-        expandable_segments: Whether each of the two pools, for small and for large blocks, has one
-            segment that grows page by page, instead of many segments.
-        record_history: Whether to keep each event for `snapshot`, as
+        capacity_bytes: Bytes of the device's memory that no other process uses; None for no limit.
+        expandable_segments: Whether each pool has one segment that grows page by page, instead of
+            many segments.
+        record_history: Whether to store each event for `snapshot`, as
             `torch.cuda.memory._record_memory_history` does.
 
     Raises:
-        ValueError: The capacity is smaller than the first segment.
+        ValueError: The capacity is smaller than the smallest segment, 2 MiB.
 
     Example:
         >>> allocator = CachingAllocator(24 << 30, expandable_segments=True)
@@ -98,13 +104,13 @@ class CachingAllocator:
         """Allocate a block of memory for a storage and return it (`malloc` in PyTorch).
 
         Args:
-            size_bytes: Requested bytes; 0 takes no memory.
+            size_bytes: Requested bytes; 0 returns a block without memory.
             frames: Call stack of the request, which a memory viewer shows, innermost frame first. A
                 frame is a dict `{"filename": ..., "line": ..., "name": ...}`.
 
         Raises:
-            torch.OutOfMemoryError: The memory does not suffice, even after all cached memory that
-                can be released has been released. The message is PyTorch's.
+            torch.OutOfMemoryError: The device has too little free memory, even after the allocator
+                has released its cached memory. The message is PyTorch's.
         """
         requested = whole("size_bytes", size_bytes, 0, of="bytes")
         if requested == 0:
@@ -126,10 +132,11 @@ class CachingAllocator:
     def free(self, block: Block) -> None:
         """Free a block (`free` and `free_block` in PyTorch).
 
-        Its memory is merged with free neighbors and stays reserved for later allocations.
+        The memory of the block is merged with free neighbors and stays reserved for later
+        allocations.
 
         Raises:
-            ValueError: The block was released before, or belongs to another allocator.
+            ValueError: The block was already freed, or belongs to another allocator.
         """
         kind("block", block, Block, "a block that allocate returned")
         named = f"the block of {block.size_bytes} bytes at {block.address:#x}"
@@ -154,18 +161,18 @@ class CachingAllocator:
         """Allocate and free blocks for a sequence of events, such as those of a training step.
 
         Args:
-            events: A `Trace`, or tuples ("birth" or "release", storage, bytes) in order. A storage
-                is identified by any hashable value. A birth may have a fourth item: the frames for
-                `allocate`.
+            events: A `Trace`, or tuples ("birth" or "release", storage, bytes) in order. `storage`
+                is any hashable value that identifies the storage. A birth may have a fourth item,
+                the argument `frames` of `allocate`.
             live: Dict that an earlier call returned, to continue from it. It is changed in place.
-                By default no storage is allocated before the first event.
+                None means that no storage is allocated before the first event.
 
         Returns:
-            A dict from storage to block, with the blocks that are still allocated at the end.
+            A dict from storage to `Block`, with the blocks that are still allocated at the end.
 
         Raises:
-            torch.OutOfMemoryError: The memory does not suffice for an event. The events before it
-                have been replayed.
+            torch.OutOfMemoryError: The device has too little memory for an event. All earlier
+                events have been replayed.
             ValueError: The first item of an event is neither "birth" nor "release", or a storage is
                 allocated twice or released before it was allocated.
         """
@@ -189,26 +196,30 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Release unused reserved memory to the device (`emptyCache` in PyTorch).
 
-        Segments that are free as a whole are released, and free pages of expandable segments.
+        A segment is released if it is completely free. A page of an expandable segment is released
+        if the page is completely free.
         """
         self._segments.release_cached()
 
     def memory_stats(self) -> dict[str, int]:
         """Return the statistics that `torch.cuda.memory_stats` returns, under the same names.
 
-        An example of a name is "reserved_bytes.all.peak".
+        The result is a dict. An example of a name is "reserved_bytes.all.peak".
         """
         return self._segments.statistics.as_dict()
 
     def reset_peak_memory_stats(self) -> None:
-        """Set each peak to the current value, so that it is the largest value since this call."""
+        """Set the peak of each statistic to its current value.
+
+        Later peaks are therefore the largest values since this call.
+        """
         for statistic in self._segments.statistics.values():
             statistic.peak = statistic.current
 
     def snapshot(self) -> dict:
-        """Return the segments, their blocks and the recorded events.
+        """Return a dict with all segments, their blocks, and the recorded events.
 
-        The dict has the form that `torch.cuda.memory._snapshot` returns.
+        The dict has the same form as the result of `torch.cuda.memory._snapshot`.
         """
         return snapshot_of(self._segments, self._chunks.values())
 

@@ -11,9 +11,9 @@ class Statistic:
 
     Attributes:
         current: The current value.
-        peak: The largest value so far.
-        allocated: Sum of all increases.
-        freed: Sum of all decreases.
+        peak: The largest value so far, or since the last reset of the peaks.
+        allocated: Sum of all increases of the value.
+        freed: Sum of all decreases of the value, as a positive number.
     """
 
     __slots__ = ("allocated", "current", "freed", "peak")
@@ -22,7 +22,7 @@ class Statistic:
         self.current = self.peak = self.allocated = self.freed = 0
 
     def add(self, change: int) -> None:
-        """Add a positive or negative change to the value."""
+        """Change the value by a positive or negative number, and update the other attributes."""
         self.current += change
         if change > 0:
             self.allocated += change
@@ -36,8 +36,8 @@ class Statistics(dict):
     """Dict from a name such as "reserved_bytes.all" to its `Statistic`.
 
     Attributes:
-        counters: Dict from the name of an event, such as "num_ooms", to the number of its
-            occurrences.
+        counters: Dict from the name of an event, such as "num_ooms", to the number of times that it
+            has happened.
     """
 
     # Quantities that PyTorch counts per pool.
@@ -64,12 +64,12 @@ class Statistics(dict):
         self.counters = dict.fromkeys(self.COUNTERS, 0)
 
     def add(self, name: str, pool: Pool, change: int) -> None:
-        """Add a change to the statistic of a pool and to that of all pools together.
+        """Add a change to the statistic of one pool and to the statistic of all pools.
 
         Args:
-            name: One of `POOL_STATISTICS`.
+            name: Name from `POOL_STATISTICS`, such as "reserved_bytes".
             pool: The pool in which the change took place.
-            change: Bytes or number of blocks, positive or negative.
+            change: Positive or negative number of bytes, or of blocks or segments.
         """
         for statistic in self._pool_and_total[name, pool.name]:
             statistic.add(change)
@@ -82,22 +82,23 @@ class Statistics(dict):
 
 
 class Chunk:
-    """Contiguous part of a segment that is free or holds one block (`Block` in PyTorch's source).
+    """Contiguous part of a segment that is free or contains one block (PyTorch's `Block`).
 
-    The chunks of a segment form a linked list in the order of their addresses.
+    A segment is memory that the allocator reserves from CUDA. The chunks of a segment form a linked
+    list in the order of their addresses.
 
     Attributes:
         pool: Pool of the segment.
-        segment: Number of the segment. Segments are numbered in the order in which they were made.
+        segment: Number of the segment, counted from 0 in the order in which segments are made.
         address, size: First address, and size in bytes.
-        expandable: Whether the segment is an expandable one.
+        expandable: Whether the segment is expandable, that is, grows page by page.
         mapped: Whether memory is mapped to the addresses; always True unless `expandable`.
-        previous, next: Neighbors in the segment; None at its ends.
-        allocated: Whether the chunk holds a block.
+        previous, next: Neighboring chunks in the segment; None at the ends of the segment.
+        allocated: Whether the chunk contains a block.
         requested: Bytes that were requested for the block; 0 for a free chunk.
-        frames: Call stack of that request.
-        segment_frames: Call stack of the request for which the segment was made. Only a segment's
-            first chunk has one.
+        frames: Call stack of the request for the block; empty for a free chunk.
+        segment_frames: Call stack of the request for which the segment was made; empty for all but
+            the first chunk of a segment.
     """
 
     __slots__ = (
@@ -135,7 +136,12 @@ class Chunk:
         return front
 
     def merge(self, other: Chunk | None) -> int:
-        """Merge a neighbor into this chunk, if the neighbor is free and both or neither are mapped.
+        """Merge a neighboring chunk into this one, if possible.
+
+        The neighbor must be free. Either both chunks must have mapped memory, or neither.
+
+        Args:
+            other: Previous or next chunk; None at the end of the segment.
 
         Returns:
             The neighbor's size in bytes, or 0 if it was not merged.
@@ -159,21 +165,23 @@ class Chunk:
 
 
 class Pool:
-    """Free chunks of the small or the large pool.
+    """Free chunks of the small or the large pool of reserved memory.
 
-    Mapped chunks are sorted by size, then by the age of their segment (oldest first), then by
-    address. PyTorch sorts them in this way from torch 2.13 on
-    (`BlockComparatorSizeCounterAddress`). In 2.12 the age of the chunk decides between chunks of
-    the same size. Up to 2.11 the address decides, which gives the same order here, because each
-    simulated segment has a higher address than all earlier ones. CUDA does not guarantee that.
+    A chunk is a part of a segment, and it is mapped if its addresses have memory. Mapped chunks are
+    sorted by size, then by the age of their segment (oldest first), then by address. PyTorch sorts
+    them in this way from torch 2.13 on (`BlockComparatorSizeCounterAddress`). In 2.12, chunks of
+    the same size are sorted by the age of the chunk. Up to 2.11, chunks of the same size are sorted
+    by address. In this simulation, that is the same order as in 2.13, because each new segment has
+    a higher address than all earlier segments. CUDA does not guarantee such addresses.
 
     Args:
         name: "small_pool" or "large_pool".
-        page_bytes: Page size of the pool's expandable segment.
+        page_bytes: Page size in bytes of the pool's expandable segment.
 
     Attributes:
-        free: Tuples (size, segment number, address, chunk) of the mapped chunks, sorted.
-        unmapped: Tuples (address, chunk) of the unmapped chunks of expandable segments, sorted.
+        free: Sorted list of tuples (size, segment number, address, chunk) of the mapped chunks.
+        unmapped: Sorted list of tuples (address, chunk) of the chunks without mapped memory, which
+            only expandable segments have.
     """
 
     def __init__(self, name: str, page_bytes: int):
@@ -183,19 +191,22 @@ class Pool:
         self.unmapped: list[tuple[int, Chunk]] = []
 
     def insert(self, chunk: Chunk) -> None:
-        """Add a free chunk to `free` or, if it is not mapped, to `unmapped`."""
+        """Add a free chunk to `free`, or to `unmapped` if no memory is mapped to it."""
         if chunk.mapped:
             insort(self.free, (chunk.size, chunk.segment, chunk.address, chunk))
         else:
             insort(self.unmapped, (chunk.address, chunk))
 
     def remove(self, chunk: Chunk) -> None:
-        """Remove a chunk from `free` or `unmapped`."""
+        """Remove a chunk from the list that contains it, `free` or `unmapped`."""
         if chunk.mapped:
             del self.free[bisect_left(self.free, (chunk.size, chunk.segment, chunk.address))]
         else:
             del self.unmapped[bisect_left(self.unmapped, (chunk.address,))]
 
     def index_of_size(self, size: int) -> int:
-        """Return the index in `free` of the first chunk with at least `size` bytes."""
+        """Return the index in `free` of the smallest chunk with at least `size` bytes.
+
+        The result is the length of `free` if all chunks are smaller.
+        """
         return bisect_left(self.free, (size,))

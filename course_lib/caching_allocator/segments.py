@@ -53,19 +53,21 @@ def round_up(size: int, step: int) -> int:
 class Segments:
     """Memory that the allocator has reserved on a device, in a small and a large pool.
 
-    This is the base class for both kinds of segments. A subclass defines how a free chunk is chosen
-    (`_best_fit`), and how memory is reserved (`_reserve`) and released (`_release_free`).
+    A segment is memory that is reserved from CUDA, and a chunk is a part of a segment. This is the
+    base class for segments of fixed size and for segments that grow. A subclass defines how a free
+    chunk is chosen (`_best_fit`), and how memory is reserved (`_reserve`) and released
+    (`_release_free`).
 
     Args:
         capacity_bytes: Memory of the device in bytes; None for no limit.
-        history: List to which events are appended, or None if events are not recorded.
+        history: List to which events are appended; None if events are not recorded.
 
     Attributes:
         statistics: Statistics of `torch.cuda.memory_stats`.
-        small, large: The two pools.
-        total_bytes: Memory of the device in bytes.
-        history: List of events (action, address, size, frames), or None. An event "oom" has the
-            free bytes of the device instead of an address.
+        small, large: The two pools, which contain the free chunks.
+        total_bytes: Memory of the device in bytes; 256 TiB if there is no limit.
+        history: List of events (action, address, size, frames); None if events are not recorded. An
+            event "oom" has the number of free bytes on the device instead of an address.
     """
 
     def __init__(self, capacity_bytes: int | None, history: list | None):
@@ -79,11 +81,11 @@ class Segments:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the device that the allocator has not reserved (`cudaMemGetInfo`)."""
+        """Bytes of the device that the allocator has not reserved (`cudaMemGetInfo` in CUDA)."""
         return self.total_bytes - self.statistics["reserved_bytes.all"].current
 
     def segment_bytes(self, size: int) -> int:
-        """Return the bytes of the segment that would be requested for a block of `size` bytes.
+        """Return the size in bytes of a new segment for a block of `size` bytes.
 
         This is `get_allocation_size` in PyTorch.
         """
@@ -94,7 +96,10 @@ class Segments:
         return round_up(size, ROUND_LARGE_BYTES)
 
     def malloc(self, size: int, frames=()) -> Chunk | None:
-        """Return a chunk for a block of `size` bytes, or None if the device is full (`malloc`).
+        """Return a chunk for a block of `size` bytes, or None if the device is full.
+
+        A chunk is a part of a segment. It is a free chunk if one is large enough, and otherwise a
+        part of newly reserved memory. This is `malloc` in PyTorch.
 
         Args:
             size: Bytes of the block, a multiple of 512.
@@ -105,7 +110,10 @@ class Segments:
         return chunk and self._split_to_size(chunk, size)
 
     def free(self, chunk: Chunk) -> None:
-        """Merge a chunk with its free neighbors and put it into its pool (`free_block`)."""
+        """Merge a chunk with its free neighbors and add it to the free chunks of its pool.
+
+        This is `free_block` in PyTorch.
+        """
         merged = [size for size in map(chunk.merge, (chunk.previous, chunk.next)) if size]
         chunk.pool.insert(chunk)
         if not chunk.expandable:
@@ -117,7 +125,7 @@ class Segments:
         """Update the statistics for a block that was allocated or freed.
 
         Args:
-            chunk: The chunk that holds the block.
+            chunk: The part of a segment that contains the block.
             sign: 1 for an allocated block, -1 for a freed one.
         """
         for name, change in (
@@ -130,12 +138,22 @@ class Segments:
             self.statistics.add(name, chunk.pool, sign * change)
 
     def record(self, action: str, address: int, size: int, frames=()) -> None:
-        """Add an event to the history, if events are recorded."""
+        """Append an event to `history`, or do nothing if events are not recorded.
+
+        Args:
+            action: Name of the event, such as "alloc".
+            address: First address of the memory; for "oom", the number of free bytes on the device.
+            size: Size of the memory in bytes.
+            frames: Call stack of the request.
+        """
         if self.history is not None:
             self.history.append((action, address, size, frames))
 
     def release_cached(self) -> None:
-        """Release all cached memory that can be released (`release_cached_blocks`)."""
+        """Release all free segments and pages to the device.
+
+        This is `release_cached_blocks` in PyTorch.
+        """
         self.statistics.counters["num_sync_all_streams"] += 1
         for pool in (self.large, self.small):
             self._release_free(pool)
@@ -212,7 +230,7 @@ class Segments:
 class CudaMalloc(Segments):
     """Segments of fixed size, each reserved by one call of `cudaMalloc`.
 
-    A segment can be released when all of it is free.
+    A segment can be released only when all of it is free.
     """
 
     def _best_fit(self, pool: Pool, size: int) -> int:
@@ -247,9 +265,10 @@ class CudaMalloc(Segments):
 
 
 class ExpandableSegments(Segments):
-    """One segment per pool that grows: memory is mapped to its addresses page by page.
+    """Segments that grow page by page, usually one per pool.
 
-    The segment has more addresses than the device has memory.
+    A segment has more addresses than the device has memory. Memory is mapped to the addresses in
+    pages, when a block needs it.
     """
 
     def _best_fit(self, pool: Pool, size: int) -> int:

@@ -18,20 +18,25 @@ if TYPE_CHECKING:
 
 
 class Framework:
-    """Framework for which a recipe can be written as a script, with the recipes that it can run.
+    """Base class of code that can run a recipe, such as Hugging Face's Trainer or plain PyTorch.
+
+    A recipe is a set of memory-saving techniques for a training step. A framework states which
+    recipes it can run, and writes each of them as a script.
 
     Attributes:
-        name: Value of `framework` in `fit`, and of `--for`.
+        name: Value of the argument `framework` of `fit`, and of the option `--for` of
+            `python -m course_lib.budget`.
         title: Name that is shown to the user, such as "Hugging Face's Trainer".
-        precisions: Values of `Recipe.precision` that the command tries if none is given, in this
-            order, until a recipe fits.
-        only: Mapping from a field of `Recipe` to the values that the framework can run. A field
-            that is not in this mapping may have any value.
+        precisions: Values of `Recipe.precision` to try if the user gives none.
+            `python -m course_lib.budget` tries them in this order until a recipe fits the budget.
+        only: Mapping from the name of a field of `Recipe` to the values that the framework can run.
+            A field that is not in this mapping may have any value.
         equal_micro_batches: Whether all micro-batches must have the same number of samples.
-        has_own_step: Whether the framework runs a training step of its own instead of `train_step`.
-            Its estimates are then those of its own step.
-        max_norm: Norm to which the script clips the gradients, because the framework does so by
-            default; None if it does not clip them.
+        has_own_step: Whether the framework has a training step of its own, which differs from
+            `course_lib.budget.train_step`. Estimates for the framework are then those of its own
+            step.
+        max_norm: Norm to which the framework clips the gradients by default; None if it does not
+            clip them.
     """
 
     name: str
@@ -43,62 +48,87 @@ class Framework:
     max_norm: float | None = None
 
     def allows(self, values: Mapping[str, Any]) -> bool:
-        """Return whether the framework can run each of these field values, taken by itself."""
+        """Return whether the framework can run all of the given field values of a recipe.
+
+        Each value is checked by itself. A recipe with several of these values may still be rejected
+        by `conflict`.
+
+        Args:
+            values: Mapping from names of fields of `Recipe` to values.
+        """
         return all(value in self.only[name] for name, value in values.items() if name in self.only)
 
     def conflict(self, recipe: Recipe) -> str | None:
         """Return an error message if the framework cannot run the recipe, or else None.
 
-        The message names the field, its allowed values, and code that can run the given value.
+        The message names the field, its allowed values, and another framework or function that can
+        run the given value.
         """
         raise NotImplementedError
 
     def unsupported_reason(self, workload: Workload) -> str | None:
-        """Return an error message if the framework cannot train the workload's model, or None."""
+        """Return an error message if the framework cannot train the workload, or else None.
+
+        The workload contains a model and a batch. The base class supports all workloads.
+        """
         return None
 
     def script(self, recipe: Recipe, workload: Workload) -> str:
-        """Return the text of a short script that trains the workload's model by the recipe.
+        """Return a short Python script that trains a model with the techniques of a recipe.
 
-        The last statement of the script runs the training. The script stores the model in a
-        variable `model`.
+        The script stores the model in a variable `model`, and its last statement runs the training.
+
+        Args:
+            recipe: Recipe that the framework can run.
+            workload: Model and batch. Its attribute `source` has the code that makes them.
         """
         raise NotImplementedError
 
     # ---- What the framework's own step does differently from `train_step`
 
     def for_model(self, model: nn.Module) -> Framework:
-        """Return the framework, with `only` restricted to values that a symbolic model supports."""
+        """Return the framework, or a copy that allows only recipes that the model supports.
+
+        Args:
+            model: Model with symbolic tensors, which have shapes but no values.
+        """
         return self
 
     def model_maker(self, make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        """Return a function that makes the model for estimates of the framework's own step.
+        """Return a function that makes the model for estimates of the framework's step.
 
-        A framework with its own step sets the model's attribute `_training_code` to itself. Then
-        `course_lib.budget.step` calls the methods `optimizer` and `around_step` of the framework.
+        The base class returns `make_model` itself. A framework with its own step returns a function
+        that also sets the model's attribute `_training_code` to the framework.
+        `course_lib.budget.step` then calls the framework's methods `optimizer` and `around_step`.
         """
         return make_model
 
     def optimizer(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], recipe: Recipe, lr: float
     ) -> torch.optim.Optimizer | None:
-        """Return the framework's optimizer of some parameters, for an estimate of its step.
+        """Return the framework's own optimizer for an estimate of its step, or None.
 
-        None means that the framework uses the optimizer of the recipe.
+        None means that the framework uses the recipe's optimizer.
+
+        Args:
+            model: The model.
+            parameters: Parameters to optimize.
+            recipe: Recipe of the step.
+            lr: Learning rate.
         """
         return None
 
     def around_step(self, model: nn.Module, recipe: Recipe) -> AbstractContextManager:
-        """Return a context manager that changes the model as the framework does for its step."""
+        """Return a context manager that changes the model during a step, as the framework does."""
         return nullcontext()
 
 
 @dataclass(frozen=True)
 class FrameworkLimits:
-    """Limits of a search to the recipes that a framework can run on a batch.
+    """Limits on the recipes of a search, set by a framework and a batch.
 
     Attributes:
-        framework: The framework; None allows all recipes.
+        framework: Framework that must be able to run the recipes; None for no limits.
         samples: Number of samples in the batch; None if it is not known.
     """
 
@@ -106,26 +136,39 @@ class FrameworkLimits:
     samples: int | None = None
 
     def allow(self, **values: Any) -> bool:
-        """Return whether the framework can run each of these field values, taken by itself."""
+        """Return whether the framework can run all of the given field values of a recipe.
+
+        Each keyword is the name of a field of `Recipe`, and each value is checked by itself.
+        """
         return self.framework is None or self.framework.allows(values)
 
     def only(self, field: str) -> Collection[Any] | None:
-        """Return the values of a field that the framework can run, or None if it can run all."""
+        """Return the values of a field of `Recipe` that the framework can run.
+
+        The result is None if the framework can run all values.
+        """
         return None if self.framework is None else self.framework.only.get(field)
 
     def allowed_micro_batch_counts(self, counts: Iterable[int], ranks: int = 1) -> list[int]:
-        """Return the numbers of micro-batches that the framework can run.
+        """Return those numbers of micro-batches in `counts` that the framework can run.
+
+        If the framework needs micro-batches of equal size, the number must divide the number of
+        samples per rank. Otherwise all numbers are allowed, also if the number of samples is not
+        known.
 
         Args:
-            counts: Numbers to choose from.
-            ranks: Number of ranks that share the batch.
+            counts: Numbers of micro-batches to choose from.
+            ranks: Number of ranks (processes) among which the batch is divided.
         """
         if self.framework is None or not self.framework.equal_micro_batches or not self.samples:
             return [*counts]
         return [count for count in counts if self.samples % (ranks * count) == 0]
 
     def conflict(self, recipe: Recipe) -> str | None:
-        """Return an error message if the framework cannot run the recipe, or else None."""
+        """Return an error message if the framework cannot run the recipe, or else None.
+
+        The number of micro-batches is also checked against the number of samples in the batch.
+        """
         if self.framework is None:
             return None
         if problem := self.framework.conflict(recipe):
@@ -138,6 +181,6 @@ class FrameworkLimits:
         )
 
     def require(self, recipe: Recipe) -> None:
-        """Raise ValueError if the framework cannot run the recipe."""
+        """Raise ValueError if the framework cannot run the recipe (see `conflict`)."""
         if problem := self.conflict(recipe):
             raise ValueError(problem)

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class Fsdp2(Loop):
-    """A training loop in PyTorch whose model is sharded over several ranks by `fully_shard`."""
+    """Framework whose script is a PyTorch training loop with a model that FSDP2 shards.
+
+    `torchrun` starts the script on several ranks (processes), and `fully_shard` shards the model.
+    """
 
     name = "fsdp2"
     title = text("PyTorch's FSDP2")

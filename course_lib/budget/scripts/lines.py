@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Lines:
-    """Builder of a script for a recipe and a workload.
+    """Builder of a training script for a recipe and a workload.
 
-    Functions that return lines of the script register the imports of these lines with `use`.
+    A recipe is a set of memory-saving techniques. A workload is a model and a batch.
+
+    Functions that return lines of the script call `use` to register the imports of these lines.
 
     Attributes:
-        recipe: Recipe of one rank's own step.
-        workload: Model and batch, whose `source` is not None.
-        imports: Mapping from a module to the names that the script imports from it.
+        recipe: Recipe of the step. With several ranks, it describes the step of a single rank.
+        workload: Model and batch. Its attribute `source` has the code that makes them, and must not
+            be None.
+        imports: Dict from the name of a module to the set of names that the script imports from it.
     """
 
     recipe: Recipe
@@ -42,11 +45,18 @@ class Lines:
     imports: dict[str, set[str]] = field(default_factory=dict)
 
     def use(self, module: str, *names: str) -> None:
-        """Make the script import some names from a module."""
+        """Make the script import the given names from a module."""
         self.imports.setdefault(module, set()).update(names)
 
     def script(self, *parts: Sequence[str]) -> str:
-        """Return the text of the script: imports, model and batch, and the lines of all parts."""
+        """Return the text of the script: imports, model and batch, and then the lines of all parts.
+
+        Args:
+            parts: Lists of lines, in the order in which they are added.
+
+        Raises:
+            ValueError: The workload has no source code for a script.
+        """
         if self.workload.source is None:
             raise ValueError("workload must have a source for a script, got source=None")
         plain = {"import torch"}
@@ -65,28 +75,38 @@ class Lines:
 
     @cached_property
     def model(self) -> nn.Module:
-        """Symbolic copy of the workload's model, in its own dtype."""
+        """The workload's model with symbolic tensors, which have shapes but need no memory.
+
+        The model keeps its own dtypes, whatever the precision of the recipe is.
+        """
         with symbolic():
             return model_of(self.workload.make_model, replace(self.recipe, precision=None))
 
     @cached_property
     def batch(self) -> Any:
-        """Symbolic copy of the workload's batch."""
+        """The workload's batch with symbolic tensors, which have shapes but need no memory."""
         with symbolic():
             return self.workload.make_batch()
 
     def trained_parameters(self) -> str:
-        """Return, as Python source, an expression for the trained parameters of the model."""
+        """Return a Python expression for the model's parameters that require gradients.
+
+        An example is "model.parameters()".
+        """
         if all(p.requires_grad for p in self.model.parameters()):
             return "model.parameters()"
         return "[p for p in model.parameters() if p.requires_grad]"
 
     def to_device(self, batch: str, dtype: torch.dtype | None = None) -> str:
-        """Return, as Python source, an expression that moves a batch to `device`.
+        """Return a Python expression that moves a batch to the script's variable `device`.
 
         Args:
-            batch: Expression for the batch, as Python source.
-            dtype: Dtype to which its floating-point tensors are converted; None keeps their dtypes.
+            batch: Python expression for the batch.
+            dtype: Dtype to which floating-point tensors of the batch are converted; None keeps
+                their dtypes.
+
+        Raises:
+            ValueError: The batch is neither a tensor nor a dict, list or tuple of tensors.
         """
         if problem := batch_problem(self.batch):
             raise ValueError(problem)
@@ -104,7 +124,10 @@ class Lines:
 
 
 def batch_problem(batch: Any) -> str | None:
-    """Return an error message if a script cannot move the batch to a device, or else None."""
+    """Return an error message if a script cannot move the batch to a device, or else None.
+
+    A script can move a tensor, and a dict, list or tuple of tensors.
+    """
     values = [batch] if isinstance(batch, Tensor) else ()
     if isinstance(batch, Mapping):
         values = batch.values()

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 
 class Loop(Framework):
-    """Framework whose script is a training loop in PyTorch.
+    """Base class of the frameworks whose script is a training loop in PyTorch.
 
     Attributes:
-        alternatives: Mapping from a field in `only` to the end of an error message, which says what
-            can run other values of the field.
+        alternatives: Mapping from the name of a field of `Recipe` to the end of an error message.
+            It says which code can run values of the field that this framework cannot run, such as
+            "framework='fsdp2' can run several ranks".
     """
 
     alternatives: Mapping[str, str] = MappingProxyType({})
@@ -48,7 +49,10 @@ class Loop(Framework):
             return batch_problem(workload.make_batch())
 
     def for_model(self, model: nn.Module) -> Framework:
-        """Return the framework, restricted to attention and checkpoints that a script can set."""
+        """Return a copy of the framework that allows only what a script can set in the model.
+
+        Only the fields `attention` and `checkpoint` are affected.
+        """
         changed = copy(self)
         only = {**self.only, "attention": settable_attentions(model)}
         if has_statistics(model):  # a checkpoint would update the running statistics twice
@@ -58,7 +62,9 @@ class Loop(Framework):
 
 
 def checked_lines(framework: Loop, recipe: Recipe, workload: Workload) -> Lines:
-    """Return an empty `Lines` for a script, if the framework can run the recipe.
+    """Return a new script builder, after checking that the framework can run the recipe.
+
+    If the recipe has several ranks, the builder gets the recipe of a single rank.
 
     Raises:
         ValueError: The framework cannot run the recipe.

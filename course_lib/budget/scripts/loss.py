@@ -17,17 +17,27 @@ from .settings import reject_statistics
 
 
 def loss_is_mean(lines: Lines) -> bool:
-    """Return whether the script's loss is a mean, instead of a pair (sum of losses, weight)."""
+    """Return whether the loss in a script is a mean.
+
+    Otherwise the loss is a pair (sum of losses, weight).
+
+    Args:
+        lines: Builder of the script.
+    """
     if lines.workload.loss_sum is not None or runs_stages(lines.model, lines.recipe):
         return False
     return not has_method(lines.model, "loss_sum")
 
 
 def loss_code(lines: Lines) -> tuple[list[str], str]:
-    """Return script lines that prepare the loss of `batch`, and the expression that computes it.
+    """Return the code that computes the loss of the variable `batch` in a script.
 
-    The value of the expression is a mean if `loss_is_mean(lines)` is true, and otherwise a pair
-    (sum of losses, weight).
+    The result is a pair (lines, expression). The lines, often an empty list, must run before the
+    expression. The value of the expression is a mean if `loss_is_mean(lines)` is true, and
+    otherwise a pair (sum of losses, weight).
+
+    Args:
+        lines: Builder of the script.
     """
     if lines.workload.loss_sum is not None:
         return [], "make_model.loss_sum(model, batch)"
@@ -65,13 +75,17 @@ def _segments(lines: Lines) -> tuple[list[str], str]:
 
 
 def loss_function_code(lines: Lines, parts: int) -> tuple[list[str], str]:
-    """Return script lines that define a loss function, and an expression for this function.
+    """Return the code of a function that computes the loss in a script.
 
-    The function takes model and batch, and returns (sum of losses, weight).
+    The result is a pair (lines, expression). The lines define the function, and the expression is
+    its name. The function takes (model, batch) and returns (sum of losses, weight). If the model or
+    the user already has such a function, there are no lines, and the expression is the name of that
+    function.
 
     Args:
-        lines: The script.
-        parts: Number of batches into which the script splits the batch.
+        lines: Builder of the script.
+        parts: Number of micro-batches into which the script splits the batch, on all ranks
+            together.
     """
     prepared, expression = loss_code(lines)
     if loss_is_mean(lines) and has_method(lines.model, "loss"):
@@ -100,7 +114,13 @@ def _has_loss_sum_method(model: nn.Module) -> bool:
 
 
 def loss_contexts(lines: Lines) -> list[str]:
-    """Return, as Python source, the context managers in which the script computes the loss."""
+    """Return the context managers inside which a script computes the loss, as Python expressions.
+
+    An example is "chunked_head(model, 512)". The list is empty if the recipe needs none.
+
+    Args:
+        lines: Builder of the script.
+    """
     recipe, found = lines.recipe, []
     if recipe.head_chunk is not None:
         lines.use("course_lib.budget", "chunked_head")

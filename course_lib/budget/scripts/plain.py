@@ -36,9 +36,10 @@ CLASSES: Mapping[str, tuple[str, str]] = {
 
 
 class Plain(Loop):
-    """A training loop in PyTorch with this library's techniques, on one device.
+    """Framework whose script is a PyTorch training loop on one device.
 
-    It cannot run "optimal", whose schedule needs the measured chain of each micro-batch.
+    The loop uses the techniques of this library. It cannot run the checkpoint "optimal", because
+    the schedule of "optimal" depends on the costs of the blocks, measured for each micro-batch.
     """
 
     name = "torch"

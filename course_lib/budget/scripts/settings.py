@@ -21,12 +21,15 @@ MATRIX_PRODUCTS_CODE = "[torch.ops.aten.addmm.default, torch.ops.aten.mm.default
 
 
 def setting_lines(lines: Lines) -> list[str]:
-    """Return script lines that turn off the cache and set the attention of the model."""
+    """Return script lines that turn off the key-value cache and set the attention of the model."""
     return [*cache_lines(lines.model), *_attention(lines)]
 
 
 def cache_lines(model: nn.Module) -> list[str]:
-    """Return script lines that turn off the cache of keys and values; empty without a cache."""
+    """Return script lines that turn off the key-value cache of a Hugging Face model.
+
+    The list is empty if the model has no such cache.
+    """
     found = configs_of(model, "use_cache")
     if not found:
         return []
@@ -68,7 +71,10 @@ def _attention(lines: Lines) -> list[str]:
 
 
 def settable_attentions(model: nn.Module) -> tuple[str | None, ...]:
-    """Return the values of `Recipe.attention` that a script can set in a model."""
+    """Return the values of `Recipe.attention` that a script can set in a model.
+
+    None, which leaves the model unchanged, and "standard" are always among them.
+    """
     if attentions_of(model):
         return (None, "standard", "flash")
     switches = callable(getattr(model, "set_attn_implementation", None))
@@ -79,9 +85,13 @@ def settable_attentions(model: nn.Module) -> tuple[str | None, ...]:
 
 
 def block_list_names(lines: Lines) -> list[str]:
-    """Return the names of the module lists that consist of exactly the recipe's blocks.
+    """Return the names of the module lists that contain the blocks to checkpoint.
 
-    The result is empty if the blocks do not make up whole lists.
+    The lists are `nn.ModuleList` or `nn.Sequential`, and together contain exactly these blocks. The
+    result is empty if there are no such lists.
+
+    Args:
+        lines: Builder of the script, with the model and the recipe.
     """
     names = selected_block_names(lines)
     parents = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
@@ -97,18 +107,21 @@ def block_list_names(lines: Lines) -> list[str]:
 
 
 def selected_block_names(lines: Lines) -> list[str]:
-    """Return the names of the modules that the recipe's `blocks` select in the model."""
+    """Return the names of the modules that `recipe.blocks` selects in the script's model."""
     return names_of(lines.model, block_names(lines.recipe))
 
 
 def checkpoint_lines(lines: Lines, sharded: bool = False) -> list[str]:
-    """Return script lines that checkpoint the model's blocks; empty without checkpoints.
+    """Return script lines that checkpoint the blocks of the model.
+
+    The list is empty if the recipe has no checkpoints, or if the lines that compute the loss
+    already contain them.
 
     Args:
-        lines: The script.
-        sharded: Whether FSDP2 has sharded the blocks, which changes their class. The script then
-            assumes, as the library's step does, that the blocks draw random numbers, because this
-            can no longer be detected.
+        lines: Builder of the script, with the model and the recipe.
+        sharded: Whether FSDP2 has sharded the blocks. Sharding changes the class of a block, so it
+            can no longer be detected whether the block draws random numbers. The script then
+            assumes that it does, like the library's own step.
     """
     recipe, model = lines.recipe, lines.model
     if recipe.checkpoint == "none" or runs_stages(model, recipe):
@@ -152,14 +165,21 @@ def string_code(names: str | Sequence[str]) -> str:
 
 
 def has_statistics(model: nn.Module) -> bool:
-    """Return whether the forward pass of any block of a model updates running statistics."""
+    """Return whether a block of a model updates running statistics, as BatchNorm does."""
     with suppress(ValueError):  # the model has no list of blocks
         return any(statistics_of(model.get_submodule(name)) for name in names_of(model, None))
     return False
 
 
 def reject_statistics(blocks: Iterable[nn.Module], checkpoint: str) -> None:
-    """Raise ValueError if a recomputation would update running statistics a second time."""
+    """Raise ValueError if a block updates running statistics, as BatchNorm does.
+
+    With a checkpoint, the recomputation would update them a second time.
+
+    Args:
+        blocks: Blocks to be checkpointed.
+        checkpoint: Value of `Recipe.checkpoint` for the error message.
+    """
     if any(statistics_of(block) for block in blocks):
         raise ValueError(
             "checkpoint must be 'none' in a script for a model with BatchNorm in its blocks, whose"

@@ -53,10 +53,10 @@ _OTHERS = {
 
 
 class Trainer(Framework):
-    """Hugging Face's Trainer in one process.
+    """Framework that trains a model with Hugging Face's Trainer in one process.
 
-    The Trainer can also offload activations, but its copies block the step. Recipes with offloaded
-    activations are therefore not estimated for it.
+    It rejects recipes with offloaded activations. The Trainer can run them, but its copies block
+    the step, and such a step is not estimated.
     """
 
     name = "trainer"

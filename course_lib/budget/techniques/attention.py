@@ -30,7 +30,7 @@ HUGGING_FACE_ATTENTIONS = ("eager", "sdpa")
 
 
 class AttentionKind(Technique):
-    """Attention implementation of the model, such as flash attention.
+    """Technique that chooses the attention implementation of a model, such as flash attention.
 
     The model must be built from `course_lib.models.Attention`, have the method
     `set_attn_implementation` (Hugging Face), or call `F.scaled_dot_product_attention`.
@@ -41,16 +41,18 @@ class AttentionKind(Technique):
     acts_on = frozenset({"activation", "temporary"})
 
     def is_used(self, recipe: Recipe) -> bool:
-        """Return whether the recipe sets the attention of a model.
+        """Return whether the recipe sets the attention implementation of the model.
 
-        Only None leaves the model's own attention. Even the default, "standard", sets it.
+        This is the case for every value of `Recipe.attention` except None, even for the default
+        "standard". None leaves the model unchanged.
         """
         return recipe.attention is not None
 
     def unsupported_reason(self, recipe: Recipe, model: nn.Module) -> str | None:
-        """Return an error message if the model is known not to support the attention, or None.
+        """Return an error message if the model does not support `recipe.attention`, or else None.
 
-        Other problems are found only when the model runs.
+        Even if the result is None, the forward pass may raise an error, for example if it passes a
+        mask to flash attention.
         """
         wanted = recipe.attention
         own = attentions_of(model)
@@ -75,9 +77,15 @@ class AttentionKind(Technique):
         return [] if recipe.attention in ("standard", None) else [verbatim(recipe.attention)]
 
     def candidates(self, search: RecipeSearch) -> list[Mapping[str, Any]]:
-        """Return the model's own attention, and fused attention if the model does not use it yet.
+        """Return the attention implementations that `course_lib.budget.fit` tries for a model.
 
-        A model that calls `F.scaled_dot_product_attention` already uses fused attention.
+        Each is a dict such as {"attention": "flash"}. The result has the model's own implementation
+        ("standard") and a fused one ("flash" or "sdpa"), sorted by the FLOPs of the step. Only
+        "standard" is tried if the model does not support fused attention or already uses it.
+
+        Args:
+            search: Search of `fit`. `search.cache` has the model, the batch and the base recipe
+                (the settings that the user has fixed).
         """
         unchanged = {"attention": "standard"}
         own = attentions_of(search.cache.model)
@@ -96,8 +104,14 @@ class AttentionKind(Technique):
 def set_attention(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], None]]:
     """Set the model's attention to `wanted` inside the `with` block.
 
-    The yielded function must be called after a forward pass. It raises ValueError if flash
-    attention is wanted but no forward pass has used it.
+    The context manager yields a function without arguments, to be called after a forward pass. It
+    raises ValueError if `wanted` is "flash" and the model has not called
+    `F.scaled_dot_product_attention`. Models that are built from `course_lib.models.Attention` need
+    no such check.
+
+    Args:
+        model: Model to change.
+        wanted: Value of `Recipe.attention`, such as "flash". None leaves the model unchanged.
     """
     own = attentions_of(model)
     with ExitStack() as stack:
@@ -121,12 +135,15 @@ def set_attention(model: nn.Module, wanted: str | None) -> Iterator[Callable[[],
 
 
 def attentions_of(model: nn.Module) -> list[Attention]:
-    """Return the modules of a model that are `course_lib.models.Attention`."""
+    """Return all modules of a model that are instances of `course_lib.models.Attention`."""
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 def drop_probability(attentions: Iterable[Attention]) -> float:
-    """Return the largest dropout probability of the attention modules in training mode."""
+    """Return the largest dropout probability that the modules use for attention probabilities.
+
+    Modules in eval mode use no dropout. The result is 0.0 if no module uses dropout.
+    """
     drops = [module.drop_probabilities for module in attentions]
     return max((drop.p for drop in drops if drop.training), default=0.0)
 

@@ -58,7 +58,10 @@ def _check_block_names(name: str, value: Any) -> None:
 
 
 class Checkpoint(Technique):
-    """Checkpoints around the blocks of a model, or a schedule for a chain of stages."""
+    """Technique that checkpoints the blocks of a model, or recomputes activations by a schedule.
+
+    A schedule states which blocks keep their activations, and when the other blocks are recomputed.
+    """
 
     fields = fields_of(
         checkpoint=choice(*CHECKPOINTS),
@@ -116,10 +119,15 @@ class Checkpoint(Technique):
         return [words]
 
     def candidates(self, search: RecipeSearch) -> list[Mapping[str, Any]]:
-        """Return one candidate for each kind of checkpoint that the model supports.
+        """Return one setting for each kind of checkpoint that `course_lib.budget.fit` can try.
 
-        The candidates have the fewest segments and schedule bytes. The module `best_numbers` finds
-        the best values of these numbers later.
+        Each setting is a mapping from fields of `Recipe` to values. The settings for "optimal" and
+        "segments" contain placeholders, `schedule_bytes` = 1 and `segments` = 2. The module
+        `best_numbers` later finds better values for these two fields.
+
+        Args:
+            search: Search of `fit`. `search.cache` has the model, the batch and the base recipe
+                (the settings that the user has fixed).
         """
         cache = search.cache
         found: list[Mapping[str, Any]] = [{"checkpoint": "none"}]
@@ -174,7 +182,11 @@ def _apply_checkpoints(recipe: Recipe, model: nn.Module) -> Iterator[ForwardChec
 
 
 def schedule_of_blocks(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
-    """Return a context manager in which the model's blocks run by the recipe's schedule."""
+    """Return a context manager in which a model's blocks run by the recipe's schedule.
+
+    The schedule decides which blocks are recomputed in backward. It comes from `recipe.segments`
+    for the checkpoint "segments", and otherwise from `recipe.schedule_bytes`.
+    """
     names = names_of(model, block_names(recipe))
     if recipe.checkpoint == "segments":
         return ScheduledBlocks(model, names, segments(Chain.uniform(len(names)), recipe.segments))
@@ -183,7 +195,11 @@ def schedule_of_blocks(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
 
 
 def checkpoints_of_blocks(model: nn.Module, recipe: Recipe) -> CheckpointedBlocks:
-    """Return a context manager in which the model's blocks are checkpointed."""
+    """Return a context manager in which the blocks that `recipe.blocks` selects are checkpointed.
+
+    With the checkpoint "selective", the outputs of the blocks' matrix products are kept instead of
+    recomputed.
+    """
     return checkpoint_blocks(
         model,
         block_names(recipe),
@@ -196,7 +212,10 @@ def checkpoints_of_blocks(model: nn.Module, recipe: Recipe) -> CheckpointedBlock
 
 
 def block_names(recipe: Recipe) -> str | list[str] | None:
-    """Return the recipe's `blocks` for `names_of`, which takes a list instead of a tuple."""
+    """Return `recipe.blocks`, with a tuple of names converted to a list.
+
+    A recipe stores a tuple, but `names_of` and `checkpoint_blocks` need a list.
+    """
     return list(recipe.blocks) if isinstance(recipe.blocks, tuple) else recipe.blocks
 
 
@@ -204,14 +223,15 @@ def block_names(recipe: Recipe) -> str | list[str] | None:
 def keep_statistics(
     model: nn.Module, names: Sequence[str], checkpoint: str
 ) -> Iterator[Callable[[], None]]:
-    """Undo the second update of running statistics, which a recomputation makes.
+    """Prevent checkpoints from updating the running statistics of norms twice.
 
-    Norms such as BatchNorm update their running statistics in the forward pass. A checkpoint runs
-    the forward pass of a block a second time, but the statistics must be updated only once.
+    Norms such as BatchNorm update running statistics in the forward pass, and a checkpoint runs the
+    forward pass of a block again. Inside this context, the second update is undone.
 
-    The yielded function must be called after the forward pass. It stores the statistics, which are
-    restored before the next forward pass and at the end of the `with` block. It raises ValueError
-    if other buffers have changed, because the recomputed block might compute with the new values.
+    The context manager yields a function, to be called after each forward pass. The function stores
+    the statistics, which are restored before the next forward pass and at the end of the `with`
+    block. The function also raises ValueError if the forward pass has changed any other buffer,
+    because the recomputed block might then compute other values.
 
     Args:
         model: Model with checkpointed blocks.

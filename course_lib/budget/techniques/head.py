@@ -24,7 +24,7 @@ HEAD_CHUNK = 512
 
 
 class ChunkedHead(Technique):
-    """Logits and their loss, computed for `head_chunk` tokens at a time."""
+    """Technique that computes the logits and the loss for `head_chunk` tokens at a time."""
 
     fields = fields_of(head_chunk=at_least_or_none(1))
     after = ("attention",)
@@ -56,22 +56,23 @@ class ChunkedHead(Technique):
 
 @contextmanager
 def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], None]]:
-    """Compute the logits and the loss for a few tokens at a time inside the `with` block.
+    """Compute the logits and the loss of a model in chunks of tokens inside the `with` block.
 
-    The logits of all tokens then never exist at once. In this context, the model's head returns a
-    placeholder (`Logits`), and `F.cross_entropy` of this placeholder computes logits and loss in
-    chunks. Loss and gradients equal the model's own. Before the loss, the model may only reshape,
-    select or convert the logits of each token. Any other operation on them raises ValueError.
+    The logits of all tokens then never exist at once. In this context, the output head returns a
+    placeholder (`Logits`), and `F.cross_entropy` of the placeholder computes logits and loss chunk
+    by chunk. Loss and gradients equal those of the unchanged model. Before it calls
+    `F.cross_entropy`, the model may only reshape, select or convert the logits of each token. Any
+    other operation on them raises ValueError.
 
-    The yielded function must be called after the forward pass. It raises ValueError if no `Logits`
-    have reached `F.cross_entropy`.
+    The context manager yields a function without arguments, to be called after the forward pass. It
+    raises ValueError if the model has not passed its logits to `F.cross_entropy`.
 
     Args:
-        model: Model whose head is changed (see `head_of`).
-        chunk: Number of tokens per chunk. None leaves the head unchanged.
+        model: Model whose output head is changed (see `head_of`).
+        chunk: Number of tokens per chunk. None leaves the model unchanged.
 
     Raises:
-        ValueError: The model has no head.
+        ValueError: The model has no output head.
     """
     if chunk is None:
         yield lambda: None
@@ -132,18 +133,18 @@ class _ForwardInChunks:
 
 
 def head_of(model: nn.Module, chunk: int) -> nn.Module:
-    """Return the module that computes a model's logits.
+    """Return the output head of a model, that is, the module that computes its logits.
 
-    This is the output embedding that a method `get_output_embeddings` returns. Otherwise it is the
-    `nn.Linear` outside the blocks with the most output features, or the last such module if several
-    are equally wide.
+    This is the result of the method `get_output_embeddings` of the model or of a module inside it.
+    Without such a method, it is the `nn.Linear` with the most output features outside the model's
+    blocks. If several have equally many, it is the last one.
 
     Args:
         model: The model.
         chunk: Value of `Recipe.head_chunk` for the error message.
 
     Raises:
-        ValueError: The model has no such module.
+        ValueError: No output head was found in either way.
     """
     # The module that has the method may be wrapped in other modules.
     for module in model.modules():
@@ -173,15 +174,17 @@ ALLOWED_OPERATIONS = {"float", "to", "contiguous", "view", "reshape", "flatten",
 
 
 class Logits(Tensor):
-    """Placeholder for the logits `forward(hidden)`, which the loss computes in chunks of tokens.
+    """Placeholder for logits, whose loss is computed in chunks of tokens.
 
-    Hugging Face models need this placeholder: they pass the logits to a loss inside their `forward`
-    method, so no code outside of the model could compute both together.
+    The tensor has the shape and dtype of the logits but no values. When `F.cross_entropy` gets this
+    tensor, it computes logits and loss together, for a few tokens at a time. Hugging Face models
+    need such a placeholder, because they compute the loss inside their own `forward` method.
 
     Attributes:
-        hidden: Input of the head. If the model reshapes the logits, `hidden` is reshaped in the
-            same way, except for the last dimension.
-        casts: Dtypes to which the model has converted the logits, in order.
+        hidden: Input of the output head. If the model reshapes the logits, `hidden` is reshaped in
+            the same way, except for its last dimension.
+        casts: Dtypes to which the model has converted the logits, in order; empty if there was no
+            conversion.
     """
 
     @staticmethod
@@ -230,7 +233,11 @@ class Logits(Tensor):
         reduction="mean",
         label_smoothing=0.0,
     ) -> Tensor:
-        """Return `F.cross_entropy` of the logits, computed in chunks of tokens."""
+        """Return `F.cross_entropy` of the logits, computed in chunks of tokens.
+
+        Only `ignore_index` and the reductions "mean" and "sum" are supported, for logits of shape
+        (tokens, vocabulary). Anything else raises ValueError.
+        """
         if any(x is not None for x in (weight, size_average, reduce)) or label_smoothing:
             raise ValueError(
                 "head_chunk must be None unless F.cross_entropy is called with no options but"

@@ -11,9 +11,9 @@ from .technique import Recipe, RecipeSearch, Technique, check_bool, fields_of
 
 
 class InBackward(Technique):
-    """Optimizer that updates each parameter in backward, as soon as its gradient is complete.
+    """Technique that updates each parameter during backward, as soon as its gradient is complete.
 
-    `run_micro_batches` of `course_lib.budget.step` passes the option to `AccumulatedStep`.
+    The gradient is then released. `AccumulatedStep` does this with its option `in_backward`.
     """
 
     fields = fields_of(in_backward=check_bool)

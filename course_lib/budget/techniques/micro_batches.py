@@ -16,7 +16,10 @@ from .technique import Recipe, RecipeSearch, Technique, at_least, choice, fields
 
 
 class MicroBatches(Technique):
-    """Gradient accumulation over micro-batches, which `AccumulatedStep` runs."""
+    """Technique that splits the batch into micro-batches and accumulates their gradients.
+
+    `AccumulatedStep` runs the micro-batches.
+    """
 
     fields = fields_of(accumulate=choice("fp32", None), micro_batches=at_least(1))
     after = ("checkpoint",)
@@ -54,9 +57,11 @@ class MicroBatches(Technique):
 
 
 def counts_allowed(samples: int) -> list[int]:
-    """Return the numbers of micro-batches into which a number of samples can be split.
+    """Return the numbers of micro-batches into which `samples` samples can be split.
 
-    All micro-batches have the same size except the last one.
+    All micro-batches must have the same number of samples, except that the last one may have fewer.
+    For example, the result is [1, 2, 3, 5] for 5 samples, because no such split has 4
+    micro-batches.
     """
     return [m for m in range(1, samples + 1) if math.ceil(samples / math.ceil(samples / m)) == m]
 
@@ -68,12 +73,14 @@ def counts_of_batch(
 
     Args:
         batch: The batch.
-        split: The user's function `split`, or None.
-        least: Fewest samples in one of several micro-batches, if `split` is None.
+        split: The user's function (batch, parts) that returns a list of `parts` batches. None
+            splits the batch along the first dimension of its tensors.
+        least: Smallest number of samples that each micro-batch must have, if there are several
+            micro-batches and `split` is None.
 
     Returns:
-        The numbers, and a text with the reason why the batch cannot be split. The text is None if
-        the batch can be split.
+        The numbers in ascending order, and a text for the user. The text states why the batch
+        cannot be split, and is None if it can be split.
     """
     if split is None:
         try:
@@ -98,10 +105,17 @@ def _samples_in_last(samples: int, micro_batches: int) -> int:
 
 
 def counts_by_split(batch: Any, split: Split) -> list[int]:
-    """Return the numbers of micro-batches, 1, 2, 4, 8 and so on, that a user's `split` can make.
+    """Return the numbers 1, 2, 4, ... of micro-batches into which a function can split a batch.
 
-    The numbers end before `split` raises an error, returns a part without samples, or no longer
-    makes the largest part smaller. If `split` raises an error for two parts, so does this function.
+    The list ends before `split` raises an error, returns a micro-batch without samples, or no
+    longer makes the largest micro-batch smaller.
+
+    Args:
+        batch: The batch.
+        split: The user's function (batch, parts) that returns a list of `parts` batches.
+
+    Raises:
+        Exception: Any error that `split` raises for two parts.
     """
     counts, largest = [1], _elements(batch)
     while True:

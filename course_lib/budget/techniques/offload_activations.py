@@ -25,7 +25,10 @@ MIN_BYTES = 1 << 20
 
 
 class OffloadedActivations(Technique):
-    """Tensors saved for backward, moved to the lower tier until backward needs them."""
+    """Technique that offloads tensors saved for backward to the lower tier (host memory or disk).
+
+    They are copied back when backward needs them.
+    """
 
     fields = fields_of(
         offload_activations=check_bool,

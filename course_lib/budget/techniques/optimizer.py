@@ -27,7 +27,10 @@ def _check_optimizer_name(name: str, value: Any) -> None:
 
 
 class Optimizer(Technique):
-    """Optimizer and variant of its update, as listed in `OPTIMIZERS`."""
+    """Technique that chooses the optimizer and the variant of its update, such as "fused".
+
+    `OPTIMIZERS` lists the optimizers and their variants.
+    """
 
     fields = fields_of(optimizer=_check_optimizer_name, update=choice(*UPDATE_VARIANTS))
     after = None
@@ -61,7 +64,10 @@ class Optimizer(Technique):
 
 
 class OffloadedState(Technique):
-    """Optimizer state in the lower tier, for which `build` creates an `OffloadedOptimizer`."""
+    """Technique that offloads optimizer state to the lower tier (host memory or disk).
+
+    `course_lib.budget.build` creates an `OffloadedOptimizer` for this.
+    """
 
     fields = fields_of(offload_optimizer=fraction, page_bytes=at_least(1, of="bytes"))
     after = ("in_backward",)

@@ -29,7 +29,10 @@ PRECISIONS = {
 
 
 class Precision(Technique):
-    """Precision of the model. `build` converts the model, and `autocast_forward` runs autocast."""
+    """Technique that chooses the dtypes of parameters, gradients and activations.
+
+    `course_lib.budget.build` converts the model, and `autocast_forward` runs it under autocast.
+    """
 
     fields = fields_of(precision=choice(*PRECISIONS, None))
     after = None
@@ -55,10 +58,11 @@ class Precision(Technique):
 
 
 def sets_parameter_dtype(recipe: Recipe, model: nn.Module) -> bool:
-    """Return whether the recipe sets the dtype of a model's parameters.
+    """Return whether a recipe sets the dtype of a model's parameters.
 
-    Under autocast, a model with frozen parameters keeps its dtypes, because the frozen base of
-    adapters may be in bf16 or quantized.
+    The result is False if `recipe.precision` is None. It is also False if the precision is
+    "autocast" and the model has frozen parameters, because the frozen weights below LoRA adapters
+    may be in bf16 or quantized.
     """
     frozen = any(not p.requires_grad for p in model.parameters())
     return recipe.precision is not None and not (recipe.precision == "autocast" and frozen)
@@ -66,11 +70,14 @@ def sets_parameter_dtype(recipe: Recipe, model: nn.Module) -> bool:
 
 @contextmanager
 def autocast_forward(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Run `model.forward` under autocast in bf16 inside the `with` block, and return fp32 outputs.
+    """Run `model.forward` under bf16 autocast inside the `with` block, and return fp32 outputs.
 
     Floating-point tensors in 16 bits in the output are converted to fp32, as Hugging Face's Trainer
-    does with `bf16=True`. The block gets a check, to be called after the loss is computed. It
-    raises ValueError if the loss function has not called the model, so that autocast had no effect.
+    does with `bf16=True`.
+
+    The context manager yields a function without arguments, to be called after the loss is
+    computed. It raises ValueError if `model.forward` was not called, because autocast then had no
+    effect.
 
     Source: `accelerate.Accelerator.prepare_model`.
     """

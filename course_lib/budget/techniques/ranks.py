@@ -28,7 +28,10 @@ UNRESTRICTED_FIELDS |= {"min_bytes", "prefetch", "in_flight", "page_bytes"}
 
 
 class Ranks(Technique):
-    """Data parallelism over several ranks, with or without sharding."""
+    """Technique that divides the batch among several ranks (processes), with or without sharding.
+
+    `course_lib.distributed` runs the training step on several ranks.
+    """
 
     fields = fields_of(ranks=at_least(1), shard=choice(*SHARDS, None))
     after = None

@@ -27,35 +27,40 @@ ForwardCheck = Callable[[], None]
 
 
 class Technique:
-    """One memory-saving technique: everything that recipes and the search need to know about it.
+    """Base class of a memory-saving technique, such as activation checkpointing.
 
-    Some fields of a recipe belong to the technique. It checks them, applies them to a model, and
-    describes them in labels.
+    A `Recipe` is the set of values of all techniques' fields for one training step. A technique
+    checks the values of its own fields, applies them to a model, and describes them in labels. The
+    function `fit` searches for the fastest recipe within a memory budget. It tries the values that
+    the method `candidates` of each technique returns.
 
     Attributes:
-        fields: Mapping from each field to its check. `check(name, value)` raises if the value is
-            not allowed.
-        around: Part of the training that `apply` surrounds: the whole step, or the forward pass
-            of each micro-batch.
+        fields: Mapping from the name of each field of the technique to a function (name, value).
+            The function raises an error if the value is not allowed.
+        around: Code that runs inside the context manager of `apply`: "step" for the whole training
+            step, or "forward" for the forward pass of each micro-batch.
         after: Techniques that are applied to a model before this one, each given by its first
-            field. For example, the head must be found before its blocks are wrapped.
-            `course_lib.budget.waterfall` adds techniques to the baseline in this order too, so
-            cheap ones come first. None means that the technique, such as the precision, is not
-            applied to a model, because the baseline already has it.
-        composable: Whether the step of a recipe with this technique grows evenly with the equal
-            blocks of a model, so that `course_lib.budget.search.extrapolation` can compose its
-            estimate from steps with few blocks. A recipe with a technique that is not composable is
-            estimated by its whole step.
-        computes: Whether the technique changes which operators run, and with them the FLOPs.
-        graded: Whether each candidate uses more of the technique than the one before, such as a
-            larger fraction of offloaded state. Otherwise the candidates exclude one another.
-        in_forward: Whether the technique changes which activations a forward pass keeps, and
-            therefore which ones are offloaded.
-        acts_on: Categories of live bytes that the technique makes smaller.
-        hooks_saved_tensors: Whether `apply` puts `torch.autograd.graph.saved_tensors_hooks`, or a
-            context manager that is built on them, around each forward pass. PyTorch runs only the
-            innermost of such hooks, so a `Recipe` rejects two techniques of this kind. Checkpoints
-            of blocks do not count: their hooks are inside the forward pass, and nest on purpose.
+            field. An example is "head_chunk" for `Checkpoint`, because the output head must be
+            found before the blocks are wrapped. `course_lib.budget.waterfall` also adds techniques
+            to the baseline in this order, in which cheap ones come first. None means that `apply`
+            is not used, because the technique is part of every step. An example is the precision.
+        composable: Whether each of several equal blocks of a model adds the same bytes and FLOPs to
+            a step with this technique. If so, `course_lib.budget.search.extrapolation` computes an
+            estimate from steps with only a few of the blocks. If not, the step is run with all
+            blocks.
+        computes: Whether the technique can change the FLOPs of forward and backward.
+        graded: Whether each of the `candidates` uses the technique to a larger extent than the one
+            before, such as a larger fraction of offloaded optimizer state. If False, the candidates
+            are alternatives, such as different kinds of checkpoints.
+        in_forward: Whether the technique changes which activations a forward pass keeps for
+            backward. These are the activations that can be offloaded.
+        acts_on: Names of the memory categories that the technique reduces, from
+            `course_lib.memory.CATEGORIES`, such as "activation".
+        hooks_saved_tensors: Whether `apply` installs `torch.autograd.graph.saved_tensors_hooks`
+            around each forward pass, directly or through another context manager. PyTorch runs only
+            the innermost of several such hooks, so `Recipe` rejects two techniques with hooks.
+            Checkpoints of blocks do not count, because their hooks are installed inside the forward
+            pass and are meant to be nested.
     """
 
     fields: Mapping[str, Callable[[str, Any], object]] = MappingProxyType({})
@@ -70,21 +75,30 @@ class Technique:
 
     @property
     def field(self) -> str:
-        """Name of the first field, whose values are the candidates of the technique."""
+        """Name of the technique's first field, for which `course_lib.budget.fit` tries values."""
         return next(iter(self.fields))
 
     def is_used(self, recipe: Recipe) -> bool:
-        """Return whether a recipe uses the technique: one of its fields is not the default."""
+        """Return whether a recipe sets a field of the technique to a non-default value."""
         return not self.fields.keys().isdisjoint(recipe.changed_fields())
 
     def conflict(self, recipe: Recipe) -> str | None:
-        """Return an error message if fields of the recipe cannot be combined, or else None."""
+        """Return an error message if fields of the recipe cannot be combined, or else None.
+
+        Each technique checks the combinations that involve its own fields. No model is needed.
+        """
         return None
 
     def unsupported_reason(self, recipe: Recipe, model: nn.Module) -> str | None:
-        """Return an error message if the model does not support the recipe, or else None.
+        """Return an error message if a model does not support the technique, or else None.
 
-        May raise ValueError if the model's blocks or its head cannot be found.
+        Args:
+            recipe: Recipe with the settings of the technique.
+            model: Model to check.
+
+        Raises:
+            ValueError: The technique needs the model's blocks or its output head and cannot find
+                them.
         """
         return None
 
@@ -93,31 +107,57 @@ class Technique:
     ) -> AbstractContextManager[ForwardCheck | None]:
         """Return a context manager inside which the model uses the technique.
 
-        This method is called only for recipes that use the technique (see `is_used`). The context
-        manager restores the model when it exits. It may yield a function to call after a forward
-        pass, which raises an error if the forward pass has bypassed the technique.
+        The context manager changes the model in place and restores it on exit. It may yield a
+        function without arguments, which must be called after each forward pass. The function
+        raises an error if the forward pass did not use the technique, for example because it never
+        called the changed module.
+
+        Args:
+            recipe: Recipe that uses the technique (see `is_used`).
+            model: Model to change.
+            store: Store for offloaded activations; None for the default store. Other techniques
+                ignore it.
         """
         return nullcontext()
 
     def labels(self, recipe: Recipe) -> list[str]:
-        """Return labels that describe how a recipe uses the technique; empty if it does not."""
+        """Return short texts that describe the technique in a recipe, such as "4 micro-batches".
+
+        The list is empty if there is nothing to describe, as in the base class.
+        """
         return []
 
     def candidates(self, search: RecipeSearch) -> Sequence[Mapping[str, Any]]:
-        """Return the candidates of the technique that `fit` tries for the model.
+        """Return the settings of the technique that `course_lib.budget.fit` tries.
 
-        A candidate is a mapping from fields of the technique to values. The first candidate has the
-        fewest FLOPs and copies. `fit` does not call this method if the base recipe sets `field`.
+        Each candidate is a mapping from field names of the technique to values. The first one needs
+        the fewest FLOPs and copies to and from the lower tier (host memory or disk). This method is
+        not called if the base recipe of the search already sets the technique's first field.
+
+        Args:
+            search: Search of `fit`. `search.cache` has the model, the batch and the base recipe
+                (the settings that the user has fixed).
         """
         return ({},)
 
     def not_tried(self, search: RecipeSearch) -> str | None:
-        """Return a sentence on why `fit` could not try the technique and what to do, or None."""
+        """Return a sentence for the user if `course_lib.budget.fit` could not try the technique.
+
+        The sentence states the reason and, if possible, what the user can do about it. The result
+        is None if there is no such reason.
+
+        Args:
+            search: Search of `fit`. `search.cache` has the model, the batch and the base recipe
+                (the settings that the user has fixed).
+        """
         return None
 
 
 def combine_checks(checks: Iterable[ForwardCheck | None]) -> ForwardCheck:
-    """Return one check that runs all given checks, ignoring None."""
+    """Return a function that calls each of the given functions in order, skipping None.
+
+    A given function takes no arguments and raises an error if a forward pass bypassed a technique.
+    """
     actual_checks = [check for check in checks if check is not None]
 
     def run() -> None:
@@ -128,12 +168,19 @@ def combine_checks(checks: Iterable[ForwardCheck | None]) -> ForwardCheck:
 
 
 def fields_of(**checks: Callable[[str, Any], object]) -> Mapping[str, Callable[[str, Any], object]]:
-    """Return the checks of several fields as an immutable mapping, for `Technique.fields`."""
+    """Return the keyword arguments as an immutable mapping, for the attribute `Technique.fields`.
+
+    Each keyword is the name of a field of `Recipe`. Its value is a function (name, value) that
+    raises an error if the value is not allowed.
+    """
     return MappingProxyType(checks)
 
 
 def choice(*options: Any) -> Callable[[str, Any], object]:
-    """Return a check of a field that raises an error unless the value is one of the options."""
+    """Return a function (name, value) that raises ValueError unless the value is one of `options`.
+
+    The name is the name of a field, for the error message.
+    """
     return partial(_one_of, options)
 
 
@@ -143,20 +190,24 @@ def _one_of(options: tuple, name: str, value: Any) -> None:
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raise TypeError unless a value is True or False."""
+    """Raise TypeError unless the value of the field `name` is True or False."""
     kind(name, value, bool, "True or False")
 
 
 def at_least(least: int, of: str = "") -> Callable[[str, Any], object]:
     """Return a function (name, value) that raises an error unless value is an integer >= `least`.
 
-    `of` is the unit in the message, such as "bytes".
+    The error is TypeError for a value that is not an integer, and ValueError for one that is too
+    small. Its message contains the name of the field and `of`, a unit such as "bytes".
     """
     return partial(whole, least=least, of=of)
 
 
 def at_least_or_none(least: int) -> Callable[[str, Any], object]:
-    """Return a check of a field for None or a whole number of at least `least`."""
+    """Return a function (name, value) that accepts None and integers of at least `least`.
+
+    For any other value it raises TypeError or ValueError, with the field name in the message.
+    """
 
     def check(name: str, value: Any) -> None:
         if value is not None:
@@ -166,5 +217,5 @@ def at_least_or_none(least: int) -> Callable[[str, Any], object]:
 
 
 def fraction(name: str, value: Any) -> None:
-    """Raise an error unless a value is a number between 0 and 1."""
+    """Raise an error unless the value of the field `name` is a number from 0 to 1."""
     number(name, value, 0, 1)

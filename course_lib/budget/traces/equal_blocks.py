@@ -21,8 +21,9 @@ from course_lib.memory import Trace
 def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
     """Return the longest list of equal blocks in a model.
 
-    Equal blocks have the same modules, settings, and shapes and dtypes of tensors. If the model has
-    no such list, the result is an empty `nn.ModuleList`.
+    A list is an `nn.ModuleList` or `nn.Sequential`. Its blocks are equal if they have the same
+    modules with the same settings, and tensors of the same shapes and dtypes. If the model has no
+    such list, the result is an empty `nn.ModuleList`.
     """
     lists = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
     return max(
@@ -34,7 +35,10 @@ def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
 
 @contextmanager
 def shorten_blocks(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterator[None]:
-    """Shorten a list to its first `count` blocks; the context manager restores it on exit."""
+    """Remove all but the first `count` blocks from a list inside the `with` block.
+
+    The removed blocks are restored when the context manager exits.
+    """
     rest = list(blocks)[count:]
     del blocks[count:]
     try:
@@ -44,24 +48,26 @@ def shorten_blocks(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterato
 
 
 class IrregularSteps(Exception):
-    """Error: a trace cannot be computed from shorter steps.
+    """Error raised if the trace of a training step cannot be computed from two shorter steps.
 
-    Parts of the two steps that should be equal are not.
+    The model of the second step has one block more than the model of the first step. The error
+    means that the two steps differ in more than the operators of this block.
     """
 
 
 class Pass(NamedTuple):
-    """Position of one pass through the blocks, forward or backward, in two traces.
+    """Position of one pass through a model's blocks in the traces of two training steps.
 
-    The trace of the shorter step has a few blocks, and that of the longer step has one more block.
+    In the second step, the model has one block more than in the first step. A pass is either a
+    forward pass, or everything that runs between one forward pass and the next, such as backward. A
+    point of a trace is one operator of the step.
 
     Attributes:
-        few: Index of the pass's first point in the shorter step.
-        more: Index of the pass's first point in the longer step.
-        length: Number of points of the pass in the shorter step.
-        cut: Number of points from the start of the pass to the place where the longer step has one
-            more block.
-        block: Number of points of the additional block.
+        few: Index of the pass's first point in the first step.
+        more: Index of the pass's first point in the second step.
+        length: Number of points of the pass in the first step.
+        cut: Number of points from the start of the pass to the position of the additional block.
+        block: Number of points of the additional block in the second step.
     """
 
     few: int
@@ -72,28 +78,36 @@ class Pass(NamedTuple):
 
 
 class Growth:
-    """Growth of a step with the number of equal blocks in its model, computed from two steps.
+    """Growth of a training step with the number of equal blocks in its model.
 
-    The step of the trace `few` has m of these blocks, and the step of the trace `more` has m + 1.
-    In the following, live(t; n) is the number of live bytes at point t of the step with n blocks.
+    The growth is computed from the traces of two steps. The model has m equal blocks in `few`, and
+    m + 1 in `more`. A point t of a trace is one operator of the step. Below, live(t; n) is the
+    number of live bytes at point t of a step with n blocks.
 
-    Each pass through the blocks is cut in two inside the part with equal blocks, and n - m blocks
-    are inserted at the cut. With g(t) = live(t; m + 1) - live(t; m) at a point t of the step with
-    m blocks,
+    A step consists of passes through the blocks, forward and backward. Each pass is cut in two
+    inside the part with equal blocks, and n - m blocks are inserted at the cut. At a point t of the
+    step with m blocks, one additional block adds g(t) = live(t; m + 1) - live(t; m) live bytes.
+    Each inserted block adds the same number, so
 
         live(t; n) = live(t; m) + (n - m) g(t)
 
-    because each of the inserted blocks adds the same number of live bytes g(t) at point t. While
-    the i-th of the new blocks runs, i = 0 ... n - m - 1, i of the other new blocks are in the state
-    after the cut, and the rest of them are in the state before the cut:
+    The inserted blocks themselves are numbered i = 0 ... n - m - 1 in the order in which they run.
+    While block i runs, i of the inserted blocks have already run, and each of them adds as many
+    live bytes as after the cut. The other n - m - 1 - i have not run, and each of them adds as many
+    as before the cut. Therefore
 
         live(t; n) = live(t; m + 1) + (n - m - 1 - i) g(t - block) + i g(t + block)
 
-    where t is a point of the new block in `more`, and t - block and t + block are the same operator
-    in the blocks before and after it. FLOPs and bytes moved grow linearly with n.
+    where t is a point of the additional block in `more`, and `block` is the number of points of a
+    block. The points t - block and t + block are the same operator in the block before and in the
+    block after it. FLOPs and bytes moved grow linearly with n.
+
+    Args:
+        few: Trace of the step with m equal blocks.
+        more: Trace of the step with m + 1 equal blocks.
 
     Raises:
-        IrregularSteps: The passes of the two steps do not differ by one block.
+        IrregularSteps: The passes of the two steps do not differ by exactly one block.
     """
 
     def __init__(self, few: Trace, more: Trace):
@@ -107,12 +121,15 @@ class Growth:
         ]
 
     def sources(self, blocks: int) -> Iterator[tuple[Trace, int, int, int]]:
-        """Yield the parts of a longer step in order.
+        """Yield the parts of the two traces from which the trace of a longer step is assembled.
 
-        The longer step has `blocks` more blocks than the step of `self.few`. Each part is a tuple
-        (trace, start, stop, following): the points of `trace` from `start` up to, but not
-        including, `stop`. `trace` is `self.few` or `self.more`. `following` is the number of the
-        additional blocks that come after the part in the same pass.
+        The parts are yielded in the order of the longer step. Each part is a tuple (trace, start,
+        stop, following). `trace` is `self.few` or `self.more`, and the part consists of its points
+        from `start` up to, but not including, `stop`. `following` is the number of additional
+        blocks that come after the part in the same pass through the blocks.
+
+        Args:
+            blocks: Number of blocks that the longer step has in addition to those of `self.few`.
         """
         for at in self.passes:
             new = at.more + at.cut
@@ -124,7 +141,8 @@ class Growth:
     def trace(self, blocks: int) -> Trace:
         """Return the trace of the step with `blocks` more blocks than the step of `self.few`.
 
-        Only the operators, the live bytes and the totals of the trace are set.
+        Only the operators, the live bytes and the totals (FLOPs and bytes moved or communicated) of
+        the trace are set.
         """
         few, more, operators, live = self.few, self.more, [], []
         for trace, start, stop, _ in self.sources(blocks):

@@ -19,10 +19,12 @@ from course_lib.budget.recipe import Recipe
 
 
 class OpSignature(TorchDispatchMode):
-    """Dispatch mode that hashes the operators that run and the shapes of their outputs.
+    """Dispatch mode that computes a hash of all operators that run in it.
+
+    The hash includes the shapes of the operators' outputs and the order of the operators.
 
     Attributes:
-        seen: Hash of all operators that have run.
+        seen: Hash of the operators that have run so far; 0 before the first one.
     """
 
     def __init__(self):
@@ -40,13 +42,22 @@ def groups_of(
 ) -> list[list[int]]:
     """Return groups of micro-batches that run the same operators, as lists of indices.
 
-    A trace needs to run only one micro-batch of a group. Micro-batches are in one group if their
-    tensors have the same shapes. In two cases, their forward passes are run as well, and must run
-    the same operators: if the model reads values of its batch, for example of an attention mask, or
-    if the micro-batches contain different objects that are not tensors. One or two micro-batches
-    are not compared, so each of them is a group by itself.
+    A trace needs to run only one micro-batch per group. Micro-batches are in one group if their
+    tensors have the same shapes. In two cases, the forward pass of each micro-batch is also run,
+    and the micro-batches of a group must run the same operators:
 
-    This function must be called in symbolic mode.
+    - The model reads values of its batch, for example of an attention mask.
+    - The micro-batches contain different objects that are not tensors.
+
+    One or two micro-batches are not compared, and each of them is a group of its own.
+
+    Call this function in symbolic mode (`course_lib.symbolic.symbolic`).
+
+    Args:
+        model: Model with symbolic tensors, which have shapes but no values.
+        micro_batches: Micro-batches of one batch.
+        loss_sum: Function (model, micro-batch) that returns (sum of losses, weight); None for the
+            model's own loss.
     """
     if len(micro_batches) < 3:
         return [[i] for i in range(len(micro_batches))]

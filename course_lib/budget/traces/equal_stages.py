@@ -31,21 +31,25 @@ from course_lib.symbolic.shape_cache import Outline, extent, make_fake
 
 @dataclass(frozen=True)
 class ForwardRun:
-    """Points and records that one run of a stage adds to a tracker.
+    """Recorded forward pass of one stage, which can be replayed for equal stages.
 
-    A point is one operator. Points are numbered from the first one of the run.
+    A stage is one module of a chain. To replay a pass is to add its points and bytes to a memory
+    meter without running its operators. A point is one operator, and points are numbered from 0 at
+    the first operator of the pass.
 
     Attributes:
         operators: Pair (operator, phase) of each point.
-        flops: Dict from point to FLOPs.
-        temporaries: Live bytes, at each point and per category, of the storages that the run both
-            creates and releases. An int64 array of shape (points, categories).
+        flops: Dict from point to FLOPs, without points that have none.
+        temporaries: Live bytes of the temporary storages, which the pass both creates and releases.
+            An int64 array of shape (points, categories), with the categories in the order of
+            `CATEGORIES`.
         outline: Shape, strides, dtype and device of the output.
-        role, made_in: Attributes `role` and `made_in` of the `Record` of the output's storage.
+        role, made_in: Values of the attributes `role` and `made_in` in the meter's `Record` of the
+            output's storage.
         born: Point at which the output's storage is created.
-        drew: Whether the run drew random numbers.
-        result: Value that the run stored in `stage.result`, and that each replay stores there; None
-            if the stage has no such attribute.
+        drew: Whether the pass drew random numbers.
+        result: Value that the pass stored in `stage.result`, which each replay stores there again;
+            None if the stage has no such attribute.
     """
 
     operators: list[tuple[Any, str]]
@@ -60,14 +64,17 @@ class ForwardRun:
 
 
 class ForwardPassCache:
-    """Cache of the forward passes of stages, which are replayed for equal stages.
+    """Cache of forward passes of stages, which are replayed for equal stages.
 
-    To replay a pass means to add its points to the meter's tracker without running its operators.
+    A stage is one module of a chain. To replay a pass is to add its operators and bytes to a memory
+    meter without running the operators.
 
     Args:
-        tracker, usage: The meter's tracker of storages, and its tracker of their categories.
-        kind_of: Function that returns everything that determines how a stage runs, except the
-            stage's input. It returns None for a stage that is equal to no other stage.
+        tracker: The meter's records of storages.
+        usage: The meter's tracker of the categories of storages, such as "activation".
+        kind_of: Function from a stage to a hashable value. Two stages with the same value are
+            equal: they run the same operators for the same input. None marks a stage that is equal
+            to no other one.
     """
 
     def __init__(
@@ -90,17 +97,19 @@ class ForwardPassCache:
         compute: Callable[[], Any],
         drawing: Any = None,
     ) -> Any:
-        """Return the result of a stage that runs without gradients.
+        """Return the output of a stage that runs without gradients.
 
-        The result is that of `compute`, or a new tensor like it if an equal stage has run before.
+        If an equal stage has run before, its recorded pass is replayed, and the output is a new
+        symbolic tensor with the same shape. Otherwise `compute` runs the stage. It also does so if
+        the pass cannot be replayed.
 
         Args:
-            stage: The stage.
+            stage: The stage, a module of a chain.
             given: Tensors that the stage reads, except its parameters.
-            context: All other values that determine the result.
-            compute: Function that runs the stage and returns its result.
-            drawing: Object whose attribute `seen` becomes True if the stage draws random numbers,
-                or None.
+            context: Hashable value of everything else that determines the output.
+            compute: Function without arguments that runs the stage and returns its output.
+            drawing: Object whose attribute `seen` is True after the call if the stage draws random
+                numbers; None for no such report.
         """
         key = self._key(stage, given, context)
         if key not in self.cache:

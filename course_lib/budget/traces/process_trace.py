@@ -43,7 +43,7 @@ from .equal_stages import ForwardPassCache
 
 
 def check_arguments(make_model, make_batch, recipe) -> None:
-    """Raise an error unless the arguments are two functions without arguments and a recipe."""
+    """Raise TypeError unless the arguments are two functions without arguments and a `Recipe`."""
     check_function("make_model", make_model)
     check_function("make_batch", make_batch)
     check_recipe(recipe)
@@ -64,21 +64,25 @@ def process_trace(
     events: bool = False,
     places: bool = False,
 ) -> tuple[Trace, int]:
-    """Return the trace of the recipe's step, and the number of parameters that the host updates.
+    """Trace the training step of a recipe in a single process, on symbolic tensors.
 
-    The step runs all blocks of the model.
+    The step runs all blocks of the model. Symbolic tensors have shapes but need no memory.
 
     Args:
         make_model, make_batch, recipe, loss_sum, max_norm, split, tier: Model, batch and options,
             as in `course_lib.budget.estimate`.
-        kind: Kind of device, one of `KINDS`.
-        gpu: GPU, which determines the attention kernels that run, as in
-            `course_lib.budget.estimate`.
-        make_optimizer: Function of (model, kind) that returns the user's own optimizer. If it is
-            None, the optimizer of the recipe is used.
+        kind: Kind of device, "cpu" or "cuda".
+        gpu: GPU that determines which attention kernels run, as in `course_lib.budget.estimate`.
+        make_optimizer: Function (model, kind) that returns the user's own optimizer; None for the
+            optimizer of the recipe.
         events: Whether to record when each storage is allocated and released.
-        places: Whether to also record the module and the source line of each operator. With these
-            records, the step takes about 1.5 times as long.
+        places: Whether to record the module and the source line of each operator. The step then
+            takes about 1.5 times as long.
+
+    Returns:
+        The trace of the step, with its operators and the live bytes after each of them; and the
+        number of parameter elements that the host (CPU) updates. The number is 0 unless `tier` is
+        "host".
     """
     recipe = on_kind(recipe, kind)
     with symbolic(Symbolic(kind, gpu)):
@@ -118,14 +122,16 @@ def symbolic_optimizer(
     tier: str,
     whole_model: nn.Module | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer for a symbolic step.
+    """Return the optimizer of a recipe for a step on symbolic tensors.
+
+    Symbolic tensors have shapes but need no memory.
 
     Args:
-        model: Model, or a part of one.
+        model: Model whose parameters are updated, or a part of a model.
         recipe: Recipe of the step.
-        store: Symbolic store for offloaded state.
-        tier: Lower tier, "file" or "host".
-        whole_model: The whole model, if `model` is a part of it.
+        store: Store for offloaded optimizer state, which counts the bytes that are copied.
+        tier: Place of the offloaded state, "file" for disk or "host" for host memory.
+        whole_model: The whole model, if `model` is a part of it; otherwise None.
     """
     if tier == "host" and recipe.offload_optimizer:
         return _PartlyOnHost(model, recipe, store)
@@ -145,21 +151,20 @@ def trace_step(
     skip_equal_stages: bool = False,
     places: bool = False,
 ) -> Trace:
-    """Run the step under a meter and return its trace.
+    """Run a training step under a memory meter and return its trace.
 
-    The first micro-batch of the step is always run. The later micro-batches of a group all run the
-    same operators, so only the last one is run. Before it starts, a tensor replaces the losses that
-    the skipped micro-batches would have left in memory. FLOPs and bytes moved are totals of all
-    micro-batches.
+    Micro-batches that run the same operators form a group. The first micro-batch of the step always
+    runs. Only the last of the later micro-batches in each group runs. Before it starts, a tensor is
+    allocated that has as many bytes as the losses of the skipped micro-batches. FLOPs and bytes
+    moved are totals of all micro-batches, including skipped ones.
 
     Args:
         model, optimizer, micro_batches, recipe, loss_sum, store, max_norm: Model, optimizer, batch
             and options, as in `run_micro_batches`.
-        groups: Groups of micro-batches that run the same operators, as lists of indices. The
-            default is the result of `groups_of`.
-        events: Whether to record events, as in `process_trace`.
+        groups: Groups of micro-batches, as lists of indices; by default the result of `groups_of`.
+        events: Whether to record when each storage is allocated and released.
         skip_equal_stages: Whether to run only one of several equal stages of a schedule.
-        places: Whether to record places, as in `process_trace`.
+        places: Whether to record the module and the source line of each operator.
     """
     groups = groups_of(model, micro_batches, loss_sum) if groups is None else groups
     # Maps the index of each micro-batch that is run to the number of micro-batches it represents.
@@ -227,10 +232,11 @@ def trace_step(
 
 
 class StepMeter(UnguardedMeter):
-    """Meter that raises ValueError for operators that cannot be measured symbolically.
+    """Memory meter for symbolic steps, which rejects operators that it cannot measure.
 
-    On CUDA, optimizers without a fused update keep their step counters in host memory, so the meter
-    does not count these tensors.
+    It raises ValueError for an operator whose memory cannot be computed from shapes alone, such as
+    one that makes a sparse tensor. On CUDA, optimizers without a fused update keep their step
+    counters in host memory, so these are not counted.
     """
 
     def __init__(self, model, optimizer, recipe: Recipe, **options: Any):
@@ -244,7 +250,11 @@ class StepMeter(UnguardedMeter):
                 yield tensor, category
 
     def run_equal_stages_once(self) -> AbstractContextManager[None]:
-        """Return a context in which only one of several equal stages of a schedule is run."""
+        """Return a context manager inside which only one of several equal stages runs.
+
+        The stages are those of a schedule (`course_lib.schedule`). For the stages that do not run,
+        the meter counts the operators and bytes of the equal stage again.
+        """
         return use_forward_runner(
             ForwardPassCache(self._tracker, self._usage, module_signature).forward
         )

@@ -62,12 +62,16 @@ def rank_trace(
     split: Split | None = None,
     events: bool = False,
 ) -> Trace:
-    """Return the trace of the step on the rank that needs the most memory.
+    """Return the trace of a training step on the rank that needs the most memory.
+
+    The recipe must have several ranks (processes). The step runs on symbolic tensors, so no process
+    is started.
 
     Args:
         make_model, make_batch, recipe, loss_sum, max_norm, split: Model, batch and options, as in
             `course_lib.budget.estimate`.
-        events: Whether to record events. If so, all blocks of the model are run.
+        events: Whether to record when each storage is allocated and released. If so, all blocks of
+            the model are run. Otherwise only a few blocks are run if the model has many equal ones.
 
     Raises:
         ValueError: Recipe, model and batch cannot be combined, or the batch cannot be split evenly
@@ -188,7 +192,14 @@ def _micro_batches_run(recipe: Recipe, split: Split | None) -> int:
 
 
 def largest_share(batch: Any, ranks: int, split: Split | None) -> Any:
-    """Split the batch among the ranks, and return the share with the most bytes."""
+    """Split the batch among the ranks, and return the share with the most bytes of tensors.
+
+    Args:
+        batch: The batch.
+        ranks: Number of ranks (processes).
+        split: The user's function (batch, parts) that returns a list of `parts` batches. None
+            splits the batch along the first dimension of its tensors.
+    """
     shares = parts_of(batch, ranks, split)
     return max(shares, key=lambda share: sum(tensor.nbytes for tensor in tensors_in(share)))
 
@@ -239,9 +250,10 @@ def _explain_sharded_parameters(recipe: Recipe) -> Iterator[None]:
 
 
 def one_rank_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe of one rank's own step, with a single micro-batch.
+    """Return a recipe for the step of a single rank, with one micro-batch.
 
-    If the parameters are sharded (FSDP2), the model stays in fp32 even if it computes in bf16.
+    The precision of the new recipe is "fp32" if FSDP2 shards the parameters. FSDP2 keeps fp32
+    shards, even if it computes in bf16.
     """
     sharded = recipe.shard not in REPLICATED
     return replace(
@@ -250,9 +262,13 @@ def one_rank_recipe(recipe: Recipe) -> Recipe:
 
 
 def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
-    """Return the bytes of Adam's state on the rank that has the largest state.
+    """Return the bytes of Adam's state on the rank that has the most state.
 
-    The fp32 master weights of bf16 parameters are included.
+    If parameters are kept in bf16, their fp32 master weights are included.
+
+    Args:
+        shapes: Shapes of the model's parameters.
+        recipe: Recipe with several ranks.
     """
     each = 12 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 8
     if recipe.shard == "zero1":
@@ -263,10 +279,14 @@ def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
 
 
 def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
-    """Return a lower bound on the peak of the rank that needs the most memory, in bytes.
+    """Return a lower bound on the peak memory of the rank that needs the most, in bytes.
 
-    The bound counts parameters, gradients and optimizer state, which are all live in the optimizer
-    step.
+    The bound is the sum of parameters, gradients and optimizer state. All of these are live during
+    the optimizer step.
+
+    Args:
+        shapes: Shapes of the model's parameters.
+        recipe: Recipe with several ranks.
     """
     ranks = 1 if recipe.shard in REPLICATED else recipe.ranks
     size = 2 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 4
@@ -276,11 +296,17 @@ def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
 
 
 def micro_batch_counts_for(recipe: Recipe, batch: Any, split: Split | None = None) -> list[int]:
-    """Return all numbers of micro-batches into which a rank's share of the batch can be split.
+    """Return the numbers of micro-batches into which each rank can split its share of the batch.
+
+    Args:
+        recipe: Recipe with several ranks.
+        batch: Batch of all ranks.
+        split: The user's function (batch, parts) that returns a list of `parts` batches. None
+            splits the batch along the first dimension of its tensors.
 
     Raises:
-        ValueError: The batch cannot be split evenly among the ranks, or a rank's samples cannot be
-            split evenly among the micro-batches.
+        ValueError: The batch cannot be split evenly among the ranks, or the samples of a rank
+            cannot be split evenly into `recipe.micro_batches` micro-batches.
     """
     if split is not None:
         return counts_by_split(largest_share(batch, recipe.ranks, split), split)
