@@ -18,19 +18,22 @@ from .._torch.symbolic import is_symbolic
 
 
 class Ranks:
-    """The processes that do a step together: those of a DDP or FSDP2 model, or only this one.
+    """The processes (ranks) that do a training step together, or this process alone.
+
+    With a DDP or FSDP2 model, these are the processes of the model's process group.
 
     Args:
         model: The model of the step.
-        sync: "last" or "each", as in `AccumulatedStep`.
+        sync: "last" if only the last micro-batch of a step reduces gradients over the ranks, "each"
+            if every micro-batch does.
 
     Attributes:
         model: The module that is replicated or sharded, or None in a single process. For a compiled
             DDP model, this is the DDP module inside it.
-        replica: The same module if it is a DDP module, otherwise None.
+        replica: The attribute `model` if it is a DDP module, otherwise None.
         group: The process group, or None in a single process.
         count: Number of ranks.
-        has_views: Whether gradients are views of DDP's buckets.
+        has_views: Whether gradients are views of DDP's buckets (`gradient_as_bucket_view=True`).
 
     Raises:
         TypeError, ValueError: `sync` is invalid, or the model has several modules that synchronize
@@ -49,10 +52,15 @@ class Ranks:
         self.has_views = self.replica is not None and self.replica.gradient_as_bucket_view
 
     def validate_in_buckets(self, scaler: torch.amp.GradScaler, in_buckets: bool) -> bool:
-        """Return `in_buckets` if the model supports it and can be used with the scaler, else raise.
+        """Check two options of `AccumulatedStep` for this model, and return `in_buckets`.
+
+        Args:
+            scaler: Gradient scaler. It must be disabled for an FSDP2 model.
+            in_buckets: Whether gradients are accumulated in DDP's buckets. This needs a DDP model
+                with `gradient_as_bucket_view=True` and without `find_unused_parameters`.
 
         Raises:
-            ValueError: The model cannot be used with the scaler, or with `in_buckets`.
+            ValueError: The model does not support one of the options.
         """
         if scaler.is_enabled() and self.model is not self.replica:
             raise ValueError(
@@ -70,11 +78,11 @@ class Ranks:
     def gradient_reduction(self, last: bool) -> Iterator[None]:
         """Turn the reduction of gradients over ranks on or off for a `with` block.
 
-        The backward pass in the block reduces gradients for the last micro-batch, and for every
-        micro-batch if `sync` is "each". Otherwise it only adds to the local gradients.
+        The backward pass in the `with` block reduces gradients if it is that of the last
+        micro-batch, or if `sync` is "each". Otherwise, it only adds to the gradients of this rank.
 
         Args:
-            last: Whether the block runs the last micro-batch.
+            last: Whether the `with` block runs the last micro-batch.
         """
         if self.model is None or last or self.sync == "each":
             yield
@@ -89,7 +97,10 @@ class Ranks:
                 self.model.set_requires_gradient_sync(True)
 
     def sum_over_ranks(self, *values: float) -> list[float]:
-        """Return each value summed over the ranks; in a symbolic step, the values themselves."""
+        """Return each value summed over the ranks.
+
+        With symbolic tensors, which have no values, the values of this rank are returned.
+        """
         if self.model is None:
             return list(values)
         sums = torch.tensor(
@@ -100,10 +111,13 @@ class Ranks:
 
     @torch.no_grad()
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of all gradients, which on each rank of an FSDP2 model are shards.
+        """Return the norm of all gradients of the model, taken together as one vector.
 
-        The norms of the shards are combined in one collective. DTensor's own norm would need one
-        collective per gradient.
+        Each rank of an FSDP2 model has only a shard of each gradient. The norms of all shards are
+        combined in one collective, while DTensor's own norm would need one collective per gradient.
+
+        Args:
+            gradients: The gradients on this rank.
         """
         norm = nn.utils.get_total_norm(
             [g.to_local() if hasattr(g, "to_local") else g for g in gradients]

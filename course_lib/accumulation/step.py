@@ -33,17 +33,17 @@ NO_GRADIENT = (
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one `AccumulatedStep`.
+    """Result of one `AccumulatedStep`: the numbers of one training step over micro-batches.
 
     With symbolic tensors, which have no values, the numbers are NaN.
 
     Attributes:
-        loss: Mean loss: the sum of losses of all micro-batches (and ranks), divided by `weight`.
-        weight: Number of tokens or samples in all micro-batches (and ranks).
+        loss: Mean loss: the sum of losses of all micro-batches on all ranks, divided by `weight`.
+        weight: Number of tokens or samples in all micro-batches on all ranks.
         grad_norm: Norm of the mean loss's gradient with respect to the optimizer's parameters,
-            before clipping. None without max_norm.
-        stepped: Whether the optimizer did its step. False if the scaler skipped it because
-            gradients were inf or NaN.
+            before clipping. None without `max_norm`.
+        stepped: Whether the optimizer updated the parameters. False if the gradient scaler skipped
+            the update because gradients were inf or NaN.
     """
 
     loss: float
@@ -59,8 +59,8 @@ class AccumulatedStep:
     samples independently. They differ if BatchNorm is in training mode, because it computes its
     statistics from each micro-batch. The first step with several micro-batches then gives a
     warning, unless the model or a module in it has an attribute `batch_norm_per_micro_batch` that
-    is True. They also differ with dropout, which draws other numbers than for the full batch, and
-    with spectral norms, which change with each micro-batch.
+    is True. The gradients also differ with dropout, which draws other numbers than for the full
+    batch, and with spectral norms, which change with each micro-batch.
 
     **Several ranks.** With `DistributedDataParallel` or FSDP2, each rank has its own
     `AccumulatedStep`, and `loss_sum` calls the module that is replicated or sharded. With
@@ -76,21 +76,22 @@ class AccumulatedStep:
     Args:
         model: The model, which is passed to `loss_sum`.
         optimizer: An optimizer whose `step` needs no closure, unlike LBFGS. An optimizer with a
-            training mode, such as a schedule-free one, must be in that mode. `optimizer` may be a
-            list of optimizers. The gradients are then clipped by the norm of all of them together,
-            and either all optimizers step or none does.
+            training mode, such as a schedule-free one, must be in its training mode. `optimizer`
+            may be a list of optimizers. The gradients are then clipped by the norm of all gradients
+            together, and either all optimizers step or none does.
         loss_sum: Function (model, micro_batch) -> (sum of losses, weight). The sum is a scalar
             tensor that requires gradients. The weight is the number of tokens or samples in the
             sum, as a number or a scalar tensor. It may be 0, if all tokens are masked.
-        scaler: Gradient scaler for the losses, which is updated once per step. A disabled scaler
-            is the same as None.
+        scaler: Gradient scaler for the losses, which is updated once per step. A disabled scaler is
+            the same as None.
         max_norm: Largest norm of the mean loss's gradient. The gradient is clipped once, after
-            unscaling. With `math.inf` the norm is only measured.
+            unscaling. With `math.inf` the norm is only measured, and with None it is not computed.
         autocast_dtype: Autocast dtype of the forward passes, torch.bfloat16 or torch.float16. None
             for no autocast.
-        accumulate: "fp32" sums the gradients of bf16 and fp16 parameters in fp32, and casts their
-            mean once. The sums need 4 bytes per parameter instead of 2. None sums in the
-            parameters' dtype, in which the sum over many small micro-batches is inaccurate.
+        accumulate: "fp32" to sum the gradients of bf16 and fp16 parameters in fp32, in 4 bytes per
+            parameter instead of 2. After the last micro-batch, their mean is cast to the
+            parameters' dtype. None sums in the parameters' dtype, in which the sum over many small
+            micro-batches is inaccurate.
         sync: With "last", only the last micro-batch reduces gradients over the ranks. With "each",
             every micro-batch does. This sends more bytes, but FSDP2 does not keep unsharded
             gradients between micro-batches.
@@ -99,11 +100,12 @@ class AccumulatedStep:
             gradients. It needs DDP with `gradient_as_bucket_view=True`.
         in_backward: Whether the optimizer updates each parameter as soon as its gradient is
             complete and then releases the gradient, so that the gradients never exist all at once.
-            It needs a single micro-batch, and optimizers that update each parameter separately,
-            because `step` is called each time autograd accumulates a parameter's gradient. With
-            reentrant checkpoints, autograd may accumulate a gradient in several parts, each of
-            which is then a separate update. A block that uses a parameter detached and is
-            recomputed after the update computes with the new value. An error undoes no updates.
+            The step must have a single micro-batch. The optimizers must update each parameter
+            separately, because `step` is called each time autograd accumulates a parameter's
+            gradient. With reentrant checkpoints, autograd may accumulate a gradient in several
+            parts, and each part causes an update. A checkpointed block that uses a detached
+            parameter may be recomputed after the parameter's update, with the new value. After an
+            error, parameters that were already updated stay updated.
 
     Source for adding sums of losses instead of averaging means: "Fixing Gradient Accumulation",
     huggingface.co/blog/gradient_accumulation.

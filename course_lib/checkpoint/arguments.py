@@ -27,13 +27,18 @@ _MAX_PARTS = 10_000
 
 
 class ObjectArguments:
-    """Record of the objects among the arguments of a call, which shows whether they change later.
+    """Record of the objects among a call's arguments, which shows whether they change later.
 
-    The record keeps no tensors alive. It has only their identities and version counters.
+    An object is here an argument that a checkpoint cannot copy, such as a key-value cache. It may
+    also be an item of a list, tuple or dict among the arguments. Tensors, numbers, strings,
+    functions and classes are not recorded.
+
+    The record refers to each object and copies none of its content. For a tensor inside an object,
+    it stores only the identity and the version counter.
 
     Args:
         function: The function that is called. Its signature gives the names of the arguments.
-        args, kwargs: The arguments.
+        args, kwargs: Positional and keyword arguments of the call.
     """
 
     def __init__(self, function: Callable, args: tuple, kwargs: dict[str, Any]):
@@ -45,11 +50,11 @@ class ObjectArguments:
         ]
 
     def changes(self) -> str:
-        """Describe what has changed in an argument since the call, and how to avoid it.
+        """Describe the first argument that has changed since the call, and how to avoid the change.
 
         Returns:
-            Two sentences about the first argument that has changed, without a period at the end, or
-            "" if no argument has changed. The caller appends its own advice after a comma.
+            Two sentences without a period at the end, or "" if no argument has changed. The caller
+            adds a comma and its own advice.
         """
         for key, path, value, before in self.records:
             now = _part_identities(value)

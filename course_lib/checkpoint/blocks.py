@@ -43,20 +43,21 @@ def checkpoint_blocks(
     preserve_module_state: bool = False,
     compare: bool = True,
 ) -> CheckpointedBlocks:
-    """Checkpoint the blocks of a model, in place, until the handle is removed.
+    """Checkpoint the blocks of a model, in place, until the returned handle is removed.
 
     A checkpointed block does not keep its activations for the backward pass. Backward runs the
     block again to compute them, which saves memory and costs a second forward pass of the block.
 
-    A block is any module that is called, with any arguments and outputs. Hooks on a block run once
-    per forward pass; hooks on modules inside it run once more in the recomputation. Names in the
-    state dict stay the same. With gradients disabled, the blocks run as before. A copy of the model
-    (deepcopy, pickle) has no checkpoints. Inside a transform of `torch.func` the blocks run without
-    a checkpoint, and a warning is given.
+    Any module that the model calls can be a block, whatever its arguments and outputs are. Hooks on
+    a block run once per forward pass; hooks on modules inside it run once more in the
+    recomputation. Names in the state dict stay the same. With gradients disabled, the blocks run
+    without checkpoints. A copy of the model (deepcopy, pickle) has no checkpoints. Inside a
+    transform of `torch.func` the blocks run without checkpoints, and a warning is given.
 
     The model or its blocks may be compiled before or after this call, by `torch.compile(block)` or
-    `block.compile()`, also with `fullgraph=True`. Inside a compiled graph, PyTorch warns about
-    in-place operators if there is a `policy`. The warning described under `policy` is not given.
+    `block.compile()`, also with `fullgraph=True`. If there is a `policy`, PyTorch warns about
+    in-place operators inside a compiled graph. The warning about listed operators that never run
+    (see `policy`) is not given for compiled blocks.
 
     Args:
         model: Model to change in place. Its blocks get a new `forward`.
@@ -64,33 +65,38 @@ def checkpoint_blocks(
             part between dots: "layers.*", "model.layers.*", ["encoder.block.*", "decoder.block.*"].
             A module that is never called, such as an `nn.ModuleList`, is not a block.
 
-            None looks for lists (`nn.ModuleList` or `nn.Sequential`) of two or more modules of one
-            type. The modules of all these lists are the blocks, for example those of an encoder and
-            of a decoder. A list inside another such list is ignored. A list of one module is used
-            only if the model has no longer list, and a list of single layers, such as `nn.Linear`,
-            only if it has no list of larger modules. If no list has modules of one type, the
-            modules of each `nn.ModuleList` are the blocks, and the longest list comes first.
+            None searches the model for lists of modules, such as the layers of an encoder and those
+            of a decoder. A list inside another one that was found is ignored. The model may have
+            lists of several kinds. All lists of the first of these kinds are used:
+
+            1. `nn.ModuleList` or `nn.Sequential` of two or more modules of one type;
+            2. `nn.ModuleList` of one module;
+            3. `nn.ModuleList` of modules of different types, the longest list first.
+
+            Lists of single layers, such as `nn.Linear`, are used only if the model has no list of
+            larger modules.
         every: Checkpoint only every n-th block. With 2, these are the second, the fourth, and so
             on.
         first: Checkpoint only blocks among the first n blocks, counted from the beginning of the
             model and across all lists. None considers all blocks. The last block can usually be
-            left out without raising the peak, because all of its activations are live when
-            backward starts, with or without a checkpoint.
-        policy: Outputs that are kept instead of recomputed: a list of operators, or a policy
-            function as for PyTorch's `create_selective_checkpoint_contexts`. None recomputes
+            left out without raising the peak, because all of its activations are live when backward
+            starts, with or without a checkpoint.
+        policy: Selection of outputs that are kept instead of recomputed: a list of operators, or a
+            policy function for PyTorch's `create_selective_checkpoint_contexts`. None recomputes
             everything. `nn.Linear` calls `torch.ops.aten.addmm.default` if it has a bias and
             `torch.ops.aten.mm.default` if it has none. If none of the listed operators has run when
             the first block is recomputed, a warning lists the matrix products that the blocks ran.
-            If the output of an operator that draws random numbers is kept, operators after it draw
-            other numbers in the recomputation. The comparison raises an error if backward needs
-            these numbers.
+
+            If the policy keeps the output of an operator that draws random numbers, this operator
+            does not run again. Random operators after it then draw other numbers in the
+            recomputation. The comparison raises an error if backward needs these numbers.
         preserve_rng_state: Whether a block that draws random numbers with PyTorch draws the same
             numbers in its recomputation, on the CPU and on the devices of its tensor arguments.
         preserve_module_state: Whether the recomputation starts from the same state as the first
             run. The state is the attributes of the block's modules (tensors, numbers, containers of
             these, and generators) and the global random number generators of Python and NumPy.
-            After the recomputation, the values that the state had before the recomputation are
-            restored. Has no effect inside a compiled model.
+            After the recomputation, the state gets back the values that it had just before. Has no
+            effect inside a compiled model.
         compare: Whether to compare the first recomputation of each block with its first run, by
             checksums of the tensors saved for backward. This reads each of these tensors twice,
             which added 15% and 21% to the CPU time of the first step of two small language models.
@@ -108,11 +114,11 @@ def checkpoint_blocks(
         ValueError: `blocks` matches no module that has a forward method, a block is checkpointed
             already, or `every` is larger than the number of blocks.
         TypeError: An argument has the wrong type.
-        RuntimeError: (In the backward pass) a block's first recomputation is not equal to its
-            first run, so gradients would be wrong. The message names the block and an argument
-            that has changed, if there is one. The error is also raised if a recomputation fails
-            after an argument has changed, if a tensor among the arguments was changed in place, or
-            if the last operator of a block is `rrelu` in training mode.
+        RuntimeError: (In the backward pass) a block's first recomputation is not equal to its first
+            run, so gradients would be wrong. The message names the block and an argument that has
+            changed, if there is one. The error is also raised if a recomputation fails after an
+            argument has changed, if a tensor among the arguments was changed in place, or if the
+            last operator of a block is `rrelu` in training mode.
 
     Example:
         >>> from course_lib.models import Decoder, random_tokens
@@ -120,7 +126,7 @@ def checkpoint_blocks(
         >>> with checkpoint_blocks(decoder, "layers.*"):
         ...     decoder.loss(random_tokens(4, 16, 100)).backward()
 
-    Side effects of a block that no argument above preserves happen twice, and the recomputation
+    Other side effects of a block happen twice, because the recomputation repeats them, and it
     starts from the changed values. Examples are updates of running statistics, of spectral norms
     and of a key-value cache (train Hugging Face models with `use_cache=False`, and pass no cache).
     Without `preserve_module_state`, changes of attributes also happen twice. If backward would
@@ -144,7 +150,11 @@ def checkpoint_blocks(
 
 
 def blocks_in_place(model: nn.Module) -> list[str]:
-    """Return the names of the modules whose `forward` was replaced by `BlocksInPlace`."""
+    """Return the names of the model's modules that are checkpointed in place at present.
+
+    These are the modules whose `forward` has been replaced by `checkpoint_blocks` or
+    `schedule_blocks`. Names are as in `model.named_modules()`.
+    """
     return [
         name
         for name, module in model.named_modules()
@@ -153,9 +163,11 @@ def blocks_in_place(model: nn.Module) -> list[str]:
 
 
 class BlocksInPlace:
-    """Blocks whose `forward` is replaced until `remove()` is called or a `with` block ends.
+    """Handle for blocks (modules of a model) whose `forward` has been replaced.
 
-    Subclasses define what a block does instead, in `_call`.
+    The blocks get their original `forward` back when `remove()` is called, or at the end of a
+    `with` block of the handle. This is a base class. Its subclasses implement `_call`, which runs
+    instead of a block's `forward`.
 
     Attributes:
         names: Names of the blocks, as in `model.named_modules()`.
@@ -198,10 +210,12 @@ class CheckpointedBlocks(BlocksInPlace):
     """The handle that `checkpoint_blocks` returns, with which the checkpoints can be removed.
 
     Attributes:
-        compare: Whether the first recomputation of each block is compared with its first run.
-        advice: Advice at the end of the error message if a recomputation differs from the first
-            run, such as "exclude it from checkpointing". If it is set, all recomputations are
-            compared, and the blocks' buffers as well.
+        compare: Whether each block's recomputation is compared with its first run, until the two
+            were equal once. A difference raises a RuntimeError.
+        advice: Last clause of the error message about a difference, such as "exclude it from
+            checkpointing". With None, only `compare` decides whether runs are compared. If `advice`
+            is a string, every recomputation is compared. With `preserve_module_state=True`, a
+            recomputation must then also leave the block's buffers and parameters unchanged.
     """
 
     compare: bool = False
@@ -349,11 +363,16 @@ class _ReplacementForward:
 
 
 def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
-    """Return the names of the blocks that `blocks` selects, as described in `checkpoint_blocks`.
+    """Return the names of the modules of a model that an argument `blocks` selects.
+
+    Args:
+        model: The model.
+        blocks: Names with wildcards such as "layers.*", or None to find the model's lists of
+            layers. `checkpoint_blocks` describes both.
 
     Raises:
         ValueError: `blocks` matches no module that has a forward method, or it is None and the
-            model has no list of blocks.
+            model has no list of layers.
         TypeError: `blocks` has the wrong type.
     """
     return (
@@ -364,11 +383,14 @@ def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
 
 
 def lists_of(model: nn.Module) -> list[list[str]]:
-    """Return the names of the blocks in each of the model's lists of blocks.
+    """Return the names of the modules in each list of blocks of a model, such as its layers.
 
-    The docstring of `checkpoint_blocks` says which lists are used for `blocks=None`. Lists whose
-    modules have one type are in the model's order. If there is no such list, the longest
-    `nn.ModuleList` is first.
+    The function finds the lists that `checkpoint_blocks` uses with `blocks=None`.
+
+    Returns:
+        One list of names per list of blocks, with names as in `model.named_modules()`. If the
+        modules of each list have one type, the lists are in the model's order. Otherwise, the
+        longest `nn.ModuleList` is first.
 
     Raises:
         ValueError: The model has no list of blocks.
@@ -399,10 +421,11 @@ def lists_of(model: nn.Module) -> list[list[str]]:
 
 
 def names_to_choose(model: nn.Module) -> list[str]:
-    """Return the names of the outermost modules that a user may choose as blocks.
+    """Return the names of modules that an error message proposes to the user as blocks.
 
-    These are modules that contain other modules, or all modules if none does. If there is only one
-    such module, the names of the modules inside it are returned.
+    These are the outermost modules that have a forward and contain other modules. If there is
+    exactly one, the function searches inside it instead. If there is none, all outermost modules
+    that have a forward are returned.
     """
     outer = dict(_modules_with_forward(model))
     larger = {name: module for name, module in outer.items() if any(module.children())}

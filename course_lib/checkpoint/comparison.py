@@ -41,9 +41,10 @@ STATE_PRESERVED = (
 class Comparison:
     """Comparison of later runs of a block with its first run, by checksums of tensors.
 
-    A checkpoint compares the tensors saved for backward. It cannot compare outputs, because a
-    recomputation stops early and does not run the last operator. A schedule runs stages to their
-    end and compares their outputs.
+    The first run is in the forward pass, and later runs recompute the block's activations. With a
+    checkpoint, the tensors saved for backward are compared. The outputs cannot be compared, because
+    a recomputation in a checkpoint stops early and does not run the last operator. A schedule
+    (`schedule_blocks`) runs each block to its end, and the outputs are compared.
 
     On a CPU, checksums are exact. On other devices they allow for rounding, because operators may
     add in any order there. Memory meters do not count the checksums. Symbolic, sparse, nested and
@@ -52,8 +53,8 @@ class Comparison:
     Args:
         name: Name of the block, for error messages.
         advice: Advice at the end of the error message, such as "exclude it from checkpointing".
-        rule: Rule for the changes that a block may make. It is part of the error message if no
-            argument has changed.
+        rule: Sentences on the changes that a block may make. They are part of the error message if
+            none of the block's arguments has changed.
     """
 
     hint = ""  # additional sentence at the end of the error message about a difference
@@ -67,12 +68,12 @@ class Comparison:
         """Describe how a tensor of a later run differs from the same tensor of the first run.
 
         Args:
-            first: Checksum of the tensor in the first run, or None if it is not compared.
+            first: Checksum of the tensor in the first run, or None if the tensor is not compared.
             tensor: The tensor of the later run.
             name: Name of the tensor in the description.
 
         Returns:
-            The description, or "" if the checksums are equal.
+            The description, or "" if the checksums are equal or `first` is None.
         """
         if first is None or not checksums_differ(first, checksum(tensor)):
             return ""
@@ -80,11 +81,12 @@ class Comparison:
         return f"{name} ({kind}) has other values"
 
     def record_tensors(self, statistics: list[Tensor], tensors: dict[str, Tensor]) -> None:
-        """Record checksums of the block's parameters, buffers and attributes before a later run.
+        """Record checksums of the block's parameters, buffers and attributes before it runs again.
 
         Args:
-            statistics: Running statistics, which may change in each run.
-            tensors: All tensors that `check_unchanged` compares, by name.
+            statistics: Running statistics of batch norms. They are among `tensors`, but each run
+                may change them.
+            tensors: All tensors that `check_unchanged` compares after that run, by name.
         """
         self.checksums_before = {name: checksum(tensor) for name, tensor in tensors.items()}
         # Symbolic tensors have no address.
@@ -92,7 +94,15 @@ class Comparison:
         self.statistics = {x.untyped_storage().data_ptr() for x in compared}
 
     def check_unchanged(self, tensors: dict[str, Tensor]) -> None:
-        """Raise an error if a run changed a recorded tensor that is not a running statistic."""
+        """Raise an error if a recomputation changed a tensor that is not a running statistic.
+
+        Args:
+            tensors: The tensors that were passed to `record_tensors` before the recomputation, by
+                name.
+
+        Raises:
+            RuntimeError: A tensor has changed. The message has its name.
+        """
         for name, tensor in tensors.items():
             if checksums_differ(self.checksums_before[name], checksum(tensor)):
                 if tensor.untyped_storage().data_ptr() not in self.statistics:
@@ -100,11 +110,12 @@ class Comparison:
         self.checksums_before = {}
 
     def fail(self, difference: str, arguments: str = "") -> None:
-        """Raise a RuntimeError that describes a difference between two runs.
+        """Raise a RuntimeError that describes a difference between two runs of the block.
 
         Args:
             difference: Description of the difference.
-            arguments: Description of the arguments that have changed, or "" if none has.
+            arguments: Description of the block's arguments that have changed between the two runs,
+                or "" if none has.
         """
         raise RuntimeError(
             f"the recomputation of {self.name} is not equal to its first run, so gradients or"
@@ -114,12 +125,15 @@ class Comparison:
 
 
 class FirstComparison(Comparison):
-    """Comparison of each recomputation of a block with its first run, until one is equal to it.
+    """Comparison of a block's recomputations with its first run, until one of them is equal to it.
 
-    It compares only the tensors saved for backward. A recomputation may change buffers again.
+    Only the tensors saved for backward are compared. A recomputation may change the block's buffers
+    without an error.
 
     Args:
-        equal: Names of all blocks found equal. The comparison adds or removes its block's name.
+        name, advice, rule: The arguments of `Comparison`.
+        equal: Names of the blocks whose recomputation was equal, shared by the comparisons of all
+            blocks. This comparison adds the name of its block, or removes it after a difference.
     """
 
     hint = ". If the difference does not matter, pass compare=False to checkpoint_blocks"
@@ -135,10 +149,15 @@ class FirstComparison(Comparison):
 
 
 class FunctionWithSavedTensorCheck:
-    """A block's function, which compares the tensors saved in its first call with recomputed ones.
+    """Wrapper of a block's function that checks that a recomputation saves equal tensors.
 
-    A checkpoint calls this object instead of the function. Error messages name the function and the
-    arguments that have changed.
+    A checkpoint calls this object instead of the function: once in the forward pass, and again in
+    the backward pass. When backward uses a recomputed tensor, it is compared with the tensor that
+    the first call saved.
+
+    Args:
+        function: The block's function.
+        comparison: Comparison that raises an error if two tensors differ.
     """
 
     def __init__(self, function: Callable, comparison: Comparison):
@@ -158,16 +177,19 @@ class FunctionWithSavedTensorCheck:
 
 
 class ComparingHooks:
-    """Saved-tensor hooks that call a checkpoint's hooks and compare the tensors they return.
+    """Saved-tensor hooks that add a comparison to the hooks of a checkpoint.
 
-    Only autograd's graph refers to this object. The checkpoint's hooks refer to the function and
-    its `Comparison`. The comparison must not refer back to this object, because that would form a
-    reference cycle.
+    `pack` passes a saved tensor to the checkpoint's `pack`, and records its checksum. `unpack` gets
+    the recomputed tensor from the checkpoint's `unpack`, and raises an error if its checksum
+    differs.
+
+    This object refers to the checkpoint's hooks, and they refer to `comparison`. The comparison
+    must therefore not refer to this object, which would form a reference cycle.
 
     Args:
         comparison: The comparison of the block.
-        arguments: The function's arguments, for error messages.
-        inner: The checkpoint's (pack, unpack) hooks.
+        arguments: Record of the function's arguments. Error messages name those that have changed.
+        inner: The checkpoint's hooks, a tuple (pack, unpack).
     """
 
     def __init__(self, comparison: Comparison, arguments: ObjectArguments, inner: Hooks):
@@ -239,10 +261,12 @@ class ComparingHooks:
 
 
 def checksum(tensor: Tensor) -> Any:
-    """Return a checksum of a tensor's values, or None if `Comparison` does not compare it.
+    """Return a checksum of a tensor's values, or None for a tensor that cannot be compared.
 
     Returns:
-        An int for a tensor on the CPU, and a `Sketch` for one on another device.
+        An int for a tensor on the CPU, and a `Sketch` for a tensor on another device. None for
+        symbolic, meta, sparse, nested and quantized tensors, and for subclasses of `Tensor` other
+        than `nn.Parameter` and `nn.Buffer`.
     """
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
     if not plain or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
@@ -282,13 +306,14 @@ def _signs(count: int) -> Tensor:
 class Sketch:
     """A checksum that allows for rounding: the sum of the values with random signs.
 
-    The sums of equal values differ only by rounding errors, which are small compared with the norm
+    Two sums of equal values differ only by rounding errors, which are small compared with the norm
     of the values.
 
     Attributes:
-        sum: Sum of the values, each multiplied by 1 or -1.
-        square: Sum of the squares of the values.
-        tolerance: Largest difference of two sums of equal values, relative to the norm.
+        sum: Sum of the values, each multiplied by 1 or -1. A float64 scalar on the tensor's device.
+        square: Sum of the squares of the values, a float64 scalar on the tensor's device.
+        tolerance: Largest difference between two sums that is attributed to rounding, as a fraction
+            of the norm of the values. 0 for integers.
     """
 
     chunk = 1 << 18  # number of values that are summed at once; in float64 they take 2 MiB
@@ -320,7 +345,7 @@ class Sketch:
 
 
 def checksums_differ(a: Any, b: Any) -> bool:
-    """Return whether two checksums show different values; False if one of them is None."""
+    """Return whether two checksums belong to different values; False if either of them is None."""
     if a is None or b is None:
         return False
     return a.differs(b) if isinstance(a, Sketch) else a != b

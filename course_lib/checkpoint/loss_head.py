@@ -28,14 +28,15 @@ def checkpointed_loss(
 ) -> Tensor:
     """Compute `F.cross_entropy(hidden @ weight.T, targets)` without keeping all logits in memory.
 
-    Each chunk of tokens has its own checkpoint. At any time, only the logits of one chunk
-    (chunk * vocabulary values) and the temporaries of one operator on them are live. In return,
-    `hidden @ weight.T` is computed a second time, in the backward pass.
+    Each chunk of tokens has its own checkpoint. At any time, only the logits of one chunk (chunk *
+    vocabulary values) and the temporaries of one operator on them are live. In return, `hidden @
+    weight.T` is computed a second time, in the backward pass.
 
     Args:
         hidden: Hidden states, of shape (tokens, h).
-        weight: Weight of the head, of shape (vocabulary, h), or the head itself: a function that
-            maps each token separately, from shape (chunk, h) to shape (chunk, vocabulary).
+        weight: Weight of the output head, of shape (vocabulary, h). Alternatively, the head itself:
+            a function from hidden states of shape (chunk, h) to logits of shape (chunk,
+            vocabulary), which must compute each token's logits from that token alone.
         targets: Target tokens, of shape (tokens,) and dtype int64.
         chunk: Number of tokens per chunk, at least 1; the last chunk may be smaller.
         ignore_index: Target value of tokens whose loss does not count.
@@ -45,7 +46,7 @@ def checkpointed_loss(
 
     Returns:
         The loss, a scalar with the dtype that `F.cross_entropy` returns. The losses of the tokens
-        are summed in float32, or in their dtype if it is wider.
+        are summed in float32, or in their own dtype if that is wider.
 
     Raises:
         TypeError, ValueError: Shapes do not match, chunk is not a whole number of at least 1, or

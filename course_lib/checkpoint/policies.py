@@ -17,7 +17,10 @@ from .._torch.autograd import WRITES_AFTER_SAVING
 
 
 class Policy:
-    """A policy for `create_selective_checkpoint_contexts` whose return values are checked.
+    """A policy of selective checkpointing whose return values are checked.
+
+    PyTorch's `create_selective_checkpoint_contexts` calls the policy for each operator in a
+    checkpoint. The policy decides whether the operator's output is kept or recomputed.
 
     Args:
         policy: A list of operators whose outputs are kept, or a function `policy(context, operator,
@@ -64,16 +67,19 @@ class Policy:
     def warn_if_none_has_run(self, names: Sequence[str]) -> None:
         """Do nothing, because a policy function may keep no outputs on purpose.
 
-        `ListedOperators` overrides this.
+        `ListedOperators` overrides this method, and gives a warning if no listed operator has run.
         """
 
 
 class ListedOperators(Policy):
     """A policy that keeps the outputs of listed operators, and warns if none of them ever runs.
 
-    A model may not call any of the listed operators. For example, the list has `addmm`, but the
-    linear layers have no bias and call `mm`. Everything would then be recomputed, and without the
-    warning the user might not notice.
+    If a model calls none of the listed operators, everything is recomputed, and without the warning
+    the user might not notice. This happens, for example, if the list has `addmm`, but the linear
+    layers have no bias and call `mm`.
+
+    Args:
+        operators: The operators, such as `torch.ops.aten.addmm.default`.
     """
 
     def __init__(self, operators: list):
@@ -93,7 +99,7 @@ class ListedOperators(Policy):
     def warn_if_none_has_run(self, names: Sequence[str]) -> None:
         """Give a warning, once, if no block has run a listed operator.
 
-        This is called when a block is recomputed, at a time when the blocks have already run.
+        Call this when a block is recomputed, because the blocks have then run in the forward pass.
 
         Args:
             names: Names of all checkpointed blocks, for the warning.

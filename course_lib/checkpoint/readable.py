@@ -64,19 +64,24 @@ def checkpoint(
 ) -> Any:
     """Run `function(*args, **kwargs)`, drop its activations, and run it again for backward.
 
+    The first run is part of the forward pass. The second run computes the activations again, in the
+    backward pass.
+
     Args:
         function: Function to run. It must do the same in both runs.
-        *args: Its arguments. In the reentrant mode, only tensors that are arguments themselves get
-            gradients; in the other mode, tensors may be in lists, tuples and dicts, which are
-            copied for the second run.
-        use_reentrant: Whether to use the reentrant mode. At least one input must then require
-            gradients, and only `backward()` without `inputs` can compute the gradients.
-        preserve_rng_state: Whether the second run draws the random numbers of the first.
-        early_stop: Whether the second run ends when it has saved everything that is needed.
+        *args: Positional arguments of the function. In the reentrant mode, only tensors that are
+            arguments themselves get gradients. In the other mode, tensors may also be in lists,
+            tuples and dicts, which are copied for the second run.
+        use_reentrant: Whether to use the reentrant mode. At least one tensor among the arguments
+            must then require gradients. The gradients must be computed by `backward()` without its
+            argument `inputs`.
+        preserve_rng_state: Whether the second run draws the same random numbers as the first.
+        early_stop: Whether the second run ends as soon as it has saved as many tensors as the
+            first. Has no effect in the reentrant mode.
         keep: Operators whose outputs are kept instead of computed again, such as
             `[torch.ops.aten.mm.default]`, or a function `keep(operator, *args, **kwargs)` that
-            returns whether to keep the output. Operators that draw random numbers, and casts to
-            other dtypes, always run again.
+            returns whether to keep the output. None keeps no outputs. Operators that draw random
+            numbers, and casts to other dtypes, always run again.
         **kwargs: Keyword arguments of the function.
 
     Returns:
@@ -84,10 +89,12 @@ def checkpoint(
 
     Raises:
         ValueError: `keep` or keyword arguments are passed in the reentrant mode.
-        CheckpointError: (In the backward pass) the second run saved fewer tensors, or tensors of
-            other shapes, dtypes or devices. Other values are not detected.
-        RuntimeError: (In the backward pass) an input or a kept output was changed in place. In the
-            reentrant mode, a change by `function` itself raises the error in the forward pass.
+        CheckpointError: (In the backward pass, without the reentrant mode) the second run saved
+            fewer tensors than the first, or tensors of other shapes, dtypes or devices. Tensors
+            with other values are not detected.
+        RuntimeError: (In the backward pass) a tensor among the arguments or a kept output was
+            changed in place. In the reentrant mode, a change by `function` itself raises the error
+            in the forward pass.
     """
     if use_reentrant:
         if kwargs or keep is not None:

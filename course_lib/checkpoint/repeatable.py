@@ -38,7 +38,11 @@ from .state import StateBeforeFirstRun
 
 
 class BlockState(StateBeforeFirstRun):
-    """State of a block before its first run, and the comparison of later runs with that run.
+    """State of a block before its first run, with a check that later runs compute the same.
+
+    `StateBeforeFirstRun` records the state and restores it for later runs. The state consists of
+    the attributes of the block's modules and the states of random number generators. This class
+    adds the check.
 
     Args:
         block: The module whose state is kept.
@@ -53,13 +57,14 @@ class BlockState(StateBeforeFirstRun):
         self.output: Any = None  # checksum of the first run's output, if runs are compared
 
     def check_output(self, output: Tensor, runs_again: bool) -> None:
-        """Raise an error if an output differs from that of the first run.
+        """Raise an error if the output of a run differs from that of the block's first run.
 
-        Without a comparison, nothing is checked.
+        After the first run, the output's checksum is recorded instead. Without a comparison, this
+        method does nothing.
 
         Args:
             output: Output of the run that has just ended.
-            runs_again: Whether another run follows, so that a checksum of the first output is kept.
+            runs_again: Whether another run follows. If not, no checksum is recorded.
         """
         if self.comparison is None:
             return
@@ -70,9 +75,13 @@ class BlockState(StateBeforeFirstRun):
 
     @contextmanager
     def later_run(self, last: bool = False) -> Iterator[Any]:
-        """Run the `with` block in the state from before the first run (see `StateBeforeFirstRun`).
+        """Restore the state from before the block's first run inside a `with` block.
 
-        If runs are compared, an error is raised if this run has changed the block's own tensors.
+        The caller runs the block in the `with` block. If runs are compared, an error is raised at
+        its end if this run has changed the block's parameters, buffers or tensor attributes.
+
+        Args:
+            last: Whether no further run follows, so that the state need not be copied again.
         """
         with self._check_unchanged(), super().later_run(last) as detector:
             yield detector
@@ -110,13 +119,13 @@ class Repeatable:
     """A block's function whose recomputation has the same arguments and state as its first run.
 
     PyTorch's checkpoint saves only tensors that are arguments themselves. It passes the same lists
-    and dicts to both runs, so a block that appends to a list would append twice. Therefore only
-    tensors are passed to the checkpoint, which are taken out of nested lists, tuples, mappings and
-    dataclasses. The first run receives the caller's own arguments. The recomputation receives new
-    lists and dicts with the content that they had before the first run, and starts from the block's
-    state before the first run.
+    and dicts to both runs, so a block that appends to a list would append twice. This class takes
+    all tensors out of nested lists, tuples, mappings and dataclasses, and passes only these tensors
+    to PyTorch's checkpoint. The first run receives the caller's own arguments. The recomputation
+    receives new lists and dicts with the content that they had before the first run, and starts
+    from the block's state before the first run.
 
-    Each object is used for one call of the function. Error messages have the function's name.
+    Create one object per call of the function. Error messages show the function's name.
 
     Args:
         function: The block's function.

@@ -222,16 +222,17 @@ def _namespaces(block: nn.Module, attributes: bool, buffers: bool) -> Iterator[N
 
 
 class ModuleState:
-    """The attributes and buffers of a block's modules when this object is created.
+    """Snapshot of the attributes and buffers of a block and its submodules.
 
-    The content is kept of attributes that are tensors, NumPy arrays or generators, or lists,
-    tuples, dicts, sets and deques of these. For other attributes only the reference is kept.
-    Parameters and submodules are not kept.
+    If an attribute is a tensor, a NumPy array, a random number generator or a container (list,
+    tuple, dict, set or deque) of these, its content is recorded. For other attributes, only the
+    reference is recorded. Parameters and submodules are not recorded.
 
     Args:
-        block: The block.
-        attributes: Whether attributes are kept.
-        buffers: Whether buffers are kept. Those of instance norms in training mode are always kept.
+        block: The block, a module.
+        attributes: Whether attributes are recorded.
+        buffers: Whether buffers are recorded. Those of instance norms in training mode are always
+            recorded.
     """
 
     def __init__(self, block: nn.Module, *, attributes: bool = True, buffers: bool = False):
@@ -264,11 +265,13 @@ class ModuleState:
             self.generators.append(generator)
 
     def drop_unchanged(self) -> None:
-        """Delete the copies of tensors that the first run did not change.
+        """Delete the recorded copies of tensors that the block's first run did not change.
+
+        Call this after the first run.
 
         Raises:
-            RuntimeError: The first run changed an attribute in place that shares its memory with
-                another tensor. Copies of the two would not share memory.
+            RuntimeError: The first run changed an attribute in place, and the attribute shares its
+                memory with another tensor. Copies of the two tensors would not share memory.
         """
         with disable_current_modes():
             for tensor in self.tensors:
@@ -296,10 +299,10 @@ class ModuleState:
         """Give the modules the recorded attributes and buffers inside a `with` block.
 
         Tensors and containers that have changed are replaced by copies. At the end, the modules get
-        back their values from before the `with` block.
+        back the values that they had before the `with` block.
 
         Args:
-            last: Whether no later run needs this state, so that no further copies are made.
+            last: Whether this is the last use of the record, so that no further copies are made.
         """
         current = [namespace.read() for namespace in self.namespaces]
         restored = {id(record.tensor): record.restore(last) for record in self.tensors}
@@ -320,7 +323,7 @@ class ModuleState:
 
 
 def statistics_of(block: nn.Module) -> list[Tensor]:
-    """Return the running statistics of a block's batch norms that are in training mode.
+    """Return the running statistics (buffers) of a block's batch norms that are in training mode.
 
     These batch norms update the statistics, but their outputs do not depend on them.
     """
@@ -349,15 +352,16 @@ def _is_norm_in_training(module: nn.Module) -> bool:
 class StateBeforeFirstRun:
     """State of a block before its first run, from which every later run starts.
 
-    It always includes the attributes of the block's modules, generators among these attributes, and
-    the global generators of Python and NumPy.
+    The first run is in the forward pass, and later runs recompute it. The state always includes the
+    attributes of the block's modules and the global random number generators of Python and NumPy.
+    It includes the state of random number generators that are attributes.
 
     Args:
         block: The module whose state is kept.
-        statistics: Whether a later run leaves the running statistics of batch norms unchanged.
-            Otherwise it updates them again, unless `buffers` is True.
-        buffers: Whether a later run starts from the buffers before the first run, and leaves the
-            current ones unchanged.
+        statistics: Whether the running statistics of batch norms have the same values after a later
+            run as before it. With False, a later run updates them again, unless `buffers` is True.
+        buffers: Whether a later run starts from the buffers' values before the first run. After the
+            later run, the buffers have the same values as just before it.
     """
 
     def __init__(self, block: nn.Module, *, statistics: bool = False, buffers: bool = False):
@@ -370,15 +374,18 @@ class StateBeforeFirstRun:
     def next_run(
         self, runs_again: bool = True, device: torch.device | None = None
     ) -> AbstractContextManager:
-        """Return the context manager for the block's next run, which restores the state.
+        """Return the context manager in which the block's next run must take place.
 
-        Entering it returns a second context manager, which a run without gradients must enter too.
-        On symbolic tensors, the second one detects operators that draw random numbers.
+        For the first run, it records the state. For a later run, it restores the recorded state.
+        Entering it returns a second context manager, which a run without an autograd graph must
+        enter as well. With symbolic tensors, the second one detects operators that draw random
+        numbers.
 
         Args:
-            runs_again: Whether another run follows. A block that runs only once needs no copies.
-            device: Device whose generator is restored, together with that of the CPU. With None,
-                the caller restores PyTorch's generators, as a checkpoint does.
+            runs_again: Whether another run follows. If the block runs only once, nothing is
+                recorded.
+            device: Device whose PyTorch generator is restored, together with that of the CPU. With
+                None, the caller restores PyTorch's generators, as a checkpoint does.
         """
         if self.modules is not None:
             return self.later_run(last=not runs_again)
@@ -388,7 +395,16 @@ class StateBeforeFirstRun:
     def first_run(self, device: torch.device | None = None) -> Iterator[Any]:
         """Record the state before the first run, which the caller runs in the `with` block.
 
-        At the end, copies of tensors and generator states that have not changed are deleted.
+        At the end of the `with` block, copies of tensors and generator states that have not changed
+        are deleted.
+
+        Args:
+            device: Device whose PyTorch generator is recorded, together with that of the CPU. With
+                None, PyTorch's generators are not recorded.
+
+        Yields:
+            A context manager that the run enters, which detects random operators on symbolic
+            tensors.
         """
         self.random = None if device is None else RandomState([device])
         symbolic = self.random is not None and is_symbolic()
@@ -408,9 +424,16 @@ class StateBeforeFirstRun:
 
     @contextmanager
     def later_run(self, last: bool = False) -> Iterator[Any]:
-        """In a `with` block, restore the state from before the first run.
+        """Restore the state from before the first run inside a `with` block, for a later run.
 
-        At the end, the state from before the `with` block is restored.
+        At the end, the state that was current before the `with` block is restored.
+
+        Args:
+            last: Whether no further run follows, so that the recorded state need not be copied
+                again.
+
+        Yields:
+            A context manager that does nothing; `first_run` yields one that may be needed.
         """
         current_random = None if self.random is None else RandomState(self.random.devices)
         with disable_current_modes():

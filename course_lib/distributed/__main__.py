@@ -57,7 +57,7 @@ MODES_HELP = """modes:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return the parser for the options of `python -m course_lib.distributed`."""
     parser = Parser(
         "python -m torch.distributed.run --standalone --nproc-per-node 2 -m course_lib.distributed",
         description=HELP,
@@ -172,7 +172,10 @@ def arguments() -> argparse.ArgumentParser:
 @record  # it reports an error of this rank to torchrun, which ends the other ranks
 @silence_operator_log()
 def main() -> None:
-    """Run the command: train on the ranks that torchrun started, or predict with `--ranks`."""
+    """Run the command: train on the ranks that torchrun has started, or predict with `--ranks`.
+
+    An error that the user can correct is printed without a traceback, and the process ends.
+    """
     end_with_torchrun()
     signal.signal(signal.SIGINT, _interrupt)
     args = arguments().parse_args()

@@ -24,13 +24,23 @@ from course_lib.models import Decoder
 
 
 def scores_of(q: Tensor, k: Tensor, masked: bool) -> Tensor:
-    """Return the scaled scores of queries and keys; `masked` applies the causal mask."""
+    """Return the attention scores of queries and keys, divided by the square root of the head size.
+
+    Args:
+        q, k: Queries and keys, of shape (batch, heads, tokens, size).
+        masked: Whether to apply the causal mask, which sets the scores of later keys to -inf.
+    """
     scores = q @ k.mT * q.shape[-1] ** -0.5
     return scores + torch.full_like(scores, -torch.inf).triu(1) if masked else scores
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention on a part of a sequence; inputs are (batch, heads, tokens / ranks, size)."""
+    """Causal attention of one rank's queries to the keys of all ranks, which go around a ring.
+
+    Rank r has part r of the sequence. The inputs of `apply` are q, k and v of shape (batch, heads,
+    tokens / ranks, size), the rank, the number of ranks, and a function such as `pass_on`. The
+    output has the shape of q.
+    """
 
     @staticmethod
     def forward(context, q, k, v, rank, ranks, pass_on):
@@ -66,7 +76,10 @@ class RingAttention(torch.autograd.Function):
 
 
 def pass_on(*tensors: Tensor) -> list[Tensor]:
-    """Send tensors to the next rank of the ring; return those received from the previous rank."""
+    """Send tensors to the next rank of a ring, and return those that the previous rank has sent.
+
+    Every rank of the process group must call this, with tensors of the same shapes and dtypes.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     received = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in tensors]
     sends = [dist.P2POp(dist.isend, t.contiguous(), (rank + 1) % ranks) for t in tensors]
@@ -77,10 +90,10 @@ def pass_on(*tensors: Tensor) -> list[Tensor]:
 
 
 class ContextParallel:
-    """A decoder and its step with AdamW, in which each rank computes one part of the sequence.
+    """Training of a `Decoder` with context parallelism: each rank computes a part of the sequence.
 
-    It has the attributes of `Trainer` that a `Watch` reads, so that a `Watch` can measure its
-    steps.
+    A step computes the gradients on all ranks and updates the weights with AdamW. A `Watch` can
+    measure the steps, as it can measure those of a `Trainer`.
 
     Args:
         model: `Decoder` with equal values on all ranks. It is changed in place.
@@ -137,11 +150,11 @@ class ContextParallel:
 
 
 def context_sent_bytes(shapes: Shapes, ranks: int, part_bytes: int) -> int:
-    """Return the bytes that a rank communicates per step, as counted by `CommunicationCounter`.
+    """Return the bytes that a rank sends per training step with `ContextParallel`.
 
     In each layer, keys and values are sent ranks - 1 times in the forward pass and again in the
     backward pass. Their gradients are sent `ranks` times. The gradients of the weights are
-    all-reduced.
+    all-reduced, which counts twice their bytes, as in `CommunicationCounter`.
 
     Args:
         shapes: Shapes of the model's parameters.
@@ -155,13 +168,13 @@ def context_sent_bytes(shapes: Shapes, ranks: int, part_bytes: int) -> int:
 def predict_context_parallel(
     make_model: Callable[[], Any], make_batch: Callable[[], Any], ranks: int, rank: int
 ) -> RankUsage:
-    """Predict the bytes and FLOPs of the second step on one rank, with symbolic tensors.
+    """Predict the bytes and FLOPs of the second training step on one rank of `ContextParallel`.
 
-    Like `predict`, this needs no other processes.
+    The prediction uses symbolic tensors in this process, and starts no other processes.
 
     Args:
         make_model: Function that builds the `Decoder`.
-        make_batch: Function that returns the whole batch.
+        make_batch: Function that returns the batch of all ranks, with the whole sequences.
         ranks: Number of ranks in the ring.
         rank: The rank whose step is predicted.
     """

@@ -57,10 +57,10 @@ STEP_BYTES = 4  # Adam's step counter of a parameter tensor, one fp32 number
 
 @dataclass(frozen=True)
 class Weight:
-    """The shape and dtype of one parameter.
+    """The shape and element size of one parameter.
 
     Attributes:
-        rows: Size of the first dimension, along which FSDP shards.
+        rows: Size of the first dimension, along which FSDP shards. 1 for a scalar.
         columns: Number of elements per row.
         item_bytes: Bytes per element.
         trained: Whether the parameter requires gradients.
@@ -79,10 +79,10 @@ class Weight:
         return self.rows * self.columns
 
     def share(self, ranks: int, rank: int = 0) -> int:
-        """Return the number of elements on one rank, without padding.
+        """Return the number of elements on one rank if the rows are divided among ranks.
 
-        With padding, the storages of parameters and gradients on every rank are as long as the
-        first rank's share.
+        Padding is not included. With padding, the storages of parameters and gradients on every
+        rank are as long as the first rank's share.
 
         Args:
             ranks: Number of ranks among which the rows are divided.
@@ -97,8 +97,8 @@ class Shapes:
     """The shapes of all parameters of a model. A shared parameter is included once.
 
     Attributes:
-        root: Parameters outside all blocks.
-        blocks: Parameters of each block.
+        root: Parameters outside all blocks, such as the embedding.
+        blocks: One tuple per block (such as a layer) with the parameters in that block.
         buffer_bytes: Bytes of the floating-point buffers that DDP broadcasts.
     """
 
@@ -118,32 +118,34 @@ class Shapes:
 
     @property
     def numbers(self) -> int:
-        """Number of elements of all parameters, Ψ in the formulas."""
+        """Number of elements of all parameters together, Ψ in ZeRO's formulas."""
         return sum(weight.numbers for weight in self.all)
 
     @property
     def updated_bytes(self) -> int:
-        """Bytes of the updated parameters, which zero1 broadcasts after a step."""
+        """Bytes of the parameters that an optimizer step changes. Mode zero1 broadcasts them."""
         return sum(weight.numbers * weight.item_bytes for weight in self.trained)
 
 
 def blocks_of(model: nn.Module, blocks: str | list[str] | None = None) -> tuple[str, ...]:
-    """Return the names of the blocks that FSDP shards separately.
+    """Return the names of the blocks of a model that FSDP shards separately, such as its layers.
 
     Args:
         model: The model.
-        blocks: Names of the blocks, as in `checkpoint_blocks`.
+        blocks: Names of the blocks, with wildcards such as "layers.*". None finds the model's lists
+            of layers, as in `checkpoint_blocks`.
     """
     with checkpoint_blocks(model, blocks) as handle:
         return handle.names
 
 
 def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes:
-    """Return the shapes of all parameters of a model.
+    """Return the shapes of all parameters of a model, grouped by block.
 
     Args:
         model: The model, real or symbolic. It must not be sharded.
-        blocks: Names of the blocks, as in `checkpoint_blocks`.
+        blocks: Names of the blocks, with wildcards such as "layers.*". None finds the model's lists
+            of layers, as in `checkpoint_blocks`.
     """
     names = blocks_of(model, blocks)
     groups: dict[str, list[Weight]] = {name: [] for name in ("", *names)}
@@ -158,15 +160,17 @@ def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes
 
 
 def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
-    """Return the bytes that each rank holds when AdamW steps, as one dict per rank.
+    """Return the bytes of parameters, gradients and AdamW's state on each rank.
+
+    These are the bytes that exist when AdamW steps.
 
     Args:
         shapes: Shapes of the model's parameters.
-        mode: One of `MODES`.
+        mode: A mode of `Trainer`, such as "ddp" or "fsdp" (see `MODES`).
         ranks: Number of ranks.
 
     Returns:
-        A list with a dict for each rank. Its keys are the categories in `STATE`.
+        One dict per rank, with the keys "parameter", "gradient" and "optimizer".
     """
     ranks = whole("ranks", ranks, 1)
     cut = one_of("mode", mode, MODES) in SHARDED
@@ -188,10 +192,17 @@ def held_bytes(shapes: Shapes, mode: str, ranks: int) -> list[dict[str, int]]:
 
 
 def zero1_parts(weights: Iterable[Weight], ranks: int) -> list[list[Weight]]:
-    """Divide the parameters among ranks; a rank keeps the optimizer state of its parameters.
+    """Divide parameters among ranks, so that each rank has the optimizer state of its part.
 
-    The largest parameter is assigned first. Each one is assigned to the rank with the fewest
-    elements so far.
+    The parameters are assigned one by one, the largest first. Each parameter is assigned to the
+    rank with the fewest elements so far.
+
+    Args:
+        weights: The parameters that require gradients.
+        ranks: Number of ranks.
+
+    Returns:
+        One list of parameters per rank.
     """
     parts: list[list[Weight]] = [[] for _ in range(ranks)]
     for weight in sorted(weights, key=lambda w: -w.numbers):
@@ -208,10 +219,11 @@ def sent_bytes(
     sync: str = "last",
     bf16: bool = False,
 ) -> int:
-    """Return the bytes that a rank communicates per step, as counted by `CommunicationCounter`.
+    """Return the bytes that a rank communicates per training step in a mode.
 
-    An all-reduce of n bytes counts as 2n, every other collective as n. A single rank sends nothing.
-    In the following, Ψ is the number of elements of all parameters.
+    An all-reduce of n bytes counts as 2n, every other collective as n, as in
+    `CommunicationCounter`. A single rank sends nothing. In the following, Ψ is the number of
+    elements of all parameters.
 
     - DDP all-reduces the gradients, which counts as 2Ψ numbers. It also broadcasts the model's
       buffers, such as those of a rotary embedding.
@@ -223,7 +235,7 @@ def sent_bytes(
 
     Args:
         shapes: Shapes of the model's parameters.
-        mode: One of `MODES`.
+        mode: A mode of `Trainer`, such as "ddp" or "fsdp" (see `MODES`).
         ranks: Number of ranks.
         micro_batches: Number of micro-batches per step.
         sync: With "last", only the last micro-batch reduces gradients. With "each", every
@@ -253,7 +265,7 @@ def sent_bytes(
 
 
 def ring_bytes(sent: float, ranks: int) -> float:
-    """Return the bytes that each link of a ring carries, in the direction of the ring.
+    """Return the bytes that a rank sends to the next one if collectives use a ring.
 
     If the ranks are in several machines, this number of bytes leaves each machine, and the same
     number enters it.

@@ -52,9 +52,9 @@ class CommunicationCounter(ObserverMode):
     - An all-gather counts the bytes of its output, and a reduce-scatter those of its input.
     - A broadcast, and a send to one rank, count the bytes of their tensor.
 
-    In a ring of N ranks, a rank really sends (N - 1)/N of what the first two items count. A single
-    rank sends nothing. DDP's reducer is written in C++ but calls the same operators, so its
-    collectives are included.
+    If N ranks form a ring, a rank really sends only (N - 1)/N of the bytes that count for an
+    all-reduce, an all-gather or a reduce-scatter. A single rank sends nothing. DDP's reducer is
+    written in C++ but calls the same operators, so its collectives are included.
 
     Attributes:
         bytes: Number of bytes counted so far.
@@ -97,11 +97,11 @@ def _communicated_bytes(func, args) -> int:
 
 @dataclass(frozen=True)
 class RankUsage:
-    """Bytes and FLOPs that a step needed on one rank.
+    """Bytes and FLOPs of one training step on one rank.
 
     Attributes:
-        held: Bytes of parameters, gradients and optimizer state when the optimizer steps, by
-            category of `STATE`.
+        held: Bytes of parameters, gradients and optimizer state on this rank when the optimizer
+            steps. The keys are "parameter", "gradient" and "optimizer".
         peak_bytes: Largest number of bytes that were live at once in the step.
         at_peak: Bytes at the peak, by category. The categories are those of `MemoryMeter`, and
             "gathered" for parameters that were gathered from other ranks.
@@ -151,7 +151,7 @@ class _Meter(UnguardedMeter):
 
 
 class Watch:
-    """Measurement of a trainer's steps on one rank, including the memory that DDP and FSDP use.
+    """Measurement of training steps on one rank, including the memory that DDP and FSDP use.
 
     The measurement must begin before the model is sharded: create a `Watch` with the unsharded
     model and enter its `with` block. Inside the block create the `Trainer`, and run each step
@@ -159,15 +159,16 @@ class Watch:
 
     Attributes:
         meter: The memory meter.
-        taken: Bytes and FLOPs of the last step; None until the `with` block of the `Watch` ends.
-        span: The last step, as a range of the meter's trace.
+        taken: Bytes and FLOPs of the last step, a `RankUsage`. None until the `with` block of the
+            `Watch` ends.
+        span: Slice of the meter's trace that contains the last step.
 
     Args:
         model: The unsharded model.
         device: Device on which bytes are counted.
         budget_bytes: Limit of live bytes, as in `MemoryMeter`. The first operator that exceeds it
-            raises `MemoryBudgetExceeded`.
-        places: Whether the trace includes modules and source lines.
+            raises `MemoryBudgetExceeded`. None for no limit.
+        places: Whether the trace has the module and the source line of each operator.
     """
 
     def __init__(
@@ -189,7 +190,12 @@ class Watch:
 
     @contextmanager
     def step(self, trainer: Trainer) -> Iterator[None]:
-        """Measure one step of a trainer, which runs inside the `with` block."""
+        """Measure one training step, which runs inside the `with` block.
+
+        Args:
+            trainer: The `Trainer` that runs the step, or an object with the same attributes, such
+                as a `TensorParallel`.
+        """
         self._last, gradients = None, {}  # release the gradients of the previous step
 
         def keep_gradients(*_) -> None:

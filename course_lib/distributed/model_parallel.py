@@ -37,13 +37,18 @@ def measure(
     make_trainer: Callable[[nn.Module], TensorParallel | ContextParallel],
     whole: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """Train for `STEPS` steps on the ranks of the process group, and return the results as a dict.
+    """Train a model for `STEPS` steps on the ranks of the process group, and measure each step.
 
     Args:
         task: The model and its batches.
         make_trainer: Function that cuts a model among the ranks, and returns the object that trains
             it.
         whole: Gradients of the first step without parallelism, as `whole_gradients` returns them.
+
+    Returns:
+        A dict with the "mode", the number of "ranks", and the "losses" of all steps.
+        "gradient_difference" is the largest relative difference from `whole` in the first step.
+        "taken" has the bytes and FLOPs of the last step, one dict per rank.
     """
     model, difference = task.make_model(), 0.0
     with Watch(model) as watch:
@@ -76,7 +81,11 @@ def _gather_from_all_ranks(own: RankUsage | dict[str, Any] | None) -> list[Any]:
 
 
 def results_of_all_modes() -> Iterator[dict[str, Any]]:
-    """Yield the results of all modes on the ranks of the process group."""
+    """Train in each mode on the ranks of the process group, and yield one dict of results per mode.
+
+    The modes are tensor parallelism ("tp" and "tp-sp"), context parallelism ("cp") and seven runs
+    of pipeline parallelism.
+    """
     task = task_of()
     whole = whole_gradients(task)
     for mode in TENSOR_MODES:
@@ -90,7 +99,10 @@ def results_of_all_modes() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run the script on this rank; rank 0 prints the results."""
+    """Run tensor, context and pipeline parallelism on this rank; rank 0 prints the results.
+
+    Each line of the output is the JSON of one mode.
+    """
     end_with_torchrun()
     with process_group("gloo"):
         for line in results_of_all_modes():

@@ -38,7 +38,7 @@ LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 
 
 class Trainer:
-    """A rank's part of a model, and the step with AdamW that all ranks do together.
+    """One rank's part of a model, and the training step with AdamW that all ranks do together.
 
     Attributes:
         model: The given model, which is now sharded or replicated. Its parameters keep their names.
@@ -48,27 +48,28 @@ class Trainer:
         result: The `StepResult` of the last step.
 
     Args:
-        mode: One of `MODES`.
+        mode: One of `MODES`: "ddp", "zero1", "fsdp", "fsdp-keep", "fsdp-checkpoint", "fsdp-bf16" or
+            "fsdp-cpu".
         model: Model on the CPU or on `device`, with equal values on all ranks. It is changed in
             place.
         loss_sum: Function (model, micro-batch) -> (sum of losses, weight), as in `AccumulatedStep`.
         device: Device on which the model is trained.
         micro_batches: Number of micro-batches in a rank's batch.
-        split: Function (batch, parts) -> list of `parts` batches, which splits a rank's batch
-            into micro-batches. The default is `course_lib.accumulation.split`.
-        sync: "last" reduces gradients only with the last micro-batch, by DDP's `no_sync` or FSDP2's
-            `set_requires_gradient_sync(False)` before it. "each" reduces them with every
-            micro-batch.
+        split: Function (batch, parts) -> list of `parts` batches, which splits a rank's batch into
+            micro-batches. The default is `course_lib.accumulation.split`.
+        sync: With "last", only the last micro-batch reduces gradients over the ranks. With "each",
+            every micro-batch does. Before the last micro-batch, "last" uses DDP's `no_sync` or
+            FSDP2's `set_requires_gradient_sync(False)`.
         blocks: Names of the blocks that are sharded (and checkpointed) separately, as in
             `checkpoint_blocks`; ignored in ddp and zero1.
         wrapper: Whether fsdp-checkpoint uses PyTorch's `checkpoint_wrapper` instead of
             `checkpoint_blocks`.
         bf16: Whether a sharding mode gathers weights and computes in bf16, and reduces gradients in
             fp32. Always true in mode fsdp-bf16, ignored in ddp and zero1.
-        in_buckets: Whether gradients are accumulated in DDP's buckets, as in `AccumulatedStep`.
-            Only for the modes ddp and zero1.
+        in_buckets: Whether gradients are accumulated in DDP's buckets instead of in separate
+            tensors, as in `AccumulatedStep`. Only for the modes ddp and zero1.
         max_norm: Largest norm of the gradient over all ranks. A gradient with a larger norm is
-            clipped.
+            clipped. None for no clipping.
         lr: Learning rate of AdamW.
     """
 
@@ -132,9 +133,17 @@ def shard(
     wrapper: bool = False,
     bf16: bool = False,
 ) -> None:
-    """Apply `fully_shard` to each block and to the root module, in place.
+    """Apply FSDP2's `fully_shard` to each block of a model and to the model itself, in place.
 
-    The arguments are those of `Trainer`.
+    Args:
+        model: The model.
+        mode: A mode with FSDP, such as "fsdp". "fsdp-checkpoint" also checkpoints the blocks.
+        device: Device on which the model is trained.
+        blocks: Names of the blocks that are sharded separately, as in `checkpoint_blocks`.
+        wrapper: Whether fsdp-checkpoint uses PyTorch's `checkpoint_wrapper` instead of
+            `checkpoint_blocks`.
+        bf16: Whether to gather weights and compute in bf16, and to reduce gradients in fp32. Always
+            true in mode fsdp-bf16.
     """
     names = blocks_of(model, blocks)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

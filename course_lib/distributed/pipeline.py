@@ -32,7 +32,15 @@ RUNS = (
 
 
 def part_of(decoder: Decoder, rank: int, ranks: int) -> nn.Sequential:
-    """Return the modules of a decoder that one rank of a pipeline runs, as a sequence."""
+    """Return the modules of a decoder that one rank of a pipeline runs, as a sequence.
+
+    The first rank also has the embedding, and the last one has the last norm and the head.
+
+    Args:
+        decoder: The decoder. Its layers are divided evenly.
+        rank: The rank.
+        ranks: Number of ranks in the pipeline.
+    """
     embedding, *halves, _ = loss_stages(decoder, torch.zeros(1, 2, dtype=torch.long))
     share = len(halves) // ranks
     own = halves[rank * share : (rank + 1) * share]
@@ -42,22 +50,31 @@ def part_of(decoder: Decoder, rank: int, ranks: int) -> nn.Sequential:
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of a micro-batch."""
+    """Return the mean cross-entropy of a micro-batch.
+
+    Args:
+        logits: Logits of shape (batch, tokens, vocabulary).
+        labels: Labels of shape (batch, tokens).
+    """
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def measured_pipeline(schedule: str, micro_batches: int, return_outputs: bool) -> dict[str, Any]:
-    """Run and measure a step on the ranks of the process group, with one sequence per micro-batch.
+    """Run and measure one training step of a pipeline on the ranks of the process group.
+
+    Each micro-batch is one sequence. The gradients are compared with those of the same step in one
+    process.
 
     Args:
         schedule: "gpipe" or "1f1b".
         micro_batches: Number of micro-batches.
-        return_outputs: Whether the last stage returns its outputs.
+        return_outputs: Whether the last rank of the pipeline keeps the outputs of all micro-batches
+            and returns them.
 
     Returns:
-        A dict with this rank's "order" of passes, such as ["F0", "B0"], and its "peak_bytes". Its
-        "difference" is the largest difference from the gradient computed in one process, relative
-        to that gradient's largest entry.
+        A dict for this rank. "order" is the order of forward and backward passes, such as ["F0",
+        "B0"]. "peak_bytes" is the peak. "difference" is the largest difference of a gradient,
+        relative to the largest entry of the same parameter's gradient in one process.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     decoder = Decoder(**SIZES)

@@ -35,17 +35,17 @@ def predict(
     rank: int = 0,
     **options: Any,
 ) -> RankUsage:
-    """Predict the bytes and FLOPs of one rank's step, in one process and without real tensors.
+    """Predict the bytes and FLOPs of one rank's training step, in one process.
 
     The predicted step is one in which the `Trainer` already has Adam's state. It runs on symbolic
-    tensors in a fake process group. On real GPUs the peak is higher, because FSDP2 gathers the
-    parameters of a block before they are needed.
+    tensors, which have shapes but no values, in a fake process group. On real GPUs the peak is
+    higher, because FSDP2 gathers the parameters of a block before they are needed.
 
     Args:
         make_model: Function that builds the unsharded model, in fp32.
         make_batch: Function that returns this rank's batch.
         loss_sum: Function (model, micro-batch) -> (sum of losses, weight).
-        mode: One of `MODES`.
+        mode: A mode of `Trainer`, such as "ddp" or "fsdp" (see `MODES`).
         ranks: Number of ranks.
         rank: The rank that is predicted. Rank 0 has the largest share of the model in all modes
             except zero1.
@@ -71,16 +71,19 @@ def watched_rank(
     places: bool = False,
     **options: Any,
 ) -> Watch:
-    """Run the steps of `predict`, and return the `Watch` with their trace.
+    """Run training steps of one rank on symbolic tensors, and return the `Watch` that measured it.
+
+    The `Watch` has the bytes and FLOPs of the last step and the trace of all steps. `predict`
+    returns only the bytes and FLOPs.
 
     Args:
-        make_model, make_batch, loss_sum, mode, ranks, rank, options: As in `predict`.
-        within: Function that takes the model and returns a context manager, inside which the steps
-            run.
+        make_model, make_batch, loss_sum, mode, ranks, rank, options: The arguments of `predict`.
+        within: Function that receives the model and returns a context manager, inside which the
+            steps run.
         steps: Number of steps in modes with FSDP; other modes always run 2. FSDP prepares each
-            block in the first step, which adds operators but no bytes. With 2 steps, the last
-            one has no such operators.
-        places: Whether the trace includes modules and source lines.
+            block in the first step, which adds operators but no bytes. With 2 steps, the last one
+            has no such operators.
+        places: Whether the trace has the module and the source line of each operator.
     """
     ranks, rank = whole("ranks", ranks, 1), whole("rank", rank, 0, ranks - 1)
     with fake_rank(ranks, rank), Watch(model := make_model(), places=places) as watch:
@@ -136,6 +139,8 @@ SHAPE_FUNCTION = "_propagate_tensor_meta_non_cached"
 @contextmanager
 def fake_rank(ranks: int, rank: int) -> Iterator[None]:
     """Use symbolic tensors, and a process group that sends nothing, inside a `with` block.
+
+    Code in the `with` block runs as on one of several ranks, but in a single process.
 
     Args:
         ranks: Number of ranks in the fake group.

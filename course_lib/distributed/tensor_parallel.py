@@ -52,7 +52,9 @@ STEPS = 2  # number of steps; the first one creates Adam's state, and the second
 
 
 def plan_of(sequence: bool) -> dict[str, Any]:
-    """Return the plan with which `parallelize_module` cuts a `Decoder`.
+    """Return a map from names of modules in a `Decoder` to the styles in which they are cut.
+
+    The map is the plan for PyTorch's `parallelize_module`.
 
     Args:
         sequence: Whether to use sequence parallelism in addition to tensor parallelism.
@@ -83,8 +85,9 @@ def plan_of(sequence: bool) -> dict[str, Any]:
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> None:
     """Cut the matrices of a `Decoder` among the ranks of a mesh, in place.
 
-    `ColwiseParallel` gives each rank consecutive rows of a weight. The rows of `qkv` are therefore
-    reordered first, so that a rank gets the queries, keys and values of the same heads.
+    `ColwiseParallel` gives each rank consecutive rows of a weight. The rows of the weight and bias
+    of `qkv` are therefore reordered first, so that a rank gets the queries, keys and values of the
+    same heads.
 
     Args:
         model: The decoder, with equal values on all ranks.
@@ -92,7 +95,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -
         sequence: Whether to use sequence parallelism in addition to tensor parallelism.
 
     Raises:
-        ValueError: The number of ranks does not divide the heads.
+        ValueError: The number of ranks does not divide the number of heads.
     """
     for layer in model.layers:  # pyrefly: ignore[not-iterable]
         heads, ranks = layer.attention.heads, mesh.size()
@@ -108,18 +111,22 @@ def by_rank(qkv: Tensor, ranks: int) -> Tensor:
     """Reorder the rows of a `qkv` weight or bias, so that each rank's rows are consecutive.
 
     The rows are (3, heads, size) before, and (ranks, 3, heads / ranks, size) after.
+
+    Args:
+        qkv: Weight or bias of the layer that computes queries, keys and values.
+        ranks: Number of ranks among which the heads are divided.
     """
     return qkv.unflatten(0, (3, ranks, -1)).transpose(0, 1).flatten(0, 2)
 
 
 class TensorParallel:
-    """A rank's part of a `Decoder`, and the step with AdamW that all ranks do on the same batch.
+    """Training of a `Decoder` with tensor parallelism: each rank has a part of each matrix.
 
-    It has the attributes of `Trainer` that a `Watch` reads, so that a `Watch` can measure its
-    steps.
+    In a step, all ranks compute on the same batch and update their parts with AdamW. A `Watch` can
+    measure the steps, as it can measure those of a `Trainer`.
 
     Args:
-        mode: One of `TENSOR_MODES`.
+        mode: "tp", or "tp-sp" for sequence parallelism in addition.
         model: Model with equal values on all ranks. It is changed in place.
         loss_sum: Function (model, batch) -> (sum of losses, weight).
         lr: Learning rate.
@@ -138,8 +145,11 @@ class TensorParallel:
     def backward(self, batch: Any) -> Tensor:
         """Compute the gradients of the mean loss, and return the loss.
 
-        With sequence parallelism, the gradient of a norm on one rank is that of the rank's own
-        tokens. This method sums such gradients over the ranks.
+        With sequence parallelism, backward computes a norm layer's gradient only from the tokens of
+        this rank. This method then sums these gradients over the ranks.
+
+        Args:
+            batch: The batch, which is the same on all ranks.
         """
         loss, weight = self.loss_sum(self.model, batch)
         (loss / weight).backward()
@@ -161,23 +171,35 @@ class TensorParallel:
 
 
 def tensor_held_bytes(shapes: Shapes, ranks: int) -> dict[str, int]:
-    """Return the bytes that a rank holds when AdamW steps in tp or tp-sp, by `STATE` category."""
+    """Return the bytes of parameters, gradients and AdamW's state on one rank of `TensorParallel`.
+
+    These are the bytes that exist when AdamW steps, for parameters in fp32.
+
+    Args:
+        shapes: Shapes of the model's parameters.
+        ranks: Number of ranks.
+
+    Returns:
+        A dict with the keys "parameter", "gradient" and "optimizer".
+    """
     numbers = [w.numbers // (ranks if w.name.endswith(CUT) else 1) for w in shapes.all]
     state = 8 * sum(numbers) + STEP_BYTES * len(numbers)
     return dict(zip(STATE, (4 * sum(numbers), 4 * sum(numbers), state), strict=True))
 
 
 def tensor_sent_bytes(shapes: Shapes, mode: str, activation_bytes: int) -> int:
-    """Return the bytes that a rank communicates per step, as counted by `CommunicationCounter`.
+    """Return the bytes that a rank of `TensorParallel` communicates per training step.
 
-    In mode tp, each layer has two all-reduces in the forward pass and two in the backward pass. In
-    mode tp-sp, a reduce-scatter and an all-gather replace each of the four. This mode also has two
-    all-gathers outside the layers, of the activations before the head and, in the backward pass,
-    of the gradient of the input of layer 0. And it all-reduces the gradients of the norms.
+    An all-reduce of n bytes counts as 2n, every other collective as n. In mode tp, each layer has
+    two all-reduces in the forward pass and two in the backward pass. In mode tp-sp, a
+    reduce-scatter and an all-gather replace each of the four. This mode also has two all-gathers
+    outside the layers. One gathers the activations before the head. The other, in the backward
+    pass, gathers the gradient of the input of layer 0. In addition, tp-sp all-reduces the gradients
+    of the norms.
 
     Args:
         shapes: Shapes of the model's parameters.
-        mode: One of `TENSOR_MODES`.
+        mode: "tp" or "tp-sp".
         activation_bytes: Bytes of one whole activation tensor (batch, sequence, hidden size).
     """
     layers = len(shapes.blocks)
@@ -194,15 +216,15 @@ def predict_tensor_parallel(
     mode: str,
     ranks: int,
 ) -> RankUsage:
-    """Predict the memory, communicated bytes and FLOPs of the second step on one rank.
+    """Predict the memory, communicated bytes and FLOPs of the second training step on rank 0.
 
-    One process runs the steps of rank 0 with symbolic tensors, as `predict` does.
+    The prediction uses symbolic tensors in this process, and starts no other processes.
 
     Args:
         make_model: Function that builds the model.
-        make_batch: Function that returns the batch of all ranks.
+        make_batch: Function that returns the batch, which is the same on all ranks.
         loss_sum: Function (model, batch) -> (sum of losses, weight).
-        mode: One of `TENSOR_MODES`.
+        mode: "tp", or "tp-sp" for sequence parallelism in addition.
         ranks: Number of ranks.
     """
     with fake_rank(ranks, 0), Watch(model := make_model()) as watch:
@@ -217,7 +239,10 @@ def predict_tensor_parallel(
 def whole_gradients(task: Task) -> dict[str, Tensor]:
     """Return the gradients of the first step's mean loss without parallelism, by parameter name.
 
-    Rank 0 computes them, and sends them to all ranks.
+    Rank 0 computes them, and sends them to all ranks. Every rank must call this function.
+
+    Args:
+        task: The model and its batches.
     """
     model = task.make_model()
     if dist.get_rank() == 0:
@@ -233,14 +258,15 @@ def whole_gradients(task: Task) -> dict[str, Tensor]:
 def gradient_difference(
     model: nn.Module, whole: Mapping[str, Tensor], *, cut: bool = True
 ) -> float:
-    """Return the largest difference between the gradients of a rank's model and whole gradients.
+    """Return the largest difference between a parallel model's gradients and expected ones.
 
-    The difference of an entry is relative to the largest entry of its parameter's gradient.
+    The difference of an entry is relative to the largest entry of its parameter's expected
+    gradient.
 
     Args:
-        model: The model whose gradients are compared.
-        whole: Gradients without parallelism, as `whole_gradients` returns them.
-        cut: Whether `parallelize` has reordered the rows of `qkv`.
+        model: The parallel model, whose gradients were computed on all ranks.
+        whole: Expected gradients by parameter name, as `whole_gradients` returns them.
+        cut: Whether `parallelize` has reordered the rows of `qkv` in the model.
     """
     largest = 0.0
     for name, p in model.named_parameters():

@@ -58,11 +58,12 @@ from .stores import DeferringLock, Reservation, Store, bytes_of, default_store, 
 class offload_activations:
     """Offload the tensors that autograd saves inside a `with` block, until backward needs them.
 
+    A tensor is offloaded by copying its storage to a lower tier, which is host memory or a disk.
     This saves device memory between forward and backward, at the cost of two copies per offloaded
     storage. These tensors are not offloaded:
 
-    - parameters and buffers of modules that run inside the block, views of them, and tensors in
-      `keep`
+    - parameters and buffers of modules that run inside the `with` block, views of them, and tensors
+      in `keep`
     - storages smaller than `min_bytes`
     - the storages saved last (see `prefetch`), because backward needs them first
     - tensors that cover only a part of their storage, such as a batch that is a slice of a data
@@ -73,19 +74,20 @@ class offload_activations:
     Backward restores each of these views.
 
     Args:
-        store: Lower tier, which is a `HostStore`, a `DiskStore` or another `Store`. By default
-            host memory for CUDA tensors and a file for CPU tensors.
+        store: Lower tier, which is a `HostStore`, a `DiskStore` or another `Store`. By default host
+            memory for CUDA tensors and a file for CPU tensors.
         min_bytes: Size of the smallest storage that is offloaded.
         keep: Tensors, or modules with their parameters and buffers, whose storages stay on the
             device.
-        prefetch: Number of storages that backward fetches before it needs them. The `prefetch + 1`
-            storages that were saved last are not offloaded. By default 2 on CUDA and 1 on a CPU.
+        prefetch: Number of offloaded storages that backward fetches before it needs them. The
+            `prefetch + 1` storages that were saved last are not offloaded. By default 2 on CUDA and
+            1 on a CPU.
         in_flight: Number of copies to the lower tier that may be in flight at the same time. A
-            larger number hides longer copies but uses more device memory. By default 2 on CUDA
-            and 1 on a CPU.
+            larger number hides longer copies but uses more device memory. By default 2 on CUDA and
+            1 on a CPU.
 
     Warns:
-        UserWarning: Once, at the end of the block, if tensors were saved but all of them are
+        UserWarning: Once, at the end of the `with` block, if tensors were saved but all of them are
             smaller than `min_bytes`.
 
     Raises:

@@ -17,16 +17,16 @@ from course_lib._torch.symbolic import is_symbolic
 
 
 class Device:
-    """The CPU, and the base class of other devices.
+    """Streams, events and copies of the CPU, and the base class for other devices.
 
-    The memory of the CPU is host memory, and a copy is complete when the call returns. Streams and
-    events are None.
+    The memory of the CPU is host memory, and a copy is complete when the call returns. A CPU has no
+    streams and events, so its methods return None for them. `Cuda` overrides these methods.
 
     Attributes:
         has_own_memory: Whether the device's memory is separate from host memory.
         ahead: Default of `prefetch` and `in_flight` in `offload_activations`.
-        guests: Registered devices, such as a simulated one, whose tensors have `tensor.device`
-            equal to the CPU. `of_tensor` searches these first.
+        guests: Registered devices, such as a simulated GPU, whose tensors are CPU tensors for
+            PyTorch. `of_tensor` checks these devices first.
     """
 
     has_own_memory = False
@@ -35,9 +35,9 @@ class Device:
 
     @staticmethod
     def of_tensor(tensor: Tensor) -> Device:
-        """Return the device that holds a tensor.
+        """Return the device that a tensor is on.
 
-        For a symbolic tensor, which has no memory, this is the CPU, where no method waits.
+        A symbolic tensor has no memory. Its device is the CPU, whose methods never wait.
         """
         if is_symbolic(tensor):
             return Device.from_torch(torch.device("cpu"))
@@ -47,7 +47,10 @@ class Device:
 
     @staticmethod
     def from_torch(device: torch.device | Device) -> Device:
-        """Return the `Device` of a `torch.device`, the same object on each call."""
+        """Return the `Device` for a `torch.device`, which is the same object on each call.
+
+        A `Device` is returned unchanged.
+        """
         if isinstance(device, Device):
             return device
         if device.type == "cuda" and device.index is None:
@@ -60,7 +63,7 @@ class Device:
         self.device = device
 
     def current(self) -> Any:
-        """Return the current stream, on which operators run."""
+        """Return the current stream, on which operators run; None on a CPU."""
         return None
 
     def on(self, stream: Any) -> AbstractContextManager:
@@ -68,11 +71,18 @@ class Device:
         return nullcontext()
 
     def side(self, name: str) -> Any:
-        """Return the side stream with this name; the first call creates it."""
+        """Return an additional stream, such as one for copies; None on a CPU.
+
+        Args:
+            name: Name of the stream. The first call with a name creates the stream.
+        """
         return None
 
     def event(self) -> Any:
-        """Record an event on the current stream, after all operations enqueued on it so far."""
+        """Record and return an event after all operations enqueued on the current stream so far.
+
+        On a CPU, which has no streams, the event is None.
+        """
         return None
 
     def wait(self, event: Any) -> None:
@@ -84,7 +94,7 @@ class Device:
     def used(self, tensor: Tensor) -> Tensor:
         """Keep a tensor's memory from being reused before the current stream has finished with it.
 
-        Without this call, the memory of a tensor that was allocated on another stream could be
+        Call this for a tensor that was allocated on another stream. Otherwise, its memory could be
         reused while the current stream still uses it.
 
         Returns:
@@ -93,17 +103,24 @@ class Device:
         return tensor
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor in pinned host memory, which a GPU can copy without the CPU."""
+        """Allocate an uninitialized host tensor that this device can copy without the CPU.
+
+        On a GPU the tensor is in pinned memory, and on a CPU in ordinary memory.
+        """
         return torch.empty(shape, dtype=dtype, device="cpu")
 
     def up(self, tensor: Tensor) -> Tensor:
-        """Copy a host tensor to this device, on the current stream."""
+        """Return a copy of a host tensor on this device; the current stream makes the copy."""
         return tensor.to(self.device)
 
     def transfer(self, target: Tensor, source: Tensor) -> None:
         """Copy a tensor between this device and the host, on the current stream.
 
         The host does not wait for the copy if the host tensor is pinned.
+
+        Args:
+            target: Tensor that receives the values.
+            source: Tensor with the values. One of the two is on this device, the other on the host.
         """
         target.copy_(source, non_blocking=True)
 
@@ -113,7 +130,7 @@ class Device:
         Args:
             target: Tensor that receives the values.
             source: Tensor with the values. One of the two is on this device, the other on the host.
-            name: Name of the side stream.
+            name: Name of the side stream (see `side`).
 
         Returns:
             An event at the end of the copy.
@@ -126,7 +143,7 @@ class Device:
 
 
 class Cuda(Device):
-    """A GPU. Each of its streams runs its operations in order, while the host continues."""
+    """A CUDA GPU. The operations of a stream run in order, and the host does not wait for them."""
 
     has_own_memory = True
     ahead = 2

@@ -33,11 +33,12 @@ Master = TypeVar("Master", bound="MasterWeights")
 
 @dataclass
 class StateOptions:
-    """Options of an `OffloadedOptimizer` that all of its master weights share.
+    """Options of an `OffloadedOptimizer`, shared by the `MasterWeights` of all parameters.
 
     Attributes:
         overlap: Whether copies overlap the update of other parameters.
-        page_bytes: Bytes of weights and state that are updated at once.
+        page_bytes: Largest size of a page in bytes. A page is a group of parameters, with their
+            optimizer state, that are updated together.
         state_names: Keys of the state tensors that have the shape of their parameter, such as
             "exp_avg" of AdamW.
         store: The store for the state of CPU parameters; None until it is first needed.
@@ -49,9 +50,9 @@ class StateOptions:
     store: Store | None = None
 
     def open_store(self, parameters: Iterable[Tensor]) -> Store:
-        """Return the store. If there is none, create one first.
+        """Return the store for optimizer state, and create it in the first call if there is none.
 
-        It is a `SymbolicStore` if the parameters are symbolic, otherwise a `DiskStore`.
+        The new store is a `SymbolicStore` if the parameters are symbolic, otherwise a `DiskStore`.
         """
         if self.store is None:
             self.store = SymbolicStore() if is_symbolic(*parameters) else DiskStore()
@@ -59,19 +60,21 @@ class StateOptions:
 
 
 class MasterWeights:
-    """The weights that the base optimizer updates for one parameter, with their optimizer state.
+    """The tensor that the optimizer updates for one parameter, with its optimizer state.
 
-    The weights are the parameter itself, or an fp32 copy of it if the parameter is bf16 or fp16.
+    This tensor, called the weights, is the parameter itself, or an fp32 copy if the parameter is
+    bf16 or fp16. The base optimizer, such as AdamW, computes the update. After each update, the
+    fp32 copy, if there is one, is rounded and written to the parameter.
 
     Attributes:
         p: The parameter.
         dtype: Data type of the weights and of their state tensors.
         weights: The tensor that the base optimizer updates.
-        states: The `state` of the base optimizer, a dict from each of its tensors to that tensor's
-            state.
+        states: The `state` of the base optimizer, a dict from each tensor that it updates to the
+            state of that tensor.
         version: Address and version counter of the parameter when it was last equal to the weights.
-            It shows whether other code has changed the parameter since. On a CPU it is None,
-            because the values themselves are compared there, which needs no waiting.
+            They show whether other code has changed the parameter since. None for a parameter on a
+            CPU, where the values themselves are compared.
     """
 
     def __init__(self, p: nn.Parameter, options: StateOptions):
@@ -84,44 +87,52 @@ class MasterWeights:
 
     @property
     def has_copy(self) -> bool:
-        """Whether the weights are a copy of the parameter rather than the parameter itself."""
+        """Whether the optimizer updates a copy of the parameter instead of the parameter itself."""
         return self.weights is not self.p
 
     def make_weights(self) -> nn.Parameter:
-        """Return the parameter itself, or a copy of it that has the data type `dtype`."""
+        """Return the tensor that the optimizer updates.
+
+        This is the parameter itself, or a copy of it if `dtype` is not the parameter's data type.
+        """
         if self.p.dtype == self.dtype:
             return self.p
         return nn.Parameter(self.p.detach().to(self.dtype, copy=True))
 
     def attach_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
-        """Store a reference to the base optimizer's state.
+        """Store a reference to the `state` dict of the base optimizer.
 
-        It is called after the base optimizer has received the weights.
+        Call this after the master weights have been passed to the base optimizer.
         """
         self.states = states
 
     def nbytes(self) -> int:
-        """Return the bytes with which this parameter counts toward the size of a page."""
+        """Return the bytes that this parameter adds to its page.
+
+        A page is a group of parameters that are updated together. Its size is limited.
+        """
         return self.dtype.itemsize * self.p.numel()
 
     # ---- one step of all parameters that have gradients
 
     @classmethod
     def reserve(cls, masters: Sequence[Self], options: StateOptions) -> None:
-        """Reserve the bytes of the store that a step with these master weights needs.
+        """Reserve the space in the store that an optimizer step with these master weights needs.
 
-        It is called before anything is changed, so that an error leaves the parameters unchanged.
+        An optimizer calls this before it changes anything, so that an error leaves the parameters
+        unchanged. The base class needs no space, so it does nothing.
         """
 
     @classmethod
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Update the parameters of these master weights.
+        """Run an optimizer step on the parameters of these master weights.
 
-        Master weights that are fp32 copies are updated page by page. Each copy also needs an fp32
-        copy of its gradient. All of them together would use as much memory as the master weights,
-        so only the gradients of one page exist at a time.
+        Parameters without an fp32 copy are updated together. Fp32 copies are updated one page (a
+        group of limited size) after another. An update of a copy also needs its gradient in fp32.
+        The fp32 gradients of all parameters would use as much memory as the copies, so only those
+        of one page exist at a time.
 
         Args:
             masters: Master weights of the parameters that have gradients.
@@ -135,17 +146,20 @@ class MasterWeights:
     # ---- around the base optimizer's update
 
     def load_grad(self) -> None:
-        """Prepare the master copy for an update: give it the gradient and changed values.
+        """Before an update, copy the parameter's gradient and changed values to the master weights.
 
-        Values have changed if code other than this optimizer has set the parameter. If the weights
-        are the parameter itself, nothing has to be done.
+        Values have changed if code other than this optimizer has changed the parameter. If the
+        master weights are the parameter itself, nothing is copied.
         """
         if self.has_copy:
             self.load_values()
             self.weights.grad = self.gradient().to(self.dtype)
 
     def load_values(self) -> None:
-        """Copy to the weights those values of the parameter that other code has changed."""
+        """Update the master weights where other code has changed the parameter.
+
+        Elsewhere, the master weights keep their fp32 precision.
+        """
         if self.device.has_own_memory and self.version == self.current_version():
             return  # comparing the values would make the host wait for the device
         values = self.values()
@@ -154,14 +168,20 @@ class MasterWeights:
             self.weights.copy_(torch.where(rounded == values, self.weights, values.to(self.dtype)))
 
     def write_back(self) -> None:
-        """After the update, write the rounded weights to the parameter."""
+        """After an update, round the master weights and write them to the parameter.
+
+        If the master weights are the parameter itself, nothing is written.
+        """
         if self.has_copy and self.weights.grad is not None:
             self.weights.grad = None
             self.write_values()
             self.record_version()
 
     def record_version(self) -> None:
-        """Record that the parameter and the weights are equal at this point."""
+        """Record that the parameter and the master weights are equal now.
+
+        The record shows later whether other code has changed the parameter.
+        """
         self.version = self.current_version() if self.device.has_own_memory else None
 
     def current_version(self) -> tuple[int, int]:
@@ -169,22 +189,25 @@ class MasterWeights:
         return self.p.data_ptr(), self.p._version
 
     def values(self) -> Tensor:
-        """Return the parameter's values, on the device of the weights."""
+        """Return the parameter's values, on the device of the master weights."""
         return self.p.detach()
 
     def gradient(self) -> Tensor | None:
-        """Return the parameter's gradient, on the device of the weights."""
+        """Return the parameter's gradient, on the device of the master weights.
+
+        None if the parameter has no gradient.
+        """
         return self.p.grad
 
     def write_values(self) -> None:
-        """Copy the weights to the parameter, rounded to its data type."""
+        """Copy the master weights to the parameter, rounded to the parameter's data type."""
         self.p.copy_(self.weights)
 
     # ---- reading and setting the state: the dict of the base optimizer, with the additional key
     # "master" for weights whose dtype differs from the parameter's
 
     def has_state(self) -> bool:
-        """Return whether the parameter has state, or master weights that differ from it."""
+        """Return whether the parameter has optimizer state or an fp32 copy that differs from it."""
         if self.states.get(self.weights):
             return True
         return self.p.dtype != self.dtype and not torch.equal(
@@ -194,8 +217,8 @@ class MasterWeights:
     def state(self) -> dict[str, Any]:
         """Return the parameter's optimizer state, as a dict with the keys of the base optimizer.
 
-        If the parameter has low precision, this is a new dict with the additional key "master", a
-        copy of the weights.
+        If the parameter is bf16 or fp16, this is a new dict with the additional key "master", a
+        copy of the fp32 master weights.
         """
         state = self.states.get(self.weights, {})
         if self.p.dtype == self.dtype:
@@ -203,7 +226,12 @@ class MasterWeights:
         return {**state, "master": self.weights.detach().clone()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Set the state to a copy of `state`; an empty dict removes the current state."""
+        """Set the parameter's optimizer state to a copy of `state`.
+
+        Args:
+            state: State with the keys that the method `state` returns. An empty dict removes the
+                current state.
+        """
         state = dict(state)
         self.load_weights(state.pop("master", self.p.detach()))
         self.states.pop(self.weights, None)
@@ -213,7 +241,10 @@ class MasterWeights:
             }
 
     def load_weights(self, values: Tensor) -> None:
-        """Set the weights to these values, if they are a copy of the parameter."""
+        """Set the master weights to these values.
+
+        If the master weights are the parameter itself, nothing is changed.
+        """
         if self.has_copy:
             self.weights.copy_(values)
             self.record_version()
@@ -226,7 +257,10 @@ class MasterWeights:
         return value.to(self.weights.device if is_large(value) else value.device, dtype, copy=True)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Yield the weights and state tensors that are on the parameter's device."""
+        """Yield the state tensors and, if they are a copy of the parameter, the master weights.
+
+        These tensors are on the parameter's device.
+        """
         if self.has_copy:
             yield self.weights
         yield from (
@@ -239,16 +273,22 @@ class MasterWeights:
 def is_large(value: Any) -> bool:
     """Return whether a value of an optimizer's state is a tensor of more than one number.
 
-    Only such tensors are offloaded. A step count, for example, is a single number and stays in
+    Only these tensors are offloaded. A step count, for example, is a single number and stays in
     memory.
     """
     return isinstance(value, Tensor) and value.ndim > 0 and value.numel() > 1
 
 
 def pages(masters: Sequence[Master], page_bytes: int) -> list[list[Master]]:
-    """Split a list of master weights, in order, into pages of at most `page_bytes`.
+    """Split a list of master weights, in order, into pages, which are updated one after another.
 
-    A parameter that is larger than `page_bytes` is a page by itself.
+    Args:
+        masters: Master weights to split.
+        page_bytes: Largest size of a page, as the sum of `nbytes()`. A parameter that is larger is
+            a page by itself.
+
+    Returns:
+        The pages, each a list of master weights.
     """
     result: list[list[Master]] = []
     filled = 0

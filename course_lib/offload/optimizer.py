@@ -32,12 +32,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     Use it like the optimizer class `base`. Offloading saves the memory of the state between steps,
     at the cost of copies in each step. For fp32 parameters on a CPU, each step equals that of
-    `base` bit for bit. For bf16 and fp16 parameters it is the step of `base` on fp32 copies, whose
-    results are then rounded.
+    `base` bit for bit. For bf16 and fp16 parameters, `base` updates fp32 copies (master weights),
+    and the results are rounded and written to the parameters.
 
-    **CPU parameters.** The state is in a file, and a step reads and writes it page by page. While
-    one page is updated, the next is read and the previous one is written, so three pages are in
-    memory.
+    **CPU parameters.** The state is in a file, and a step reads and writes it in pages of
+    `page_bytes`. While one page is updated, the next is read and the previous one is written, so
+    three pages are in memory.
 
     **CUDA parameters.** The state is in host memory, and the CPU runs the update. While it updates
     one parameter, gradients of other parameters are copied to the host, and updated parameters are
@@ -47,26 +47,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     **Changes by other code.** Between `backward` and `step`, gradients may be changed in any way:
     clipped, unscaled, or summed over processes. Other code may set parameters at any time, and the
     next step starts from the new values. On CUDA, for parameters with master weights or offloaded
-    state, the optimizer recognizes such a change by PyTorch's version counter. `p.copy_(...)` under
-    `torch.no_grad()` and `load_state_dict` increase the counter. In-place changes through `p.data`
-    and by collectives do not, so call `torch.autograd.graph.increment_version(p)` after those.
+    state, the optimizer recognizes a changed parameter by PyTorch's version counter. `p.copy_(...)`
+    under `torch.no_grad()` and `load_state_dict` increase the counter. In-place changes through
+    `p.data` and by collectives do not, so call `torch.autograd.graph.increment_version(p)` after
+    those.
 
     **Reading the state.** Reading `state` fetches the offloaded state, and assigning to it writes
-    to the lower tier. The state returned for a parameter is a copy if it is in a file.
+    to the file or host memory. The state returned for a parameter is a copy if it is in a file.
     `load_state_dict(state_dict())` restores the state bit for bit.
 
     Args:
         params: Parameters or groups, as for any optimizer.
         base: Optimizer class that computes the updates, such as `torch.optim.AdamW`. It must update
             each parameter separately and keep a separate state for each.
-        fraction: Fraction of the elements of all parameters whose state is offloaded, 0 to 1, as in
-            Megatron-LM's hybrid optimizer, except that the largest parameters are chosen first. The
-            state of the other parameters stays on their device.
+        fraction: Fraction of the elements of all parameters whose state is offloaded, 0 to 1. The
+            largest parameters are chosen first. The state of the other parameters stays on their
+            device. Megatron-LM's hybrid optimizer has the same option, but chooses in another
+            order.
         overlap: Whether copies overlap the update of other parameters. With False, copies and
             updates run one after another.
         store: `DiskStore` or another `Store` for CPU parameters, by default a new `DiskStore`.
-        page_bytes: Bytes of state, including master weights, that are updated at once. A larger
-            parameter is a page by itself.
+        page_bytes: Bytes of state, including master weights, that are updated at once. A parameter
+            with more bytes of state is a page by itself.
         base_kwargs: Options of `base`, such as lr.
 
     Raises:
@@ -154,7 +156,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def store(self) -> Store:
-        """The store that holds the state of CPU parameters."""
+        """The store that keeps the offloaded state of CPU parameters, by default in a file."""
         return self._options.open_store(self._masters)
 
     def _reserve(self, masters: Iterable[MasterWeights]) -> None:
@@ -169,9 +171,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        """Mapping from each parameter to its state, with the keys that `base` uses.
+        """Mapping from each parameter to its state, a dict with the keys that `base` uses.
 
-        The state of a low-precision parameter also has the key "master", its fp32 master weights.
+        The state of a bf16 or fp16 parameter also has the key "master", its fp32 master weights.
         """
         return self._states
 
@@ -181,7 +183,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._states.update(value)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Yield master weights and state that are not offloaded, so that a meter can count them."""
+        """Yield the master weights and state tensors that stay on the parameters' devices.
+
+        A memory meter can count these tensors. Offloaded tensors are not among them.
+        """
         for master in self._masters.values():
             yield from master.held_tensors()
 
@@ -190,6 +195,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Load a state dict of `base` or of an `OffloadedOptimizer` with the same `base`.
 
         The next steps are then the same as those of the optimizer that was saved.
+
+        Args:
+            state_dict: Result of `state_dict()` of the saved optimizer.
         """
         self._reserve(self._masters.values())
         # The base class loads and checks only the groups, and the setter below loads the state.
@@ -243,14 +251,15 @@ class _States(MutableMapping):
 
 
 def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
-    """Choose the parameters whose state is offloaded, the largest first.
+    """Choose the parameters whose optimizer state is offloaded, the largest first.
 
     Args:
         parameters: Parameters to choose from.
-        fraction: Fraction of their elements that must be reached, 0 to 1.
+        fraction: Smallest fraction of all elements of `parameters` that the chosen ones must have
+            together, 0 to 1.
 
     Returns:
-        The chosen parameters: the fewest whose elements together reach the fraction.
+        The chosen parameters, as few as possible.
     """
     remaining = fraction * sum(p.numel() for p in parameters)
     chosen = set()

@@ -17,7 +17,7 @@ from .device import Device
 
 
 class Prefetcher:
-    """Iterate over a loader, loading and copying the next batches in a background thread.
+    """Iterable over the batches of a loader, which a background thread loads and copies ahead.
 
     Batches are copied to CUDA from pinned memory, on a side stream, so that the copies overlap
     computation. Each new iteration restarts the loader. If the loop is left early, the thread stops
@@ -26,8 +26,10 @@ class Prefetcher:
     Args:
         loader: Any iterable of batches. A batch is a tensor, a nested tuple, list, mapping or
             dataclass of tensors, or an object with a method `to(device)`.
-        device: Device to which the batches are copied; it may also be a `Device` of this package.
-        depth: Number of batches that are loaded ahead.
+        device: Device to which the batches are copied: a `torch.device`, its name, or a `Device` of
+            `course_lib.offload`.
+        depth: Number of copied batches that may wait until the loop needs them. Meanwhile, the
+            thread loads and copies one more batch.
 
     Raises:
         TypeError: An argument has the wrong type, or a batch contains no tensors (raised when the

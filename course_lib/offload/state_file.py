@@ -22,13 +22,15 @@ _HOLDERS_WITHOUT_TENSOR = holders_of(UntypedStorage(0))
 
 
 class FileState(MasterWeights):
-    """Weights and state that are kept in a store, and are in memory only during a step.
+    """Master weights and optimizer state of one parameter, kept in a store (a file) between steps.
 
-    Before the first step nothing is in the store, and the weights are read from the parameter.
+    They are in memory only during an optimizer step. Before the first step nothing is in the store,
+    and the master weights are read from the parameter.
 
     Attributes:
-        reservations: Map from the name of a state tensor to its reservation in the store.
-        stored: Names of the tensors that are in the store and not in memory.
+        reservations: Map from the name of a state tensor, such as "exp_avg", to its reserved space
+            in the store. The master weights have the name `WEIGHTS`.
+        stored: Names of the state tensors that are in the store and not in memory.
     """
 
     def make_weights(self) -> nn.Parameter:
@@ -75,12 +77,17 @@ class FileState(MasterWeights):
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Update the parameters page by page.
+        """Update the parameters one page after another; a page is a group of limited size.
 
-        While one page is updated, the next one is read and the previous one is written. A page is
-        read into the memory of a page that has been written. With new memory for each page, the
-        operating system would have to map and clear it in every step. That took 15 to 27% of a step
-        of AdamW on 12.6 million parameters, measured on two cores.
+        While one page is updated, the next one is read and the previous one is written. The memory
+        of a page that has been written is used again for the next read. With new memory for each
+        page, the operating system would have to map and clear it in every step. This took 15 to 27%
+        of a step of AdamW on 12.6 million parameters, measured on two cores.
+
+        Args:
+            masters: Master weights of the parameters that have gradients.
+            update: Function that runs a step of the base optimizer on a list of master weights.
+            options: The optimizer's options.
 
         Raises:
             OSError: State could not be written. All parameters are updated, and this state stays in
@@ -112,11 +119,12 @@ class FileState(MasterWeights):
             super().load_values()
 
     def page_in(self, spare: Mapping[int, list[UntypedStorage]]) -> Callable[[], None]:
-        """Start reading this parameter's state from the store.
+        """Start reading this parameter's state tensors from the store.
 
         Args:
-            spare: Map from a number of bytes to storages of that size that no tensor uses. State is
-                read into these where the size matches (see `Reservation.get`).
+            spare: Map from a number of bytes to unused storages of that size. State tensors of the
+                same size are read into these storages, which are then removed from the map's lists.
+                Other state tensors get new memory.
 
         Returns:
             A function that waits for the reads and gives the tensors to the base optimizer.
@@ -135,14 +143,14 @@ class FileState(MasterWeights):
         return finish
 
     def page_out(self) -> Callable[[list[UntypedStorage]], list[OSError]]:
-        """Start writing this parameter's state to the store.
+        """Start writing this parameter's state tensors to the store.
 
         Tensors that could not be written stay in memory and are written after a later step.
 
         Returns:
             A function that waits for the writes, removes the tensors from memory and returns the
-            errors of the writes. Its argument is a list, to which it appends the storages that no
-            tensor uses any more.
+            errors of the writes. Its argument is a list, to which it appends the storages that have
+            become unused.
         """
         writes, errors = {}, []
         for name, tensor in self._tensors_in_memory().items():
@@ -195,7 +203,11 @@ class FileState(MasterWeights):
         return bool(self.stored or self.states.get(self.weights))
 
     def state(self) -> dict[str, Any]:
-        """Return a copy of the state. Tensors that are in the store are read from it."""
+        """Return a copy of the parameter's optimizer state, with the keys of the base optimizer.
+
+        State tensors in the store are read. If the parameter is bf16 or fp16, the dict has the
+        additional key "master", the fp32 master weights.
+        """
         reads = {name: self.reservations[name].get() for name in self.stored}
         state = {**self.states.get(self.weights, {}), **self._tensors_in_memory()}
         copies = {
@@ -223,16 +235,17 @@ class FileState(MasterWeights):
 def start_reads(
     masters: Sequence[FileState], spare: list[UntypedStorage]
 ) -> list[Callable[[], None]]:
-    """Start reading the state of a page from the store.
+    """Start reading the optimizer state of a page (parameters that are updated together).
 
     Args:
         masters: Master weights of the page.
-        spare: Storages that no tensor uses. State is read into those that have the right size. The
-            others are released before the reads start, so that a step uses the memory of at most
-            three pages. The list is empty afterwards.
+        spare: Unused storages. State is read into storages of the right size. The others are
+            released before the reads start, so that a step uses the memory of at most three pages.
+            The list is empty afterwards.
 
     Returns:
-        The functions that `page_in` returns.
+        One function per element of `masters`. It waits for that parameter's reads and gives the
+        tensors to the base optimizer.
     """
     needed = Counter(
         master.reservations[name].nbytes for master in masters for name in master.stored
@@ -249,11 +262,11 @@ def finish_writes(
     writes: Iterable[Callable[[list[UntypedStorage]], list[OSError]]],
     spare: list[UntypedStorage],
 ) -> list[OSError]:
-    """Wait for the writes of a page, and return their errors.
+    """Wait for the writes of a page (parameters that are updated together); return their errors.
 
     Args:
-        writes: The functions that `page_out` returned.
-        spare: List to which the storages that became unused are appended.
+        writes: The functions that `FileState.page_out` returned for the page's parameters.
+        spare: List to which the storages that have become unused are appended.
     """
     return [error for finish in writes for error in finish(spare)]
 

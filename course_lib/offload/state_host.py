@@ -12,18 +12,20 @@ from .master_weights import MasterWeights, StateOptions
 
 
 class HostState(MasterWeights):
-    """Weights in pinned host memory, with their optimizer state.
+    """Master weights and optimizer state of one GPU parameter in host memory, updated by the CPU.
 
-    The weights are a copy of the parameter. They never change while they are being copied to the
-    GPU: an update first waits for the gradient's copy to the host, and this copy starts only after
-    the previous copy of the parameter to the GPU. Gradients are copied in `step` and not during
-    backward, because clipping, unscaling and sums over processes may still change them then, in
-    ways that PyTorch's version counter does not show.
+    The weights are a copy of the parameter in pinned memory. An update never changes them while
+    they are being copied to the GPU, because it first waits for the gradient. The gradient's copy
+    to the host starts only after the previous copy of the weights to the GPU.
+
+    Gradients are copied in `step` and not during backward. After backward, clipping, unscaling and
+    sums over processes may still change them, without a change of PyTorch's version counter.
 
     Attributes:
-        gradient_copy: The gradient on the host and the event at the end of its copy; None if no
-            copy was started.
-        parameter_copied: Event at the end of the last copy of the parameter to the GPU.
+        gradient_copy: Tuple of the gradient on the host and the event at the end of its copy; None
+            if no copy was started.
+        parameter_copied: Event at the end of the last copy of the weights to the GPU; None before
+            the first copy.
     """
 
     def make_weights(self) -> nn.Parameter:
@@ -35,10 +37,15 @@ class HostState(MasterWeights):
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Update one parameter at a time on the CPU.
+        """Update the parameters on the CPU, one at a time.
 
         With `options.overlap`, gradients of later parameters are copied to the host, and updated
         parameters are copied to the GPU, while the CPU updates a parameter.
+
+        Args:
+            masters: Master weights of the parameters that have gradients.
+            update: Function that runs a step of the base optimizer on a list of master weights.
+            options: The optimizer's options.
         """
         # On a CPU the fused update is about four times as fast as the default one.
         update = partial(update, fused=True)
@@ -54,23 +61,24 @@ class HostState(MasterWeights):
                 master.drop_gradient_copy()
 
     def start_gradient_copy(self) -> None:
-        """Start copying the gradient to the host."""
+        """Start copying the parameter's gradient from the GPU to the host."""
         host = self.device.pinned(self.p.grad.shape, self.p.grad.dtype)
         self.gradient_copy = host, self.device.copy(host, self.p.grad.detach(), "gradients")
 
     def drop_gradient_copy(self) -> None:
-        """Release a gradient copy that no update has used, for example after an error.
+        """Release a copy of the gradient that no update has used, for example after an error.
 
-        The current stream first waits for the copy, because the copy reads the gradient.
+        The current stream first waits until the copy is complete, because the copy reads the
+        gradient.
         """
         if self.gradient_copy is not None:
             self.device.wait(self.gradient_copy[1])
             self.gradient_copy = None
 
     def gradient(self) -> Tensor:
-        """Return the gradient's copy on the host after waiting for it.
+        """Wait for the gradient's copy to the host, and return the copy.
 
-        The copy is started here if `start_gradient_copy` was not called before.
+        If `start_gradient_copy` was not called before, the copy starts here.
         """
         if self.gradient_copy is None:
             self.start_gradient_copy()

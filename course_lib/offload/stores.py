@@ -39,10 +39,10 @@ class Traffic:
     """Number of bytes that a store has copied so far.
 
     Attributes:
-        bytes_down: Bytes copied to the lower tier.
+        bytes_down: Bytes copied from the device to the store.
         bytes_up: Bytes copied back to the device.
-        shared: Number of saved tensors that needed no copy of their own, because their storage was
-            already offloaded or about to be.
+        shared: Number of tensors saved by autograd that use the same storage as an earlier saved
+            tensor. The storage is copied only once.
     """
 
     bytes_down: int = 0
@@ -53,11 +53,14 @@ class Traffic:
 def view_of(
     data: Tensor, dtype: torch.dtype, shape: tuple, stride: tuple, offset: int = 0
 ) -> Tensor:
-    """Return a view of the storage of `data` with any dtype and shape, unseen by memory meters.
+    """Return a view of the storage of `data` with any dtype, shape, stride and offset.
 
-    The view shares the version counter of `data`. `Tensor.set_` would start a new counter, so a
-    tensor that is saved again, as in a backward pass that builds a graph, would not be recognized.
-    It would also keep a symbolic storage alive forever.
+    Memory meters do not see the view, unless it is symbolic. It shares the version counter of
+    `data`.
+
+    `Tensor.set_` is not used, because the view would have a new counter. If a backward pass with
+    `create_graph=True` saved the view again, `offload_activations` would not recognize its storage.
+    `set_` would also keep a symbolic storage alive forever.
 
     Args:
         data: A tensor that uses the storage.
@@ -83,10 +86,10 @@ def bytes_of(tensor: Tensor) -> Tensor:
 class DeferringLock:
     """A lock with a queue of calls, which run as soon as the lock is free.
 
-    The garbage collector may drop handles of saved tensors and reservations at any time and in any
-    thread. That thread may hold the lock already, or the lock's holder may be waiting for that
-    thread. Dropping an object must therefore never wait for the lock. If the lock is taken,
-    `call_when_free` leaves the call to the thread that holds it.
+    It is made for calls in `__del__`, which Python may run at any time and in any thread. Such a
+    call must not wait for the lock. Its thread may already hold the lock, or the thread that holds
+    the lock may be waiting for it. If the lock is taken, `call_when_free` leaves the call to the
+    thread that holds the lock.
     """
 
     def __init__(self):
@@ -115,16 +118,17 @@ class DeferringLock:
 
 
 class Reservation:
-    """Bytes of a store that are reserved until `free` is called.
+    """Space in a store for the bytes of one tensor, reserved until `free` is called.
 
-    Garbage collection of this object also releases the bytes.
+    Garbage collection of this object also frees the space.
 
     Attributes:
         nbytes: Number of reserved bytes.
-        place: Where the store keeps the bytes, such as an offset in its file. Only the store uses
-            it.
-        last_copy: The store's record of the last copy, so that the next copy can wait for it.
-        wait: After `put`, a function that waits for the copy and raises its error, if there is one.
+        place: Location of the bytes, such as an offset in the store's file. Only the store uses it.
+        last_copy: The store's record of the last copy, so that the next copy can wait for it. None
+            before the first copy.
+        wait: Function that waits for the copy that `put` started, and raises its error, if there is
+            one. Set by `put`.
     """
 
     def __init__(self, store: Store, nbytes: int, place: Any = None):
@@ -135,10 +139,10 @@ class Reservation:
         self.freed = False
 
     def put(self, tensor: Tensor) -> Reservation:
-        """Start copying a tensor to the lower tier.
+        """Start copying a tensor into the reserved space.
 
         Args:
-            tensor: A tensor that uses its whole storage.
+            tensor: A tensor that uses its whole storage, of `nbytes` bytes.
 
         Returns:
             This reservation. Its `wait()` waits for the copy.
@@ -154,9 +158,9 @@ class Reservation:
         """Start copying the tensor of the last `put` back to its device.
 
         Args:
-            spare: Map from a number of bytes to storages of that size that no tensor uses. If it
-                has a storage of `nbytes` bytes, the storage is removed from its list and receives
-                the copy. Otherwise new memory is allocated.
+            spare: Map from a number of bytes to unused storages of that size. If it has a storage
+                of `nbytes` bytes, the storage is removed from its list and receives the copy.
+                Otherwise, new memory is allocated.
 
         Returns:
             A function that waits for the copy and returns the tensor.
@@ -179,10 +183,10 @@ class Reservation:
         return finish
 
     def free(self, *until: Any) -> None:
-        """Give the reserved bytes back to the store, without waiting for copies.
+        """Give the reserved space back to the store, without waiting for copies.
 
         Args:
-            until: Objects that are kept alive until the store has released the bytes, such as
+            until: Objects that are kept alive until the store has released the space, such as
                 tensors that are still being copied.
         """
         if not self.freed:
@@ -193,10 +197,10 @@ class Reservation:
 
 
 class Store:
-    """Base class of the lower tiers: keeps bytes for tensors, in reservations.
+    """Base class of stores, which keep offloaded tensors in host memory, in a file or elsewhere.
 
-    A subclass defines `write` and `read`. If it manages space, it also defines `claim` and
-    `release`.
+    `reserve` returns a `Reservation`, whose methods copy a tensor to the store and back. A subclass
+    implements `write` and `read`. If its space is limited, it also overrides `claim` and `release`.
 
     Attributes:
         stats: Bytes copied so far, as a `Traffic`.
@@ -217,7 +221,13 @@ class Store:
         return self._used_bytes
 
     def reserve(self, nbytes: int) -> Reservation:
-        """Reserve bytes in the store.
+        """Reserve space in the store for one tensor.
+
+        Args:
+            nbytes: Number of bytes.
+
+        Returns:
+            The reservation, whose `put` and `get` copy the tensor.
 
         Raises:
             StoreFull: There is not enough space.
@@ -230,19 +240,22 @@ class Store:
         return reservation
 
     def put(self, tensor: Tensor) -> Reservation:
-        """Reserve bytes for a tensor, and start copying it to the lower tier.
+        """Reserve space for a tensor, and start copying it to the store.
 
         Args:
             tensor: A tensor that uses its whole storage.
+
+        Returns:
+            The reservation. Its `wait()` waits for the copy.
         """
         return self.reserve(tensor.untyped_storage().nbytes()).put(tensor)
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
-        """Start copying bytes to the lower tier.
+        """Start copying a tensor's bytes to the store.
 
         Args:
-            reservation: Reservation in which the bytes are kept.
-            data: One-dimensional tensor of the bytes.
+            reservation: Reserved space for the bytes.
+            data: The bytes, a one-dimensional tensor of dtype uint8.
 
         Returns:
             A function that waits for the copy.
@@ -250,11 +263,11 @@ class Store:
         raise NotImplementedError
 
     def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
-        """Start copying the bytes of the last `write` back from the lower tier.
+        """Start copying the bytes of the last `write` back from the store.
 
         Args:
-            reservation: Reservation in which the bytes are kept.
-            data: One-dimensional tensor that receives the bytes.
+            reservation: Reserved space that contains the bytes.
+            data: One-dimensional tensor of dtype uint8 that receives the bytes.
 
         Returns:
             A function that waits for the copy.
@@ -262,7 +275,7 @@ class Store:
         raise NotImplementedError
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
-        """Return the bytes of a tensor's storage, as the argument `data` of `write` and `read`."""
+        """Return a tensor's whole storage as bytes: the argument `data` of `write` and `read`."""
         return bytes_of(tensor)
 
     def memory_for(
@@ -273,24 +286,28 @@ class Store:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Allocate the tensor into which a reservation will be read.
+        """Allocate a tensor into which `read` will copy the bytes of a reservation.
 
         Args:
             reservation: The reservation.
-            shape, stride, dtype, device: Properties of the tensor that was put into it.
+            shape, stride, dtype, device: Properties of the tensor that was copied to the store.
         """
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def claim(self, nbytes: int) -> Any:
-        """Find space for a new reservation, and return its `place`.
+        """Find space for a new reservation, and return its location (the attribute `place`).
 
-        The store calls `claim` and `release` under its lock, so they run in one thread at a time.
+        The store calls `claim` and `release` under its lock, so only one thread runs them at a
+        time.
+
+        Args:
+            nbytes: Number of bytes to reserve.
         """
 
     def release(self, reservation: Reservation) -> None:
         """Release the space of a reservation.
 
-        This must not wait for copies, because garbage collection may call it.
+        This method must not wait for copies, because garbage collection may call it.
         """
         self._used_bytes -= reservation.nbytes
         reservation.place = None
@@ -300,9 +317,10 @@ class Store:
 
 
 class SymbolicStore(Store):
-    """Store for symbolic tensors (see `course_lib.symbolic`) instead of a file or host memory.
+    """Store for symbolic tensors (see `course_lib.symbolic`), which have no values to copy.
 
-    It counts the bytes of all tensors, but copies only tensors that have values, such as indices.
+    It counts the bytes of all tensors that are offloaded. It copies only the few symbolic tensors
+    that have values, such as indices.
     """
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
@@ -330,10 +348,10 @@ class SymbolicStore(Store):
 
 
 class HostStore(Store):
-    """Host memory as the lower tier, pinned for CUDA, with one side stream per direction.
+    """Store that keeps offloaded tensors in host memory, which is pinned if they come from a GPU.
 
-    Copies overlap computation. The CPU never waits for a copy. Instead, the stream on which an
-    operator uses the copied tensor waits.
+    One stream copies to the host and another one back, so copies overlap computation. The CPU never
+    waits for a copy. Instead, the stream on which an operator uses the copied tensor waits.
     """
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
@@ -367,7 +385,7 @@ class HostStore(Store):
 
 
 class DiskStore(Store):
-    """A file as the lower tier, which a few threads write and read.
+    """Store that keeps offloaded tensors in a file, which a few threads write and read.
 
     If the operating system supports files without a name, the file is deleted even if the process
     is killed.
@@ -382,8 +400,8 @@ class DiskStore(Store):
 
     Attributes:
         file_bytes: Size of the file in bytes. The file grows when a reservation needs more space,
-            and never shrinks until the store is closed. Freed space between two reservations is
-            reused only for a reservation of the same size.
+            and does not shrink. Freed space between two reservations is reused only for a
+            reservation of the same size.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -551,7 +569,11 @@ _default_stores: dict[tuple[type, int], Store] = {}
 
 
 def default_store(tensor: Tensor) -> Store:
-    """Return this process's default store for tensors like this one."""
+    """Return the store that is used for a tensor if the user has passed none.
+
+    Each process has one `HostStore` for GPU tensors, one `DiskStore` for CPU tensors and one
+    `SymbolicStore` for symbolic tensors.
+    """
     make = (
         SymbolicStore
         if is_symbolic(tensor)

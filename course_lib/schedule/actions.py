@@ -21,12 +21,13 @@ KEEPS = ("all", "input", "nothing")
 
 
 class Forward(NamedTuple):
-    """Action that runs the forward of stage i on its input x_i.
+    """Action of a schedule: run the forward of stage i (a layer, for example) on its input x_i.
 
     Attributes:
         stage: The stage's number, i.
-        keep: "all" to keep everything that the stage's backward needs, "input" to keep only the
-            stage's input, or "nothing".
+        keep: Values that stay in memory after the action, in addition to the stage's output. "all"
+            keeps everything that the stage's backward needs, "input" keeps x_i, and "nothing"
+            releases x_i.
     """
 
     stage: int
@@ -34,9 +35,10 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Action that runs the backward of stage i.
+    """Action of a schedule: run the backward of stage i (a layer, for example).
 
-    It computes the gradient of x_i, the stage's input, from the gradient of x_{i+1}, its output.
+    The backward computes the gradient of the stage's input x_i from the gradient of its output
+    x_{i+1}.
 
     Attributes:
         stage: The stage's number, i.
@@ -49,9 +51,10 @@ Action = Forward | Backward
 
 
 class Schedule(Sequence):
-    """An immutable sequence of `Forward` and `Backward` actions.
+    """An immutable sequence of `Forward` and `Backward` actions of the stages of a network.
 
-    A schedule may be illegal for some chains or for all of them, which `simulate` checks.
+    It determines which values are kept for backward, and which stages run again. Creating a
+    schedule does not check whether it can run: `simulate` checks this for a chain of stages.
 
     Args:
         actions: The actions, in the order in which they run.
@@ -101,7 +104,8 @@ class Schedule(Sequence):
 
         Args:
             ax: Matplotlib axes. By default new axes are made.
-            chain: Chain whose times are used. By default each forward takes 1 and each backward 2.
+            chain: `Chain` with the times of the stages. By default each forward takes 1 unit of
+                time and each backward takes 2.
 
         Returns:
             The axes.
@@ -113,17 +117,20 @@ class Schedule(Sequence):
 
 
 class IllegalSchedule(ValueError):
-    """A schedule breaks a rule of `simulate`. The message gives the action and the rule."""
+    """Error for a schedule that cannot run, for example because a stage's input is not live.
+
+    `simulate` describes the rules. The message gives the action that breaks a rule, and the rule.
+    """
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a schedule on a chain.
+    """Memory and time of a schedule, as `simulate` computes them for the stages of a `Chain`.
 
     Attributes:
         peak_bytes: Largest number of bytes that are live during an action.
-        time: Sum of the actions' times, in the chain's unit.
-        forward_steps: Number of forward actions.
+        time: Sum of the times of all actions, in the chain's unit of time.
+        forward_steps: Number of forward actions, including those that run a stage again.
     """
 
     peak_bytes: int
@@ -143,8 +150,8 @@ def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
       S_i contains x_{i+1}.
     - one gradient d_i of x_i, as large as x_i.
 
-    At the start x_0 is live. A value x_i can be live as a part of S_{i-1}, or by itself, without
-    S_{i-1}. Both are enough for an action that needs x_i.
+    At the start only x_0 is live. A value x_i can be live as a part of S_{i-1}, or by itself,
+    without S_{i-1}. An action that needs x_i can run in either case.
 
     - `Forward(i, "all")` needs x_i. It creates S_i. If x_{i+1} is live by itself, it is released,
       because S_i contains it.
@@ -155,14 +162,15 @@ def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
       creates d_i, and releases S_i, d_{i+1}, and x_i and x_{i+1} if they are live by themselves.
       The gradient d_L of the chain's output becomes live at the beginning of `Backward(L-1)`.
 
-    The bytes live during an action are those live before it, plus these:
+    The number of bytes live during an action is the number before the action plus an additional
+    number:
 
-    - For a forward, `saved_bytes` and `forward_overhead_bytes`. They count whatever `keep` is, even
-      if the same values are live already.
-    - For a backward, `backward_overhead_bytes`. It is assumed that a backward creates d_i in the
-      memory that it releases. If a real backward needs more memory for d_i, the overhead
-      includes the difference. The overhead also includes the gradients of the stage's parameters,
-      which no longer count after the stage's backward.
+    - For a forward, it is the sum of `saved_bytes` and `forward_overhead_bytes`, for every value of
+      `keep`. Both count even if the same values are live already.
+    - For a backward, it is `backward_overhead_bytes`. The simulation assumes that a backward
+      creates d_i in the memory that it releases. If a real backward needs more memory for d_i, the
+      overhead includes the difference. The overhead also includes the gradients of the stage's
+      parameters, which no longer count after the stage's backward.
 
     Args:
         schedule: The actions.
@@ -191,11 +199,12 @@ def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
 class Simulation:
     """Simulation of a schedule: the data that are live at present, and the cost so far.
 
-    The symbols are those of `simulate`.
+    Stage i computes x_{i+1} from x_i, and S_i is everything that it saved for its backward. S_i
+    contains x_{i+1}. `simulate` describes the rules.
 
     Attributes:
         inputs: Every i for which the value x_i is live by itself, not only as a part of S_{i-1}.
-        saved: Every i for which S_i, everything that stage i saved for its backward, is live.
+        saved: Every i for which S_i is live.
         next_backward: Number of the stage whose backward must run next; -1 after the last one.
         live_bytes: Bytes live after the last action.
         during_bytes: Bytes live during the last action.
@@ -216,7 +225,11 @@ class Simulation:
         self.forward_steps = self.number = 0
 
     def run_action(self, action: Action) -> None:
-        """Simulate one action, or raise `IllegalSchedule`."""
+        """Simulate one action: update the live data and the cost.
+
+        Raises:
+            IllegalSchedule: The action breaks a rule of `simulate`.
+        """
         i = action.stage
         if not 0 <= i < len(self.stages):
             self.raise_illegal(action, f"this chain has the stages 0 to {len(self.stages) - 1}")
@@ -227,7 +240,7 @@ class Simulation:
         self.number += 1
 
     def forward(self, action: Forward, i: int) -> None:
-        """Simulate the forward of stage i."""
+        """Simulate the forward action of stage i."""
         if i > self.next_backward:
             self.raise_illegal(action, "a stage does not run again after its backward")
         if i not in self.inputs and i - 1 not in self.saved:
@@ -247,7 +260,7 @@ class Simulation:
         self.forward_steps += 1
 
     def backward(self, action: Backward, i: int) -> None:
-        """Simulate the backward of stage i."""
+        """Simulate the backward action of stage i."""
         if i != self.next_backward:
             state = (
                 f"Backward({self.next_backward}) is next"
@@ -279,18 +292,25 @@ class Simulation:
         self.times.append(stage.backward_time)
 
     def record_peak(self, more_bytes: int) -> None:
-        """Record the bytes that are live during an action, with its additional bytes."""
+        """Record the bytes that are live during an action, and update the peak.
+
+        Args:
+            more_bytes: Bytes that the action needs while it runs, in addition to `live_bytes`.
+        """
         self.during_bytes = self.live_bytes + more_bytes
         self.peak_bytes = max(self.peak_bytes, self.during_bytes)
 
     def release_value(self, i: int) -> None:
-        """Release x_i if it is live by itself."""
+        """Release x_i, the input of stage i, if it is live by itself.
+
+        As a part of what stage i-1 saved for its backward, x_i stays live.
+        """
         if i in self.inputs:
             self.inputs.remove(i)
             self.live_bytes -= self.value_bytes[i]
 
     def raise_illegal(self, action: Action, reason: str) -> None:
-        """Raise `IllegalSchedule` for an action and the reason why it is illegal."""
+        """Raise an `IllegalSchedule` error whose message has the action and the reason."""
         raise IllegalSchedule(f"action {self.number}, {action!r}, is illegal: {reason}")
 
 

@@ -34,26 +34,31 @@ def schedule_blocks(
     *,
     schedule: Schedule | Callable[[Chain], Schedule],
 ) -> ScheduledBlocks:
-    """Run the blocks of a model by a schedule, in place, until the handle is removed.
+    """Run the blocks of a model by a schedule, in place, until the returned handle is removed.
+
+    A schedule determines which activations are kept for backward, and which blocks run again to
+    compute the others.
 
     The blocks must form a chain. In a forward pass each block is called once, in the order of
     `model.named_modules()`. Its first argument is the result of the previous block: a tensor, or a
     container with exactly one floating-point tensor. The output of a block may be used only by the
     next block, except for the output of the last block. Other arguments of a block are constants.
 
-    Random numbers, buffers, attributes and autocast are handled as in `ScheduledSequential`. Module
-    hooks run as in `checkpoint_blocks`. Blocks that were compiled with `torch.compile` run
-    compiled. A compiled model has a graph break at each block, and its blocks run uncompiled.
+    A block that runs again draws the same random numbers and starts with the same buffers and
+    attributes as in its first run (see `ScheduledSequential`). Hooks on a block run once per
+    forward pass; hooks on modules inside it run each time the block runs. Blocks that were compiled
+    with `torch.compile` run compiled. A compiled model has a graph break at each block, and its
+    blocks run uncompiled.
 
     Args:
         model: Model to change in place. Its blocks get a new `forward`.
         blocks: Names of the blocks, as in `checkpoint_blocks`. If a model has several lists of
             blocks that do not form one chain, such as an encoder and a decoder, pass the names of
             one list.
-        schedule: A schedule with one stage per block, or a function that takes the `Chain` of the
-            blocks and returns a schedule, such as `lambda chain: optimal(chain, budget_bytes)`. The
-            chain is measured on symbolic copies in the first forward pass, and again when the
-            blocks or their arguments change.
+        schedule: A schedule with one stage per block, or a function that returns a schedule for a
+            `Chain`, such as `lambda chain: optimal(chain, budget_bytes)`. The chain has the times
+            and bytes of the blocks. It is measured on symbolic copies in the first forward pass,
+            and again when the blocks or their arguments change.
 
     Returns:
         A handle with the `names` of the blocks. `handle.remove()` undoes the change, and so does
@@ -64,8 +69,9 @@ def schedule_blocks(
             already, the schedule runs a block twice before the first backward, or (in a forward or
             backward pass) the blocks do not form a chain.
         TypeError: An argument has the wrong type.
-        IllegalSchedule: The schedule is not legal for this number of stages.
-        RuntimeError: As in `ScheduledSequential`.
+        IllegalSchedule: The schedule is not legal for this number of blocks.
+        RuntimeError: (In a forward or backward pass) a block cannot run by a schedule, for example
+            because it changes its input in place. `ScheduledSequential` lists the reasons.
     """
     kind("model", model, nn.Module, "an nn.Module")
     if not isinstance(schedule, Schedule):
@@ -78,13 +84,14 @@ class ScheduledBlocks(BlocksInPlace):
 
     Args:
         model, names: The model, and the names of its blocks.
-        schedule: Schedule, or a function of the chain, as in `schedule_blocks`.
+        schedule: A schedule, or a function that returns a schedule for a `Chain`, as in
+            `schedule_blocks`.
         chain_cache: Dictionary that caches measured chains, for a schedule that is a function. By
             default a new one.
 
     Attributes:
-        run: State of the present forward pass; None before its first block is called and after its
-            last one.
+        run: State of the present forward pass, a `ChainRun`. None before its first block is called
+            and after its last block has been called.
         complete: Whether all blocks have been called in the last forward pass.
         advice: Advice at the end of the error message if a later run of a block differs from its
             first run. If None, the runs are not compared.
@@ -104,10 +111,10 @@ class ScheduledBlocks(BlocksInPlace):
         super().__init__(model, names)
 
     def check(self) -> None:
-        """Raise an error if not all blocks have been called; call this after a forward pass.
+        """Raise an error if the last forward pass has not called all blocks.
 
         Raises:
-            ValueError: A block was not called.
+            ValueError: A block was not called. The message has its name.
         """
         if not self.complete:
             missing = self.names[self.run.next_stage if self.run else 0]

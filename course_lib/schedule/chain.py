@@ -41,20 +41,20 @@ from .stages import (
 
 @dataclass(frozen=True)
 class Stage:
-    """Costs of one stage of a chain.
+    """Times and bytes of one stage: a part of a network, such as a layer, that runs as a whole.
 
     Attributes:
-        forward_time: Time of the stage's forward pass, in any unit.
-        backward_time: Time of its backward pass, in the same unit.
-        output_bytes: Bytes of its output, and also of the output's gradient.
-        saved_bytes: Bytes of everything that its forward keeps for its backward, including its
-            output but not its input.
-        forward_overhead_bytes: Additional bytes that its forward needs while it runs, regardless of
+        forward_time: Time of the stage's forward, in any unit.
+        backward_time: Time of the stage's backward, in the same unit.
+        output_bytes: Bytes of the stage's output, and also of the output's gradient.
+        saved_bytes: Bytes of everything that the forward keeps for the backward, including the
+            stage's output but not its input.
+        forward_overhead_bytes: Additional bytes that the forward needs while it runs, regardless of
             what it keeps.
-        backward_overhead_bytes: Bytes that its backward needs while it runs, in addition to its
-            input, `saved_bytes` and the gradient of its output. They consist of temporaries, of the
-            gradients of its parameters, and of a part of its input's gradient: the part that does
-            not fit into the memory that the backward has released by then.
+        backward_overhead_bytes: Bytes that the backward needs while it runs, in addition to the
+            stage's input, `saved_bytes` and the gradient of the output. They consist of
+            temporaries, of the parameters' gradients, and of a part of the input's gradient: the
+            part that does not fit into the memory that the backward has released by then.
 
     Raises:
         TypeError, ValueError: A field has the wrong type or is out of range. The message names it.
@@ -79,10 +79,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Chain:
-    """Costs of a chain of stages, 0 to L-1. Stage i computes x_{i+1} from x_i.
+    """Times and bytes of a network of L stages, such as layers, that run one after another.
+
+    Stage i, for i = 0 to L-1, computes x_{i+1} from x_i.
 
     Attributes:
-        stages: The costs of the L stages.
+        stages: The L stages, each with its times and bytes.
         input_bytes: Bytes of x_0, the input of the chain.
 
     Raises:
@@ -113,13 +115,13 @@ class Chain:
         forward_time: float = 1.0,
         backward_time: float = 2.0,
     ) -> Chain:
-        """Create a chain of equal stages.
+        """Create a chain of equal stages, with the given times and bytes.
 
         Args:
             length: Number of stages.
             activation_bytes: Bytes of the chain's input and of each stage's output.
-            saved_bytes: Bytes that each stage saves, including its output. By default only the
-                output is saved.
+            saved_bytes: Bytes that each stage saves for its backward, including its output. By
+                default only the output is saved.
             forward_time, backward_time: Times of each stage, in any unit.
         """
         whole("length", length, 1)
@@ -140,20 +142,22 @@ class Chain:
         repeats: int = 5,
         alike: bool = False,
     ) -> Chain:
-        """Measure the costs of each stage, run separately as `ScheduledSequential` would run it.
+        """Measure the times and bytes of stages (such as layers), and return them as a chain.
 
-        The bytes are exact, as counted by a `MemoryMeter`. A parameter's gradient counts only if it
-        does not exist yet, as in the first training step. To measure a later step, create the
-        gradients before this call. Buffers and random number generators keep their state.
+        Each stage runs by itself, in the same way as `ScheduledSequential` runs it. The bytes are
+        exact, as counted by a `MemoryMeter`. A parameter's gradient counts only if it does not
+        exist yet, as in the first training step. To measure a later step, create the gradients
+        before this call. Buffers and random number generators have the same state after the call.
 
         Args:
-            stages: Modules and functions, as in `ScheduledSequential`.
-            x: Input with the shape used in training. If it requires gradients, the first stage's
-                backward computes the gradient of the input.
+            stages: The stages: an `nn.Sequential`, or a list of modules and functions. Each
+                receives the result of the previous one.
+            x: Input of the first stage, with the shape used in training. If it requires gradients,
+                the first stage's backward computes the gradient of the input.
             kwargs: Constants that each stage receives as keyword arguments.
-            clock: If False, times are reproducible: the FLOPs of matrix products and convolutions,
-                or the number of elements of the output for a stage without these. If True, times
-                are in seconds, each the median of `repeats` runs.
+            clock: Whether times are measured in seconds, each as the median of `repeats` runs. If
+                False, times are reproducible: the FLOPs of matrix products and convolutions, or the
+                number of elements of the output for a stage without these.
             repeats: Number of timed runs per stage if `clock` is True.
             alike: Whether to measure only one of several equal stages. Stages are equal if they
                 have the same structure and settings, and inputs of the same shape and dtype.
@@ -198,15 +202,17 @@ class Chain:
 def symbolic_chain(
     name: str, probe: Any, stages_of: Callable[[Any], tuple[Sequence[Callable], Any]]
 ) -> Chain:
-    """Measure a chain on symbolic copies, which have shapes but no values.
+    """Measure the times and bytes of stages on symbolic copies, which have shapes but no values.
 
-    Memory meters do not count this measurement.
+    The stages are parts of a model that run one after another. Memory meters do not count this
+    measurement.
 
     Args:
         name: Name of the first stage, for error messages.
-        probe: Modules and tensors to measure. They are copied, unless they are symbolic.
-        stages_of: Function that takes the probe or its copy, and returns (stages, input) for
-            `Chain.profile`.
+        probe: Tuple or list of the modules and tensors that the measurement uses. They are copied,
+            unless symbolic tensors are in use already.
+        stages_of: Function that receives the copy of `probe`, and returns the stages and the input
+            of the first stage, as for `Chain.profile`.
 
     Raises:
         ValueError: A stage reads values of its data, or cannot be copied.
@@ -254,6 +260,9 @@ def copies_of_generators(probe: Any) -> dict[int, Any]:
     """Copy the PyTorch random number generators that are attributes of modules.
 
     `copy.deepcopy` itself cannot copy a generator while tensors are symbolic.
+
+    Args:
+        probe: Tuple or list of modules and other objects. Only the modules are searched.
 
     Returns:
         A dict from the `id` of each generator to its copy, for the argument `memo` of

@@ -40,39 +40,39 @@ from .stages import (
 
 
 class ScheduledSequential(nn.Sequential):
-    """A sequence of stages that runs by a schedule, with the same outputs and gradients as without.
+    """A sequence of stages, such as layers, that runs by a schedule with unchanged results.
 
-    **Results.** Every stage is one node of autograd's graph, so gradients accumulate in the same
-    order as without a schedule. A stage that runs again draws the same random numbers as in its
-    first run, from the global generators of PyTorch, Python and NumPy and from generators in its
-    attributes. It starts with the values that its buffers and attributes had before its first run.
-    Only the first run of a stage changes generators, buffers and attributes. With gradients
-    disabled, the stages simply run one after the other.
+    **Results.** Outputs and gradients are the same as without a schedule. Every stage is one node
+    of autograd's graph, so gradients accumulate in the same order. A stage that runs again draws
+    the same random numbers as in its first run, from the global generators of PyTorch, Python and
+    NumPy and from generators in its attributes. It starts with the values that its buffers and
+    attributes had before its first run. Only the first run of a stage changes generators, buffers
+    and attributes. With gradients disabled, the stages simply run one after the other.
 
-    **Autocast.** A later run of a stage uses the autocast settings of its first run. If several
-    stages use one parameter under autocast, its gradients are added in the parameter's data type.
-    Without a schedule they are added in the lower precision, because the stages share one cast
-    copy, so that sum is less accurate.
+    **Autocast.** A later run of a stage uses the autocast settings of its first run. There is one
+    difference if several stages use one parameter under autocast. With a schedule, the parameter's
+    gradients are added in the parameter's data type. Without a schedule, they are added in
+    autocast's lower precision, because the stages share one cast copy of the parameter.
 
     **Memory.** The live bytes are those that `simulate` counts for the chain of `Chain.profile`,
     plus the gradients of parameters, plus some state of stages that run again. This state consists
-    of copies of buffers and of tensors in attributes. During a stage's first run all of them are
-    copied. Afterwards only the copies of those that the run changed are kept. For a stage that
+    of copies of buffers and of tensors in attributes. All of them are copied for a stage's first
+    run. After this run, a copy is kept only if the run has changed the original. For a stage that
     draws random numbers, the state also includes the states of the generators (5,056 bytes on the
     CPU). A stage keeps the gradients of all its parameters until the end of its backward, when it
     passes them to autograd. The measured chain includes these gradients.
 
     Args:
-        module: The stages: an `nn.Sequential`, or a list of modules and functions. Modules are
-            used without copying, and keep their names. The parameters of a function are those in
-            its closure and defaults, or in a `partial`. A stage receives the result of the previous
+        module: The stages: an `nn.Sequential`, or a list of modules and functions. Modules are used
+            without copying, and keep their names. The parameters of a function are those in its
+            closure and defaults, or in a `partial`. A stage receives the result of the previous
             stage: a tensor, or a container with exactly one floating-point tensor. A tuple of one
             tensor and Nones becomes that tensor. Gradients flow only through that tensor. A stage
             must not change its input in place, and must compute the same result each time.
         schedule: A schedule that is legal for this number of stages.
 
-    Call the module with the chain's input. Keyword arguments are constants that every stage
-    receives.
+    Call the module with the input of the first stage. Keyword arguments are constants that every
+    stage receives.
 
     Raises:
         IllegalSchedule: The schedule is not legal for this number of stages.
@@ -125,18 +125,21 @@ _runner: ContextVar[Callable | None] = ContextVar("runner", default=None)
 
 @contextmanager
 def use_forward_runner(runner: Callable) -> Iterator[None]:
-    """Inside a `with` block, let `runner` run the stages' forwards that build no graph.
+    """Inside a `with` block, let `runner` run stages that build no autograd graph.
 
-    A pass that begins in the `with` block uses the runner until its backward ends. An estimate uses
-    this to skip stages whose result it has computed before.
+    A schedule runs a stage without a graph if it keeps only the stage's input, or nothing. A
+    forward pass that begins in the `with` block also uses the runner in its backward pass.
+    `course_lib` uses this to skip stages whose result it has computed before.
 
     Args:
-        runner: Function (stage, tensors, settings, compute, detector) -> result. It may call
-            `compute`, which runs the stage, or return an equal result without running it. The
-            tensors are the inputs of the stage, without its parameters and buffers. The settings
-            are everything else that determines the result. If `detector` has an attribute `seen`,
-            it detects whether the stage draws random numbers. It cannot detect this if `compute` is
-            not called, so the runner must then set `detector.seen` to True for such a stage.
+        runner: Function (stage, tensors, settings, compute, detector) -> result of the stage.
+            `tensors` is the list of the stage's inputs, without its parameters and buffers.
+            `settings` is a tuple of everything else that determines the result. The runner may call
+            `compute()`, which runs the stage, or return an equal result without running it.
+
+            If `detector` has an attribute `seen`, it is True after a stage has drawn random
+            numbers. A runner that does not call `compute` must set it to True for a stage that
+            draws random numbers.
     """
     token = _runner.set(runner)
     try:
@@ -146,7 +149,7 @@ def use_forward_runner(runner: Callable) -> Iterator[None]:
 
 
 class StageNode(torch.autograd.Function):
-    """Node of one stage in the outer graph, which is the graph that the caller of the chain gets.
+    """Autograd node of one stage, in the graph that the caller of a scheduled model sees.
 
     Only empty tensors pass between two nodes. The `ChainRun` holds values and gradients, because
     autograd would keep the gradient of a node's output alive until the node's backward ends.
@@ -168,9 +171,10 @@ class StageNode(torch.autograd.Function):
 
 
 class OutputNode(torch.autograd.Function):
-    """Last autograd node of the chain in the graph that its caller sees (see `StageNode`).
+    """Last autograd node in the graph that the caller of a scheduled model sees.
 
-    It returns the chain's output and receives the gradient of this output.
+    Its forward returns the output of the last stage, and its backward receives the gradient of this
+    output.
     """
 
     @staticmethod
@@ -186,17 +190,19 @@ class OutputNode(torch.autograd.Function):
 
 
 class ChainRun:
-    """One forward and backward pass by a schedule, with the values and graphs that are live.
+    """One forward and backward pass through a chain of stages by a schedule.
 
-    The caller calls `run_next_stage` once for each stage and then `finish_forward`. Autograd later
-    calls `backward` for each stage, through the nodes of the outer graph.
+    This object has the values and the autograd graphs that are live. The caller calls
+    `run_next_stage` once for each stage and then `finish_forward`. These calls return the outputs
+    of autograd nodes, one per stage. In the backward pass, each node calls `backward` for its
+    stage.
 
     Args:
-        stages: The stages.
+        stages: The stages, such as layers.
         schedule: A schedule that is legal for this number of stages.
         value: Input of the first stage.
         kwargs: Constants that every stage receives as keyword arguments.
-        states: One `BlockState` per stage.
+        states: One `BlockState` per stage, which records the stage's state before its first run.
     """
 
     def __init__(
@@ -230,13 +236,13 @@ class ChainRun:
         self.runner = _runner.get()
 
     def run_next_stage(self, link: Tensor) -> Tensor:
-        """Run the actions up to the first run of the next stage.
+        """Run the schedule's actions up to the first run of the next stage.
 
         Args:
-            link: Output of the previous stage's node; for the first stage, the chain's input.
+            link: Result of the previous call. For the first stage, the tensor that is its input.
 
         Returns:
-            The output of the stage's node, an empty tensor.
+            The output of the stage's autograd node, an empty tensor.
         """
         i = self.next_stage
         with self.autocast.restore(cache_enabled=False):
@@ -255,7 +261,7 @@ class ChainRun:
         return with_main_tensor(value, main_tensor(value).detach())
 
     def finish_forward(self, link: Tensor) -> Any:
-        """Return the output of the last stage, connected to the outer graph.
+        """Return the output of the last stage, connected to the graph that the caller sees.
 
         Args:
             link: Result of the last `run_next_stage`.
@@ -264,7 +270,10 @@ class ChainRun:
         return with_main_tensor(output, OutputNode.apply(self, main_tensor(output), link))
 
     def run_until_next_backward(self) -> None:
-        """Run all forward actions up to the next backward action, and set `due` to its stage."""
+        """Run all forward actions of the schedule up to the next backward action.
+
+        The attribute `due` is set to the number of the stage whose backward is next.
+        """
         # The autocast cache is disabled, because it would keep cast weights in memory. In older
         # versions of torch, a weight that was cast while gradients were disabled would also stay in
         # the cache without a graph.
@@ -276,7 +285,13 @@ class ChainRun:
                 self.run_forward(*action)
 
     def run_forward(self, i: int, keep: str) -> None:
-        """Run a forward action of stage i, and store the value or the graph that it keeps."""
+        """Run a forward action of stage i, and store the values that it keeps.
+
+        Args:
+            i: Number of the stage.
+            keep: "all" to keep the stage's graph, "input" to keep its input and output, or
+                "nothing" to keep its output and release its input.
+        """
         value = self.values[i] if i in self.values else self.output(i - 1)
         result = self.compute(i, value, keep)
         if keep == "all":
@@ -292,11 +307,13 @@ class ChainRun:
 
         Args:
             i: Number of the stage.
-            value: Its input.
-            keep: The values that the action keeps, as in `Forward`.
+            value: Input of the stage.
+            keep: "all" to build a graph for the stage's backward; "input" or "nothing" to build
+                none.
 
         Returns:
-            A `KeptStage` if `keep` is "all", otherwise the value for the next stage.
+            A `KeptStage`, which has the graph, if `keep` is "all". Otherwise the input of the next
+            stage.
         """
         self.forwards_left[i] -= 1
         runs_again = self.forwards_left[i] > 0
@@ -316,7 +333,14 @@ class ChainRun:
         return result
 
     def compute_without_graph(self, i: int, value: Any, detector: Any) -> Any:
-        """Compute stage i without a graph, by the runner of `use_forward_runner` if it is set."""
+        """Compute stage i without an autograd graph, and return its result.
+
+        Args:
+            i: Number of the stage.
+            value: Input of the stage.
+            detector: Object that detects random operators, for the runner set by
+                `use_forward_runner`. If no runner is set, it is not used.
+        """
         stage = self.stages[i]
         compute = partial(run_stage, i, stage, value, self.kwargs)
         if self.runner is None:
@@ -324,16 +348,21 @@ class ChainRun:
         return self.runner(stage, self.tensors_of(i, value), self.settings_of(i), compute, detector)
 
     def tensors_of(self, i: int, value: Any) -> list[Tensor]:
-        """Return the input tensors of stage i, without its parameters and buffers."""
+        """Return all tensors that stage i receives, without its parameters and buffers.
+
+        Args:
+            i: Number of the stage.
+            value: Input of the stage.
+        """
         arguments = getattr(self.stages[i], "arguments", None)
         return list(dict.fromkeys(tensors_in([value, self.kwargs, arguments])))
 
     def settings_of(self, i: int) -> tuple:
-        """Return everything that determines the result of stage i, except its tensors."""
+        """Return the settings on which the result of stage i depends, apart from its tensors."""
         return i == len(self.stages) - 1, self.needs_gradient[i], torch.is_autocast_enabled("cpu")
 
     def backward(self, i: int) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Run the backward of stage i.
+        """Run the backward of stage i, after the forward actions that the schedule has before it.
 
         Returns:
             The gradient of the stage's input, and a list of the gradients of its parameters. A
@@ -365,9 +394,9 @@ def check_output_kind(i: int, output: Tensor, output_kinds: dict[int, tuple]) ->
 
     Args:
         i: Number of the stage.
-        output: Output of its last run.
-        output_kinds: (shape, dtype, device) of first outputs, by stage. If the stage runs for the
-            first time, this function adds its output.
+        output: Output of the stage's last run.
+        output_kinds: Map from the number of a stage to (shape, dtype, device) of its first output.
+            If the stage has run for the first time, this function adds its output.
     """
     output_kind = tuple(output.shape), output.dtype, output.device
     # Without this check, a shape that broadcasts or another dtype would not raise an error later.
@@ -381,13 +410,13 @@ def check_output_kind(i: int, output: Tensor, output_kinds: dict[int, tuple]) ->
 def states_of(
     blocks: Sequence[nn.Module], names: Sequence[str], advice: str | None
 ) -> list[BlockState]:
-    """Create one `BlockState` per block of a schedule.
+    """Create one `BlockState` per block, which records the block's state before its first run.
 
     Args:
         blocks: The blocks.
-        names: Their names, for error messages.
-        advice: Advice at the end of the error message if a later run of a block differs from the
-            first. With None, runs are not compared.
+        names: Names of the blocks, for error messages.
+        advice: Advice at the end of the error message if a later run of a block differs from its
+            first run. With None, runs are not compared.
     """
     return [
         BlockState(block, Comparison(name, advice) if advice is not None else None, buffers=True)

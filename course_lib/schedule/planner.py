@@ -24,22 +24,23 @@ def optimal(chain: Chain, budget_bytes: int) -> Schedule:
     """Find the fastest persistent schedule with a simulated peak within the budget.
 
     A schedule is persistent if a value that it keeps stays until the backward of the stage that
-    needs it. The method is dynamic programming. Let Time[s, t](m) be the least time in which the
-    forwards and backwards of stages s to t can run with m bytes in addition to their input x_s. It
-    is the smaller of two options:
+    needs it. The method is dynamic programming. Stage i computes x_{i+1} from x_i. Let Time[s,t](m)
+    be the least time in which the forwards and backwards of stages s to t can run with m bytes in
+    addition to their input x_s. It is the smaller of two options:
 
-    - Keep all of stage s, and run stages s+1 to t with m minus the stage's `saved_bytes`.
+    - Keep everything that the backward of stage s needs, and run stages s+1 to t with m minus the
+      stage's `saved_bytes`.
     - Run from x_s to some x_e and keep x_e. Run stages e to t with m minus the bytes of x_e, and
       then stages s to e-1 with m bytes.
 
-    Time is a step function of m, with steps at sums of the chain's sizes. If the number of these
-    sums is at most the number of levels in the table (8,000,000 / L**2, but at least 500), the
-    result is exact. Otherwise the levels are multiples of one size, and m is rounded down to a
-    level in each recursion. The result is then still within the budget, but it may be slower than
-    the best schedule, because it does not use the bytes lost by rounding.
+    Time changes only at values of m that are sums of the chain's sizes. A table stores Time for a
+    limited number of values of m (levels): 8,000,000 / L**2, but at least 500. If all sums are in
+    the table, the result is exact. Otherwise the levels are multiples of one size, and m is rounded
+    down to a level in each recursion. The result is then still within the budget, but it may be
+    slower than the best schedule, because it does not use the bytes lost by rounding.
 
     Args:
-        chain: A chain of L stages.
+        chain: A chain of L stages, with their times and bytes.
         budget_bytes: Largest `peak_bytes` that the schedule may have in `simulate`.
 
     Raises:
@@ -64,13 +65,16 @@ def optimal(chain: Chain, budget_bytes: int) -> Schedule:
 def frontier(chain: Chain) -> list[Cost]:
     """Find the Pareto frontier of persistent schedules, from the least peak to the least time.
 
-    The frontier consists of the costs for which no other schedule has at most the same peak and at
-    most the same time. The result is exact under the same condition as in `optimal`. Otherwise some
-    costs may be missing, but every returned cost is that of a schedule, and the first cost has the
-    least possible peak.
+    A schedule is persistent if a value that it keeps stays until the backward of the stage that
+    needs it. Its cost is on the frontier if no other schedule has a peak and a time that are both
+    at most as large.
+
+    The result is exact if the chain's sizes have few different sums, as described in `optimal`.
+    Otherwise some costs may be missing. Every returned cost is that of a schedule, and the first
+    cost has the least possible peak.
 
     Args:
-        chain: A chain of L stages.
+        chain: A chain of L stages, with their times and bytes.
 
     Returns:
         Costs with increasing `peak_bytes` and decreasing `time`. The last one has the time of

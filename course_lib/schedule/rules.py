@@ -22,7 +22,7 @@ INFINITE_BYTES = 1 << 60  # stands for infinity in arrays of whole numbers
 def store_all(chain: Chain) -> Schedule:
     """Return the schedule that keeps everything: it runs each forward once, then each backward.
 
-    No schedule is faster.
+    No schedule is faster. This is training without checkpoints.
 
     Args:
         chain: A chain of L stages.
@@ -33,9 +33,10 @@ def store_all(chain: Chain) -> Schedule:
 def segments(chain: Chain, count: int) -> Schedule:
     """Cut the chain into segments, keep their inputs, and recompute one segment at a time.
 
-    If all stages are equal, the lengths of the segments differ by at most one. The longer segments
-    come first, because fewer other inputs are still kept when they are recomputed. If the stages
-    are not equal, the cuts with the least simulated peak are used.
+    If all stages are equal, the lengths of the segments differ by at most one, and the longer
+    segments come first. Backward recomputes the first segments last, when the fewest inputs of
+    other segments are still kept. If the stages are not equal, the cuts with the least simulated
+    peak are used.
 
     Args:
         chain: A chain of L stages.
@@ -61,12 +62,12 @@ def segments(chain: Chain, count: int) -> Schedule:
 
 
 def sqrt_segments(chain: Chain) -> Schedule:
-    """Cut the chain into about sqrt(L*s/b) segments, and keep only the input of each.
+    """Cut the chain into the number of segments that needs about the least memory.
 
-    Let each stage save s bytes, and let each segment boundary have b bytes. Keeping k boundaries
-    and everything of one segment of L/k stages needs k*b + (L/k)*s bytes, which is least at
-    k* = sqrt(L*s/b). If k* is not a whole number, the number of segments is the one of its two
-    neighbors that needs fewer bytes.
+    Only the input of each segment is kept, and backward recomputes one segment at a time. Let each
+    of L stages save s bytes, and let each segment boundary have b bytes. Keeping k boundaries and
+    everything of one segment of L/k stages needs k*b + (L/k)*s bytes, which is least at k* =
+    sqrt(L*s/b). If k* is not a whole number, the better of the two nearest whole numbers is used.
 
     Args:
         chain: A chain of L stages. The means of their `saved_bytes` and `output_bytes` are used as
@@ -92,8 +93,9 @@ def sqrt_segments(chain: Chain) -> Schedule:
 def recursive(chain: Chain) -> Schedule:
     """Halve the chain recursively: keep the input of the second half and run that half first.
 
-    At most ceil(log2 L) + 1 inputs and the saved bytes of one stage are live at the same time. In
-    return, the schedule has about (L/2) * log2 L extra forwards.
+    The forward and backward of the second half run before those of the first half. At most
+    ceil(log2 L) + 1 inputs and the saved bytes of one stage are live at the same time. In return,
+    the schedule has about (L/2) * log2 L extra forwards.
 
     Args:
         chain: A chain of L stages.
@@ -116,10 +118,10 @@ def recursive(chain: Chain) -> Schedule:
 def binomial(length: int, slots: int) -> Schedule:
     """Return the schedule with the fewest forwards that keeps at most `slots` inputs at a time.
 
-    It is for a chain of L equal stages. x_0 is one of the inputs that are kept. Each stage has one
-    forward that keeps everything, directly before its backward. In addition to these L forwards
-    there are r*L - C(s+r, s+1) others, where s is the number of slots, r is the least number for
-    which C(s+r, s) >= L, and C(n, k) is a binomial coefficient.
+    It is for a chain of L equal stages. The chain's own input is one of the inputs that are kept.
+    Each stage has one forward that keeps everything, directly before its backward. In addition to
+    these L forwards there are r*L - C(s+r, s+1) others. Here s is the number of slots, r is the
+    least number for which C(s+r, s) >= L, and C(n, k) is a binomial coefficient.
 
     Args:
         length: L, the number of stages.
@@ -180,12 +182,20 @@ def _keep_all(start: int, end: int) -> list[Action]:
 
 
 def advance(start: int, end: int) -> list[Action]:
-    """Return the forward actions from x_start to x_end that keep only x_start and x_end."""
+    """Return the forward actions of stages start to end-1, which keep only two values.
+
+    These are the input of stage `start` and the output of stage end-1.
+    """
     return [Forward(start, "input"), *(Forward(i, "nothing") for i in range(start + 1, end))]
 
 
 def segment_schedule(cuts: list[int]) -> Schedule:
-    """Return the schedule for segments with the boundaries 0 = cuts[0] < ... < cuts[-1] = L."""
+    """Return the schedule that keeps the inputs of segments and recomputes one segment at a time.
+
+    Args:
+        cuts: Boundaries of the segments, 0 = cuts[0] < ... < cuts[-1] = L. A segment consists of
+            the stages from one boundary up to, but not including, the next.
+    """
     pairs = list(pairwise(cuts))
     actions: list[Action] = []
     for start, end in pairs[:-1]:
@@ -196,21 +206,21 @@ def segment_schedule(cuts: list[int]) -> Schedule:
 
 
 class Sizes:
-    """The bytes and times of a chain, as arrays for dynamic programming.
+    """The bytes and times of a chain of L stages, as arrays for dynamic programming.
 
-    A part of the chain is stages s to t, both included. The bytes of its input x_s are not counted.
-    During the forwards of the part, the gradient of x_{t+1} is live and counted. The exception is t
-    = L-1, because the gradient of the chain's output exists only from the first backward on.
+    Stage i computes x_{i+1} from x_i. Bytes are computed for parts of the chain: stages s to t,
+    both included. They do not include the part's input x_s.
 
     Attributes:
         length: L, the number of stages.
         values: values[i] is the number of bytes of x_i, for i = 0 to L.
-        saved: saved[i] is the number of bytes that stage i saves.
+        saved: saved[i] is the number of bytes that stage i saves for its backward.
         forward: forward[i] is the number of bytes that the forward of stage i adds while it runs.
         backward: backward[i] is the number of bytes that are live during the backward of stage i,
-            except its input.
-        gradient: gradient[t] is the number of bytes of the gradient of x_{t+1} during the forwards
-            of stages up to t.
+            without its input x_i.
+        gradient: gradient[t] is the number of bytes of the gradient of x_{t+1}, which is live
+            during the forwards of a part that ends with stage t. It is 0 for t = L-1, because the
+            gradient of the chain's output exists only from the first backward on.
         through: through[s, e] is the number of bytes needed to run from x_s to x_e if only x_s is
             kept.
         own_time: own_time[i] is the time of the forward and the backward of stage i.

@@ -22,7 +22,11 @@ from course_lib._torch.tensors import map_tensors, tensors_in
 
 
 def as_modules(stages: Sequence[Callable]) -> dict[str, nn.Module]:
-    """Return the stages as modules, by name; functions are wrapped in a module.
+    """Return the stages as modules, by name; a function is wrapped in a module.
+
+    Args:
+        stages: An `nn.Sequential`, or a list of modules and functions. The names in a list are "0",
+            "1" and so on.
 
     Raises:
         TypeError, ValueError: `stages` has another type or is empty, or a stage cannot be called.
@@ -98,12 +102,12 @@ def _modules_and_parameters(value: Any) -> Iterator[nn.Module | nn.Parameter]:
 def checked_value(name: str, value: Any) -> Any:
     """Check a value that one stage passes to the next, and return it.
 
-    If it is a tuple of one tensor and Nones, as Hugging Face layers return it, the tensor alone is
-    returned.
+    If the value is a tuple of one tensor and Nones, as Hugging Face layers return it, only the
+    tensor is returned.
 
     Args:
         name: Name of the value, for error messages.
-        value: A tensor, or a container.
+        value: A tensor, or a container of tensors.
 
     Raises:
         TypeError: The value does not have exactly one tensor through which gradients flow.
@@ -121,16 +125,24 @@ def checked_value(name: str, value: Any) -> Any:
 
 
 def main_tensor(value: Any) -> Tensor:
-    """Return the tensor through which gradients flow in a value that a stage passes to the next.
+    """Return the one tensor through which gradients flow, in a value between two stages.
 
-    If the value has only one tensor, it is that one, whatever its data type.
+    Args:
+        value: A tensor, or a container with one floating-point or complex tensor. If it has only
+            one tensor, that one is returned, whatever its data type is.
     """
     tensors = list(tensors_in(value))
     return tensors[0] if len(tensors) == 1 else next(filter(differentiable, tensors))
 
 
 def with_main_tensor(value: Any, replacement: Tensor) -> Any:
-    """Return a copy of a value that a stage passes to the next, with another main tensor."""
+    """Return a copy of a value between two stages, with another main tensor.
+
+    Args:
+        value: A tensor or a container of tensors. Its main tensor is the one through which
+            gradients flow.
+        replacement: The new main tensor.
+    """
     old_tensor = main_tensor(value)
     return map_tensors(lambda tensor: replacement if tensor is old_tensor else tensor, value)
 
@@ -141,7 +153,11 @@ def differentiable(tensor: Tensor) -> bool:
 
 
 def check_constants(kwargs: dict[str, Any]) -> None:
-    """Raise a ValueError if a constant argument has a tensor that requires gradients."""
+    """Raise a ValueError if a keyword argument of a stage has a tensor that requires gradients.
+
+    Args:
+        kwargs: The keyword arguments, which must be constants.
+    """
     for name, value in kwargs.items():
         if any(tensor.requires_grad for tensor in tensors_in(value)):
             raise ValueError(f"{name} must not require gradients, got {describe(value)} that does")
@@ -156,12 +172,12 @@ def run_stage(i: int, stage: nn.Module, value: Any, kwargs: dict) -> Any:
     Args:
         i: Number of the stage, for error messages.
         stage: The stage.
-        value: Its input.
-        kwargs: Constants that it receives as keyword arguments.
+        value: Input of the stage.
+        kwargs: Constants that the stage receives as keyword arguments.
 
     Raises:
         RuntimeError: The stage changes its input in place.
-        TypeError: It returns no tensor, or several through which gradients flow.
+        TypeError: The stage returns no tensor, or several through which gradients flow.
     """
     versions = [tensor._version for tensor in tensors_in(value)]
     output = stage(value, **kwargs)
@@ -177,11 +193,12 @@ def run_stage(i: int, stage: nn.Module, value: Any, kwargs: dict) -> Any:
 
 
 class GradientSlot:
-    """The only reference to the gradient that one stage's backward passes to the next.
+    """Container for the gradient that one stage's backward passes to the next.
 
-    If the gradient were passed to `torch.autograd.grad`, the caller would hold a reference to it
-    during the whole backward pass of the stage. Instead, the first node of that pass takes it out
-    of this slot, and autograd frees it after its last use.
+    It has the only reference to the gradient, so that autograd can free the gradient after its last
+    use. If the gradient were passed to `torch.autograd.grad`, the caller would hold a second
+    reference during the whole backward of the stage. Instead, the first node of this backward takes
+    the gradient out of the slot.
 
     Attributes:
         gradient: The gradient. None if the slot is empty, or if the loss does not use the output.
@@ -200,13 +217,16 @@ class KeptStage:
     """A stage's output and graph, after a forward that keeps everything for its backward.
 
     Args:
-        i, stage, value, kwargs: Arguments of `run_stage`.
+        i, stage, value, kwargs: Number of the stage, the stage itself, its input and its keyword
+            arguments, as in `run_stage`.
         needs_gradient: Whether the backward computes the gradient of the input.
-        slot: Slot that has the gradient of the output when `backward` is called.
+        slot: Container from which `backward` takes the gradient of the output.
 
     Raises:
-        RuntimeError: The stage uses a tensor that requires gradients and is neither its input nor
-            its parameter, or stores a tensor with a graph in an attribute. See also `run_stage`.
+        RuntimeError: The stage changes its input in place, uses a tensor that requires gradients
+            and is neither its input nor its parameter, or stores a tensor with a graph in an
+            attribute.
+        TypeError: The stage returns no tensor, or several through which gradients flow.
     """
 
     def __init__(
@@ -244,7 +264,7 @@ class KeptStage:
     def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
         """Run the backward of the stage, and release its output.
 
-        The gradient of the output is taken from the slot.
+        The gradient of the output is taken from the `slot` that was passed to the constructor.
 
         Returns:
             The gradient of the input, and a list of the gradients of the parameters. A gradient is

@@ -30,13 +30,14 @@ class Run:
     """Result of training in one mode on all ranks. The bytes are those of the last measured step.
 
     Attributes:
-        mode: One of `MODES`.
+        mode: A mode of `Trainer`, such as "ddp" or "fsdp" (see `MODES`).
         ranks: Number of ranks.
         losses: Mean loss over the tokens of all ranks, one number per step.
-        predicted: Largest number of bytes that a rank holds, by category of `STATE`, computed with
-            ZeRO's formulas.
-        taken: The `RankUsage` of each rank.
-        predicted_sent: Bytes that a rank communicates, computed with a formula.
+        predicted: Bytes of parameters, gradients and optimizer state that ZeRO's formulas predict,
+            with the keys "parameter", "gradient" and "optimizer". Each number is that of the rank
+            with the most bytes.
+        taken: Measured bytes and FLOPs, one `RankUsage` per rank.
+        predicted_sent: Bytes per step that a rank communicates, computed by `sent_bytes`.
         norms: Norm of the gradient before clipping, one number per step. None for each step if
             gradients were not clipped.
         budget_bytes: Limit of live bytes on each rank, which also applies while the model is being
@@ -53,7 +54,11 @@ class Run:
     budget_bytes: int | None = None
 
     def as_dict(self, details: bool = False) -> dict[str, Any]:
-        """Return the results as a dict for JSON, optionally with each rank's measurements."""
+        """Return the results as a dict that can be written as JSON.
+
+        Args:
+            details: Whether to include all measurements of each rank, under the key "taken".
+        """
         measured = {name: [usage.held[name] for usage in self.taken] for name in STATE}
         sent = {
             "predicted": self.predicted_sent,
@@ -108,15 +113,16 @@ def train(
 
     Args:
         task: The model and its batches.
-        mode: One of `MODES`.
+        mode: A mode of `Trainer`, such as "ddp" or "fsdp" (see `MODES`).
         steps: Number of steps.
         device: Device on which this rank trains.
-        save_to: Folder for checkpoints.
+        save_to: Folder for checkpoints of the training state. None writes none.
         every: Number of steps between two checkpoints. A checkpoint is also written after the last
             step, and with None only then.
-        resume: Path of the checkpoint from which training and its step numbers continue.
+        resume: Path of the checkpoint from which training and its step numbers continue. None
+            starts from the beginning.
         budget_bytes: Limit of live bytes on each rank in the first 3 steps, which are measured. The
-            first operator that exceeds it raises an error.
+            first operator that exceeds it raises an error. None for no limit.
         say: Function that is called with a line of progress after each step, on rank 0.
         options: Options of `Trainer`.
 
@@ -159,10 +165,15 @@ def train(
 
 
 def checkpoint_to_resume(folder: Path | str, mode: str, task: Task) -> Path:
-    """Return the checkpoint from which a mode continues.
+    """Return the path of the saved training state from which a mode continues.
 
-    It is the last complete one in the mode's subfolder of the folder. Without such a subfolder it
-    is the last complete one in the folder itself.
+    If `folder` has a subfolder with the mode's name, this is the last complete checkpoint in the
+    subfolder. Otherwise, it is the last complete checkpoint in `folder` itself.
+
+    Args:
+        folder: Folder with checkpoints, as `train` writes them.
+        mode: Name of the mode, such as "ddp".
+        task: Task whose model must have the same parameters as the checkpoint.
 
     Raises:
         ValueError: There is no complete checkpoint, or it is not one of this model.

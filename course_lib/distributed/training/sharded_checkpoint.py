@@ -31,7 +31,7 @@ _BY_NAME = states.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
-    """Write a checkpoint. All ranks must call this, with the same folder.
+    """Write a checkpoint of the training state. All ranks must call this, with the same folder.
 
     Args:
         folder: Folder of all checkpoints, which all ranks can access.
@@ -57,7 +57,10 @@ def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
 
 
 def latest_complete_checkpoint(folder: Path | str) -> Path:
-    """Return the newest checkpoint that was written completely.
+    """Return the path of the newest checkpoint in a folder that was written completely.
+
+    Args:
+        folder: Folder with the checkpoints that `save` has written.
 
     Raises:
         ValueError: The folder has no complete checkpoint.
@@ -103,8 +106,13 @@ def check_fits(checkpoint: Path, model: nn.Module) -> None:
 def load(checkpoint: Path, trainer: Trainer) -> int:
     """Load a checkpoint into a trainer, and return the number of steps done before it was saved.
 
-    The checkpoint may have been written by any number of ranks. Each rank continues with the random
-    generator states that the rank of the same number saved, or with its own if there are none.
+    The checkpoint may have been written by any number of ranks. Each rank also loads the states of
+    its random number generators. If the checkpoint has none for this rank, the generators are not
+    changed.
+
+    Args:
+        checkpoint: Path of the checkpoint.
+        trainer: This rank's trainer, whose model and optimizer receive the state.
     """
     saved = _metadata(checkpoint)
     random = RandomState([trainer.device])

@@ -30,16 +30,17 @@ IGNORED = -100  # label of tokens whose loss does not count; the default of cros
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its batches and its loss.
+    """A training task for several ranks: a model, its batches and its loss.
 
     Attributes:
         make_model: Function that builds the unsharded model, with the same values each time.
-        make_batch: Function that takes a step number and returns the batch of all ranks.
-        loss_sum: Function (model, micro-batch) -> (sum of losses, weight).
+        make_batch: Function from a step number to the batch of all ranks in that step.
+        loss_sum: Function (model, micro-batch) -> (sum of losses, weight). The weight is the number
+            of tokens or samples in the sum.
         samples: Number of samples in a batch of all ranks, or None if it cannot be determined.
-        split: Function (batch, parts) -> list of `parts` batches. It cuts the batch into the
-            shares of the ranks, and a share into micro-batches. With None, tensors are cut along
-            their first dimensions.
+        split: Function (batch, parts) -> list of `parts` batches. It cuts the batch into the shares
+            of the ranks, and a share into micro-batches. With None, tensors are cut along their
+            first dimensions.
     """
 
     make_model: Callable[[], nn.Module]
@@ -49,7 +50,7 @@ class Task:
     split: Split | None = None
 
     def part(self, step: int, ranks: int, rank: int, device: torch.device | str = "cpu") -> Any:
-        """Return a rank's share of the batch of a step, on a device.
+        """Return one rank's share of the batch of a step, on a device.
 
         Args:
             step: Number of the step.
@@ -65,14 +66,23 @@ class Task:
         return map_tensors(lambda tensor: tensor.to(device), part)
 
     def parts(self, step: int, ranks: int) -> list[Any]:
-        """Return the shares of all ranks; the errors are those of `part`."""
+        """Return the shares of all ranks of the batch of a step, one per rank.
+
+        Args:
+            step: Number of the step.
+            ranks: Number of ranks.
+
+        Raises:
+            TypeError, ValueError: The batch cannot be split, or the number of ranks does not divide
+                its samples.
+        """
         if self.split is None and self.samples is not None:
             check_divides(self.samples, ranks)
         return parts_of(self.make_batch(step), ranks, self.split)
 
 
 def check_divides(samples: int, ranks: int) -> None:
-    """Raise a ValueError if the number of ranks does not divide the number of samples."""
+    """Raise a ValueError if the number of ranks does not divide the batch's number of samples."""
     if samples % ranks:
         divisors = ", ".join(str(n) for n in range(1, samples + 1) if samples % n == 0)
         raise ValueError(
@@ -94,10 +104,10 @@ def task_of(
     Args:
         config: Path of a `config.json` that `course_lib.configs` can read.
         model: Name of a function that returns the model, as "package:function". The function must
-            have an attribute `make_batch`, a function that returns the batch of all ranks. If it
-            has an attribute `split`, this function cuts the batch. The loss is its attribute
-            `loss_sum`, the model's method of that name, or a Hugging Face model's own loss,
-            weighted by its labels.
+            have an attribute `make_batch`, a function that returns the batch of all ranks. It may
+            have an attribute `split`, a function that cuts the batch. The loss is the function's
+            attribute `loss_sum` or the model's method `loss_sum`. Without either, it is a Hugging
+            Face model's own loss, weighted by the number of labels.
         batch, sequence: Samples per batch and tokens per sample, by default 8 and 128; cannot be
             combined with `model`.
         unequal: Whether samples have unequal lengths, so that ranks have unequal numbers of tokens.
@@ -133,7 +143,7 @@ def task_of(
 def token_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the sum of cross-entropies over all labels, and the number of these labels.
 
-    Labels that are `IGNORED` do not count.
+    Labels that are `IGNORED` (-100) do not count.
 
     Args:
         model: Model that maps tokens of shape (batch, s) to logits of shape (batch, s, vocabulary).

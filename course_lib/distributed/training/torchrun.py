@@ -44,8 +44,9 @@ run.main()
 def process_group(backend: str | None = None):
     """Create the process group of the ranks that torchrun started, and yield this rank's device.
 
-    The device is a GPU if there is one per rank, otherwise the CPU. If all ranks are on one
-    machine, all traffic stays on the loopback interface.
+    The device is a GPU with the backend "nccl", and the CPU with "gloo". If all ranks are on one
+    machine, all traffic stays on the loopback interface. At the end of the `with` block, the
+    process group is destroyed.
 
     Args:
         backend: "nccl" or "gloo". By default "nccl" if there is a GPU per rank, otherwise "gloo".
@@ -86,13 +87,16 @@ def process_group(backend: str | None = None):
 
 
 def end_with_torchrun() -> None:
-    """End this rank on SIGTERM, and also when the torchrun process that started it has ended."""
+    """End this rank on SIGTERM, and also when the torchrun process that started it has ended.
+
+    This function returns at once. A thread watches torchrun in the background.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has inherited torchrun's handler
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
 
 
 def end_with(parent: int) -> None:
-    """End this process when its parent process has ended.
+    """Wait until the parent process has ended, and then end this process.
 
     Args:
         parent: Process id of the parent.
@@ -108,7 +112,7 @@ def launch(
     timeout: float | None = None,
     script: str = "course_lib.distributed",
 ) -> list[dict[str, Any]]:
-    """Run a script of this package under torchrun, and return its results, one dict per mode.
+    """Run a script of `course_lib` on several ranks under torchrun, and return its results.
 
     On Linux without a GPU, the modules are imported once, in torchrun, which then forks the ranks.
     Otherwise torchrun starts each rank as it does in a shell, because CUDA cannot be used in a
@@ -118,8 +122,11 @@ def launch(
     Args:
         ranks: Number of processes on this machine.
         arguments: Arguments of the script, such as "--mode", "ddp,fsdp".
-        timeout: Limit in seconds.
-        script: Module of this package that is run.
+        timeout: Limit in seconds. None for no limit.
+        script: Module to run. It must be in `course_lib.distributed` and print JSON lines.
+
+    Returns:
+        One dict per mode, from the lines of JSON that the script prints.
 
     Raises:
         RuntimeError: The run failed. The message contains the script's error, or the end of its
