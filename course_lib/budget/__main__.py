@@ -71,7 +71,7 @@ exit status:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return the argument parser of the command `python -m course_lib.budget`."""
     parser = Parser(
         "python -m course_lib.budget",
         description=HELP,
@@ -231,7 +231,18 @@ def arguments() -> argparse.ArgumentParser:
 
 @silence_operator_log()
 def main(argv: list[str] | None = None) -> int:
-    """Run the command, print its result, and return its exit status (see `EXAMPLE`)."""
+    """Run the command `python -m course_lib.budget`, and print its result.
+
+    Args:
+        argv: Arguments of the command, without the program name. None reads them from `sys.argv`.
+
+    Returns:
+        The exit status, which is 0 if a recipe fits the memory budget, and 1 if none does.
+
+    Raises:
+        SystemExit: An argument is invalid (exit status 2), or the user's code raises an error (exit
+            status 1).
+    """
     parser = arguments()
     given = parser.parse_args(argv)
     report: dict = {}

@@ -37,17 +37,22 @@ SPARE_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine for which recipes are searched, with the memory budget of a step on it.
+    """Device for which the command searches recipes, and the memory budget of a step on it.
+
+    A recipe is a set of memory-saving techniques for a training step.
 
     Attributes:
-        name: Name of the device.
-        rates: Speeds of the device and size of its memory.
-        tier: Lower tier for offloaded tensors, "file" or "host".
+        name: Value of the option --device, such as "H100", or "this" for the machine that runs the
+            command.
+        rates: Speed of the device in FLOPs and bytes per second, and the size of its memory.
+        tier: Lower tier, where offloaded tensors are stored: "file", or "host" for host memory.
         kind: Kind of device, "cpu" or "cuda".
-        count: Quantity that must fit the budget, "tensors" or "reserved", as in `fit`.
-        memory: Budget in bytes.
-        is_whole: Whether the memory that CUDA and cuBLAS keep must fit into the budget as well.
-        is_default: Whether the default device is used, because --device was left out.
+        count: Bytes that must fit the budget: "tensors" counts live tensors, and "reserved" counts
+            what PyTorch's allocator reserves for them.
+        memory: Memory budget in bytes.
+        is_whole: Whether the budget includes the memory that CUDA and cuBLAS occupy. If not,
+            `memory` is a budget for tensors alone.
+        is_default: Whether the option --device was left out, so that the default device is used.
     """
 
     name: str
@@ -61,15 +66,18 @@ class Machine:
 
     @property
     def kept(self) -> int:
-        """Bytes of the budget that CUDA and cuBLAS keep; 0 if the budget does not include them."""
+        """Bytes of the budget that the CUDA context and the workspace of cuBLAS occupy.
+
+        The value is 0 on a CPU, and 0 if the budget does not include this memory (see `is_whole`).
+        """
         return kept_bytes(self.rates) if self.kind == "cuda" and self.is_whole else 0
 
     @property
     def step_budget_bytes(self) -> int:
-        """Bytes of the budget that remain for the step, after subtracting `kept`.
+        """Bytes of the budget that remain for the training step: `memory` minus `kept`.
 
         Raises:
-            ValueError: No bytes remain.
+            ValueError: `memory` is not larger than `kept`.
         """
         if self.memory <= self.kept:
             raise ValueError(
@@ -80,9 +88,10 @@ class Machine:
         return self.memory - self.kept
 
     def bytes_taken(self, found: Estimate) -> int:
-        """Return the bytes that an estimated step needs, not counting what CUDA and cuBLAS keep.
+        """Return the bytes of this machine's budget that an estimated training step needs.
 
-        They are the bytes of live tensors or the reserved bytes, as the attribute `count` says.
+        With the count "tensors", they are the peak of live tensor bytes. With "reserved", they are
+        the most bytes that PyTorch's allocator reserves. The memory in `kept` is not included.
         """
         return found.peak_bytes if self.count == "tensors" else found.reserved_bytes()
 
@@ -94,19 +103,24 @@ def search(
     progress: bool | Callable[[Recipe], None],
     framework: Framework | None = None,
 ) -> Estimates:
-    """Return the estimates of the recipes that fit the machine's budget, cheapest first.
+    """Return the estimates of the recipes whose step fits the machine's budget, cheapest first.
+
+    A recipe is a set of memory-saving techniques for a training step. Its cost is the estimated
+    duration of the step.
 
     Args:
-        given: Options of the command.
-        model: Model and batch.
-        machine: Machine, with the budget of a step.
-        progress: Whether to show a progress bar, or a function to call, as in `fit`.
-        framework: Framework that must be able to run the recipes; None allows all recipes. The
-            framework's precisions are tried one after the other, until a recipe fits.
+        given: Parsed options of the command `python -m course_lib.budget`.
+        model: Model and batch of the step.
+        machine: Device and its memory budget.
+        progress: True to show a progress bar; or a function that is called with each recipe before
+            the recipe is estimated.
+        framework: Framework that must be able to run the recipes; None allows all recipes. Unless
+            an option sets the precision, the precisions of the framework are tried one after the
+            other until a recipe fits.
 
     Raises:
-        InfeasibleBudget: No recipe fits. If several precisions were tried, the error is that of the
-            precision with the lowest peak.
+        InfeasibleBudget: No recipe fits. If several precisions were tried, the error reports the
+            lowest peak among them.
         ValueError: The framework cannot train the model, or the options cannot be combined.
     """
     if framework is not None:
@@ -166,10 +180,17 @@ def _check_framework(
 
 
 def lost_updates_warning(given: Namespace, found: Estimates) -> list[str]:
-    """Return a warning that rounding loses small updates, as a list of at most one text.
+    """Return a warning that small parameter updates are lost by rounding, or an empty list.
 
-    The list is empty unless the cheapest recipe that fits has weights in bf16 only and the user has
-    not chosen a precision.
+    Without fp32 master weights, bf16 weights round small updates away. The warning is returned if
+    the cheapest recipe has the precision "bf16-only", unless the user chose this precision.
+
+    Args:
+        given: Parsed options of the command.
+        found: Estimates of the recipes that fit the memory budget, cheapest first.
+
+    Returns:
+        A list with one text, or an empty list.
     """
     precision = found[0].recipe.precision
     if precision != "bf16-only" or given.precision:
@@ -222,11 +243,18 @@ def _bases(given: Namespace, model: Workload, framework: Framework | None) -> li
 
 
 def with_spare_memory(found: Estimates, machine: Machine) -> list[Estimate]:
-    """Return the cheapest recipe that leaves at least `SPARE_SHARE` of the budget unused.
+    """Return the cheapest recipe that leaves at least 5% of the memory budget unused.
 
-    The result is a list of at most one estimate. It is empty if the cheapest recipe of all already
-    leaves this share unused, or if no recipe does. The spare memory covers what an estimate does
-    not include, such as longer samples or other processes.
+    The constant `SPARE_SHARE` sets the 5%. The unused memory is meant for needs that an estimate
+    does not include, such as longer samples or other processes.
+
+    Args:
+        found: Estimates of the recipes that fit the budget, cheapest first.
+        machine: Device and its memory budget.
+
+    Returns:
+        A list with one estimate that is not in `found`. The list is empty if `found[0]` already
+        leaves 5% unused, or if no recipe does.
     """
     most = machine.step_budget_bytes - int(SPARE_SHARE * machine.memory)
     if machine.bytes_taken(found[0]) <= most or most < 1:
@@ -245,11 +273,15 @@ def with_spare_memory(found: Estimates, machine: Machine) -> list[Estimate]:
 class FrameworkAnswer:
     """The cheapest recipe that a framework can run, or the reason why there is none.
 
+    A recipe is a set of memory-saving techniques for a training step.
+
     Attributes:
-        framework: The framework.
-        model: Model and batch, as the framework trains them; None if they could not be made.
-        found: Estimates of the recipes that fit, cheapest first; None if no recipe fits.
-        problem: Sentence that explains why no recipe fits; empty if one fits.
+        framework: Framework that runs the step, such as Hugging Face's Trainer.
+        model: Model and batch, as the framework trains them; None if the framework cannot train
+            this model.
+        found: Estimates of the recipes that fit the memory budget, cheapest first; None if there
+            are none.
+        problem: Sentence that explains why there is no recipe; empty if there is one.
     """
 
     framework: Framework
@@ -259,12 +291,19 @@ class FrameworkAnswer:
 
     @cached_property
     def script(self) -> str:
-        """Script that trains the model by the cheapest recipe. `found` must not be None."""
+        """Source code of a script that trains the model with the cheapest recipe.
+
+        The attribute `found` must not be None.
+        """
         assert self.found is not None and self.model is not None
         return self.framework.script(self.found[0].recipe, self.model)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the answer as a dict for the JSON output of the command."""
+        """Return the answer as a dict for the JSON output of the command.
+
+        If a recipe fits, the keys are "recipe", "peak_bytes" and "script". Otherwise the only key
+        is "problem".
+        """
         if self.found is None:
             return {"problem": str(self.problem)}
         best = self.found[0]
@@ -278,16 +317,21 @@ class FrameworkAnswer:
 def framework_answers(
     given: Namespace, model: Workload, machine: Machine, found: Estimates
 ) -> list[FrameworkAnswer]:
-    """Return the answer for each framework, sorted by the cost of its cheapest recipe.
+    """Return the cheapest recipe of each framework, or the reason why none fits the budget.
 
-    Frameworks without a recipe that fits come last. A new search, as with --quick, is made for a
-    framework that cannot run the cheapest recipe in `found`, or for all if a config is given.
+    The answers are sorted by the cost of the recipe, which is the duration of its step. Frameworks
+    without a recipe come last.
+
+    If a framework can run the cheapest recipe in `found`, with the step that was estimated for it,
+    the answer contains `found`. For any other framework, a quick search is run, as with the option
+    --quick. With the option --config, a quick search is run for every framework.
 
     Args:
-        given: Options of the command. If they name a framework, its answer is the only one.
-        model: Model and batch.
-        machine: Machine, with the budget of a step.
-        found: Result of `search`, which was limited to a framework only if `given` names one.
+        given: Parsed options of the command. If the option --for names a framework, the result has
+            only the answer of that framework.
+        model: Model and batch of the step.
+        machine: Device and its memory budget.
+        found: Result of `search` with the same options.
     """
     if given.framework:
         return [FrameworkAnswer(FRAMEWORKS[given.framework], model, found)]
@@ -339,5 +383,10 @@ def _can_run(given: Namespace, model: Workload, recipe: Recipe, framework: Frame
 
 
 def workload_for(given: Namespace, framework: Framework | None) -> Workload:
-    """Return the model and the batch of the options, as the framework would train them."""
+    """Return the model and the batch that the options describe, as a framework would train them.
+
+    Args:
+        given: Parsed options of the command.
+        framework: Framework that trains the model; None for the step of this library.
+    """
     return workload_of(Namespace(**vars(given) | {"framework": framework and framework.name}))

@@ -22,14 +22,15 @@ from .step import build, default_dtype, micro_batches_of, train_step
 
 @dataclass(frozen=True, repr=False)
 class MemoryComparison(Table):
-    """Estimated and measured memory of one step.
+    """Table that compares the estimated peak memory of a training step with its measured peak.
 
     Attributes:
-        predicted_bytes: Peak in bytes that `estimate` predicts, with this machine's lower tier.
-        measured_bytes: Peak of tensor bytes that the meter measures.
-        allocator_bytes: Peak in bytes that the allocator reports, in a second step without a meter.
-            It includes workspaces and rounding.
-        device: Device on which the step ran.
+        predicted_bytes: Peak of live tensor bytes according to `estimate`. Offloaded tensors are in
+            host memory if the device is a GPU, and in a file otherwise.
+        measured_bytes: Peak of live tensor bytes according to `MemoryMeter`.
+        allocator_bytes: Peak of allocated bytes according to PyTorch's allocator, in a second step
+            without a meter. It includes workspaces and rounding.
+        device: Device on which the step ran, such as "cpu".
     """
 
     predicted_bytes: int
@@ -59,12 +60,17 @@ class MemoryComparison(Table):
 
 
 def compare_with_estimate(workload: Workload, recipe: Recipe) -> MemoryComparison:
-    """Run the recipe's step on this machine, and return its estimated and measured peaks.
+    """Run the training step of a recipe on this machine, and compare its peak with the estimate.
 
-    The step runs twice: under a `MemoryMeter`, and then without it to read the allocator's peak.
+    The step runs twice: first under a `MemoryMeter`, and then without it to read the allocator's
+    peak. If PyTorch finds a GPU, the step runs on it.
+
+    Args:
+        workload: Model and batch of the step.
+        recipe: Memory-saving techniques that the step uses.
 
     Raises:
-        MemoryError: The machine has less memory than the estimate.
+        MemoryError: The estimated peak exceeds the memory of this machine.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tier = "host" if device.type == "cuda" else "file"

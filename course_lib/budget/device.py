@@ -21,10 +21,11 @@ from .search.fit import Estimates
 
 
 def host_state_bytes(found: Estimate) -> int:
-    """Return the bytes that an offloaded optimizer keeps in host memory between steps.
+    """Return the bytes that an offloaded optimizer keeps in host memory between training steps.
 
-    The result is 0 if nothing is offloaded to the host. Copies of gradients and of parameters,
-    which exist during a step, are not counted.
+    These bytes are the optimizer state and the fp32 weights of the parameters that the host
+    updates. Copies of gradients and of parameters exist only during a step, and are not counted.
+    The result is 0 if the estimated step offloads no optimizer state to host memory.
     """
     if not found.host_parameters:
         # The row's `host_state_bytes` raises for an optimizer whose state cannot be offloaded.
@@ -34,20 +35,21 @@ def host_state_bytes(found: Estimate) -> int:
 
 @dataclass(frozen=True, repr=False)
 class GpuMemory(Table):
-    """Table of the GPU memory that one step needs, and of the optimizer state in host memory.
+    """Table of the GPU memory that one training step needs, and of its optimizer state on the host.
 
     Attributes:
-        tensors: Estimated tensor bytes at the peak.
-        reserved: Largest number of bytes that PyTorch's allocator reserves during the step.
-            `CachingAllocator` simulates the allocator. The simulation begins with the tensors that
-            are live before the step, laid out one after the other.
-        reserved_expandable: Same as `reserved`, but with expandable segments.
-        workspace: Bytes of the workspace that cuBLAS keeps.
+        tensors: Peak of live tensor bytes, as estimated.
+        reserved: Largest number of bytes that PyTorch's allocator reserves during the step,
+            according to the simulation `CachingAllocator`. The simulation starts with the tensors
+            that are live before the step, laid out one after the other.
+        reserved_expandable: Same number with the allocator's option `expandable_segments`.
+        workspace: Bytes of the workspace that cuBLAS allocates and never frees.
         context: Bytes of the CUDA context.
         context_source: Text that names the source of `context`.
-        memory_bytes: Bytes of the device that the step may use; None if they are not known.
-        host_state: Bytes of the offloaded optimizer state and its fp32 weights in host memory.
-        host_parameters: Number of parameters whose state is offloaded.
+        memory_bytes: GPU memory that may be used, in bytes; None if it is not known.
+        host_state: Bytes in host memory of the offloaded optimizer state and of the fp32 weights
+            that belong to it.
+        host_parameters: Number of scalar parameters whose optimizer state is in host memory.
     """
 
     tensors: int
@@ -66,7 +68,13 @@ class GpuMemory(Table):
     def from_estimate(
         cls, found: Estimate, device: str | Rates, memory_bytes: int | None
     ) -> GpuMemory:
-        """Return the table of an estimated step on a device: a name in `RATES`, or `Rates`."""
+        """Return the table for an estimated step on a GPU.
+
+        Args:
+            found: Estimate of the step.
+            device: Name in `RATES`, such as "H100", or the rates of another device.
+            memory_bytes: GPU memory that may be used, in bytes; None if it is not known.
+        """
         reserved = [found.reserved_bytes(expandable) for expandable in (False, True)]
         source = rates_of(device).context_source
         kept = workspace_bytes(device), context_bytes(device), source
@@ -75,7 +83,11 @@ class GpuMemory(Table):
 
     @property
     def left(self) -> int | None:
-        """Bytes that the step leaves free; negative if it does not fit, None if not known."""
+        """Bytes of GPU memory that remain free during the step; None if `memory_bytes` is None.
+
+        The number is `memory_bytes` minus `reserved`, `workspace` and `context`. It is negative if
+        the step does not fit.
+        """
         if self.memory_bytes is None:
             return None
         return self.memory_bytes - self.reserved - self.workspace - self.context
@@ -123,16 +135,18 @@ class GpuMemory(Table):
 
 
 class EstimatesOnGpu(Estimates):
-    """Table of estimates with two additional columns for a GPU.
+    """Table of estimated training steps, with two more columns than `Estimates` for a GPU.
 
     The columns show the memory that PyTorch's allocator reserves for each step, and the part of the
     budget that the step leaves unused.
 
     Args:
-        found: The estimates.
-        rates: Rates of the machine, which convert an estimate into seconds.
-        step_budget_bytes: Budget for the step, without the memory that CUDA keeps.
-        count: Quantity that must fit, as in `fit`.
+        found: Estimates of the steps, one per row.
+        rates: Speed of the machine, from which the duration of each step is computed.
+        step_budget_bytes: Memory budget of a step in bytes, without the memory that CUDA and cuBLAS
+            occupy.
+        count: Bytes that must fit the budget: "tensors" for live tensors, or "reserved" for what
+            the allocator reserves.
         title: Caption of the table.
     """
 

@@ -50,13 +50,17 @@ KINDS = ("cpu", "cuda")
 
 
 def on_kind(recipe: Recipe, kind: str) -> Recipe:
-    """Return the recipe with `update` set to the variant that PyTorch uses on a kind of device.
+    """Return the recipe with an explicit variant of the optimizer update.
 
-    The recipe is returned unchanged if it already sets `update`, or if its optimizer leaves some
-    parameters to a second optimizer, which may have other variants.
+    If `recipe.update` is None, PyTorch chooses the variant by the kind of device. The result has
+    the variant that PyTorch would choose: "loop" on a CPU, and on CUDA the variant
+    `default_on_cuda` in the optimizer's row of `OPTIMIZERS`.
+
+    In two cases the recipe is returned unchanged: if it sets `update` already, or if its optimizer
+    leaves some parameters to a second optimizer, as Muon does.
 
     Args:
-        recipe: Recipe of the step.
+        recipe: Recipe of the training step, whose field `optimizer` names the optimizer.
         kind: Kind of device, "cpu" or "cuda".
     """
     row = OPTIMIZERS[recipe.optimizer]

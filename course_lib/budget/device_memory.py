@@ -14,10 +14,16 @@ CUBLAS_LARGE_BYTES = 2 * (8 * 4096) << 10
 
 
 def workspace_bytes(device: str | Rates) -> int:
-    """Return the bytes that cuBLAS keeps on a device for one stream; 0 without CUDA.
+    """Return the bytes of the workspace that cuBLAS keeps on a GPU for steps on one stream.
 
-    They are 64 MiB on Hopper and, after PyTorch 2.11, on compute capabilities 9, 10 and 12, and
-    16.25 MiB on other GPUs. Source: `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp.
+    The number is 64 MiB on Hopper GPUs (compute capability 9.0). With a PyTorch version above 2.11,
+    the number is also 64 MiB on all GPUs whose major compute capability is 9, 10 or 12. On other
+    NVIDIA GPUs, the number is 16.25 MiB, and on devices without CUDA, it is 0.
+
+    Args:
+        device: Name in `RATES`, or the rates of another device.
+
+    Source: `parseChosenWorkspaceSize` in ATen/cuda/CublasHandlePool.cpp.
     """
     gpu = rates_of(device).gpu
     if gpu is None:
@@ -29,16 +35,21 @@ def workspace_bytes(device: str | Rates) -> int:
 
 
 def context_bytes(device: str | Rates) -> int:
-    """Return the bytes of the CUDA context.
+    """Return the bytes of GPU memory that the CUDA context of a process occupies.
 
-    The result is 0 without CUDA. It is also 0 on AMD devices, because the memory that ROCm keeps is
-    not known.
+    The result is 0 on a device without CUDA. On an AMD GPU it is 0 because the memory that ROCm
+    occupies is not known.
+
+    Args:
+        device: Name in `RATES`, or the rates of another device.
     """
     return rates_of(device).context_bytes or 0
 
 
 def kept_bytes(device: str | Rates) -> int:
-    """Return the bytes that no tensor can use: the workspace of cuBLAS and the CUDA context.
+    """Return the bytes of GPU memory that the CUDA context and the workspace of cuBLAS occupy.
+
+    Tensors cannot use this memory. The result is 0 on a device without CUDA.
 
     Args:
         device: Name in `RATES`, or the rates of another device.

@@ -41,31 +41,35 @@ BASELINE = Recipe()
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Table):
-    """Memory, FLOPs and data transfers of one training step that follows a recipe.
+    """Memory, FLOPs and data transfers of one training step, as computed by `estimate` or `fit`.
 
-    The step is not the first one, so the optimizer state exists. The batch is not counted.
+    A training step consists of forward, backward and the optimizer update. The estimated step is
+    not the first one, so the optimizer state exists already. The bytes of the batch are not
+    counted.
 
     Attributes:
-        recipe: Recipe of the step.
+        recipe: Memory-saving techniques that the step uses.
         peak_bytes: Largest number of tensor bytes that are live at once: the model, gradients,
             optimizer state, and all tensors that the step creates.
-        at_peak: Mapping from category to live bytes at the peak.
-        phase_peaks: Mapping from phase ("forward", "backward", "optimizer") to the largest number
-            of bytes that are live in that phase.
+        at_peak: Live bytes at the peak, as a mapping from a category of
+            `course_lib.memory.CATEGORIES`, such as "activation", to bytes.
+        phase_peaks: Largest number of live bytes in each phase, as a mapping from "forward",
+            "backward" and "optimizer" to bytes.
         operator: Name of the operator that runs when the peak is reached.
-        flops: FLOPs of the matrix products in forward, backward, recomputation and the update of
-            Muon, including those of fused attention.
-        bytes_down: Bytes copied to the lower tier.
-        bytes_up: Bytes copied back from the lower tier.
-        tier: Lower tier, "file" (as on a CPU) or "host" (as on a GPU). With "host", the host
-            updates the offloaded parameters: their gradients are copied to the host, and the
+        flops: FLOPs of all matrix products, including those of fused attention, of recomputation
+            and of Muon's update.
+        bytes_down: Bytes copied from the device to the lower tier by offloading.
+        bytes_up: Bytes copied back from the lower tier to the device.
+        tier: Lower tier, where offloaded tensors are stored: "file" (as on a CPU), or "host" for
+            host memory (as on a GPU). With "host", the host updates the parameters whose optimizer
+            state is offloaded. Their gradients are then copied to the host, and the updated
             parameters are copied back.
-        host_parameters: Number of parameters that the host updates; 0 if `tier` is "file".
-        sent_bytes: Bytes that a rank communicates, as counted by
+        host_parameters: Number of scalar parameters that the host updates; 0 if `tier` is "file".
+        sent_bytes: Bytes that one rank passes to collectives, counted as in
             `course_lib.distributed.CommunicationCounter`.
-        kind: Kind of device, one of `KINDS`.
-        optimizer: Name of the class of the optimizer, or of the function that made it; None if the
-            recipe chose the optimizer.
+        kind: Kind of device, "cpu" or "cuda".
+        optimizer: Name of the optimizer's class, or of the function that created the optimizer;
+            None if `recipe` determined the optimizer.
     """
 
     recipe: Recipe
@@ -88,7 +92,15 @@ class Estimate(Table):
     def from_trace(
         cls, trace: Trace, recipe: Recipe, tier: str, host_parameters: int = 0, kind: str = "cpu"
     ) -> Estimate:
-        """Return the estimate of a recipe, computed from the trace of its step."""
+        """Return the estimate of a training step, computed from the trace of its operators.
+
+        Args:
+            trace: Trace of the step, with the live bytes after each operator.
+            recipe: Memory-saving techniques that the step uses.
+            tier: Lower tier, "file" or "host".
+            host_parameters: Number of scalar parameters that the host updates.
+            kind: Kind of device, "cpu" or "cuda".
+        """
         return cls(
             recipe,
             trace.peak_bytes,
@@ -105,21 +117,34 @@ class Estimate(Table):
         )
 
     def with_trace_function(self, run: Callable[[bool], Trace]) -> Estimate:
-        """Store the function with which `trace` runs the step again, and return the estimate.
+        """Store a function that runs the estimated step again, and return `self`.
 
-        The function takes `places`, the argument of `trace`.
+        The method `trace` calls it.
+
+        Args:
+            run: Function that runs the step and returns its trace. Its argument is `places`, as in
+                the method `trace`.
         """
         # Estimates are compared by their fields, and `_run` is not a field.
         object.__setattr__(self, "_run", run)
         return self
 
     def with_gpu_estimator(self, again: Callable[[Gpu | None], Estimate]) -> Estimate:
-        """Store the function with which `fits` estimates the step for a GPU, and return `self`."""
+        """Store a function that estimates the same step for a GPU, and return `self`.
+
+        The method `fits` calls it.
+
+        Args:
+            again: Function that takes a `Gpu`, or None for the default GPU, and returns the
+                estimate for this GPU.
+        """
         object.__setattr__(self, "_again", again)
         return self
 
     def trace(self, places: bool = True) -> Trace:
-        """Run the symbolic step again and return its trace with all events.
+        """Run the step on symbolic tensors again, and return its trace.
+
+        The trace includes the creation and the release of each storage.
 
         Args:
             places: Whether to record the module and the source line of each operator.
@@ -136,10 +161,10 @@ class Estimate(Table):
         return run(places)
 
     def reserved_bytes(self, expandable_segments: bool = False) -> int:
-        """Return the largest number of bytes that PyTorch's allocator reserves for the step.
+        """Return the peak of the bytes that PyTorch's CUDA allocator reserves during the step.
 
-        `CachingAllocator` simulates the allocator on the step's allocations. The first call runs
-        the step again to record them, as `trace` does.
+        The class `CachingAllocator` simulates the allocator on the step's allocations. To record
+        these, the first call runs the step again on symbolic tensors.
 
         Args:
             expandable_segments: Whether the allocator uses expandable segments, an option of
@@ -155,22 +180,25 @@ class Estimate(Table):
     def fits(self, device: str | Rates, memory_bytes: int | None = None) -> bool:
         """Return whether the step fits into the memory of a device.
 
-        It fits if the memory holds the bytes that PyTorch's allocator reserves for the step
-        (`reserved_bytes`) and the bytes that CUDA and cuBLAS keep. Workspaces that operators
-        allocate while they run are not known; `course_lib.budget.device_kinds` lists some.
+        The memory must be at least the sum of two numbers: the bytes that PyTorch's allocator
+        reserves for the step (see `reserved_bytes`), and the bytes that CUDA and cuBLAS occupy.
+        Workspaces that operators allocate while they run are not included. The module docstring of
+        `course_lib.budget.device_kinds` lists some of them.
 
-        If `estimate` made this estimate, the step is estimated again with the kernels of that
-        device, and offloaded state is in host memory. An estimate that `fit` has composed from
-        steps with few blocks is used unchanged, and its kind must be "cuda". For `Rates` without a
-        GPU and an estimate of kind "cpu", only `peak_bytes` is compared.
+        If the function `estimate` made this estimate, the step is estimated again with the kernels
+        of the device and offloaded state in host memory. If `fit` computed this estimate from steps
+        with only a few of the model's blocks, it is used unchanged, and its kind must be "cuda".
+
+        For an estimate of kind "cpu" and `Rates` without a GPU, only `peak_bytes` is compared with
+        the memory.
 
         Args:
             device: Name in `RATES`, such as "RTX 4090", or the rates of another device.
             memory_bytes: Memory in bytes that may be used; by default all memory of the device.
 
         Raises:
-            ValueError: There is no such device, its memory is not known, or the estimate cannot be
-                made for it.
+            ValueError: There is no device of this name; its memory is not known; or the estimate is
+                of kind "cpu" and cannot be made again for a GPU.
         """
         rates = rates_of(device)
         memory = rates.memory_bytes if memory_bytes is None else memory_bytes
@@ -196,9 +224,10 @@ class Estimate(Table):
         return self
 
     def events(self) -> Trace:
-        """Return the step's trace with all events, but without modules and source lines.
+        """Return the trace of the step, without modules and source lines.
 
-        The first call runs the step again, and later calls return the same trace.
+        The trace includes the creation and the release of each storage. The first call runs the
+        step again on symbolic tensors. Later calls return the same trace.
         """
         cached = vars(self)
         if "_events" not in cached:
@@ -215,7 +244,7 @@ class Estimate(Table):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes copied to and from the lower tier, and bytes sent to other ranks."""
+        """Bytes that offloading copies in both directions, plus bytes sent to other ranks."""
         return self.bytes_down + self.bytes_up + self.sent_bytes
 
     def rows(self) -> list[Sequence]:
@@ -247,12 +276,12 @@ class Estimate(Table):
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a step that was run on real tensors.
+    """Result of one training step on real tensors, as returned by `run`.
 
     Attributes:
-        result: Loss and other values of the step.
-        meter: Meter under which the step ran, with the measured peak.
-        traffic: Bytes copied to and from the lower tier.
+        result: Loss, weight and gradient norm of the step.
+        meter: Memory meter under which the step ran. Its `peak_bytes` is the measured peak.
+        traffic: Bytes that offloading copied to the lower tier and back during the step.
     """
 
     result: StepResult
@@ -272,69 +301,74 @@ def estimate(
     kind: str = "cpu",
     gpu: Gpu | None = None,
 ) -> Estimate:
-    """Estimate the training step of a recipe by running it on symbolic tensors under a meter.
+    """Estimate the memory and FLOPs of a training step by running it on symbolic tensors.
 
-    Symbolic tensors need no memory. The step is that of `train_step`, with two shortcuts. If
-    several micro-batches after the first one run the same operators, they start with the same live
-    bytes, and only the last of them is run. The course's flash attention runs only one group of
-    heads, because every group needs the same memory.
+    Symbolic tensors have shapes but no values, and need no memory. The step is the one that
+    `train_step` runs, with two shortcuts. Several micro-batches after the first one may run the
+    same operators. They also start with the same live bytes, so only the last of these
+    micro-batches is run. The course's flash attention runs only one group of heads, because every
+    group needs the same memory.
 
-    **An existing model, batch or optimizer** is copied to symbolic tensors. The estimate changes
-    none of its weights, gradients and optimizer state, and no random generator. If `recipe` is an
-    optimizer, its second step is estimated, so parameters that get no gradient have no state.
-    Module hooks run, but hooks of the optimizer do not. If the model stores tensors in a cache or a
-    closure, clear it after the estimate, because it then has symbolic tensors.
+    **Existing objects.** An existing model, batch or optimizer is copied to symbolic tensors. The
+    estimate changes no weight, gradient, optimizer state or random generator. Hooks of modules run,
+    but hooks of the optimizer do not. If `recipe` is an optimizer, its second step is estimated, in
+    which parameters that get no gradient have no state. If the model stores tensors in a cache or a
+    closure, clear it after the estimate, because it then contains symbolic tensors.
 
     **Accuracy on a CPU.** A real step on a CPU uses the same number of tensor bytes, with one
-    exception: in a model with dropout, an "optimal" schedule also keeps states of random generators
-    (5,056 bytes each). Two things are not counted on any device: memory that operators allocate
-    internally (`course_lib.memory.measure` reports it), and the rounding of the allocator.
+    exception: in a model with dropout, checkpoint="optimal" also keeps states of random generators,
+    of 5,056 bytes each. Two kinds of memory are not counted on any device: memory that operators
+    allocate internally (`course_lib.memory.measure` reports it), and the rounding of the allocator.
 
-    **Accuracy on a GPU.** With the kind "cuda", the peak equals that of the step's tensors on an
-    H200 for every model and recipe that was measured there, except for models that make tensors on
-    the CPU themselves. `course_lib.budget.device_kinds` has the details.
+    **Accuracy on a GPU.** With the kind "cuda", the peak equals the measured peak of the tensors of
+    the step on an H200. This holds for every model and recipe that was measured there, except for
+    models that create tensors on the CPU themselves. `course_lib.budget.device_kinds` has the
+    details.
 
     **Models without an estimate.** A model with `nn.LSTM` cannot be estimated, because its fused
-    operator on a CPU keeps a workspace. With oneDNN disabled, the operator is not fused and the
-    model can be estimated. Models with sparse gradients cannot be estimated (see
+    operator on a CPU allocates a workspace. If oneDNN is disabled, the operator is not fused, and
+    the model can be estimated. Models with sparse gradients cannot be estimated (see
     `course_lib.symbolic.cpu_kernels.INEXACT`).
 
-    **Quantized weights.** Layers of bitsandbytes are estimated as they run on a CPU. The state of
-    the quantization is counted, and so are the weights that backward and 8-bit layers dequantize.
-    The forward pass of a 4-bit layer dequantizes its weight inside one operator, so these bytes are
-    not counted. An 8-bit layer keeps its input, but not as a saved tensor of autograd, so a
-    non-reentrant checkpoint does not release this input. With the kind "cuda", the tensors are
-    those of the source of bitsandbytes 0.50 for CUDA, and this has not been measured on a GPU.
+    **Quantized weights.** Layers of bitsandbytes are estimated as they run on a CPU. The estimate
+    includes the state of the quantization, and the weights that backward and 8-bit layers
+    dequantize. In forward, a 4-bit layer dequantizes its weight inside one operator, so the bytes
+    of the dequantized weight are not counted. An 8-bit layer stores its input, but not as a saved
+    tensor of autograd, so a non-reentrant checkpoint does not release this input. With the kind
+    "cuda", the tensors are those that the source code of bitsandbytes 0.50 allocates on CUDA. This
+    has not been measured on a GPU.
 
-    **Compiled models.** If the model or any of its modules is compiled, the estimate is that of the
-    uncompiled model. `train_step` runs it compiled, which can need less memory or more. Measure
-    that step with `course_lib.memory.measure`.
+    **Compiled models.** If the model or any of its modules is compiled, the uncompiled model is
+    estimated. `train_step` runs the compiled one, and this step can need less memory or more. Use
+    `course_lib.memory.measure` to measure the compiled step.
 
     **Several ranks.** For a recipe with several `ranks`, the estimate is for the rank that needs
     the most memory, with its share of the batch. From the second step on, it equals what
-    `course_lib.distributed` measures on that rank, except that it leaves out the losses of all
-    micro-batches after the second one, which are a few bytes each.
+    `course_lib.distributed` measures on that rank, except for a few bytes: the losses of all
+    micro-batches after the second one are left out.
 
     Args:
-        model: Function without arguments that returns the model in fp32, and is called in symbolic
-            mode; or an existing model.
-        batch: Function without arguments that returns the batch, and is called in symbolic mode; or
-            an existing batch. With several ranks, this is the whole batch, which the ranks divide.
-        recipe: Recipe of the step; or an optimizer of the model; or a function that makes an
-            optimizer for a list of parameters, such as `torch.optim.AdamW`. With an optimizer or
-            such a function, the step uses no technique, and the model keeps its dtypes.
-        loss_sum: Function (model, batch) -> (sum of losses, weight), as in `train_step`. A weight
-            that is computed from the batch must be returned as a tensor, because symbolic tensors
-            have no values.
+        model: Existing model; or function without arguments that returns the model in fp32 and is
+            called in symbolic mode.
+        batch: Existing batch; or function without arguments that returns the batch and is called in
+            symbolic mode. With several ranks, this is the whole batch, which is divided among the
+            ranks.
+        recipe: Memory-saving techniques of the step. Alternatively, an optimizer of the model, or a
+            function such as `torch.optim.AdamW` that creates an optimizer for a list of parameters.
+            The step then uses no technique, and the model keeps its dtypes.
+        loss_sum: Function (model, batch) -> (sum of losses, weight), as in `train_step`. If the
+            weight is computed from the batch, it must be returned as a tensor, because symbolic
+            tensors have no values.
         max_norm: Norm to which the gradient is clipped, as in `train_step`. The estimate includes
-            the memory of clipping.
-        split: Function (batch, parts) -> list of `parts` batches, as in `train_step`. With several
-            ranks, it also cuts the batch into the ranks' shares, and the step is that of the share
-            with the most bytes. Tensors of an estimate have shapes but no values, so `split` must
-            take the sizes of the parts from shapes or from Python numbers.
-        tier: Lower tier: "file", as on a CPU, or "host", as on a GPU.
+            the memory that clipping needs.
+        split: Function (batch, parts) -> list of `parts` batches, as in `train_step`. It must take
+            the sizes of the parts from shapes or Python numbers, because symbolic tensors have no
+            values. With several ranks, it also divides the batch among the ranks, and the step with
+            the largest share in bytes is estimated.
+        tier: Lower tier, where offloaded tensors are stored: "file", as on a CPU, or "host" for
+            host memory, as on a GPU.
         kind: Kind of device, "cpu" or "cuda", as described in `course_lib.budget.device_kinds`.
-        gpu: GPU and version of PyTorch that decide which kernel of attention runs, if the kind is
+        gpu: GPU and version of PyTorch, which decide which attention kernel runs with the kind
             "cuda". The default is an H100 or H200 with the installed version.
 
     Raises:
@@ -387,17 +421,25 @@ def run(
     budget_bytes: int | None = None,
     store: DiskStore | None = None,
 ) -> Run:
-    """Create the model and its optimizer state, and run one step on real tensors under a meter.
+    """Run one training step of a recipe on real tensors, and measure its memory.
+
+    The model and the optimizer state are created first, so the measured step is like any later
+    step.
 
     Args:
-        make_model, make_batch, recipe, loss_sum, max_norm, split: Model, batch and options, as in
-            `estimate`.
-        budget_bytes: Limit in bytes for the tensors of the step.
+        make_model: Function without arguments that returns the model in fp32.
+        make_batch: Function without arguments that returns the batch.
+        recipe: Memory-saving techniques of the step.
+        loss_sum: Function (model, batch) -> (sum of losses, weight), as in `train_step`. By
+            default, the model's own loss is used.
+        max_norm: Norm to which the gradient is clipped; None for no clipping.
+        split: Function (batch, parts) -> list of `parts` batches, as in `train_step`.
+        budget_bytes: Limit in bytes for all live tensors of the step; None for no limit.
         store: Store for offloaded tensors. The default is a temporary file.
 
     Raises:
-        course_lib.memory.MemoryBudgetExceeded: An operator exceeded the budget. The message names
-            it.
+        course_lib.memory.MemoryBudgetExceeded: An operator exceeded `budget_bytes`. The message
+            gives the name of the operator.
     """
     check_arguments(make_model, make_batch, recipe)
     own = store is None

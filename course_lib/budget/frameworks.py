@@ -31,15 +31,19 @@ _SET_BY_FSDP_LINES = ("precision", "ranks", "shard", "blocks")
 
 @dataclass(frozen=True, repr=False)
 class TrainerLines:
-    """Arguments of `TrainingArguments` for a recipe, and what the Trainer does differently.
+    """A recipe as arguments of Hugging Face's `TrainingArguments`, with the remaining differences.
 
-    Converted to a string, it is a call of `TrainingArguments`, with the differences as comments.
+    A recipe is a set of memory-saving techniques for a training step, and the arguments cannot
+    express all of them. `str()` of this object is a call of `TrainingArguments` as code, with the
+    differences as comments.
 
     Attributes:
-        arguments: Mapping from the name of an argument to its value. `TrainingArguments` needs
-            `output_dir` as well.
-        differences: Sentences about techniques of the recipe that these arguments do not set.
-        recipe: The recipe without these techniques, for an estimate of the Trainer's step.
+        arguments: Mapping from the name of each argument to its value. The argument `output_dir`,
+            which `TrainingArguments` also needs, is not included.
+        differences: Sentences, each on one difference between the recipe's step and the Trainer's
+            step with these arguments.
+        recipe: Recipe of the Trainer's step, for an estimate of its memory. It lacks the techniques
+            that the Trainer does not support.
     """
 
     arguments: Mapping[str, Any]
@@ -69,14 +73,16 @@ def _as_code(value: object) -> str:
 
 
 def trainer_lines(recipe: Recipe, samples: int | None) -> TrainerLines:
-    """Return the recipe as arguments of Hugging Face's `TrainingArguments`, with the differences.
+    """Return a recipe as arguments of Hugging Face's `TrainingArguments`.
 
-    The names of the arguments are those of transformers 5.23, in which `gradient_checkpointing` is
+    The result also lists the differences between the Trainer's step and the recipe's step. The
+    names of the arguments are those of transformers 5.23, in which `gradient_checkpointing` is
     called `activation_checkpointing`.
 
     Args:
-        recipe: The recipe.
-        samples: Number of samples in the batch of all ranks; None if it is not known.
+        recipe: Memory-saving techniques of the training step.
+        samples: Number of samples in the whole batch, over all ranks. If it is None, the argument
+            `per_device_train_batch_size` is left out.
     """
     arguments: dict[str, Any] = {}
     samples_per_step = None
@@ -242,18 +248,20 @@ def _differences_of_head_and_optimizer(recipe: Recipe) -> Iterator[str]:
 
 
 def fsdp_lines(recipe: Recipe, blocks: Sequence[str]) -> str:
-    """Return code that shards a model with FSDP2 as the recipe does, to paste before training.
+    """Return Python code that shards a model with FSDP2, to be pasted into a training script.
 
-    The code expects a variable `model` and processes that torchrun has started. If the recipe has
-    checkpoints, the code puts one around every block. A comment at the end lists the fields of the
-    recipe that the code does not set.
+    The code expects a variable `model`, and processes that torchrun has started. If the recipe uses
+    any checkpoints, the code checkpoints every block. A comment at the end lists the fields of the
+    recipe that the code does not implement.
 
     Args:
-        recipe: A recipe with shard "zero2" or "zero3".
-        blocks: Names of the blocks, as in `model.named_modules()`.
+        recipe: Memory-saving techniques of the training step. Its `shard` must be "zero2" or
+            "zero3".
+        blocks: Names of the blocks to shard one by one, as in `model.named_modules()`. Blocks are
+            the repeated layers of the model.
 
     Raises:
-        ValueError: The recipe shards no gradients, so FSDP2 does not apply.
+        ValueError: `recipe.shard` is neither "zero2" nor "zero3".
     """
     if recipe.shard not in ("zero2", "zero3"):
         raise ValueError(f"shard must be 'zero2' or 'zero3' for FSDP2, got {recipe.shard!r}")

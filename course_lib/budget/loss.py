@@ -44,14 +44,23 @@ LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 def loss_of(
     model: nn.Module, batch: Any, recipe: Recipe, loss_sum=None
 ) -> tuple[Tensor, float | Tensor]:
-    """Return (sum of losses, weight) of one micro-batch.
+    """Return the loss of one micro-batch as a pair (sum of losses, weight).
 
-    Both are computed by `loss_sum(model, batch)` if this function is given. Otherwise, if
-    `runs_stages(model, recipe)`, they are computed by the model's own chain of stages, and in all
-    other cases by the model's own loss.
+    The weight is the number of tokens or samples in the sum. The pair comes from the first of these
+    sources that exists:
+
+    - the function `loss_sum(model, batch)`, if it is given;
+    - the model's method `stages`, if the recipe runs it (see `runs_stages`);
+    - the model's own loss.
+
+    Args:
+        model: Model to train.
+        batch: The micro-batch.
+        recipe: Memory-saving techniques of the training step.
+        loss_sum: Function of the user that computes the pair, or None.
 
     Raises:
-        ValueError: The model's code uses a symbolic tensor that it has kept since an estimate.
+        ValueError: The model's code uses a symbolic tensor that it has stored during an estimate.
     """
     try:
         with views_by_geometry() if is_symbolic() else nullcontext():
@@ -75,18 +84,25 @@ def _loss_of(model, batch, recipe: Recipe, loss_sum) -> tuple[Tensor, float | Te
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that require gradients."""
+    """Return the parameters of a model that require gradients, as a list."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
-    """Raise an error if the loss cannot be used with the recipe.
+    """Raise an error if the model has no loss, or if its loss cannot be used with the recipe.
 
-    To add up the losses of several micro-batches, the weight of each loss must be known.
+    For several micro-batches, the loss must be a sum with a known weight, because means cannot be
+    added up. The weight is the number of tokens or samples in the sum.
+
+    Args:
+        model: Model to train.
+        recipe: Memory-saving techniques of the training step.
+        loss_sum: Function (model, batch) -> (sum of losses, weight); None for the model's own loss.
 
     Raises:
         TypeError: The model has no loss, or `loss_sum` is not a function of (model, batch).
-        ValueError: Recipe and loss cannot be combined, such as several micro-batches with a mean.
+        ValueError: Recipe and loss cannot be combined. For example, the recipe has several
+            micro-batches and the loss is a mean.
         RuntimeError: Gradients are switched off.
     """
     check_gradients_enabled()
@@ -130,7 +146,15 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
 
 
 def warn_if_not_compiled(model: nn.Module, loss_sum: Any) -> None:
-    """Warn if the model was compiled but its loss calls the uncompiled module inside it."""
+    """Warn if a model was compiled, but its loss runs uncompiled.
+
+    `torch.compile(model)` does not compile the methods `loss` and `loss_sum` of the model. Such a
+    method calls the original, uncompiled module. Nothing happens if `loss_sum` is given.
+
+    Args:
+        model: Model to train.
+        loss_sum: Function of the user that computes the loss instead of the model; or None.
+    """
     names = [name for name in ("loss_sum", "loss") if has_method(model, name)]
     if loss_sum is None and hasattr(model, "_orig_mod") and names:
         name = type(wrapped_in(model)).__name__

@@ -64,10 +64,11 @@ class _ItemReturnsOne(TorchFunctionMode):
 
 
 class Adafactor(torch.optim.Adafactor):
-    """PyTorch's Adafactor, changed so that it also runs on symbolic tensors.
+    """PyTorch's Adafactor, changed so that its step can also run on symbolic tensors.
 
-    Adafactor reads the values of norms to scale its steps, and symbolic tensors have no values. The
-    memory of a step does not depend on these values, so they are replaced by 1.0.
+    Symbolic tensors have shapes but no values. Adafactor reads the values of norms to scale its
+    updates. On symbolic tensors, each of these values is replaced by 1.0, because the memory of a
+    step does not depend on them. On real tensors, nothing changes.
     """
 
     def step(self, closure=None):
@@ -87,9 +88,9 @@ class Lion(torch.optim.Optimizer):
     rate must therefore be smaller than Adam's (Chen et al. 2023).
 
     Args:
-        params: Parameters, or groups of them.
+        params: Parameters, or parameter groups as in any `torch.optim.Optimizer`.
         lr: Learning rate.
-        betas: Coefficients beta1, for the update, and beta2, for the new momentum.
+        betas: Coefficients (beta1, beta2). beta1 is for the update, and beta2 for the new momentum.
         weight_decay: Coefficient of the decoupled weight decay.
 
     Source: Chen et al. 2023, arXiv:2302.06675.
@@ -122,21 +123,31 @@ class Lion(torch.optim.Optimizer):
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """Optimizer that allocates the state of bitsandbytes' 8-bit Adam, to estimate its memory.
+    """Stand-in for bitsandbytes' 8-bit Adam, which allocates the same state but updates nothing.
 
-    It runs on symbolic tensors and changes no parameter. Each of the two moments has one byte per
-    element, one fp32 scale per 256 elements, and a table of 256 fp32 elements, which all parameters
-    share. Three kinds of parameters have fp32 moments instead: parameters with fewer than 4,096
-    elements, parameters of a group with `optim_bits=32`, and weights that a module has registered
-    with bitsandbytes for fp32 state, such as those of its `StableEmbedding` and `Embedding`. The
-    step allocates no temporaries, because bitsandbytes runs it as one operator.
+    This class runs on symbolic tensors, to estimate the memory of a training step. Adam's state
+    consists of two moments per parameter. In 8 bits, each moment has three parts:
 
-    Source: Dettmers et al. 2022, arXiv:2110.02861, section 2; the limit and the registered weights
-    are those of `bitsandbytes.optim.optimizer`.
+    - one byte per element;
+    - one fp32 scale per 256 elements;
+    - a table of 256 fp32 elements, which all parameters share.
 
-    The paged variants of bitsandbytes have the same state. By the source of bitsandbytes 0.50, a
-    paged optimizer is not paged on a CPU. On a GPU, the state of a parameter with at least 100,000
-    elements is in memory that the driver may move to the host. An estimate counts it on the device.
+    Three kinds of parameters have fp32 moments instead:
+
+    - parameters with fewer than 4,096 elements;
+    - parameters of a group with `optim_bits=32`;
+    - weights that a module has registered with bitsandbytes for fp32 state, such as those of the
+      modules `StableEmbedding` and `Embedding` of bitsandbytes.
+
+    The step allocates no temporary tensors, because bitsandbytes runs it as one operator.
+
+    The paged variants of bitsandbytes have the same state. On a GPU, they put the state of a
+    parameter with at least 100,000 elements into memory that the driver may move to the host. An
+    estimate counts this state on the device. On a CPU, a paged optimizer is not paged, according to
+    the source code of bitsandbytes 0.50.
+
+    Source: Dettmers et al. 2022, arXiv:2110.02861, section 2. The limit of 4,096 elements and the
+    registered weights are those of `bitsandbytes.optim.optimizer`.
     """
 
     BLOCK = 256  # elements per scale
@@ -205,12 +216,14 @@ def _adamw_of_bitsandbytes() -> OptimizerClass:
 
 
 class TwoOptimizers(torch.optim.Optimizer):
-    """Optimizer that consists of two optimizers, each of which updates its own parameter groups.
+    """Optimizer that updates some parameter groups with one optimizer, and the rest with another.
 
     Args:
-        params: Groups of parameters. The second optimizer updates those with the setting "rest".
+        params: Parameter groups, as dicts. The second optimizer updates the groups with the entry
+            `"rest": True`, and the first one updates all other groups.
         lr: Learning rate of both optimizers.
-        first, second: Functions that take a list of parameter groups and return their optimizer.
+        first: Function that takes a list of parameter groups and returns the first optimizer.
+        second: Function that takes a list of parameter groups and returns the second optimizer.
     """
 
     def __init__(self, params, lr: float, first: OptimizerClass, second: OptimizerClass):
@@ -236,14 +249,15 @@ class TwoOptimizers(torch.optim.Optimizer):
 
 
 def matrices_of_blocks(model: nn.Module) -> set[Tensor]:
-    """Return the weights that Muon updates: the matrices of a model's blocks.
+    """Return the weights that Muon updates: the matrices in the blocks of a model.
 
-    They are the trained parameters with two dimensions in the lists of blocks that
-    `course_lib.checkpoint.checkpoint_blocks` finds, except those of an embedding. The output head
-    and everything else outside of the blocks are not among them.
+    Blocks are the repeated layers in the lists that `course_lib.checkpoint.checkpoint_blocks`
+    finds. The matrices are the parameters with two dimensions that require gradients, except those
+    of embeddings. Parameters outside of the blocks, such as the output head, are not included. The
+    set is empty if the model has no list of blocks.
 
-    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon, where AdamW updates the first and
-    the last layer of a model, and all parameters that are not matrices.
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon. There, AdamW updates the first
+    and the last layer of a model, and all parameters that are not matrices.
     """
     tables = nn.Embedding, nn.EmbeddingBag
     embedded = {p for m in model.modules() if isinstance(m, tables) for p in m.parameters()}
@@ -259,31 +273,32 @@ def matrices_of_blocks(model: nn.Module) -> set[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRow:
-    """Class, settings and properties of one optimizer.
+    """One row of the table `OPTIMIZERS`: class, arguments and properties of an optimizer.
 
     Attributes:
-        base: Class that updates the parameters. It must also run on symbolic tensors.
-        select_parameters: Function of a model that returns the parameters that `base` updates; None
-            if it updates all of them.
-        rest: Name of the row whose optimizer updates all other parameters; None if there are none.
-        load_base: Function that imports the class for real steps, if that class belongs to another
-            package and `base` only allocates its state. It raises ValueError if the package is not
-            installed. None if `base` also runs real steps.
-        settings: Arguments of the class, apart from the learning rate and those in `updates`.
-        updates: Mapping from each variant of the update to the arguments that choose it. One of the
-            keys is None, the default of the class.
-        default_on_cuda: Variant that the class uses by default for parameters on CUDA.
-        state_tensors: Number of tensors in the state of a parameter, each as large as the
-            parameter. None if the number is not the same for all parameters, in which case the
-            state cannot be offloaded.
-        shares_state: Whether parameters share a tensor of the state. The state of all parameters is
-            then smaller than the sum of their individual states.
-        aliases: Other names that the command line accepts.
+        base: Class of the optimizer, which must be able to run on symbolic tensors.
+        select_parameters: Function that takes a model and returns the set of parameters that `base`
+            updates. None if it updates all parameters.
+        rest: Name of the row whose optimizer updates all other parameters. None if
+            `select_parameters` is None.
+        load_base: Function that imports and returns the class for steps on real tensors, and raises
+            ValueError if its package is not installed. None if `base` runs these steps as well.
+        settings: Arguments of the class. The learning rate and the arguments in `updates` are not
+            included.
+        updates: Mapping from each variant of the update, such as "foreach", to the arguments that
+            select it. The key None stands for the default of the class, and must exist.
+        default_on_cuda: Variant that the class uses by default if the parameters are on CUDA.
+        state_tensors: Number of tensors that the state of each parameter consists of, each as large
+            as the parameter. None if this does not hold for the state of every parameter. The state
+            then cannot be offloaded.
+        shares_state: Whether several parameters share a tensor of the state, such as the tables of
+            8-bit Adam.
+        aliases: Other names of the optimizer that the command line accepts.
 
     Raises:
-        TypeError: An attribute is missing, or `state_tensors` is not a whole number or None.
-        ValueError: `updates` does not contain `default_on_cuda` or None, `state_tensors` is
-            negative, or only one of `select_parameters` and `rest` is None.
+        TypeError: An attribute is missing, or `state_tensors` is neither a whole number nor None.
+        ValueError: `updates` has no key None or no key `default_on_cuda`; `state_tensors` is
+            negative; or only one of `select_parameters` and `rest` is None.
     """
 
     base: OptimizerClass
@@ -310,16 +325,20 @@ class OptimizerRow:
 
     @property
     def can_offload_state(self) -> bool:
-        """Whether a recipe may offload the state (or the master weights if there is no state)."""
+        """Whether a training step can keep the state of this optimizer in the lower tier.
+
+        For an optimizer without state, such as SGD, the value says whether the master weights can
+        be offloaded.
+        """
         return self.state_tensors is not None
 
     @property
     def host_update_bytes(self) -> int:
-        """Bytes per parameter that the host reads and writes in its memory for an update.
+        """Bytes that the host reads and writes in its memory to update one scalar parameter.
 
         The host reads the gradient, the weight and the state in fp32, and writes the weight and the
-        state. With master weights the sum is the same: the gradient arrives in bf16, and the
-        parameter is also written in bf16.
+        state. With master weights the sum is the same: the gradient arrives in bf16 (2 bytes less),
+        and the updated parameter is also written in bf16 (2 bytes more).
 
         Raises:
             ValueError: The state cannot be offloaded, so the host never updates parameters.
@@ -333,10 +352,10 @@ class OptimizerRow:
 
     @property
     def host_state_bytes(self) -> int:
-        """Bytes per parameter that stay in host memory if its state is offloaded to the host.
+        """Bytes of host memory per scalar parameter whose state is offloaded to the host.
 
-        These bytes are the weight and the state, both in fp32. During a step, the host also holds
-        copies of gradients and of updated parameters, which are not included.
+        The number is the size of the weight and the state, both in fp32. Copies of gradients and of
+        updated parameters are also in host memory during a step, but are not included.
 
         Raises:
             ValueError: The state cannot be offloaded.
@@ -439,12 +458,15 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
 
 
 def class_and_settings(optimizer: str, update: str | None) -> tuple[OptimizerClass, dict[str, Any]]:
-    """Return the optimizer's class and its arguments, apart from the learning rate.
+    """Return the class of an optimizer, and a dict of its arguments without the learning rate.
+
+    For an optimizer that leaves some parameters to a second one, such as Muon, the class is
+    `TwoOptimizers`.
 
     Args:
-        optimizer: Name in `OPTIMIZERS`.
-        update: Variant of the update, a key of `OPTIMIZERS[optimizer].updates`. None is the default
-            variant.
+        optimizer: Name in `OPTIMIZERS`, such as "adam".
+        update: Variant of the update, such as "foreach": a key of `OPTIMIZERS[optimizer].updates`.
+            None selects the default of the class.
 
     Raises:
         ValueError: The class belongs to a package that is not installed.

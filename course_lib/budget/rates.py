@@ -36,35 +36,37 @@ if TYPE_CHECKING:
 class Rates:
     """Speed of a machine in FLOPs and bytes per second, and the memory of its device.
 
-    `seconds` converts the estimate of a step into its duration. For a device that is not in
-    `RATES`, create an object of this class, or change one from the table:
-    `dataclasses.replace(RATES["A100"], memory_bytes=40 << 30)`.
+    The method `seconds` computes the duration of an estimated training step from these numbers. For
+    a device that is not in the table `RATES`, create an object of this class, or change one from
+    the table: `dataclasses.replace(RATES["A100"], memory_bytes=40 << 30)`.
 
     Attributes:
         fp32_flops: FLOPs per second of matrix products in fp32.
         bf16_flops: FLOPs per second of matrix products in bf16.
-        link_bytes: Bytes per second, in each direction, between the device and its lower tier.
+        link_bytes: Bytes per second, in each direction, between the device and the lower tier,
+            which is host memory or a disk.
         source: Text that names the source of these numbers.
         host_bytes: Bytes per second that the host reads and writes in its memory when it updates
-            parameters. Infinity means that this work is not counted.
+            parameters. Infinity means that this time is not counted.
         memory_bytes: Memory of the device in bytes; None if it is not known.
-        flops_share: Share of `fp32_flops` or `bf16_flops` that a training step reaches.
-        link_share: Share of `link_bytes` that a copy reaches.
-        peer_bytes: Bytes per second from one device of a machine to another. Infinity means that
-            this communication is not counted.
-        network_bytes: Bytes per second of one network card, in each direction. It matters only if
-            there are more ranks than `peers` (see `ring_rate`).
+        flops_share: Share of `fp32_flops` or `bf16_flops` that a training step reaches, from 0 to
+            1.
+        link_share: Share of `link_bytes` that a copy reaches, from 0 to 1.
+        peer_bytes: Bytes per second from one device of the machine to another. Infinity means that
+            this time is not counted.
+        network_bytes: Bytes per second of one network card, in each direction. This number is used
+            only if a step has more ranks than `peers`.
         peers: Number of devices per machine.
         network_cards: Number of network cards per machine.
-        capability: Compute capability of an NVIDIA GPU, on which the size of cuBLAS's workspace and
-            the attention kernels depend; None for any other device.
-        context_bytes: Bytes of the device's memory that CUDA keeps for a process. Required if
+        capability: Compute capability of an NVIDIA GPU, such as (9, 0); None for any other device.
+            The attention kernels and the size of cuBLAS's workspace depend on it.
+        context_bytes: Bytes of the device's memory that CUDA occupies for each process. Required if
             `capability` is given.
         context_source: Text that names the source of `context_bytes`.
 
     Raises:
-        TypeError, ValueError: A value has the wrong type or is out of its range, or
-            `context_bytes` is missing.
+        TypeError, ValueError: A value has the wrong type or is out of its range, or `context_bytes`
+            is missing.
     """
 
     fp32_flops: float
@@ -107,22 +109,32 @@ class Rates:
 
     @property
     def gpu(self) -> Gpu | None:
-        """GPU whose attention kernels an estimate assumes; None if `capability` is None."""
+        """`Gpu` with the compute capability of this device, for the argument `gpu` of `estimate`.
+
+        The value is None if `capability` is None.
+        """
         return None if self.capability is None else Gpu(self.capability)
 
     def parts(self, estimate: Estimate) -> dict[str, float]:
-        """Return the seconds of each part of a step, as if each part ran alone.
+        """Return the duration of each part of an estimated training step, in seconds.
+
+        Each duration is computed as if the part ran alone. The method `seconds` combines the parts.
+
+        Args:
+            estimate: Estimate of the step.
 
         Returns:
-            A dict with these keys:
+            A dict from the name of each part to seconds:
 
-            - "compute": the FLOPs of the step.
+            - "compute": all FLOPs of the step.
             - "down" and "up": copies of activations to the lower tier and back. With the tier
               "file", copies of optimizer state are included.
-            - "gradients", "update" and "parameters": with the tier "host", the copies of gradients
-              to the host, the update of parameters on the host, and the copies of parameters back.
-            - "ranks": communication between N ranks in rings, where each link carries (N - 1)/N of
-              the bytes at `ring_rate`. The latency of each collective is not counted.
+            - "gradients", "update" and "parameters": copies of gradients to the host, the update of
+              parameters on the host, and copies of parameters back. With the tier "file", these
+              parts are 0.
+            - "ranks": communication of N ranks in a ring, in which each link carries (N - 1)/N of
+              `estimate.sent_bytes` at the rate `ring_rate`. The latency of each collective is not
+              counted.
         """
         recipe = estimate.recipe
         link = self.link_bytes * self.link_share
@@ -144,21 +156,26 @@ class Rates:
         }
 
     def ring_rate(self, ranks: int) -> float:
-        """Return the bytes per second that a ring collective passes through each device.
+        """Return the rate of ring collectives, in bytes per second that each rank passes on.
 
-        Each machine has `peers` ranks, except the last one, which has the rest. On a single
-        machine, the rate is `peer_bytes`.
+        In a ring collective, such as NCCL's all-reduce, each rank sends data to the next rank of a
+        ring. Each machine runs `peers` ranks, except the last machine, which may run fewer.
 
-        On several machines, NCCL makes several rings, each of which enters and leaves every machine
-        through another network card. Every device passes on all bytes, and the cards that a machine
-        uses share them. The rate is therefore `peer_bytes` or the sum of `network_bytes` over these
-        cards, whichever is lower. A ring leaves a machine from a device with a card of its own, so
-        a machine does not use more cards than it has ranks, and the machine with the fewest ranks
-        limits the rate. For example, 9 ranks on machines with 8 devices use one card per machine.
+        On a single machine, the rate is `peer_bytes`. On several machines, the rate is the lower of
+        two numbers: `peer_bytes`, and `network_bytes` times the number of network cards in use per
+        machine. The number of cards in use is `network_cards`, but at most the number of ranks on
+        the machine with the fewest ranks. For example, 9 ranks on machines with 8 devices use one
+        card per machine.
+
+        The reason for this limit is that NCCL divides the data among several rings. Each ring
+        enters and leaves a machine through another network card, and leaves it from another device.
+
+        Args:
+            ranks: Number of ranks in the ring.
 
         Source: github.com/NVIDIA/nccl, issue 412. According to a maintainer, NCCL uses several
         network cards at once if the devices of a machine exchange data as fast as all of these
-        cards together. NVLink does, and PCIe does not.
+        cards together. NVLink is fast enough, and PCIe is not.
         """
         if ranks <= self.peers:
             return self.peer_bytes
@@ -166,16 +183,25 @@ class Rates:
         return min(self.peer_bytes, min(self.network_cards, fewest) * self.network_bytes)
 
     def seconds(self, estimate: Estimate) -> float:
-        """Return the duration of the step in seconds.
+        """Return the duration of an estimated training step on this machine, in seconds.
 
-        Of parts that overlap, only the longest one counts. Parts that do not overlap are added up.
+        The durations of the parts of the step come from the method `parts`. How they are combined
+        depends on the lower tier of the estimate.
 
-        With the tier "file", nothing overlaps. With the tier "host", communication between ranks
-        overlaps with the compute, and so do copies of activations, except for the seconds that
-        `exposed_seconds` returns. In the optimizer step, the copy of one parameter's gradient, the
-        update of a second parameter and the copy of a third parameter overlap. If the optimizer
-        steps in backward, these three do not overlap, because only one parameter is updated at a
-        time.
+        **Tier "file".** No two parts overlap, so the durations are added up.
+
+        **Tier "host", forward and backward.** The compute overlaps with the communication between
+        ranks and with the copies of activations. The seconds in which the compute waits for copies
+        (see `exposed_seconds`) are added to the compute. The longer of this sum and the
+        communication counts.
+
+        **Tier "host", optimizer step.** For offloaded optimizer state, three parts overlap: copies
+        of gradients to the host, updates on the host, and copies of parameters back. Only the
+        longest of them counts. If the optimizer updates each parameter during backward, the three
+        parts are added up instead, because only one parameter is updated at a time.
+
+        Args:
+            estimate: Estimate of the step.
         """
         part = self.parts(estimate)
         if estimate.tier == "file":
@@ -196,29 +222,35 @@ def _host_update_bytes(estimate: Estimate) -> int:
 
 
 def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> float:
-    """Return the seconds in which the compute waits for copies of activations.
+    """Return the seconds for which the compute of a step waits for copies of offloaded activations.
 
-    The copies to the host take D seconds in total and overlap with forward, which takes F seconds.
-    The copies back take U seconds and overlap with backward, which takes G seconds. Storages are
-    saved in groups of n on average. While the operator after a group runs, the last f storages of
-    the group are still being copied (f is `in_flight`), and forward waits for the other copies.
-    Backward fetches p storages ahead (p is `prefetch`), and waits for the other copies:
+    The result is
 
         max(D - F, max(0, 1 - f/n) D) + max(U - G, max(0, 1 - p/n) U)
 
-    Without checkpoints n is 2, because a matrix product and the operator before it each save their
-    input, and F is a third of the compute. With checkpoints n is 1 (the input of a block), and F is
-    a quarter. If p and f are at least n, the formula counts, layer by layer, the longer of compute
-    and copy, as in vDNN (Rhu et al. 2016, arXiv:1602.08124).
+    where
 
-    The formula was compared with the clock of `SimulatedDevice`, on links where D is between half
-    of F and four times F, with p from 0 to 2 and f of 1 and 2. For a step of an MLP of 16 layers,
-    the clock agrees with the formula to within 3%. A step of a decoder, whose matrix products
-    differ in size, takes up to 23% longer than the formula says (16% longer with checkpoints around
-    8 layers), and hardly ever takes less time.
+    - D is the time of all copies to the host, which overlap with the forward compute of F seconds;
+    - U is the time of all copies back, which overlap with the backward compute of G seconds;
+    - n is the average number of storages that are saved for backward one right after the other;
+    - f is `in_flight`, the number of copies to the host that may run at once: if f is below n,
+      forward waits for n - f of n copies;
+    - p is `prefetch`, the number of storages that backward fetches ahead: if p is below n, backward
+      waits for n - p of n copies.
+
+    Without checkpoints, F is a third of the compute, and n is 2: a matrix product and the operator
+    before it each save their input. With checkpoints, F is a quarter of the compute, and n is 1:
+    only the input of a block is saved. If p and f are at least n, the formula counts the longer of
+    compute and copy for each layer, as in vDNN (Rhu et al. 2016, arXiv:1602.08124).
+
+    The formula was compared with the clock of `SimulatedDevice`. The values of D were between half
+    of F and four times F, those of p between 0 and 2, and those of f 1 and 2. For a step of an MLP
+    of 16 layers, the clock and the formula agree to within 3%. A step of a decoder, whose matrix
+    products differ in size, takes up to 23% longer on the clock (16% with checkpoints around 8
+    layers). The step hardly ever takes less time than the formula says.
 
     Args:
-        recipe: Recipe with `prefetch` and `in_flight`.
+        recipe: Techniques of the step, with the fields `prefetch`, `in_flight` and `checkpoint`.
         compute: Seconds of all FLOPs, F + G.
         down: Seconds of all copies to the host, D.
         up: Seconds of all copies back, U.
@@ -416,7 +448,11 @@ DEVICE_NAMES = {
 
 
 def rates_of(device: str | Rates) -> Rates:
-    """Return the row of `RATES` for a device's name, or `device` itself if it is a `Rates`.
+    """Return the rates of a device, given its name or the rates themselves.
+
+    Args:
+        device: Name in the table `RATES` or another common spelling of it, such as "RTX 4090" or
+            "4090"; or `Rates`, which are returned unchanged.
 
     Raises:
         ValueError: There is no device of this name. The message gives the most similar name.
@@ -433,10 +469,11 @@ def rates_of(device: str | Rates) -> Rates:
 
 
 def this_machine(file: Path | str | None = None) -> Rates:
-    """Return the rates of this machine. The first call measures them and stores them in a file.
+    """Return the rates of this machine, which are measured only once and then read from a file.
 
-    Delete the file to measure them again. Rates that were measured on another device or with
-    another version of PyTorch are not used.
+    The first call measures the rates for a few seconds and writes the file. Delete the file to
+    measure the rates again. They are also measured again if the file was written for another device
+    or for another version of PyTorch.
 
     Args:
         file: JSON file. The default is `course_lib/rates.json` in the user's cache folder
@@ -475,11 +512,15 @@ def _with_this_gpu(rates: Rates) -> Rates:
 
 
 def measured_rates(seconds: float = 2.0) -> Rates:
-    """Measure the rates of this machine in about `seconds` seconds and return them.
+    """Measure the rates of this machine.
 
-    The loops run matrix products in fp32 and bf16, copies to the lower tier and back, and an
-    addition in host memory that reads two large tensors and writes a third one. The lower tier is
-    host memory on CUDA, and a file otherwise. A training step reaches lower rates than these loops.
+    Loops run matrix products in fp32 and bf16, copies to the lower tier and back, and additions of
+    large tensors in host memory. The lower tier is host memory if there is a GPU, and a file
+    otherwise. The result has the rate of the fastest iteration of each loop. A training step
+    reaches lower rates.
+
+    Args:
+        seconds: Approximate duration of all measurements together.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size, turn = (8192, seconds / 5) if device.type == "cuda" else (1024, seconds / 5)

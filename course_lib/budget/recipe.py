@@ -24,79 +24,89 @@ from .techniques.precision import PRECISIONS
 class Recipe:
     """Settings of all memory-saving techniques of a training step.
 
-    The default is the baseline, which uses none of them.
+    The default settings use no technique. A step with these settings is called the baseline.
+
+    A *block* is a repeated layer of the model. A *chain* is a sequence of functions, each of which
+    takes the output of the previous one. The *lower tier* is the place of offloaded tensors: host
+    memory for a model on a GPU, and a file for a model on a CPU.
 
     Attributes:
-        precision: "fp32"; or "bf16" for parameters, gradients and activations in bfloat16 with fp32
-            master weights. "autocast" has parameters, gradients and optimizer state in fp32, and
-            runs `model.forward` under `torch.autocast` in bfloat16 and returns its output in fp32,
-            as Hugging Face's Trainer does with `bf16=True`. A model with frozen parameters keeps
-            its dtypes under autocast. "bf16-only" has parameters, gradients and optimizer state in
-            bfloat16, without master weights. None keeps the dtypes of the model, without master
-            weights unless the optimizer is offloaded.
+        precision: Dtypes of the step. "fp32" uses float32 throughout. "bf16" has parameters,
+            gradients and activations in bfloat16, and fp32 master weights. "bf16-only" has
+            parameters, gradients and optimizer state in bfloat16, without master weights.
+            "autocast" has parameters, gradients and optimizer state in float32. It runs
+            `model.forward` under `torch.autocast` in bfloat16 and converts the output to float32,
+            as Hugging Face's Trainer does with `bf16=True`. Under autocast, a model with frozen
+            parameters keeps its dtypes. None keeps the dtypes of the model. In this case, master
+            weights exist only if `offload_optimizer` is above 0.
         optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9), "adafactor", "lion",
-            "adam8bit" or "muon". The state of "adam8bit" is estimated by a formula, and its real
-            step requires bitsandbytes. "muon" updates the matrices of the model's blocks, and AdamW
-            updates all other parameters (see `optimizers.matrices_of_blocks`). In all other cases
-            one optimizer updates all parameters. A step with several optimizers, as in a GAN,
-            cannot be written as a recipe, but `MemoryMeter(model, [a, b])` measures it.
-        update: "loop" updates one parameter after the other. "foreach" updates all at once, with
-            temporaries as large as all parameters together. "fused" updates all in one operator.
-            None is PyTorch's own choice: "loop" on a CPU and, for most optimizers, "foreach" on
-            CUDA. `course_lib.budget.optimizers.OPTIMIZERS` lists the variants of each optimizer.
-        offload_optimizer: Fraction of the optimizer state, master weights included, that is kept in
-            the lower tier.
-        attention: "flash" saves one number per row of scores. It works in any model that calls
-            `F.scaled_dot_product_attention` without masks or dropout, or that is built from
-            `course_lib.models.Attention`. "standard" saves the softmax of the scores in models that
-            are built from `course_lib.models.Attention`, and leaves all other models unchanged.
-            None leaves all models unchanged. "eager" and "sdpa" call the method
-            `set_attn_implementation` of Hugging Face models.
-        checkpoint: "none"; "layers" saves the input of every block; "selective" saves the matrix
-            products of every block; "segments" saves the input of every segment, a run of
-            consecutive blocks; "optimal" saves what the fastest schedule within `schedule_bytes`
-            keeps. "segments" and "optimal" run the model's own chain if it defines one (see
-            `course_lib.models.Decoder.stages`) and the precision is not "autocast". Otherwise its
-            blocks must form a chain, in which the input of each block is the output of the previous
-            one.
-        blocks: Names of the blocks to checkpoint: one name with wildcards, such as
-            "model.layers.*", or several. None selects all lists of blocks (see
-            `course_lib.checkpoint.checkpoint_blocks`), for example both an encoder and a decoder.
-            If these do not form one chain, "segments" and "optimal" need the names of one list.
-        first_blocks: Number of blocks to checkpoint, counted through all lists of blocks from the
-            first block on. None checkpoints all blocks.
-        segments: Number of segments; only with checkpoint="segments". The last segment is not
+            "adam8bit" or "muon". An estimate computes the state of "adam8bit" by a formula; a real
+            step requires bitsandbytes. With "muon", Muon updates the matrices of the model's
+            blocks, and AdamW all other parameters (see `optimizers.matrices_of_blocks`). A step
+            with several optimizers of the user, as in a GAN, cannot be written as a recipe, but
+            `MemoryMeter(model, [a, b])` measures it.
+        update: Variant of the optimizer update. "loop" updates one parameter after the other.
+            "foreach" updates all parameters at once, with temporary tensors as large as all
+            parameters together. "fused" updates all parameters in one operator. None is PyTorch's
+            own choice: "loop" on a CPU and, for most optimizers, "foreach" on CUDA.
+            `course_lib.budget.optimizers.OPTIMIZERS` lists the variants of each optimizer.
+        offload_optimizer: Fraction of the optimizer state, including master weights, that is stored
+            in the lower tier; from 0 to 1.
+        attention: Implementation of attention. "flash" saves a single number per query and head
+            instead of the attention probabilities. It works in models that are built from
+            `course_lib.models.Attention`, and in models that call `F.scaled_dot_product_attention`
+            without masks or dropout. "standard" saves the attention probabilities in models that
+            are built from `course_lib.models.Attention`, and leaves other models unchanged. "eager"
+            and "sdpa" select an implementation of a Hugging Face model, by its method
+            `set_attn_implementation`. None leaves every model unchanged.
+        checkpoint: Activations that are saved for backward, while all others are recomputed. "none"
+            saves all activations. "layers" saves the input of every block. "selective" saves the
+            outputs of the matrix products in every block. "segments" saves the input of every
+            segment, a number of consecutive blocks. "optimal" saves what the fastest schedule
+            within `schedule_bytes` saves. "segments" and "optimal" run the chain that the model's
+            method `stages` returns (see `course_lib.models.Decoder.stages`). If the model has no
+            such method, if `blocks` is given, or if the precision is "autocast", the blocks
+            themselves must form a chain.
+        blocks: Names of the blocks to checkpoint, as a tuple or as one name. A name may contain
+            wildcards, as in "model.layers.*". None selects the blocks of all lists of blocks in the
+            model (see `course_lib.checkpoint.checkpoint_blocks`), for example those of an encoder
+            and of a decoder. If these do not form one chain, "segments" and "optimal" need the
+            names of the blocks of one list.
+        first_blocks: Number of blocks to checkpoint, counted from the first block of the first
+            list. None checkpoints all blocks.
+        segments: Number of segments, only with checkpoint="segments". The last segment is not
             recomputed.
-        schedule_bytes: Limit in bytes for the activations of one micro-batch; only with
-            checkpoint="optimal". In a model without a chain of its own, only the activations of
-            the blocks count.
+        schedule_bytes: Limit in bytes for the activations of one micro-batch, only with
+            checkpoint="optimal". If the chain consists of blocks, activations outside of the blocks
+            are not counted.
         offload_activations: Whether the tensors saved for backward are moved to the lower tier.
             Cannot be combined with checkpoint="selective" or "optimal".
         min_bytes: Size in bytes of the smallest storage that `offload_activations` offloads.
-        prefetch: Number of storages of offloaded activations that backward fetches ahead. None uses
-            the default of the device, which is 1 on a CPU and 2 on CUDA. An estimate uses the
-            default of the tier, which is 1 for "file" and 2 for "host".
+        prefetch: Number of storages of offloaded activations that backward fetches ahead. None
+            stands for 1 on a CPU and 2 on CUDA. In an estimate, it stands for 1 with the tier
+            "file", and 2 with the tier "host".
         in_flight: Number of copies of activations to the lower tier that may be in flight at once.
-            None uses the same defaults as `prefetch`. More copies in flight hide longer copies and
-            need more memory.
-        page_bytes: Size in bytes of a page. Optimizer state in a file, master weights included, is
-            updated one page at a time, and the step holds three pages in memory. A parameter with
-            more state is a page by itself. Master weights that stay on the device need their
-            gradients in fp32, and these are also made in parts of this size.
-        head_chunk: Number of tokens per chunk of the loss head. None runs it on all tokens at once.
+            None stands for the same numbers as in `prefetch`. A larger number hides longer copies,
+            but needs more memory.
+        page_bytes: Size of a page in bytes. Optimizer state in a file, including master weights, is
+            updated page by page, and three pages are in memory at once. If the state of one
+            parameter is larger than a page, it is a page by itself. For master weights on the
+            device, the gradients are converted to fp32 in parts of this size.
+        head_chunk: Number of tokens per chunk in which the output head and the loss are computed.
+            None computes them for all tokens at once.
         in_backward: Whether the optimizer updates each parameter as soon as its gradient is
-            complete and then releases the gradient. Requires a single micro-batch.
+            complete, and then releases the gradient. Requires micro_batches=1.
         accumulate: "fp32" accumulates the gradients of 16-bit parameters in fp32, with 4 bytes per
             parameter instead of 2. None accumulates them in the dtype of the parameters.
-        micro_batches: Number of micro-batches into which the batch is split. All have the same size
-            except the last one, unless a function `split` makes them. With several ranks, each rank
+        micro_batches: Number of micro-batches into which the batch is split. All micro-batches have
+            the same size, except that the last one may be smaller. With several ranks, each rank
             splits its share of the batch.
-        ranks: Number of devices that share the batch. A recipe with several ranks is estimated for
-            the rank that needs the most memory, and run by `python -m course_lib.distributed`. Its
+        ranks: Number of devices that share the batch. With several ranks, an estimate is for the
+            rank that needs the most memory, `python -m course_lib.distributed` runs the step, and
             `update` is always "fused".
-        shard: Tensors that are sharded across the ranks: none with "ddp", the optimizer state with
-            "zero1", the gradients as well with "zero2", and the parameters as well with "zero3"
-            (see `course_lib.budget.traces.rank_trace`). None leaves the choice to `fit`.
+        shard: Tensors that are sharded across the ranks. "ddp" shards no tensors, "zero1" the
+            optimizer state, "zero2" also the gradients, and "zero3" also the parameters (see
+            `course_lib.budget.traces.rank_trace`). None leaves the choice to `fit`.
 
     Raises:
         TypeError, ValueError: A field has the wrong type, is out of its range, or cannot be
@@ -155,7 +165,12 @@ class Recipe:
             )
 
     def copies(self, tier: str) -> tuple[int, int]:
-        """Return `prefetch` and `in_flight`, with None replaced by the default of the tier."""
+        """Return the pair (`prefetch`, `in_flight`), with a number instead of None.
+
+        Args:
+            tier: Lower tier, "file" or "host". None is replaced by 1 for "file" and by 2 for
+                "host".
+        """
         own = Cuda.ahead if tier == "host" else Device.ahead
         return (
             own if self.prefetch is None else self.prefetch,
@@ -163,9 +178,13 @@ class Recipe:
         )
 
     def for_tier(self, tier: str) -> Recipe:
-        """Return the recipe with `prefetch` and `in_flight` set to the result of `copies`.
+        """Return the recipe with numbers for `prefetch` and `in_flight` instead of None.
 
-        A recipe without offloaded activations is returned unchanged.
+        The method `copies` returns these numbers. A recipe without offloaded activations is
+        returned unchanged.
+
+        Args:
+            tier: Lower tier, "file" or "host".
         """
         prefetch, in_flight = self.copies(tier)
         return (
@@ -176,15 +195,16 @@ class Recipe:
 
     @property
     def uses_offloaded_optimizer(self) -> bool:
-        """Whether the optimizer is an `OffloadedOptimizer`.
+        """Whether the step of this recipe uses the class `OffloadedOptimizer`.
 
-        This is the case if some of its state is offloaded or if it has master weights.
+        This class implements offloaded optimizer state and master weights. The value is True if
+        `offload_optimizer` is above 0, or if the precision is "bf16", which has master weights.
         """
         return self.precision == "bf16" or self.offload_optimizer > 0
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the model; PyTorch's default dtype if `precision` is None."""
+        """Dtype of the model's parameters; PyTorch's default dtype if `precision` is None."""
         return PRECISIONS.get(self.precision, torch.get_default_dtype())
 
     def as_training_arguments(self, samples: int | None) -> TrainerLines:
@@ -208,10 +228,13 @@ class Recipe:
         return trainer_lines(self, samples)
 
     def as_fsdp2(self, blocks: Sequence[str]) -> str:
-        """Return lines of code that shard a model with PyTorch's FSDP2 as this recipe does.
+        """Return Python code that shards a model with PyTorch's FSDP2 as this recipe does.
+
+        A comment at the end lists the fields of the recipe that the code does not implement.
 
         Args:
-            blocks: Names of the blocks, as in `model.named_modules()`.
+            blocks: Names of the blocks to shard one by one, as in `model.named_modules()`. Blocks
+                are the repeated layers of the model.
 
         Raises:
             ValueError: `shard` is neither "zero2" nor "zero3".
@@ -227,7 +250,7 @@ class Recipe:
         return join_labels(technique_labels(self))
 
     def changed_fields(self) -> dict[str, object]:
-        """Return the fields that differ from the baseline, as a dict from name to value."""
+        """Return the fields that differ from their defaults, as a dict from name to value."""
         return {
             f.name: getattr(self, f.name)
             for f in fields(self)
@@ -236,5 +259,5 @@ class Recipe:
 
 
 def technique_labels(recipe: Recipe) -> list[str]:
-    """Return the labels of the techniques that the recipe uses."""
+    """Return labels of the techniques that a recipe uses, such as "flash" and "4 micro-batches"."""
     return [word for technique in TECHNIQUES for word in technique.labels(recipe)]

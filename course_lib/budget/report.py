@@ -28,7 +28,13 @@ from .waterfall import TechniqueSteps
 
 
 class PerFramework(Table):
-    """Table of each framework's cheapest recipe, or of the reason why it has none."""
+    """Table with a row per framework: its cheapest recipe, or the reason why none fits.
+
+    A recipe is a set of memory-saving techniques for a training step.
+
+    Args:
+        answers: Answers of the frameworks, one per row.
+    """
 
     columns = (verbatim("--for"), "peak (MB)", "the cheapest recipe, or why there is none")
 
@@ -48,15 +54,17 @@ class PerFramework(Table):
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a search that found a recipe.
+    """Result of the command `python -m course_lib.budget`, if at least one recipe fits the budget.
+
+    A recipe is a set of memory-saving techniques for a training step.
 
     Attributes:
-        model: Model and batch.
-        machine: The machine, and the memory that the step must fit into.
-        found: Recipes that fit, the cheapest first.
+        model: Model and batch of the step.
+        machine: Device and its memory budget.
+        found: Estimates of the recipes that fit the budget, cheapest first.
         answers: The cheapest recipe of each framework, or the reason why there is none.
-        leaner: Result of `with_spare_memory`: at most one recipe, which leaves more memory free
-            than the cheapest recipe does.
+        leaner: Result of `with_spare_memory`: the cheapest recipe that leaves at least 5% of the
+            budget unused, as a list with at most one estimate.
     """
 
     model: Workload
@@ -67,12 +75,16 @@ class Result:
 
     @cached_property
     def steps(self) -> TechniqueSteps:
-        """Estimates from the baseline to the cheapest recipe, each with one more technique."""
+        """Estimates from the baseline to the cheapest recipe, each with one more technique.
+
+        The baseline has the precision and the optimizer of the cheapest recipe, but none of its
+        techniques.
+        """
         return self.found.steps_from_baseline()
 
     @cached_property
     def on_gpu(self) -> GpuMemory | None:
-        """GPU memory of a step of the cheapest recipe; None on a CPU."""
+        """Table of the GPU memory that a step of the cheapest recipe needs; None for a CPU."""
         machine = self.machine
         if machine.kind != "cuda":
             return None
@@ -80,7 +92,11 @@ class Result:
         return GpuMemory.from_estimate(self.found[0], machine.rates, memory)
 
     def as_text(self, given: Namespace) -> str:
-        """Return the output of the command: the answer in three lines, a script, and tables."""
+        """Return the text that the command prints: an answer of three lines, a script, and tables.
+
+        Args:
+            given: Parsed options of the command. With --details, more tables are included.
+        """
         parts = [
             _join_lines(
                 [
@@ -167,7 +183,7 @@ class Result:
         return [*parts, *_code_to_paste(self.found, self.model, given.blocks)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result as a dict for the JSON output of the command."""
+        """Return the result as a dict for the command's JSON output."""
         rates, kind = self.machine.rates, self.machine.kind
         best = self.found[0]
         return {
@@ -195,14 +211,15 @@ _DETAILS_HINT = text(
 
 
 def answer_lines(best: Estimate, machine: Machine) -> list[str]:
-    """Return the three lines of the answer if a recipe fits.
+    """Return the first three lines of the command's output if a recipe fits the budget.
 
-    They say that the step fits, how much memory is left, and what the step stores in host memory or
-    in files.
+    The first line says that the step fits, and how many bytes it needs. The second line says how
+    much memory is left. The third line says what the step stores in host memory, or writes to
+    files.
 
     Args:
-        best: Estimate of the cheapest recipe.
-        machine: Machine, with the budget of a step.
+        best: Estimate of the step of the cheapest recipe.
+        machine: Device and its memory budget.
     """
     needed = machine.bytes_taken(best) + machine.kept
     first = text(
@@ -271,10 +288,17 @@ def _join_lines(labels: Iterable[str]) -> str:
 def nothing_fits(
     error: InfeasibleBudget, model: Workload, machine: Machine, framework: Framework | None
 ) -> str:
-    """Return the message that the command prints if no recipe fits.
+    """Return the message that the command prints if no recipe fits the budget.
 
-    The message says how much memory is missing. It shows the recipe with the lowest peak, the bytes
-    per category that are live at this peak, and techniques that reduce the largest category.
+    The message says how many bytes are missing for the recipe with the lowest peak. For this
+    recipe, it lists the live bytes at the peak by category, and unused techniques that reduce the
+    largest category.
+
+    Args:
+        error: Error of the search, with the estimate of the recipe with the lowest peak.
+        model: Model and batch of the step.
+        machine: Device and its memory budget.
+        framework: Framework to which the search was limited; None for no limit.
     """
     budget = bytes_text(error.budget_bytes)
     if error.least is None:

@@ -44,11 +44,16 @@ LOSS_METHODS = ("forward", "loss", "loss_sum")
 
 
 def own_stages(model: nn.Module) -> Callable[[Any], Sequence[Callable]] | None:
-    """Return the model's method `stages`, or None.
+    """Return the model's method `stages`, or None if the step must not use it.
 
-    The result is None if the model has no such method, or if the stages no longer compute what the
-    model does. This is the case if a subclass or the instance overrides the forward pass or the
-    loss, or if forward hooks are registered, which would not run.
+    `stages(batch)` divides the computation of the loss into functions, each of which takes the
+    result of the previous one (see `course_lib.models.Decoder.stages`). The result is None in these
+    cases:
+
+    - The model has no such method.
+    - A subclass or the instance overrides `forward`, `loss` or `loss_sum`, but not `stages`, so the
+      stages may compute something else.
+    - The model has forward hooks, which the stages would not run.
     """
     if model._forward_hooks or model._forward_pre_hooks:
         return None
@@ -62,17 +67,38 @@ def own_stages(model: nn.Module) -> Callable[[Any], Sequence[Callable]] | None:
 
 
 def runs_stages(model: nn.Module, recipe: Recipe) -> bool:
-    """Return whether a step of the recipe runs the chain of the model's method `stages`.
+    """Return whether a step calls the model's method `stages` instead of the model itself.
 
-    Otherwise the step calls the model itself, or runs a chain of the model's blocks. Under autocast
-    it runs the blocks, because the stages do not call `model.forward`.
+    The result is True if all of these conditions hold:
+
+    - The checkpoint of the recipe is "segments" or "optimal".
+    - The recipe gives no names of blocks.
+    - The precision is not "autocast", which needs a call of `model.forward`.
+    - `own_stages(model)` is not None.
+
+    Args:
+        model: Model to train.
+        recipe: Memory-saving techniques of the step.
     """
     chained = recipe.checkpoint in CHAINED and recipe.precision != "autocast"
     return chained and recipe.blocks is None and own_stages(model) is not None
 
 
 def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, float | Tensor]:
-    """Run the model's own chain with the recipe's checkpoints, and return (loss sum, weight)."""
+    """Run the functions that the model's method `stages` returns, and compute the loss.
+
+    With checkpoint="segments", the functions run one after the other, and each segment of
+    consecutive functions is checkpointed, except the last one. With "optimal", a schedule decides
+    which functions run again in backward.
+
+    Args:
+        model: Model with a method `stages`.
+        batch: Batch, or one of its micro-batches.
+        recipe: Memory-saving techniques of the step, with checkpoint="segments" or "optimal".
+
+    Returns:
+        The pair (sum of losses, weight), which is the result of the last function.
+    """
     x, stages = _split_into_stages(model, batch)
     if recipe.checkpoint == "optimal":
         schedule = fastest(chain_of_stages(model, batch, recipe), recipe.schedule_bytes)
@@ -112,9 +138,11 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
 
 
 def max_segments(model: nn.Module, batch: Any) -> int:
-    """Return the largest number of segments into which the model's own chain can be divided.
+    """Return the largest number of checkpointed segments into which the model can be divided.
 
-    This is the number of stages between the first and the last stage.
+    The model's method `stages` returns the functions that compute the loss, called stages. The
+    result is the number of stages without the first and the last one, because each segment needs at
+    least one stage. The first stage is the first one with parameters.
     """
     return len(_split_into_stages(model, batch)[1]) - 2
 
@@ -149,16 +177,29 @@ _compared: WeakKeyDictionary[nn.Module, set[Recipe]] = WeakKeyDictionary()
 
 
 def is_compared(model: nn.Module, recipe: Recipe) -> bool:
-    """Return whether this step compares each recomputation with the first run.
+    """Return whether a step compares each recomputation of a block with the block's first run.
 
-    It does in the first step of a model with a recipe, and in every symbolic step. A symbolic step
-    compares no values, but if its recomputation fails, the error names an argument that changed.
+    The result is True in the first step of a model with a recipe, and in every step on symbolic
+    tensors. Symbolic tensors have no values to compare. For these, the comparison serves only to
+    name a changed argument in the error message if the recomputation fails.
+
+    Args:
+        model: Model to train.
+        recipe: Memory-saving techniques of the step.
     """
     return is_symbolic() or recipe not in _compared.get(model, ())
 
 
 def record_comparison(model: nn.Module, recipe: Recipe) -> None:
-    """Record that a step found no difference, so that later steps are not compared."""
+    """Record that a step compared its recomputations and found no difference.
+
+    Later steps of the same model and recipe are then not compared. A step on symbolic tensors is
+    not recorded.
+
+    Args:
+        model: Model of the step.
+        recipe: Memory-saving techniques of the step.
+    """
     if not is_symbolic():
         _compared.setdefault(model, set()).add(recipe)
 
@@ -172,13 +213,18 @@ _cached_optimal = lru_cache(64)(optimal)
 
 
 def fastest(chain: Chain, budget_bytes: int) -> Schedule:
-    """Return the fastest schedule whose activations take at most `budget_bytes`.
+    """Return the fastest schedule whose activations need at most `budget_bytes`.
 
-    Results are cached.
+    A schedule decides which activations of a chain are saved, and which are recomputed. The results
+    of up to 64 calls are cached.
+
+    Args:
+        chain: Times and sizes of the stages that run one after the other.
+        budget_bytes: Limit in bytes for the activations.
 
     Raises:
-        InfeasibleBudget: No schedule fits. The message calls the limit schedule_bytes, after the
-            recipe's field.
+        InfeasibleBudget: No schedule fits. The message calls the limit schedule_bytes, which is the
+            name of the recipe's field.
     """
     try:
         return _cached_optimal(chain, budget_bytes)
@@ -188,15 +234,26 @@ def fastest(chain: Chain, budget_bytes: int) -> Schedule:
 
 
 def chains_of(model: nn.Module, recipe: Recipe) -> dict[Any, Chain]:
-    """Return the cache of a model's measured chains, which is a dict.
+    """Return the dict in which the measured chains of a model are cached.
 
-    Each value of `Recipe.attention` has a cache of its own, because attention affects the costs.
+    A chain contains the times and sizes of stages that run one after the other. These numbers
+    depend on the attention implementation, so there is one dict for each value of
+    `recipe.attention`.
     """
     return _chains.setdefault(model, {}).setdefault(recipe.attention, {})
 
 
 def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
-    """Return the model's own chain, measured with the recipe's attention and loss head."""
+    """Return the times and sizes of the stages that the model's method `stages` returns.
+
+    The stages are measured on symbolic tensors, and the result is cached. The recipe's attention
+    and loss head must already be applied to the model.
+
+    Args:
+        model: Model with a method `stages`.
+        batch: Batch, or one of its micro-batches.
+        recipe: Memory-saving techniques of the step.
+    """
 
     def stages_of(probe: tuple[nn.Module, Any]) -> tuple[Sequence[nn.Module], Any]:
         for copied, module in zip(probe[0].modules(), model.modules(), strict=True):
@@ -220,8 +277,8 @@ def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
 def may_draw(model: nn.Module) -> bool:
     """Return whether a forward pass may draw random numbers, which a checkpoint must repeat.
 
-    A model with stages can declare by the attribute `draws_random_numbers` that it draws none. The
-    attribute is ignored if `own_stages` returns None. Other models may call `F.dropout`, which
-    cannot be detected here.
+    A model can declare that it draws none, by an attribute `draws_random_numbers` that is False.
+    The declaration counts only if the model has a usable method `stages` (see `own_stages`). For
+    all other models the result is True, because calls of `F.dropout` cannot be detected here.
     """
     return own_stages(model) is None or getattr(model, "draws_random_numbers", True)

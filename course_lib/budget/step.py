@@ -50,17 +50,21 @@ def build(
     store=None,
     state: bool = False,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model in the recipe's precision, and its optimizer.
+    """Create a model in the precision of a recipe, and the optimizer of the recipe.
 
     Args:
         make_model: Function without arguments that returns a model in fp32.
-        recipe: Recipe of the training step.
+        recipe: Memory-saving techniques of the training step.
         lr: Learning rate of the optimizer.
         store: Store for the offloaded optimizer state; by default that of `OffloadedOptimizer`.
-        state: Whether to create the optimizer state as well. Otherwise the first step creates it.
+        state: Whether to create the optimizer state now. If not, the first training step creates
+            it.
+
+    Returns:
+        The pair (model, optimizer).
 
     Raises:
-        TypeError, ValueError: Recipe and model cannot be combined. The message says why.
+        TypeError, ValueError: Recipe and model cannot be combined. The message gives the reason.
     """
     model = model_of(make_model, recipe)
     optimizer = optimizer_of(model, recipe, store=store, lr=lr)
@@ -70,7 +74,15 @@ def build(
 
 
 def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
-    """Return the model in the recipe's precision, after checking that it supports the recipe."""
+    """Create a model in the precision of a recipe, and check that it supports the recipe.
+
+    Args:
+        make_model: Function without arguments that returns a model in fp32.
+        recipe: Memory-saving techniques of the training step.
+
+    Raises:
+        TypeError, ValueError: The model does not support the recipe. The message gives the reason.
+    """
     check_function("make_model", make_model)
     check_recipe(recipe)
     with _CopiesOfSymbolic() if is_symbolic() else nullcontext():
@@ -115,14 +127,15 @@ def optimizer_of(
     lr: float = LR,
     whole_model: nn.Module | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer for the model's parameters that require gradients.
+    """Create the optimizer of a recipe for the trainable parameters of a model or of a part of it.
 
     Args:
         model: Model, or a part of one.
-        recipe: Recipe of the training step.
-        store: Store for the offloaded optimizer state.
+        recipe: Memory-saving techniques of the training step.
+        store: Store for the offloaded optimizer state; by default that of `OffloadedOptimizer`.
         lr: Learning rate.
-        whole_model: The whole model, if `model` is a part of it.
+        whole_model: Whole model, if `model` is only a part of it. An optimizer such as Muon chooses
+            its parameters by their position in the whole model.
     """
     parameters: list[Any] = trainable_parameters(model)
     if is_symbolic() and (code := _framework_of(whole_model or model)) is not None:
@@ -152,9 +165,10 @@ def _framework_of(model: nn.Module) -> Any:
 
 
 def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer state, as it exists from the second step on.
+    """Create the optimizer state that exists from the second training step on.
 
-    The optimizer runs steps on zero gradients with a learning rate of 0.
+    For this, the optimizer runs steps on zero gradients with a learning rate of 0. Afterwards the
+    gradients are None.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = trainable_parameters(model)
@@ -187,60 +201,72 @@ def train_step(
     split: Split | None = None,
     store=None,
 ) -> StepResult:
-    """Run one training step that follows the recipe.
+    """Run one training step that follows the recipe: forward, backward and optimizer update.
 
-    The gradient equals that of the baseline, within the recipe's precision.
+    The gradient equals that of the baseline, the step without any technique, within the recipe's
+    precision.
 
     **Compiled models.** A model that was compiled in place (`model.compile()`) runs compiled, and
     so do compiled blocks, even with `fullgraph=True`. Checkpoints inside a compiled model become
-    PyTorch's own checkpoints in its graph. With "segments" and "optimal", the step calls the blocks
-    instead of the model, so the blocks must be compiled. "optimal" measures uncompiled copies of
-    them, and raises an error if the copy of a `torch.compile(block)` would still call the original
-    block. `torch.compile(model)` does not compile a method `loss` or `loss_sum` of the model. If
-    the step uses such a method, it warns that the method runs uncompiled.
+    PyTorch's own checkpoints in its graph. With checkpoint="segments" or "optimal", the step calls
+    the blocks instead of the model, so compile the blocks. "optimal" measures uncompiled copies of
+    the blocks, and raises an error if the copy of a `torch.compile(block)` would still call the
+    original block. `torch.compile(model)` does not compile a method `loss` or `loss_sum` of the
+    model. If the step uses this method, a warning says that the method runs uncompiled.
 
-    **Recomputation.** Before a checkpointed block runs again, the random generators (of PyTorch,
-    Python, NumPy, and in attributes of its modules) and its attributes (tensors, arrays, numbers
-    and containers of these) are set to their values before the first run. For this, tensors in
-    attributes are copied during the first run, and the copies of changed tensors are kept. The
-    first step of a model with a recipe also compares checksums of both runs: of the tensors that
-    they save for backward (in a schedule, of their outputs), and of the block's parameters and
-    buffers. This takes time, but `MemoryMeter` does not count its memory. Later steps are not
-    compared. Symbolic, sparse, nested and quantized tensors and tensor subclasses never are.
-    Checkpoints inside a compiled model restore only PyTorch's random numbers, and compare nothing.
+    **Recomputation.** Before a checkpointed block runs again, the state that it had before its
+    first run is restored:
+
+    - random generators of PyTorch, Python and NumPy, including those in attributes of its modules;
+    - attributes of its modules: tensors, arrays, numbers, and containers of these.
+
+    For this, tensors in attributes are copied during the first run, and the copies of changed
+    tensors are kept. Inside a compiled model, only PyTorch's random numbers are restored.
+
+    **Comparison.** The first step of a model with a recipe compares the recomputation of each block
+    with the first run of the block. Checksums are compared: of the tensors that are saved for
+    backward (in a schedule, of the outputs), and of the block's parameters and buffers. The
+    comparison takes time, but `MemoryMeter` does not count its memory. The comparison leaves out
+    later steps, compiled models, tensor subclasses, and symbolic, sparse, nested and quantized
+    tensors.
+
+    **Errors.** After an error, gradients and random generators are as before the step. No parameter
+    has changed, with two exceptions: parameters that were already updated by `in_backward`, and
+    parameters that the optimizer changed before it raised an error itself.
 
     Args:
         model: Model in the recipe's precision, as `build` returns it.
         optimizer: Optimizer, as `build` returns it.
-        batch: Batch that the model's loss accepts. With one micro-batch, it may be any object. For
-            several, `course_lib.accumulation.split` must be able to split it if `split` is None.
-        recipe: Recipe of the step. With "segments" and "optimal", the step runs the model's own
-            chain if the model has a method `stages(batch)` in addition to its loss (see
-            `course_lib.models.Decoder.stages`). Otherwise the blocks must form a chain (see
-            `course_lib.schedule.schedule_blocks`). `AccumulatedStep` describes `in_backward`.
+        batch: Batch that the model's loss accepts. For several micro-batches without `split`, it
+            must be a batch that `course_lib.accumulation.split` can split.
+        recipe: Memory-saving techniques of the step. With "segments" and "optimal", the step runs
+            the functions that the model's method `stages(batch)` returns (see
+            `course_lib.models.Decoder.stages`). Without this method, each block must take the
+            output of the previous block as its input (see `course_lib.schedule.schedule_blocks`).
+            `AccumulatedStep` describes `in_backward`.
         loss_sum: Function (model, batch) -> (sum of losses, weight), as in
             `course_lib.accumulation.AccumulatedStep`. The default is `model.loss_sum(batch)` if the
-            model has this method. Otherwise it is `model.loss(batch)`, a mean, with which only one
-            micro-batch is allowed: the number of tokens or samples in the mean is not known, so the
-            means of several micro-batches cannot be added up. For a Hugging Face model without
-            these methods and a dict with labels, it is the loss of `model(**batch)`, weighted by
-            the number of labels that it counts.
-        max_norm: Norm to which the gradient is clipped, as in `AccumulatedStep`.
-        split: Function (batch, parts) -> list of `parts` batches, for a batch whose tensors do not
-            all begin with the samples, such as packed sequences, graphs and boxes of objects. It is
-            called only for several micro-batches. An estimate does not count the tensors that it
-            makes, nor the batch.
+            model has this method, and `model.loss(batch)` otherwise. `model.loss` returns a mean,
+            which allows only one micro-batch: the number of tokens or samples in the mean is not
+            known, so the means of several micro-batches cannot be added up. For a Hugging Face
+            model without these methods, the batch must be a dict with labels. The default is then
+            the loss of `model(**batch)`, weighted by the number of labels that the loss counts.
+        max_norm: Norm to which the gradient is clipped, as in `AccumulatedStep`; None for no
+            clipping.
+        split: Function (batch, parts) -> list of `parts` batches. It is needed for a batch with a
+            tensor whose first dimension is not the samples, such as packed sequences, graphs and
+            boxes of objects. It is called only for several micro-batches. An estimate does not
+            count the tensors that it creates.
         store: Store for offloaded activations; by default that of `offload_activations`.
 
     Returns:
-        A `StepResult`. If the loss is `model.loss`, its weight is the number of samples, or 1 if
-        the batch's tensors do not all begin with the samples. Gradients are None afterwards. After
-        an error, gradients and random generators are as before, and no parameter has changed,
-        except those that were updated already by `in_backward` or by an optimizer that itself
-        raised the error.
+        A `StepResult`. If the loss is `model.loss`, its weight is the number of samples. The weight
+        is 1 if a tensor of the batch has another first dimension than the samples. Gradients are
+        None afterwards.
 
     Raises:
-        TypeError, ValueError: Recipe, model and batch cannot be combined. The message says why.
+        TypeError, ValueError: Recipe, model and batch cannot be combined. The message gives the
+            reason.
         RuntimeError: A recomputed block computed different values, because it depends on state that
             is not restored, such as a global variable. The message names the block.
     """
@@ -270,7 +296,17 @@ def run_micro_batches(
     store=None,
     max_norm=None,
 ) -> StepResult:
-    """Run the step of `train_step` on a batch that has been split into micro-batches."""
+    """Run one training step that follows the recipe, on a batch that is already split.
+
+    Args:
+        model: Model in the recipe's precision, as `build` returns it.
+        optimizer: Optimizer, as `build` returns it.
+        micro_batches: Micro-batches of the step.
+        recipe: Memory-saving techniques of the step.
+        loss_sum: Function (model, batch) -> (sum of losses, weight); None for the model's own loss.
+        store: Store for offloaded activations; by default that of `offload_activations`.
+        max_norm: Norm to which the gradient is clipped; None for no clipping.
+    """
 
     def loss(_, micro_batch) -> tuple[Tensor, float | Tensor]:
         with ExitStack() as stack:
@@ -295,10 +331,14 @@ def run_micro_batches(
 
 @contextmanager
 def apply_techniques(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], None]]:
-    """Apply the recipe's techniques to the model, in place, inside the `with` block.
+    """Apply the techniques of a recipe to a model, in place, inside the `with` block.
 
-    Techniques that surround only the forward pass are left to `run_micro_batches`. Call the yielded
-    function after a forward pass: it raises if the forward pass has bypassed a technique.
+    Techniques that surround a single forward pass, such as offloaded activations, are not applied
+    here. `run_micro_batches` applies them to each micro-batch.
+
+    Yields:
+        A function to call after each forward pass. It raises an error if the forward pass has
+        bypassed one of the techniques.
     """
     with ExitStack() as stack:
         stack.enter_context(without_cache(model))
@@ -317,10 +357,18 @@ def apply_techniques(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], 
 def chain_of(
     model: nn.Module, micro_batch: Any, recipe: Recipe, loss_sum: LossSum | None = None
 ) -> Chain:
-    """Return the measured chain of one micro-batch, for which the recipe's schedule is computed.
+    """Return the times and sizes from which the schedule of a recipe is computed.
 
-    It is the model's own chain if the recipe runs it, and otherwise the chain of the model's
-    blocks. The blocks are measured in a forward pass that ends when it reaches the first block.
+    The model is measured for one micro-batch as a chain of stages that run one after the other. The
+    stages come from the model's method `stages` if the step runs it (see `runs_stages`). Otherwise
+    the stages are the model's blocks, which are measured in a forward pass that ends at the first
+    block.
+
+    Args:
+        model: Model to train.
+        micro_batch: Micro-batch to measure.
+        recipe: Memory-saving techniques of the step.
+        loss_sum: Function (model, batch) -> (sum of losses, weight); None for the model's own loss.
     """
     found: list[Chain] = []
 
@@ -346,14 +394,19 @@ class _ChainFound(Exception):
 
 
 def micro_batches_of(batch: Any, micro_batches: int, split: Split | None = None) -> list[Any]:
-    """Return the batch as a list of micro-batches.
+    """Split a batch into a list of micro-batches.
 
-    The micro-batches have equal sizes, except for the last one, unless a function `split` makes
-    them.
+    All micro-batches have the same number of samples, except that the last one may have fewer.
+
+    Args:
+        batch: Batch to split.
+        micro_batches: Number of micro-batches.
+        split: Function (batch, parts) -> list of `parts` batches, which may have any sizes. By
+            default, the batch is cut along the first dimension of its tensors.
 
     Raises:
         TypeError, ValueError: The batch cannot be split into this number of micro-batches. The
-            message lists the possible numbers, or names what cannot be split.
+            message lists the possible numbers, or names the object that cannot be split.
     """
     samples = samples_in(batch)
     if samples == 0:
@@ -377,19 +430,30 @@ def micro_batches_of(batch: Any, micro_batches: int, split: Split | None = None)
 
 
 def check_function(name: str, value: Any) -> None:
-    """Raise TypeError if an argument is not a function that can be called without arguments."""
+    """Raise TypeError if `value` is not a function that can be called without arguments.
+
+    Args:
+        name: Name of the argument that is checked, for the error message.
+        value: Value of this argument.
+    """
     if isinstance(value, nn.Module) or not callable(value):
         raise TypeError(f"{name} must be a function without arguments, got {describe(value)}")
     takes_arguments(name, value, "no arguments")
 
 
 def check_recipe(recipe: Any) -> None:
-    """Raise TypeError if an argument is not a `Recipe`."""
+    """Raise TypeError if `recipe` is not a `Recipe`."""
     kind("recipe", recipe, Recipe, "a Recipe")
 
 
 def check_model(model: Any, recipe: Recipe) -> None:
-    """Raise TypeError or ValueError if the model does not support the recipe."""
+    """Raise an error if a model cannot run a training step with the recipe.
+
+    Raises:
+        TypeError: `model` is not a module, or `recipe` is not a `Recipe`.
+        ValueError: The model has uninitialized parameters, no trainable parameters, or tensors on
+            the meta device; or it does not support a technique of the recipe.
+    """
     check_recipe(recipe)
     kind("model", model, nn.Module, "a torch.nn.Module")
     if any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers()))):
@@ -433,7 +497,7 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set PyTorch's default dtype inside the `with` block."""
+    """Set PyTorch's default dtype inside the `with` block, and restore it afterwards."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

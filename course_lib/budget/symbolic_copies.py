@@ -33,14 +33,14 @@ PASS_FUNCTIONS = (
 
 
 class Functions(NamedTuple):
-    """Functions that make the model, the batch and the optimizer of an estimated step.
+    """Functions that create the model, the batch and the optimizer of an estimated training step.
 
     Attributes:
         make_model: Function without arguments that returns the model.
         make_batch: Function without arguments that returns the batch.
-        recipe: Recipe of the step.
-        make_optimizer: Function of (model, kind of device) that returns the optimizer; None if the
-            recipe decides which one it is.
+        recipe: Memory-saving techniques of the step.
+        make_optimizer: Function (model, kind of device) that returns the optimizer. The kind is
+            "cpu" or "cuda". None if `recipe` determines the optimizer.
     """
 
     make_model: Callable[[], nn.Module]
@@ -50,13 +50,20 @@ class Functions(NamedTuple):
 
 
 def functions_of(model: Any, batch: Any, recipe: Any) -> Functions:
-    """Convert the arguments of `estimate` to functions that make model, batch and optimizer.
+    """Convert the first three arguments of `estimate` to functions that create these objects.
 
-    If an argument is an existing object, its function makes a symbolic copy of the object.
+    For an existing model, batch or optimizer, the function returns a symbolic copy, that is, a copy
+    whose tensors need no memory.
+
+    Args:
+        model: Existing model, or function that returns the model.
+        batch: Existing batch, or function that returns the batch.
+        recipe: `Recipe`, existing optimizer, or function that creates an optimizer for a list of
+            parameters.
 
     Raises:
-        TypeError, ValueError: An argument has the wrong type, or the optimizer does not hold
-            parameters of the model.
+        TypeError, ValueError: An argument has the wrong type, or the optimizer has no parameters of
+            the model.
     """
     make_optimizer = None
     existing = model if isinstance(model, nn.Module) else None
@@ -143,7 +150,10 @@ def _check_optimizer(model: nn.Module | None, optimizer: Optimizer) -> None:
 
 
 def optimizer_name(optimizer: Optimizer | Callable) -> str:
-    """Return the name of an optimizer's class, or of the function that makes it."""
+    """Return the name of an optimizer's class, or of the function that creates the optimizer.
+
+    For a `functools.partial`, it is the name of the wrapped function or class.
+    """
     function = getattr(optimizer, "func", optimizer)
     return getattr(function, "__name__", type(optimizer).__name__)
 

@@ -25,10 +25,11 @@ VISIBLE_BYTES = 10**5
 
 
 def steps_to(recipe: Recipe) -> list[Recipe]:
-    """Return the recipes from the baseline to the given recipe, each with one more technique.
+    """Return a list of recipes from the baseline to the given recipe, each with one more technique.
 
-    The first recipe is the baseline with the precision and the optimizer of the given recipe. With
-    several ranks, its `shard` is "ddp".
+    A recipe is a set of memory-saving techniques for a training step. The first recipe in the list
+    uses none of them, but has the precision, the optimizer and the number of ranks of the given
+    recipe. With several ranks, its `shard` is "ddp", which shards no tensors.
     """
     base: dict = {
         "precision": recipe.precision,
@@ -53,15 +54,20 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
 
 
 def added_techniques(before: Recipe, after: Recipe) -> str:
-    """Return a label for the techniques that the second recipe adds to the first one."""
+    """Return a label of the techniques that the recipe `after` uses in addition to `before`."""
     had = technique_labels(before)
     return join_labels([word for word in technique_labels(after) if word not in had])
 
 
 class TechniqueSteps(Table, list):
-    """List of estimates from the baseline to a recipe, which prints as a table.
+    """List of estimated training steps, each with one more technique than the previous one.
 
-    Each estimate has one technique more than the one before it.
+    The first step is the baseline, which has only the precision, the optimizer and the ranks of the
+    last step. The list prints as a table of peaks, FLOPs relative to the first step, and bytes
+    moved.
+
+    Args:
+        estimates: Estimates of the steps, in this order.
     """
 
     columns = ("step", "peak (MB)", "× FLOPs", "GB moved")
@@ -101,18 +107,22 @@ def waterfall(
     labels: Mapping[str, str] | None = None,
     ax=None,
 ):
-    """Draw the estimated peaks as stacked bars by category, with the cost of each recipe.
+    """Draw a bar chart of the estimated peak memory as techniques are added one by one.
 
-    Measured peaks are drawn as points.
+    Each bar is an estimated training step, and its height is the peak, stacked by category of
+    memory. The text above it gives the peak, the FLOPs relative to the first step, and the bytes
+    moved.
 
     Args:
-        estimates: Estimates of recipes, each with one additional technique.
-        measured: Measured peak in bytes for each estimate, or None for a step that was not run.
-        budget_bytes: Budget in bytes, drawn as a line. A budget above the top of the axes is
-            written there with an arrow.
-        names: Names of the bars. By default, the first bar has the name of its recipe, and each of
-            the others lists the techniques that its recipe adds.
-        labels: Mapping from a category, "measured" or "budget" to its label.
+        estimates: Estimates of training steps, each with one more technique than the previous one.
+        measured: Measured peak of each step in bytes, or None for a step that was not run. The
+            measured peaks are drawn as points.
+        budget_bytes: Memory budget in bytes, drawn as a line. If the budget is above the top of the
+            axes, it is written there with an arrow. None draws no budget.
+        names: Names of the bars. By default, the first bar is labeled with the recipe of its step,
+            and each later bar with the added techniques.
+        labels: Labels for the legend and the budget line, as a mapping from a category, "measured"
+            or "budget" to text. Keys that are missing are their own labels.
         ax: Matplotlib axes to draw on; by default new ones.
 
     Returns:

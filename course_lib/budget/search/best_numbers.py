@@ -24,7 +24,16 @@ ROUNDS = 3
 
 
 def best_of(search: RecipeSearch, family: Recipe) -> Recipe | None:
-    """Return the cheapest recipe with the techniques of `family` that fits the budget, or None."""
+    """Return the cheapest recipe of a family that fits the memory budget, or None.
+
+    A family consists of all recipes with the same memory-saving techniques. They differ only in
+    numbers, such as the number of micro-batches or of segments. The cost of a recipe is the
+    estimated duration of its training step.
+
+    Args:
+        search: Search for one model, batch and budget.
+        family: Any recipe of the family.
+    """
     if family.offload_activations:
         return best_in_flight(search, family)
     # The base recipe fixes the checkpoints, so the number of segments or bytes is fixed as well.
@@ -38,13 +47,21 @@ def best_of(search: RecipeSearch, family: Recipe) -> Recipe | None:
 
 
 def best_in_flight(search: RecipeSearch, family: Recipe) -> Recipe | None:
-    """Return the family's recipe with the best numbers of copies in flight, or None.
+    """Return the cheapest recipe that differs from `family` only in `prefetch` and `in_flight`.
 
-    The given recipe `family` has the fewest copies in flight, which need the least memory. If it
-    does not fit, the result is None. The number of copies to the lower tier changes the cost, but
-    not the bytes that are moved. Therefore the cost of each recipe is computed from the estimate
-    with the fewest of these copies. Then the recipes are estimated, starting with the cheapest one,
-    until one fits.
+    The recipes offload activations, and these two fields limit the numbers of copies that run
+    during the compute. Larger numbers hide more of the copying, but need more memory.
+
+    `in_flight` does not change the number of bytes that are copied. Therefore the cost of each
+    recipe is computed from the estimate with the smallest `in_flight`. Then the recipes are
+    estimated in the order of their costs, until one fits the memory budget.
+
+    Args:
+        search: Search for one model, batch and budget.
+        family: Recipe with the smallest values of both fields, which need the least memory.
+
+    Returns:
+        The recipe; None if `family` itself does not fit the budget.
     """
     if not search.fits(family):
         return None
@@ -62,16 +79,18 @@ def best_in_flight(search: RecipeSearch, family: Recipe) -> Recipe | None:
 def fewest_micro_batches(
     search: RecipeSearch, family: Recipe, counts: Sequence[int] = ()
 ) -> Recipe | None:
-    """Return the family's recipe with the fewest micro-batches that fits, or None.
+    """Return a copy of a recipe with the fewest micro-batches with which its step fits, or None.
 
-    With two or more micro-batches, a larger number never needs more memory, because the
-    micro-batches do not get larger. A single micro-batch is tried separately, because its
-    activations are not live together with all gradients.
+    Among the numbers above 1, a larger number never needs more memory, because the micro-batches do
+    not get larger. The smallest number that fits is therefore found by bisection. The number 1 is
+    tried separately: the activations of a single micro-batch are not live together with all
+    gradients.
 
     Args:
-        search: The search.
-        family: A recipe of the family.
-        counts: Numbers of micro-batches in rising order. The default is those of the search.
+        search: Search for one model, batch and budget.
+        family: Recipe whose field `micro_batches` is replaced.
+        counts: Numbers of micro-batches to try, in rising order. By default, the numbers that the
+            search allows for this recipe.
     """
     one, *more = [
         replace(family, micro_batches=n) for n in counts or search.micro_batch_counts_for(family)
@@ -82,10 +101,15 @@ def fewest_micro_batches(
 def first_with_fewest_micro_batches(
     search: RecipeSearch, trials: Sequence[Recipe]
 ) -> Recipe | None:
-    """Return the first of several recipes that fits, with the fewest micro-batches, or None.
+    """Return the first recipe of a sequence that fits the memory budget, or None if none fits.
 
-    A recipe counts as one that fits if it does so with the largest or the smallest number of
-    micro-batches. The recipe is found by bisection, so all recipes after it must fit as well.
+    The result has the fewest micro-batches with which its step fits. To decide whether a recipe
+    fits, only its largest and its smallest number of micro-batches are tried.
+
+    Args:
+        search: Search for one model, batch and budget.
+        trials: Recipes in an order in which all recipes after one that fits also fit. The first one
+            is found by bisection.
     """
 
     def fits(recipe: Recipe) -> bool:
@@ -102,10 +126,18 @@ def first_with_fewest_micro_batches(
 
 
 def fewest_segments(search: RecipeSearch, family: Recipe) -> Recipe | None:
-    """Return the family's recipe with the fewest segments that fits, or None.
+    """Return a copy of a recipe with the fewest checkpointed segments with which its step fits.
 
-    Up to the square root of the number of blocks, each additional segment saves memory. Above the
-    square root, only one segment per block is tried.
+    A segment consists of consecutive blocks, and only the input of the segment is saved. From 2 to
+    the square root of the number of blocks, each additional segment saves memory, and all these
+    numbers are tried by bisection. Above the square root, only one segment per block is tried.
+
+    Args:
+        search: Search for one model, batch and budget.
+        family: Recipe with checkpoint="segments".
+
+    Returns:
+        The recipe, also with the fewest micro-batches; None if the step does not fit.
     """
     blocks = search.cache.segments
     few = range(2, math.isqrt(blocks) + 1)
@@ -118,18 +150,21 @@ def fewest_segments(search: RecipeSearch, family: Recipe) -> Recipe | None:
 
 
 def fewest_blocks(search: RecipeSearch, one_block: Recipe, most: int) -> Recipe | None:
-    """Return the recipe that fits with the fewest leading blocks checkpointed, or None.
+    """Return a copy of a recipe with the fewest checkpointed blocks with which its step fits.
 
-    Each equal block adds the same number of bytes at each point of the step, so the peak is a
-    convex function of the number of checkpointed blocks. Therefore, if the step does not fit
-    without checkpoints but fits with `most` of them, there is a smallest number of checkpoints with
-    which the step fits, and the step also fits with every larger number up to `most`. The smallest
-    number is found by bisection.
+    Only the first blocks of the model get a checkpoint, and the smallest number of blocks is found
+    by bisection. Bisection requires that the step also fits with every larger number up to `most`.
+    This holds if the step does not fit without checkpoints but fits with `most` of them. The reason
+    is that the peak is a convex function of the number of checkpoints: at each operator of the
+    step, each checkpoint around an equal block changes the live bytes by the same amount.
 
     Args:
-        search: The search.
+        search: Search for one model, batch and budget.
         one_block: Recipe that checkpoints only the first block.
         most: Largest number of blocks to checkpoint.
+
+    Returns:
+        The recipe; None if the step does not fit with `most` checkpoints.
     """
     return first_with_fewest_micro_batches(
         search, [replace(one_block, first_blocks=n) for n in range(1, most + 1)]
@@ -137,13 +172,23 @@ def fewest_blocks(search: RecipeSearch, one_block: Recipe, most: int) -> Recipe 
 
 
 def best_schedule(search: RecipeSearch, family: Recipe) -> Recipe | None:
-    """Return the family's cheapest recipe with a schedule that fits, or None.
+    """Choose micro-batches and schedule of a recipe, and return the cheapest recipe that fits.
 
-    With smaller micro-batches, the schedule can keep the activations of more layers. The search
-    starts from the smallest micro-batches and halves their number as long as the step does not get
-    slower. The time of a schedule is computed without an estimate, so a schedule is not estimated
-    if it cannot be faster than the best one found. With two or more micro-batches, fewer bytes
-    remain for activations, because all gradients exist while the later micro-batches run.
+    A schedule decides which activations are saved, and which are recomputed. With smaller
+    micro-batches, it can save the activations of more layers.
+
+    The search starts with the largest number of micro-batches, and halves it as long as the step
+    does not get slower. The duration of a schedule is known without an estimate of the step. The
+    step is therefore estimated only for a schedule that may be faster than the best one so far.
+    With two or more micro-batches, fewer bytes remain for activations, because all gradients are
+    live while the later micro-batches run.
+
+    Args:
+        search: Search for one model, batch and budget.
+        family: Recipe with checkpoint="optimal".
+
+    Returns:
+        The recipe; None if no schedule fits.
     """
     cache = search.cache
     trials: list[tuple[float, Recipe]] = []
@@ -175,12 +220,20 @@ def best_schedule(search: RecipeSearch, family: Recipe) -> Recipe | None:
 
 
 def with_schedule(search: RecipeSearch, recipe: Recipe) -> Recipe | None:
-    """Return the recipe with a fast schedule that fits, or None.
+    """Return a copy of a recipe with a fast schedule with which the step fits, or None.
 
-    The result is None if even the schedule with the least memory does not fit. A schedule may use
-    the budget minus all bytes that are not its activations. As these other bytes differ from
-    schedule to schedule, the limit `schedule_bytes` is found in at most `ROUNDS` rounds, which
-    narrow the range between a limit with which the step fits and a limit with which it does not.
+    Activations may use the bytes of the memory budget that other tensors of the step do not need.
+    The number of these bytes differs between schedules. Therefore the limit `schedule_bytes` is
+    found by trial, in at most `ROUNDS` rounds. Each round narrows the range between a limit with
+    which the step fits and a limit with which it does not fit.
+
+    Args:
+        search: Search for one model, batch and budget.
+        recipe: Recipe with checkpoint="optimal".
+
+    Returns:
+        The recipe; None if the step does not fit even with the schedule that needs the least
+        memory.
     """
     best = least_schedule(search, recipe)
     if not search.fits(best):
@@ -205,8 +258,15 @@ def with_schedule(search: RecipeSearch, recipe: Recipe) -> Recipe | None:
 def fastest_within(search: RecipeSearch, recipe: Recipe, nbytes: int) -> Cost:
     """Return the cost of the fastest schedule whose activations need at most `nbytes` bytes.
 
-    If there is no such schedule, the cost is that of the schedule that needs the least memory. The
-    cost is computed from the measured chain, without an estimate of the step.
+    A schedule decides which activations are saved, and which are recomputed. Its cost consists of a
+    time and the peak of the activations in bytes. If no schedule needs at most `nbytes` bytes, the
+    result is the cost of the schedule that needs the least memory. The step is not estimated for
+    this.
+
+    Args:
+        search: Search for one model, batch and budget.
+        recipe: Recipe with checkpoint="optimal".
+        nbytes: Limit in bytes for the activations.
     """
     cost_of = search.cache.composer.schedule_cost
     try:
@@ -216,7 +276,10 @@ def fastest_within(search: RecipeSearch, recipe: Recipe, nbytes: int) -> Cost:
 
 
 def least_schedule(search: RecipeSearch, recipe: Recipe) -> Recipe:
-    """Return the recipe with the smallest `schedule_bytes` for which a schedule exists."""
+    """Return a copy of a recipe with the smallest `schedule_bytes` for which a schedule exists.
+
+    `schedule_bytes` limits the bytes of activations in a step with checkpoint="optimal".
+    """
     least = 1
     try:
         search.cache.composer.schedule_cost(replace(recipe, schedule_bytes=least))
@@ -226,10 +289,12 @@ def least_schedule(search: RecipeSearch, recipe: Recipe) -> Recipe:
 
 
 def first_that_fits(recipes: Sequence[Recipe], fits: Callable[[Recipe], Any]) -> Recipe | None:
-    """Return the first recipe of the sequence that fits, or None if the last one does not fit.
+    """Return the first recipe of a sequence that fits, or None if the last one does not fit.
 
-    It is found by bisection. Therefore, if a recipe of the sequence fits, all later ones must fit
-    too.
+    Args:
+        recipes: Recipes in an order in which all recipes after one that fits also fit. The first
+            one is found by bisection.
+        fits: Function that takes a recipe and returns whether it fits.
     """
     if not recipes or not fits(recipes[-1]):
         return None

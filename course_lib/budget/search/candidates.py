@@ -33,14 +33,18 @@ ALL_RECIPES = FrameworkLimits()
 
 
 class RecipeSearch:
-    """Recipes that can be tried for one model and batch within a budget, and their costs.
+    """Search for one model and batch: the recipes that can be tried, and their estimated costs.
+
+    A recipe is a set of memory-saving techniques for a training step. The base recipe,
+    `cache.base`, has the fields that all recipes of the search share.
 
     Attributes:
-        cache: Estimates of the model and batch.
-        budget: Limit in bytes for the peak of a step.
-        rates: Rates of the machine, which convert an estimate into seconds.
-        quick: Whether to skip candidates that take long to try and are seldom the cheapest.
-        limits: Limits of the search to the recipes that the user's framework can run.
+        cache: Cache of estimates for this model and batch.
+        budget: Limit in bytes for the peak of live tensors in a step.
+        rates: Speed of the machine, from which the duration of a step is computed.
+        quick: Whether to try fewer recipes, which takes less time, but may miss the cheapest
+            recipe.
+        limits: Limits of the framework that must be able to run the recipes.
     """
 
     def __init__(
@@ -56,7 +60,11 @@ class RecipeSearch:
         self._candidates: dict[str, Sequence[Mapping[str, Any]]] = {}
 
     def within(self, budget: int) -> RecipeSearch:
-        """Return a copy of the search with another budget. Both searches share their estimates."""
+        """Return a copy of the search with another memory budget, which uses the same cache.
+
+        Args:
+            budget: Limit in bytes for the peak of live tensors in a step.
+        """
         other = copy(self)
         other.budget = budget
         return other
@@ -64,16 +72,19 @@ class RecipeSearch:
     # ---- Costs
 
     def fits(self, recipe: Recipe) -> bool:
-        """Return whether the step of a recipe fits the budget."""
+        """Return whether the peak of live tensors in the recipe's step is within the budget."""
         possible = recipe.ranks > 1 or not exceeds(self.cache, recipe, self.budget)
         return possible and self.cache.estimate(recipe).peak_bytes <= self.budget
 
     def seconds(self, recipe: Recipe) -> float:
-        """Return the cost of a recipe: the duration of its step in seconds."""
+        """Return the cost of a recipe: the estimated duration of its step in seconds."""
         return self.rates.seconds(self.cache.estimate(recipe))
 
     def headroom_bytes(self, recipe: Recipe) -> int:
-        """Return the bytes of the budget that a recipe leaves unused."""
+        """Return the bytes of the budget that the recipe's step leaves unused.
+
+        The number is negative if the step does not fit the budget.
+        """
         return self.budget - self.cache.estimate(recipe).peak_bytes
 
     def flops(self, recipe: Recipe) -> int:
@@ -81,10 +92,11 @@ class RecipeSearch:
         return self.cache.estimate(recipe).flops
 
     def sort_key(self, found: Estimate) -> tuple:
-        """Return the key by which estimates are sorted, which begins with the cost in seconds.
+        """Return the key by which the search sorts estimates.
 
-        Estimates of equal cost are sorted by fewer micro-batches, then by larger pages, fewer
-        copies in flight, fewer bytes communicated and a lower peak.
+        The estimates are sorted by the duration of the step. Among estimates with the same
+        duration, the first is the one with the fewest micro-batches. Further ties are broken by
+        larger pages, fewer copies in flight, fewer bytes sent to other ranks, and a lower peak.
         """
         recipe = found.recipe
         seconds = self.rates.seconds(found)
@@ -101,9 +113,13 @@ class RecipeSearch:
     # ---- Candidates
 
     def allowed_values(self, name: str, *values: Any) -> tuple:
-        """Return the values of a field that can be tried.
+        """Return the values of a recipe's field that the search can try, as a tuple.
 
-        They are the given values. If the base recipe sets the field, its value is the only one.
+        If the base recipe (`cache.base`) sets the field, its value is the only one.
+
+        Args:
+            name: Name of the field.
+            values: Values to try if the base recipe does not set the field.
         """
         return (
             (getattr(self.cache.base, name),)
@@ -113,7 +129,7 @@ class RecipeSearch:
 
     @cached_property
     def micro_batch_counts(self) -> tuple[int, ...]:
-        """Numbers of micro-batches that can be tried."""
+        """Numbers of micro-batches that the search can try, in rising order."""
         model, loss_sum = self.cache.model, self.cache.composer.loss_sum
         weighed = loss_sum is not None or has_loss_sum(model)
         if not weighed or mixes_samples(model) or self.cache.base.micro_batches > 1:
@@ -124,13 +140,17 @@ class RecipeSearch:
         )
 
     def micro_batch_counts_for(self, recipe: Recipe) -> tuple[int, ...]:
-        """Return the numbers of micro-batches to try for a recipe; with `in_backward`, only 1."""
+        """Return the numbers of micro-batches to try for a recipe, in rising order.
+
+        With `recipe.in_backward`, the only number is 1.
+        """
         return (1,) if recipe.in_backward else self.micro_batch_counts
 
     def doublings(self, recipe: Recipe) -> list[int]:
-        """Return numbers of micro-batches for a recipe, each at least twice the previous one.
+        """Return a selection of the numbers of micro-batches for a recipe, in rising order.
 
-        The last one is the largest possible number, which may be less than twice the previous one.
+        Each number is at least twice the previous one. Only the last number may be less than that,
+        because it is the largest possible one.
         """
         found = []
         for count in self.micro_batch_counts_for(recipe):
@@ -143,44 +163,69 @@ class RecipeSearch:
         return found
 
     def candidates(self, field: str) -> Sequence[Mapping[str, Any]]:
-        """Return the candidates of the technique with this field, as dicts of field values.
+        """Return the settings of one technique that the search tries.
 
-        If the base recipe sets the technique, the only candidate is an empty dict, which keeps the
-        base recipe's setting.
+        Args:
+            field: First field of the technique, such as "checkpoint".
+
+        Returns:
+            A sequence of dicts, each with values for some fields of the technique. If the base
+            recipe (`cache.base`) sets the technique, there is only an empty dict, which changes
+            nothing.
         """
         if field not in self._candidates:
             self._candidates[field] = _candidates_of(self, field)
         return self._candidates[field]
 
     def has_listed(self, field: str) -> bool:
-        """Return whether the search has already computed `candidates(field)`."""
+        """Return whether `candidates(field)` was called before, so that its result is cached."""
         return field in self._candidates
 
     def values(self, field: str) -> list[Any]:
-        """Return the values of the field in the candidates of its technique."""
+        """Return the values of a field that the search tries, as a list.
+
+        The list has one value for each dict in `candidates(field)`. For a dict without the field,
+        this is the value of the base recipe (`cache.base`).
+
+        Args:
+            field: First field of a technique, such as "checkpoint".
+        """
         own = getattr(self.cache.base, field)
         return [each.get(field, own) for each in self.candidates(field)]
 
     def technique_share(self, field: str, recipe: Recipe) -> float:
-        """Return how much of a technique a recipe uses, as a fraction from 0 to 1.
+        """Return how much of one technique a recipe uses, as a fraction from 0 to 1.
 
-        A technique that is used in degrees (`Technique.graded`), such as offloading the optimizer
-        state, gets the position of the recipe's value among the candidates: 0 for the first, and 1
-        for the last. For any other technique, the result is 0 or 1.
+        For most techniques, the result is 0 or 1. A graded technique can be used to different
+        degrees, such as the fraction of the optimizer state that is offloaded. For a graded
+        technique, the result is the position of the recipe's value in the list of values that are
+        tried. The position rises evenly from 0 for the first value to 1 for the last one.
+
+        Args:
+            field: First field of the technique, such as "offload_optimizer".
+            recipe: Recipe whose value of this field is used.
         """
         values = self.values(field)
         place = values.index(getattr(recipe, field))
         return place / (len(values) - 1) if place and BY_FIELD[field].graded else float(place > 0)
 
     def technique_count(self, recipe: Recipe) -> float:
-        """Return how many techniques a recipe uses, as the sum of their `technique_share`."""
+        """Return the number of techniques that a recipe uses.
+
+        A technique that can be used to different degrees counts as a fraction (see
+        `technique_share`).
+        """
         return sum(self.technique_share(field, recipe) for field in BY_FIELD)
 
     def uses_techniques_of(self, recipe: Recipe, smaller: Recipe) -> bool:
-        """Return whether a recipe uses all techniques of the recipe `smaller`.
+        """Return whether a recipe uses all techniques of another recipe.
 
-        A graded technique must be used to at least the same degree. The numbers of micro-batches
-        may differ.
+        If a technique can be used to different degrees, such as offloading, the recipe must use it
+        to at least the same degree. The numbers of micro-batches are not compared.
+
+        Args:
+            recipe: Recipe that may use more techniques.
+            smaller: Recipe whose techniques are looked for.
         """
 
         def covers(field: str, technique: Technique) -> bool:
@@ -194,11 +239,14 @@ class RecipeSearch:
         return all(covers(*each) for each in BY_FIELD.items())
 
     def families(self) -> Iterator[Recipe]:
-        """Yield one recipe for each family, that is, for each combination of techniques.
+        """Yield one recipe for each possible combination of techniques.
 
-        The numbers of micro-batches, segments and schedule bytes of a family are found later
-        (`best_numbers`). With offloaded activations, each number of micro-batches makes a separate
-        family, because the number decides which activations are large enough to be offloaded.
+        These recipes stand for families: a family consists of all recipes with the same combination
+        of techniques. The best numbers of micro-batches, segments and schedule bytes within a
+        family are chosen later, by the module `best_numbers`.
+
+        With offloaded activations, each number of micro-batches makes a separate family, because
+        the number decides which activations are large enough to be offloaded.
         """
         for chosen in product(*map(self.candidates, BY_FIELD)):
             try:
@@ -216,11 +264,11 @@ class RecipeSearch:
 
     @cached_property
     def least_memory_attention(self) -> tuple[str | None, ...]:
-        """Attention implementation with the lowest peaks in both forward and backward, in a tuple.
+        """The attention implementation that needs the least memory, as a tuple of 0 or 1 values.
 
-        The peaks are those of the base recipe with each implementation. The tuple is empty if only
-        one implementation is tried, or if one has the lower peak in forward and the other in
-        backward.
+        The implementations are compared by the peaks of the base recipe's step in forward and in
+        backward. The tuple is empty if only one implementation is tried, or if neither of two is at
+        least as good in both phases.
         """
 
         def peaks(attention: str | None) -> tuple[int, int]:
@@ -236,28 +284,35 @@ class RecipeSearch:
         return (other,) if all(map(operator.le, peaks(other), peaks(one))) else ()
 
     def family(self, **techniques: Any) -> Recipe:
-        """Return the base recipe with these fields, and the pages and copies with the least memory.
+        """Return a recipe with the given fields, and with pages and copies that need little memory.
 
-        The recipe has the smallest page size and the fewest copies of activations in flight that
-        are tried.
+        Fields that are not given have the values of the base recipe (`cache.base`). The page size
+        is the smallest that is tried. `prefetch` and `in_flight` have the smallest values that are
+        tried.
+
+        Args:
+            techniques: Values of the fields that differ from the base recipe.
         """
         recipe = replace(self.cache.base, **techniques)
         return replace(recipe, page_bytes=self.pages_for(recipe)[-1], **self.copies_for(recipe)[0])
 
     def pages_for(self, recipe: Recipe) -> tuple[int, ...]:
-        """Return the page sizes that are tried for a recipe, the largest first.
+        """Return the page sizes in bytes that are tried for a recipe, the largest first.
 
-        All page sizes of an offloaded optimizer have the same cost. With `in_backward`, each
-        parameter is a page by itself, so the size has no effect, and only one size is returned.
+        A page is the part of an offloaded optimizer state that is updated at once. The page size
+        changes the peak, but not the duration of the step. With `in_backward`, or without an
+        offloaded optimizer, it has no effect, and only one size is returned.
         """
         paged = recipe.uses_offloaded_optimizer and not recipe.in_backward
         return self.allowed_values("page_bytes", *(PAGES if paged else PAGES[:1]))
 
     def copies_for(self, recipe: Recipe) -> list[dict[str, int | None]]:
-        """Return the values of `prefetch` and `in_flight` that are tried, as dicts of fields.
+        """Return dicts with the values of `prefetch` and `in_flight` to try for a recipe.
 
-        Without offloaded activations or with the tier "file", these fields do not change the cost.
-        Then the result is a list with an empty dict, which keeps the base recipe's values.
+        These fields limit the numbers of copies of offloaded activations that run during the
+        compute. Without offloaded activations, or with the tier "file", the fields do not change
+        the duration of the step. The result is then a list with an empty dict, which keeps the
+        recipe's values.
         """
         if not recipe.offload_activations or self.cache.composer.tier == "file":
             return [{}]
@@ -282,7 +337,10 @@ def _candidates_of(search: RecipeSearch, field: str) -> Sequence[Mapping[str, An
 
 
 def not_tried(search: RecipeSearch) -> list[str]:
-    """Return a list of sentences, each with the reason why a technique could not be tried."""
+    """Return a sentence for each technique that could not be tried, with the reason.
+
+    Techniques that the user's framework excludes are not mentioned.
+    """
     base = search.cache.base
     # A technique that the framework excludes is not reported, because the model is not the reason.
     tried = [
@@ -294,10 +352,14 @@ def not_tried(search: RecipeSearch) -> list[str]:
 
 
 def addable_techniques(search: RecipeSearch, recipe: Recipe) -> list[str]:
-    """Return the fields of the techniques that can be added to a recipe.
+    """Return the names of the fields whose techniques could still be added to a recipe.
 
-    They are supported by the model and the batch, and can be combined with the techniques that the
-    recipe already uses.
+    The model and the batch must support the technique, and it must be possible to combine it with
+    the techniques that the recipe already uses.
+
+    Args:
+        search: Search for one model and batch.
+        recipe: Recipe whose unused techniques are tested.
     """
     trials = {field: search.candidates(field) for field in BY_FIELD} | {
         "precision": [{"precision": name} for name in PRECISIONS],

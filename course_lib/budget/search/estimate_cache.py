@@ -32,24 +32,26 @@ FLOPS_FIELDS = [field for each in TECHNIQUES if each.computes for field in each.
 
 
 class EstimateCache:
-    """Cache of the estimates of one model and batch.
+    """Cache of the estimated training steps of one model and batch.
 
-    Searches for several budgets can share a cache.
+    Several searches with different memory budgets can share a cache. If possible, an estimate is
+    computed from steps with only a few of the model's blocks. Otherwise a step with all blocks is
+    run.
 
     Attributes:
-        base: Base recipe of the search, for a single rank. The fields in which the base recipe
-            differs from the baseline are the same in every recipe of the search.
-        blocks: Names of the blocks to checkpoint; None for all lists of blocks.
-        watch: Function that is called with each recipe before it is estimated.
-        given: The functions that make the model and the batch.
-        options: Further arguments of `estimate`: `loss_sum`, `max_norm`, `split`, `tier`, `kind`
-            and `gpu`.
+        base: Base recipe of the searches, for a single rank. If a field of the base recipe differs
+            from its default, every recipe of a search has the same value in this field.
+        blocks: Names of the blocks to checkpoint; None for the blocks of all lists of blocks.
+        watch: Function that is called with each recipe before the recipe is estimated.
+        given: Pair of the functions that create the model and the batch.
+        options: Other arguments of `estimate`: `loss_sum`, `max_norm`, `split`, `tier`, `kind` and
+            `gpu`.
         estimates: Mapping from each estimated recipe to its estimate.
-        held: Mapping from optimizer settings to the result of `lower_bounds.held_bytes`.
-        whole: Recipes of a single rank whose estimates could not be composed, so that the step ran
-            with all blocks.
-        composes: Whether estimates may be composed from steps with few blocks. It becomes False
-            when this has failed for the model.
+        held: Mapping from the settings of an optimizer to the result of `lower_bounds.held_bytes`.
+        whole: Recipes of a single rank whose step was run with all blocks, because steps with few
+            blocks were not possible.
+        composes: Whether estimates may be computed from steps with few blocks. It becomes False
+            after these steps have failed for the model.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class EstimateCache:
     # ---- Estimates
 
     def estimate(self, recipe: Recipe, shown: bool = True) -> Estimate:
-        """Return the estimate of a recipe, which is computed only once.
+        """Return the estimate of a recipe's step, and compute it only if it is not cached.
 
         Args:
-            recipe: Recipe to estimate.
-            shown: Whether to call `watch` before a new estimate.
+            recipe: Recipe of the step.
+            shown: Whether to call `watch`, which shows the progress, before a new estimate.
         """
         if recipe not in self.estimates:
             if shown:
@@ -113,11 +115,17 @@ class EstimateCache:
         return found
 
     def confirm(self, best: Estimate | None) -> bool:
-        """Return whether a composed estimate agrees with the step that runs all blocks.
+        """Check an estimate that was computed from steps with a few of the model's blocks.
 
-        If they differ, all stored estimates are discarded, and later estimates run all blocks. The
-        result is True without a check if `best` is None, has several ranks, was made with all
-        blocks, or was confirmed before.
+        The step is run with all blocks on symbolic tensors. If the result differs from the
+        estimate, the cache is emptied, and all later estimates run all blocks.
+
+        Args:
+            best: Estimate to check, or None.
+
+        Returns:
+            Whether the estimate is right. The result is True without a check if `best` is None, has
+            several ranks, was computed with all blocks, or was checked before.
         """
         if best is None or best.recipe.ranks > 1:
             return True
@@ -135,16 +143,27 @@ class EstimateCache:
         return False
 
     def with_base(self, **techniques: Any) -> Estimate:
-        """Return the estimate of the base recipe with these fields changed."""
+        """Return the estimate of the base recipe with some fields changed.
+
+        Args:
+            techniques: New values of these fields.
+        """
         return self.estimate(replace(self.base, **techniques))
 
     @cached_property
     def composer(self) -> BlockExtrapolator:
-        """`BlockExtrapolator` for the precision of the base recipe."""
+        """`BlockExtrapolator` for the precision of the base recipe.
+
+        This object computes estimates from steps with a few of the model's blocks.
+        """
         return self.composer_of(self.base)
 
     def composer_of(self, recipe: Recipe) -> BlockExtrapolator:
-        """Return the `BlockExtrapolator` for the recipe's precision."""
+        """Return the `BlockExtrapolator` for the precision of a recipe.
+
+        This object computes estimates from steps with a few of the model's blocks. One object is
+        created per precision.
+        """
         if recipe.precision not in self._composers:
             base = replace(self.base, precision=recipe.precision)
             self._composers[recipe.precision] = BlockExtrapolator(*self.given, base, **self.options)
@@ -167,10 +186,10 @@ class EstimateCache:
         return self.composer.max_norm
 
     def known_flops(self, recipe: Recipe) -> int | None:
-        """Return the fewest FLOPs of stored estimates with the same values of `FLOPS_FIELDS`.
+        """Return the FLOPs of a recipe's step if they are known from the cached estimates, or None.
 
-        These fields determine the FLOPs of a step. If no such estimate is stored, the result is
-        None.
+        The fields in `FLOPS_FIELDS` determine which operators run. The result is the fewest FLOPs
+        among the cached estimates with the same values of these fields as `recipe`.
         """
         return self._flops.get(_fields_of_flops(recipe))
 
@@ -178,9 +197,10 @@ class EstimateCache:
 
     @cached_property
     def counts_of_batch(self) -> tuple[list[int], str | None]:
-        """Numbers of micro-batches into which the batch can be split, and a text or None.
+        """Numbers of micro-batches into which the batch can be split, and a reason if it cannot.
 
-        If the batch cannot be split, the text states the reason.
+        The value is a pair of a list of numbers and a text. If the batch cannot be split, the list
+        is [1], and the text gives the reason. Otherwise the text is None.
         """
         # BatchNorm may raise an error for a single sample.
         least = 1 + has_batch_norm(self.model)
@@ -189,7 +209,7 @@ class EstimateCache:
 
     @cached_property
     def layers(self) -> int:
-        """Number of blocks that can be checkpointed."""
+        """Number of blocks that can be checkpointed; 0 if the model has no list of blocks."""
         names = list(self.blocks) if isinstance(self.blocks, tuple) else self.blocks
         # ValueError means that the model has no list of blocks.
         with suppress(ValueError):
@@ -200,8 +220,8 @@ class EstimateCache:
     def segments(self) -> int:
         """Largest number of segments into which the model can be divided for checkpoints.
 
-        Segments consist of the model's own stages if `uses_own_stages` is true, and otherwise of
-        the model's blocks.
+        A segment consists of one or more of the functions that the model's method `stages` returns,
+        if `uses_own_stages` is True. Otherwise it consists of one or more of the model's blocks.
         """
         if self.uses_own_stages:
             with symbolic(self.composer.mode):
@@ -210,23 +230,31 @@ class EstimateCache:
 
     @cached_property
     def uses_own_stages(self) -> bool:
-        """Whether schedules and segments run the model's own chain instead of its blocks."""
+        """Whether segments and schedules use the model's method `stages` instead of its blocks.
+
+        This method returns functions that compute the loss one after the other.
+        """
         own = own_stages(self.composer.model) is not None and self.composer.loss_sum is None
         return own and self.blocks is None and self.base.precision != "autocast"
 
     def supports(self, **technique: Any) -> bool:
-        """Return whether the model supports a technique, given as fields of a recipe.
+        """Return whether the model supports a technique.
 
-        For example, checkpoints need blocks, and a chunked head needs a head that can run in
-        chunks.
+        For example, checkpoints need a model with blocks.
+
+        Args:
+            technique: Fields of a recipe that describe the technique, such as checkpoint="layers".
         """
         return self.unsupported_reason(**technique) is None
 
     def unsupported_reason(self, **technique: Any) -> str | None:
         """Return the reason why the model does not support a technique, or None if it does.
 
-        The technique is given as fields of a recipe. The reason is the first line of the error that
-        an estimate of the base recipe with these fields raises.
+        The reason is the first line of the error message of an estimate with this technique.
+
+        Args:
+            technique: Fields of a recipe that describe the technique, such as checkpoint="layers".
+                All other fields are those of the base recipe.
         """
         tried = partial(self.estimate, shown=False)
         if self.uses_own_stages and self.base.checkpoint == "none":

@@ -59,12 +59,14 @@ UNIFORM_CHECKPOINTS = ("none", "selective", "layers")
 
 @dataclass
 class StepTrace:
-    """Trace of a step in which `RecordingOptimizer` replaces the optimizer by one operator.
+    """Trace of a training step in which one placeholder operator stands for each optimizer update.
+
+    `RecordingOptimizer` runs the placeholder. The memory of the update is added later.
 
     Attributes:
-        trace: Trace of the step.
-        due: Parameters to be updated at each point (operator) of the trace. The entry of a point is
-            empty unless `RecordingOptimizer` runs at this point.
+        trace: Trace of the operators of the step, with the live bytes after each of them.
+        due: Parameters that the optimizer must update at each operator of the trace, one sequence
+            per operator. The sequence is empty if the operator is not a placeholder.
     """
 
     trace: Trace
@@ -72,37 +74,46 @@ class StepTrace:
 
 
 class ExtrapolationError(Exception):
-    """Error: an estimate cannot be computed from steps with few blocks.
+    """Error raised when an estimate cannot be computed from steps with few of the model's blocks.
 
-    The step raises an error if the model has fewer blocks, or if it has already run a step. That
-    error is the `__cause__` of this one.
+    The reason is that the step raises an error in the shortened model, or in a model that has
+    already run a step. This original error is the `__cause__`.
     """
 
 
 def can_extrapolate(recipe: Recipe) -> bool:
-    """Return whether the estimate of a recipe can be composed from steps with few blocks."""
+    """Return whether the memory of a recipe's step can be computed from steps with few blocks.
+
+    The result is True if all techniques of the recipe are composable: with these techniques, the
+    memory of the step grows evenly with the number of equal blocks.
+    """
     return all(each.composable for each in TECHNIQUES if each.is_used(recipe))
 
 
 class BlockExtrapolator:
-    """Estimator for one model and batch, whose results equal those of `estimate` in less time.
+    """Estimator that runs a training step with a few of the model's blocks, and extrapolates.
+
+    The estimates equal those of `estimate`, but take less time for a model with many equal blocks.
+    One object is for one model and one batch.
 
     Args:
-        make_model, make_batch: Functions without arguments that return the model and the batch.
-        base: Base recipe of the search, whose precision the model has.
+        make_model: Function without arguments that returns the model.
+        make_batch: Function without arguments that returns the batch.
+        base: Recipe whose precision the model has.
         loss_sum, tier, max_norm, split, kind, gpu: Options as in `estimate`.
 
     Attributes:
-        trained: Parameters that require gradients.
+        trained: Parameters of the model that require gradients.
         blocks: Longest list of equal blocks of the model.
-        segments_are_blocks: Whether the model's checkpoint segments are exactly these blocks.
-        parameters_of: Parameters of each equal block, as lists.
-        positions: Mapping from each parameter of an equal block to a pair (index of the block,
-            index of the parameter in the block).
+        segments_are_blocks: Whether `blocks` are all blocks of the model that can be checkpointed.
+            Each checkpointed segment can then be one block.
+        parameters_of: Parameters of each block in `blocks`, as one list per block.
+        positions: Mapping from each parameter of a block to the pair (index of the block in
+            `blocks`, index of the parameter in the block).
 
     Raises:
-        ExtrapolationError: The step fails if the model has fewer blocks. Any method that runs a
-            step may raise this error.
+        ExtrapolationError: The step fails with fewer blocks than the model has. Every method that
+            runs a step can raise this error.
     """
 
     def __init__(
@@ -138,7 +149,11 @@ class BlockExtrapolator:
         self.updates = UpdateCache(self.model, self.blocks, tier, kind)
 
     def estimate(self, recipe: Recipe) -> Estimate:
-        """Return the estimate of a recipe; `can_extrapolate(recipe)` must be true."""
+        """Return the estimate of a recipe's step.
+
+        Args:
+            recipe: Recipe for which `can_extrapolate(recipe)` is True.
+        """
         # Forward and backward do not depend on where the optimizer state is kept.
         key = replace(
             recipe, offload_optimizer=Recipe.offload_optimizer, page_bytes=Recipe.page_bytes
@@ -150,16 +165,26 @@ class BlockExtrapolator:
 
     @contextmanager
     def symbolic_step(self, recipe: Recipe) -> Iterator[None]:
-        """Check the recipe and enable the symbolic mode inside the `with` block."""
+        """Enable symbolic tensors inside the `with` block, after checking model and recipe.
+
+        Symbolic tensors have shapes but no values, and need no memory.
+
+        Raises:
+            TypeError, ValueError: The model or its loss does not support the recipe.
+        """
         with symbolic(self.mode), silence_operator_log():
             check_model(self.model, recipe)
             check_loss(self.model, recipe, self.loss_sum)
             yield
 
     def schedule_cost(self, recipe: Recipe) -> Cost:
-        """Return the bytes of activations and the time of the recipe's schedule for a micro-batch.
+        """Return the cost of a recipe's schedule for a micro-batch: time and bytes of activations.
 
-        If micro-batches run different operators, the one that needs the most memory counts.
+        A schedule decides which activations are saved, and which are recomputed. If the
+        micro-batches run different operators, the result is for the one that needs the most memory.
+
+        Args:
+            recipe: Recipe with checkpoint="optimal".
 
         Raises:
             InfeasibleBudget: No schedule fits into the recipe's `schedule_bytes`.
@@ -170,11 +195,14 @@ class BlockExtrapolator:
             return highest_cost(self.model, unlike, recipe, self.loss_sum)
 
     def micro_batches(self, count: int) -> list[Any]:
-        """Return the batch, split into `count` micro-batches."""
+        """Return the batch, split into a list of `count` micro-batches."""
         return micro_batches_of(self.batch, count, self.split)
 
     def groups(self, recipe: Recipe) -> list[list[int]]:
-        """Return groups of micro-batches that run the same operators, as lists of indices."""
+        """Group the micro-batches that run the same operators, and return their indices.
+
+        The result is a list with one list of indices per group.
+        """
         if (count := recipe.micro_batches) not in self._groups:
             micro_batches = self.micro_batches(count)
             self._groups[count] = groups_of(self.model, micro_batches, self.loss_sum)
@@ -183,19 +211,20 @@ class BlockExtrapolator:
     # ---- Forward and backward
 
     def forward_and_backward(self, recipe: Recipe) -> StepTrace:
-        """Return the trace of forward and backward, composed from runs with few blocks if possible.
+        """Return the trace of forward and backward, extrapolated from runs with few blocks.
 
-        Otherwise all blocks are run. If only the first blocks have a checkpoint, the blocks with a
-        checkpoint and the blocks without one are extrapolated separately. This needs up to four
-        runs:
+        If this is not possible for the recipe and the model, all blocks are run. If the recipe
+        checkpoints only the first blocks, the blocks with and without a checkpoint are extrapolated
+        one after the other. This needs up to four runs, where "few" is a number of blocks:
 
             blocks without a checkpoint    few with a checkpoint    few + 1 with a checkpoint
             few                            run                      run
             few + 1                        run                      run
 
-        Each row is extended to the model's number of blocks with a checkpoint. Then the two
-        extended rows are extended to the model's number of blocks without a checkpoint. Other
-        recipes have blocks of one kind only, and need a single row or column.
+        First, each row of this table is extrapolated to the model's number of blocks with a
+        checkpoint. Then the two results are extrapolated to the model's number of blocks without a
+        checkpoint. For any other recipe, all blocks are of one kind, and one row or one column of
+        the table is enough.
         """
         count = len(self.blocks)
         first = recipe.first_blocks or 0
@@ -228,16 +257,16 @@ class BlockExtrapolator:
             return self.measure(recipe, count)
 
     def extend(self, runs: Sequence[StepTrace], blocks: int) -> StepTrace:
-        """Return the trace of the step with `blocks` more blocks than the first run has.
+        """Extrapolate the trace of a step to a model with more blocks.
 
         Args:
-            runs: Traces of two steps, of which the second has one more block than the first; or
-                the trace of a step with all blocks, which is returned unchanged.
-            blocks: Number of additional blocks.
+            runs: Traces of two steps. The second step was run with one more block than the first. A
+                single trace, of a step with all blocks, is returned unchanged.
+            blocks: Number of blocks to add to those of the first step.
 
         Returns:
-            The trace. Where a block that was run represents a later block, the parameters in `due`
-            are replaced by the corresponding parameters of that later block.
+            The extrapolated trace. Its attribute `due` also contains the parameters of the added
+            blocks.
         """
         if len(runs) == 1:
             return runs[0]
@@ -253,18 +282,21 @@ class BlockExtrapolator:
         return StepTrace(growth.trace(blocks), rows)
 
     def measure_few_blocks(self, recipe: Recipe, count: int) -> StepTrace:
-        """Return the result of `measure` with the first `count` blocks; the result is cached."""
+        """Return the result of `measure` for the first `count` blocks, and cache it."""
         if (recipe, count) not in self._few:
             self._few[recipe, count] = self.measure(recipe, count)
         return self._few[recipe, count]
 
     def measure(self, recipe: Recipe, count: int, skip_equal_stages: bool = True) -> StepTrace:
-        """Run forward and backward with the first `count` equal blocks, and return their trace.
+        """Run forward and backward with only the first `count` equal blocks, and return the trace.
 
         Args:
             recipe: Recipe of the step.
             count: Number of equal blocks to run.
             skip_equal_stages: Whether to run only one of several equal stages of a schedule.
+
+        Raises:
+            ExtrapolationError: The step fails with this number of blocks.
         """
         optimizer = RecordingOptimizer(self.trained)
         micro_batches = self.micro_batches(recipe.micro_batches)
@@ -292,9 +324,13 @@ class BlockExtrapolator:
         )
 
     def parameter_in_later_block(self, p: Tensor, by: int) -> Tensor:
-        """Return the parameter in the block `by` blocks later that corresponds to `p`.
+        """Return the parameter that corresponds to `p` in a later block.
 
-        A parameter outside the blocks is returned unchanged.
+        If `p` is not in any of the equal blocks, it is returned unchanged.
+
+        Args:
+            p: Parameter of the model.
+            by: Distance in blocks between the block of `p` and the later block.
         """
         if p not in self.positions:
             return p
@@ -304,11 +340,13 @@ class BlockExtrapolator:
     # ---- The optimizer
 
     def with_optimizer(self, forward: StepTrace, recipe: Recipe) -> Estimate:
-        """Add the memory, FLOPs and copies of the recipe's optimizer, and return the estimate.
+        """Complete a trace of forward and backward with the optimizer, and return the estimate.
+
+        The memory, FLOPs and copies of the optimizer update are added.
 
         Args:
             forward: Trace of forward and backward.
-            recipe: Recipe of the step.
+            recipe: Recipe of the step, with the settings of the optimizer.
         """
         offloaded = chosen_below(self.trained, recipe.offload_optimizer)
         stepping = on_kind(recipe, self.kind)
@@ -342,19 +380,20 @@ def _are_all_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
 
 
 def blocks_in_flight(recipe: Recipe, tier: str, blocks: int) -> int:
-    """Return the number of other blocks that can run while copies of one block are in flight.
+    """Return how many blocks can run while offloaded activations of another block are being copied.
 
     In forward, a storage of a block may still be copied to the lower tier while later blocks run.
-    In backward, which runs the last block first, it may be fetched while a later block runs. Steps
-    that are extrapolated must contain this number of additional blocks.
+    In backward, which runs the last block first, a storage may be fetched while a later block runs.
+    For this reason, steps with few blocks must contain the returned number of additional blocks, so
+    that their memory can be extrapolated.
 
     The numbers were found by experiment for up to two copies in each direction, in decoders and in
-    chains that add tensors between their blocks. They are the smallest numbers with which the
-    extrapolated step equals the step with all blocks at each point. A smaller number would be
-    enough for blocks that keep more storages than their input.
+    chains that add tensors between their blocks. The returned numbers are the smallest ones with
+    which the extrapolated step and the step with all blocks are equal at every operator. If each
+    block saves more than its input, a smaller number would be enough.
 
     Args:
-        recipe: Recipe of the step.
+        recipe: Recipe of the step. The result is 0 if it does not offload activations.
         tier: Lower tier, "file" or "host".
         blocks: Number of equal blocks of the model. This number is returned if `prefetch` or
             `in_flight` exceeds `TESTED_COPIES`.
@@ -375,13 +414,13 @@ def _run_counts(blocks: int, few: int) -> tuple[int, ...]:
 
 
 class RecordingOptimizer(torch.optim.Optimizer):
-    """Optimizer that updates no parameters, but records which of them have a gradient.
+    """Optimizer that updates nothing, but records which parameters it would have to update.
 
-    Each step calls `torch.empty(0)`, which the meter records as one point of the optimizer phase.
-    `with_optimizer` later adds the memory of the update to this point.
+    Each step runs the operator `torch.empty(0)` as a placeholder, so the trace of the training step
+    shows where the update takes place. `with_optimizer` later adds the memory of the update there.
 
     Attributes:
-        due: Parameters to be updated, one list per step.
+        due: Parameters that have a gradient, one list per step of the optimizer.
     """
 
     def __init__(self, parameters: list[Tensor]):
@@ -402,11 +441,21 @@ class RecordingOptimizer(torch.optim.Optimizer):
 def highest_cost(
     model: nn.Module, micro_batches: Sequence[Any], recipe: Recipe, loss_sum: LossSum | None
 ) -> Cost:
-    """Return the cost of the recipe's schedule for the micro-batch that needs the most memory.
+    """Return the cost of a recipe's schedule for the micro-batch that needs the most memory.
+
+    A schedule decides which activations are saved, and which are recomputed. Its cost consists of a
+    time and the peak of the activations in bytes.
+
+    Args:
+        model: Model to train.
+        micro_batches: Micro-batches to compare.
+        recipe: Recipe with checkpoint="optimal".
+        loss_sum: Function (model, batch) -> (sum of losses, weight); None for the model's own loss.
 
     Raises:
-        InfeasibleBudget: At least one micro-batch has no schedule that fits. If there are several,
-            the error with the largest `least_bytes` is raised.
+        InfeasibleBudget: For at least one micro-batch, no schedule fits into `schedule_bytes`. If
+            there are several of these micro-batches, the error with the largest `least_bytes` is
+            raised.
     """
     costs = []
     errors = []

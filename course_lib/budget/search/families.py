@@ -34,9 +34,16 @@ from .lower_bounds import (
 def fit_given_recipes(
     search: RecipeSearch, recipes: Iterable[Recipe]
 ) -> tuple[list[Estimate], list[Estimate]]:
-    """Return the estimates of the given recipes that fit, and the estimates of all of them.
+    """Estimate the given recipes, and select those that fit the memory budget of the search.
 
-    A recipe is left out if no schedule fits its own `schedule_bytes`.
+    A recipe for which no schedule fits into its own `schedule_bytes` is left out.
+
+    Args:
+        search: Search for one model, batch and budget.
+        recipes: Recipes to estimate.
+
+    Returns:
+        Two lists: the estimates of the recipes that fit, and the estimates of all recipes.
     """
     tried = []
     for recipe in dict.fromkeys(recipes):
@@ -47,10 +54,17 @@ def fit_given_recipes(
 
 
 def fit_on_ranks(search: RecipeSearch, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
-    """Return the estimates of recipes on several ranks: those that fit, and all that were made.
+    """Find the recipes for several ranks that fit the memory budget of the search.
 
-    Each value of `shard` is tried with the fewest micro-batches that fit. Checkpoints are added
-    only if the step does not fit without them.
+    Each way to shard (the field `shard`) is tried with the fewest micro-batches with which the step
+    fits. Checkpoints are tried only if the step does not fit without them.
+
+    Args:
+        search: Search for one model, batch and budget.
+        base: Recipe with several ranks, whose other fields all recipes share.
+
+    Returns:
+        Two lists: the estimates of the recipes that fit, and the estimates of all recipes tried.
     """
     cache = search.cache
     make_model, make_batch = cache.given
@@ -107,11 +121,15 @@ def fit_on_ranks(search: RecipeSearch, base: Recipe) -> tuple[list[Estimate], li
 
 
 def fit_families(search: RecipeSearch) -> list[Estimate]:
-    """Return the estimate of the best recipe of each family that fits the budget.
+    """Find the recipes on a single rank that fit the memory budget of the search.
 
-    Families with few techniques are tried first, because a family is skipped if it only adds
-    techniques to a recipe that fits (see `_cannot_be_cheaper`). A recipe is left out of the result
-    if another recipe that fits uses a subset of its techniques and is sorted before it.
+    A family consists of all recipes with the same memory-saving techniques. Its best recipe is the
+    cheapest one that fits. Families with few techniques are tried first. If a family only adds
+    techniques to a recipe that fits, it is skipped unless it may still be cheaper.
+
+    Returns:
+        The estimate of the best recipe of each family. A recipe is left out if a cheaper recipe
+        that fits uses a subset of its techniques.
     """
     cache = search.cache
     found: list[Recipe] = []
@@ -253,15 +271,16 @@ def _add_first_blocks(search: RecipeSearch, found: list[Recipe]) -> None:
 
 
 def max_first_blocks(search: RecipeSearch, one_block: Recipe, cheapest: float) -> int:
-    """Return how many of the first blocks can be checkpointed at less than the cost `cheapest`.
+    """Return how many blocks can be checkpointed before the step takes `cheapest` seconds.
 
-    If the blocks are equal, recomputing any block needs the same number of FLOPs as recomputing the
-    first one. If the blocks are not equal, the result is only an upper bound.
+    The blocks are counted from the first block of the model. If the blocks are equal, each
+    checkpoint adds the same number of recomputed FLOPs. If they are not, the result is only an
+    upper bound.
 
     Args:
-        search: The search.
+        search: Search for one model and batch.
         one_block: Recipe that checkpoints only the first block.
-        cheapest: Cost in seconds.
+        cheapest: Duration of the step that must not be reached, in seconds.
     """
     cache = search.cache
     found = cache.estimate(one_block)

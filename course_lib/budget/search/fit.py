@@ -34,20 +34,21 @@ COUNTS = ("tensors", "reserved")
 
 
 class Estimates(Table, list):
-    """List of `Estimate` values that prints as a table.
+    """Result of `fit`: a list of `Estimate` objects, cheapest first, that prints as a table.
 
     Attributes:
-        rates: Rates that convert an estimate into seconds.
+        rates: Speed of the machine, from which the duration of each step is computed.
         title: Caption of the table.
-        whole: Number of recipes for which a step with all blocks was run, because the model does
-            not run with few blocks or because the recipe uses a technique that is not composable
-            (see `Technique`). All other estimates were composed from steps with few blocks.
-        estimate: Function that returns the estimate of a recipe. It reuses the estimates of the
-            search.
-        within: Function that takes another budget in bytes and returns the `Estimates` that fit it.
+        whole: Number of recipes whose step was run with all blocks of the model. All other
+            estimates were computed from steps with only a few blocks, which some models and
+            techniques do not allow (see `Technique.composable`).
+        estimate: Function that takes a recipe and returns its estimate. It reuses the estimates of
+            the search.
+        within: Function that takes another memory budget in bytes and returns the `Estimates` for
+            it.
         known: Number of recipes that the search has estimated.
         not_tried: Sentences on techniques that could not be tried for this model. Each sentence
-            gives the reason, and says what to do about it.
+            gives the reason and advice.
     """
 
     columns = ("peak (MB)", "TFLOPs", "GB moved", "seconds", "recipe")
@@ -68,7 +69,11 @@ class Estimates(Table, list):
         self.whole, self.known = whole, known
 
     def steps_from_baseline(self) -> TechniqueSteps:
-        """Return estimates from the baseline to the cheapest recipe, adding one technique each."""
+        """Return estimates from the baseline to the cheapest recipe, each with one more technique.
+
+        The baseline has the precision and the optimizer of the cheapest recipe, but none of its
+        techniques.
+        """
         return TechniqueSteps(map(self.estimate, steps_to(self[0].recipe)))
 
     def rows(self) -> list[Sequence]:
@@ -109,75 +114,80 @@ def fit(
     quick: bool = False,
     progress: bool | Callable[[Recipe], None] = True,
 ) -> Estimates:
-    """Return the estimates of the recipes whose step fits the budget, cheapest first.
+    """Search for the recipes whose training step fits a memory budget, and return their estimates.
 
-    The cost of a recipe is the number of seconds that its step takes according to `rates`.
+    A recipe is a set of memory-saving techniques. The estimates are sorted by cost, which is the
+    duration of the step in seconds according to `rates`.
 
-    **Recipes that are tried.** Without `recipes`, `fit` combines the techniques that do not change
-    what the model learns. Each recipe also has every field that `base` sets to a value other than
-    the default.
+    **Recipes that are tried.** If `recipes` is None, `fit` combines the techniques that do not
+    change what the model learns:
 
     - Attention: the model's own, or fused attention if the model supports it.
     - Checkpoints: "none", "layers" (around all blocks or around the first few), "selective",
       "segments" and "optimal".
-    - Offloaded activations: alone or with checkpoint="layers". With the tier "host", 0 to 2
-      storages are fetched ahead and 1 or 2 copies are in flight.
+    - Offloaded activations: alone or with checkpoint="layers". With the tier "host", `prefetch` is
+      0, 1 or 2, and `in_flight` is 1 or 2.
     - Loss head: all tokens at once, or in chunks.
-    - Optimizer steps: in backward, or after any number of micro-batches. With offloaded
-      activations, the numbers of micro-batches are 1, numbers at least twice the previous one, and
-      the largest.
+    - Optimizer: each parameter is updated during backward, or all parameters after the last
+      micro-batch. Every possible number of micro-batches is tried. With offloaded activations, only
+      a selection is tried: 1, numbers at least twice the previous one, and the largest number.
     - Optimizer state: 0 to 4 quarters of it offloaded, in pages of 16, 4 or 1 MiB.
 
-    A technique that cannot be tried for this model, such as checkpoints for a model without a list
-    of blocks, is named with the reason in `not_tried` of the result.
+    Every recipe also has the fields that `base` sets to a value other than the default. Some
+    techniques cannot be tried for some models, such as checkpoints for a model without a list of
+    blocks. The attribute `not_tried` of the result gives the reasons.
 
-    A recipe is left out of the result if another recipe that fits uses a subset of its techniques
-    and is sorted before it. Recipes of equal cost are sorted by fewer micro-batches, then by larger
-    pages, then by fewer copies in flight.
+    **Recipes that are left out.** A recipe is left out if another recipe that fits uses a subset of
+    its techniques and is sorted before it. Recipes of equal cost are sorted by fewer micro-batches,
+    then by larger pages, then by fewer copies in flight.
 
-    Not every combination is estimated: docs/exact.md says which recipes are skipped, what the
-    search assumes, and how an estimate is composed from the steps of a model with few blocks.
+    Not every combination is estimated. docs/exact.md says which recipes are skipped, what the
+    search assumes, and how an estimate is computed from steps with few blocks of the model.
 
     Args:
-        make_model, make_batch, loss_sum: Functions as in `estimate`. More than one micro-batch is
-            tried only if the weight of the loss is known and the batch can be split. If the batch
-            cannot be split, the caption of the result says why.
+        make_model: Function without arguments that returns the model in fp32.
+        make_batch: Function without arguments that returns the batch. If the batch cannot be split,
+            only one micro-batch is tried, and `not_tried` of the result gives the reason.
         budget_bytes: Limit in bytes for all tensors of the step except the batch.
-        max_norm: Norm to which the gradient is clipped, as in `train_step`. Recipes with optimizer
-            steps in backward are then skipped.
-        split: Function of (batch, parts) that returns a list of `parts` batches, as in `estimate`.
-            If it is given, 1, 2, 4, 8 and so on micro-batches are tried, up to the last number
-            before `split` raises an error, returns a part without samples, or no longer makes the
-            largest part smaller. If `split` raises an error for two parts, so does `fit`.
+        loss_sum: Function (model, batch) -> (sum of losses, weight), as in `estimate`. Without a
+            known weight, only one micro-batch is tried.
+        max_norm: Norm to which the gradient is clipped, as in `train_step`. If it is given, recipes
+            that update parameters during backward are skipped.
+        split: Function (batch, parts) -> list of `parts` batches, as in `estimate`. If it is given,
+            1, 2, 4, 8 and so on micro-batches are tried. The last number is the one before `split`
+            raises an error, returns a part without samples, or no longer makes the largest part
+            smaller. If `split` raises an error for two parts, so does `fit`.
         blocks: Names of the blocks to checkpoint, as in `Recipe`.
         recipes: Recipes to choose from, instead of those listed above.
-        base: Recipe with the fields that all recipes share, such as precision, optimizer and
-            `min_bytes`. If its field `ranks` is greater than 1, all values of its field
-            `shard` are tried, unless it sets one.
-        framework: Name of the framework that must be able to run the recipes, a key of
-            `course_lib.budget.scripts.FRAMEWORKS`. Its method `script` writes a recipe as a script.
-            The estimates are those of the framework's step: with "trainer", gradients are clipped
-            even if `max_norm` is None. Without a framework, all recipes are allowed.
-        rates: Rates of the machine, or the name of an entry of `RATES`.
-        tier: Lower tier, as in `estimate`. The default is "file" for the rates "laptop", and "host"
-            for those of any other machine.
-        kind, gpu: Kind of device, and the GPU, as in `estimate`. If `rates` are those of a GPU, the
-            default is that GPU.
-        count: Quantity that must fit. "tensors" counts the bytes of live tensors. "reserved", which
-            requires the kind "cuda", counts what PyTorch's allocator reserves by its rules
-            (`Estimate.reserved_bytes`), and runs the step of each recipe again for this.
-        quick: Whether to search fewer recipes. This takes less time but may miss the cheapest one.
-            The recipes have checkpoints around all blocks or none, all of the optimizer state
-            offloaded or none, one micro-batch or the largest number, and the fewest or the default
-            number of copies in flight. With count="reserved", only the cheapest recipe is listed.
-        progress: Whether to show a progress bar, if tqdm is installed; or a function that is called
-            with each recipe before it is estimated.
+        base: Recipe whose settings all recipes share, such as precision, optimizer and `min_bytes`.
+            If its `ranks` is greater than 1 and its `shard` is None, all values of `shard` are
+            tried.
+        framework: Name of a framework that must be able to run the recipes, such as "trainer": a
+            key of `course_lib.budget.scripts.FRAMEWORKS`. The framework's method `script` writes a
+            recipe as a script. The estimates are then those of the framework's own step. For
+            example, "trainer" clips gradients even if `max_norm` is None. None allows all recipes.
+        rates: Speed of the machine, as `Rates` or as a name in `RATES`.
+        tier: Lower tier, where offloaded tensors are stored: "file" or "host". The default is
+            "file" for the rates "laptop", and "host" for all others.
+        kind: Kind of device, "cpu" or "cuda", as in `estimate`.
+        gpu: GPU that decides which attention kernel runs, as in `estimate`. If `rates` are those of
+            a GPU, the default is this GPU.
+        count: Bytes that must fit the budget. "tensors" counts live tensors. "reserved" counts what
+            PyTorch's allocator reserves for them (see `Estimate.reserved_bytes`). "reserved"
+            requires the kind "cuda", and takes longer, because the step of each recipe runs again.
+        quick: Whether to try fewer recipes. The search then takes less time, but may miss the
+            cheapest recipe. Checkpoints are then around all blocks or none, and all of the
+            optimizer state is offloaded or none. The number of micro-batches is 1 or the largest
+            possible number, and the numbers of copies in flight are the smallest or the default.
+            With count="reserved", the result has only the cheapest recipe.
+        progress: True to show a progress bar, if tqdm is installed; or a function that is called
+            with each recipe before the recipe is estimated.
 
     Raises:
-        InfeasibleBudget: No recipe that fits was found. The message names the lowest peak that was
-            found and its recipe, and techniques that could not be tried.
-        TypeError, ValueError: An argument has the wrong type or is out of its range, or the
-            framework cannot run `base`, one of the recipes, or the model.
+        InfeasibleBudget: No recipe that fits was found. The message gives the lowest peak that was
+            found with its recipe, and the techniques that could not be tried.
+        TypeError, ValueError: An argument has the wrong type or is out of its range; or the
+            framework cannot run the model, `base`, or one of `recipes`.
     """
     whole("budget_bytes", budget_bytes, 1, of="bytes")
     if tier is None:
@@ -277,15 +287,15 @@ def _with_reasons(error: InfeasibleBudget, search: RecipeSearch) -> InfeasibleBu
 def search_by_tensors(
     search: RecipeSearch, base: Recipe, recipes: Sequence[Recipe] | None = None
 ) -> Estimates:
-    """Return the recipes whose live tensors fit the budget of `search`, cheapest first.
+    """Find the recipes whose live tensors fit the budget of a search, cheapest first.
 
     Args:
-        search: The search, whose stored estimates are reused.
-        base: Base recipe, which may have several ranks.
-        recipes: Recipes to choose from. None searches all recipes.
+        search: Search for one model, batch and budget, with a cache of estimates.
+        base: Recipe whose settings all recipes share. It may have several ranks.
+        recipes: Recipes to choose from; None to search all recipes.
 
     Raises:
-        InfeasibleBudget: No recipe was found.
+        InfeasibleBudget: No recipe fits.
     """
     cache = search.cache
     while True:
@@ -313,21 +323,27 @@ def search_by_tensors(
 
 
 def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: bool = False) -> Any:
-    """Return the estimates of the recipes whose reserved bytes fit the budget, cheapest first.
+    """Find the recipes whose step makes the allocator reserve at most `budget_bytes`.
 
-    The search itself counts bytes of live tensors. If its cheapest recipe reserves too much, the
-    search is repeated with a limit on tensor bytes that is lower by the excess, until the cheapest
-    recipe fits. Recipes whose tensor bytes are between two limits may be missed.
+    The allocator is PyTorch's CUDA allocator. The result has the estimates of the recipes, cheapest
+    first.
+
+    The function `within` limits the bytes of live tensors, which are fewer than the reserved bytes.
+    This function is called repeatedly with a lower limit, until the cheapest recipe in its result
+    reserves at most `budget_bytes`. Each new limit is the peak of the cheapest recipe's tensors,
+    minus the bytes that are reserved in excess. Recipes whose peak is between two of these limits
+    may be missed.
 
     Args:
         budget_bytes: Limit in bytes for the memory that the allocator reserves.
-        within: Function that takes a limit in tensor bytes and returns the `Estimates` that fit it.
+        within: Function that takes a limit on the bytes of live tensors and returns the `Estimates`
+            of the recipes that fit it.
         quick: Whether to count the reserved bytes of only the cheapest recipe for each limit. All
-            other recipes are then left out.
+            other recipes are then left out of the result.
 
     Raises:
-        InfeasibleBudget: No recipe was found. The message names the fewest bytes reserved, or the
-            lowest peak of tensor bytes if even the tensors of no recipe fit.
+        InfeasibleBudget: No recipe fits. The message gives the fewest reserved bytes, or the lowest
+            peak of live tensors if even the tensors of every recipe exceed the budget.
     """
     taken: dict[Recipe, tuple[int, Estimate]] = {}
     tensor_budget = budget_bytes

@@ -18,9 +18,14 @@ from .estimate_cache import EstimateCache
 
 
 def held_bytes(cache: EstimateCache, recipe: Recipe) -> int:
-    """Return the bytes on the device that are live throughout the step of a recipe.
+    """Return the bytes on the device that are live throughout the training step of a recipe.
 
-    These are the model's parameters and buffers, and the optimizer state that is not offloaded.
+    The live bytes are those of the model's parameters and buffers, and the optimizer state that is
+    not offloaded.
+
+    Args:
+        cache: Cache of estimates for the model and the batch.
+        recipe: Recipe of the step.
     """
     key = recipe.offload_optimizer, recipe.optimizer, recipe.update
     if key not in cache.held:
@@ -36,17 +41,31 @@ def held_bytes(cache: EstimateCache, recipe: Recipe) -> int:
 
 
 def exceeds(cache: EstimateCache, recipe: Recipe, limit: int) -> bool:
-    """Return whether a lower bound on a recipe's peak is above `limit`, in bytes."""
+    """Return whether the peak of a recipe's step is certainly above `limit`, in bytes.
+
+    The result is True if a lower bound on the peak is above the limit. If the result is False, the
+    peak may still be above the limit.
+
+    Args:
+        cache: Cache of estimates for the model and the batch.
+        recipe: Recipe of the step.
+        limit: Limit in bytes.
+    """
     # `held_bytes` is compared first, because it needs no estimate.
     return held_bytes(cache, recipe) > limit or floor_bytes(cache, recipe) > limit
 
 
 def floor_bytes(cache: EstimateCache, recipe: Recipe) -> int:
-    """Return a lower bound on the peak of a recipe, in bytes.
+    """Return a lower bound on the peak memory of a recipe's training step, in bytes.
 
-    The bound is the larger of two numbers: the bytes that are live throughout the step, and the
-    peak of the optimizer step, which does not depend on forward and backward. With `in_backward`
-    there is no separate optimizer step, so only the first number counts.
+    The bound is the larger of two numbers: the bytes that are live throughout the step (see
+    `held_bytes`), and the peak of the optimizer update, which does not depend on forward and
+    backward. With `recipe.in_backward`, there is no separate update after backward, so only the
+    first number is used.
+
+    Args:
+        cache: Cache of estimates for the model and the batch.
+        recipe: Recipe of the step.
     """
     step = (
         0
@@ -57,20 +76,30 @@ def floor_bytes(cache: EstimateCache, recipe: Recipe) -> int:
 
 
 def optimizer_state_estimate(cache: EstimateCache, recipe: Recipe) -> Estimate:
-    """Return the estimate of the base recipe with the offload settings of `recipe`.
+    """Return an estimate of a step that has the same optimizer update as a recipe's step.
 
-    These settings are `offload_optimizer`, `in_backward` and `page_bytes`. The estimate has the
-    optimizer step of `recipe`, and all recipes with these settings share it.
+    The result is the estimate of the base recipe (`cache.base`) with the fields
+    `offload_optimizer`, `in_backward` and `page_bytes` of `recipe`. All recipes with the same
+    values of these fields share the estimate.
+
+    Args:
+        cache: Cache of estimates for the model and the batch.
+        recipe: Recipe of the step.
     """
     names = ("offload_optimizer", "in_backward", "page_bytes")
     return cache.with_base(**{name: getattr(recipe, name) for name in names})
 
 
 def least_seconds(cache: EstimateCache, recipe: Recipe, rates: Rates) -> float:
-    """Return a lower bound on the seconds of a recipe's step.
+    """Return a lower bound on the duration of a recipe's training step, in seconds.
 
-    The bound counts the fewest FLOPs that the recipe can need (`least_flops`). Of the copies, it
-    counts only those of the optimizer state.
+    The bound is computed from the fewest FLOPs that the step can need (see `least_flops`) and from
+    the copies of the optimizer state. Copies of activations are not counted.
+
+    Args:
+        cache: Cache of estimates for the model and the batch.
+        recipe: Recipe of the step.
+        rates: Speed of the machine.
     """
     down, up = offloaded_state_traffic(cache, recipe)
     least = {"flops": least_flops(cache, recipe), "bytes_down": down, "bytes_up": up}
@@ -78,7 +107,15 @@ def least_seconds(cache: EstimateCache, recipe: Recipe, rates: Rates) -> float:
 
 
 def offloaded_state_traffic(cache: EstimateCache, recipe: Recipe) -> tuple[int, int]:
-    """Return the bytes of optimizer state copied to the lower tier, and the bytes copied back."""
+    """Return the bytes that are copied because a recipe offloads optimizer state.
+
+    Args:
+        cache: Cache of estimates for the model and the batch.
+        recipe: Recipe of the step.
+
+    Returns:
+        The pair (bytes copied to the lower tier, bytes copied back).
+    """
     state, none = (
         optimizer_state_estimate(cache, recipe),
         optimizer_state_estimate(cache, replace(recipe, offload_optimizer=0.0)),
@@ -87,11 +124,16 @@ def offloaded_state_traffic(cache: EstimateCache, recipe: Recipe) -> tuple[int, 
 
 
 def least_flops(cache: EstimateCache, recipe: Recipe) -> int:
-    """Return a lower bound on the FLOPs of a recipe's step.
+    """Return a lower bound on the FLOPs of a recipe's training step.
 
-    The bound is the FLOPs of an estimated recipe that does not need more. It equals `recipe` in the
-    fields of `estimate_cache.FLOPS_FIELDS`, or else differs only in using no chunked head, no
-    checkpoints, or neither. If no such recipe has been estimated, the bound is 0.
+    The bound is the FLOPs of a cached estimate with the same operators as `recipe`. If there is
+    none, it is that of a cached estimate without the chunked loss head, without the checkpoints, or
+    without both. A step without these techniques does not need more FLOPs. If there is no cached
+    estimate of this kind either, the bound is 0.
+
+    Args:
+        cache: Cache of estimates for the model and the batch.
+        recipe: Recipe of the step.
     """
     plain = replace(
         recipe,
@@ -113,14 +155,15 @@ def least_flops(cache: EstimateCache, recipe: Recipe) -> int:
 
 
 def recomputed_flops(cache: EstimateCache, checkpointed: Recipe) -> int:
-    """Return the FLOPs that a recipe's checkpoint adds, or 0 if they are not known.
+    """Return the FLOPs that a recipe's checkpoints add, or 0 if they are not known.
 
-    They are the difference between two stored estimates, with and without the checkpoint. Both have
-    the base recipe's loss head, because these FLOPs do not depend on the loss head.
+    The result is the difference between two cached estimates, one with and one without the
+    checkpoints. Both have the loss head of the base recipe (`cache.base`), on which the difference
+    does not depend.
 
     Args:
-        cache: Estimates of the model and batch.
-        checkpointed: Recipe with a checkpoint, such as one around the first block.
+        cache: Cache of estimates for the model and the batch.
+        checkpointed: Recipe with checkpoints, for example around the first block only.
     """
     own = replace(checkpointed, head_chunk=cache.base.head_chunk)
     plain = replace(own, checkpoint="none", blocks=None, first_blocks=None)
@@ -129,5 +172,13 @@ def recomputed_flops(cache: EstimateCache, checkpointed: Recipe) -> int:
 
 
 def offloads_no_activation(cache: EstimateCache, recipe: Recipe) -> bool:
-    """Return whether the recipe's step copies no activation to the lower tier."""
+    """Return whether the step of a recipe copies no activation to the lower tier.
+
+    Even with `offload_activations`, this is the case if all saved tensors are smaller than
+    `min_bytes`.
+
+    Args:
+        cache: Cache of estimates for the model and the batch.
+        recipe: Recipe of the step.
+    """
     return cache.estimate(recipe).bytes_down == offloaded_state_traffic(cache, recipe)[0]

@@ -26,14 +26,14 @@ from course_lib.offload import SymbolicStore, Traffic
 
 @dataclass
 class Update:
-    """Memory, FLOPs and copies of an optimizer's update of some parameters.
+    """Memory, FLOPs and copies of one optimizer update of some of a model's parameters.
 
     Attributes:
-        held: Bytes of optimizer state that are live before and after the update.
-        more: Additional live bytes at the peak of the update, compared with before the update. An
-            array of shape (categories,), with the categories of `course_lib.memory.CATEGORIES`.
-        operator: Name of the operator at the peak; empty if no operator ran.
-        totals: FLOPs, bytes copied to the lower tier, and bytes copied back, of shape (3,).
+        held: Bytes of optimizer state on the device before and after the update.
+        more: Live bytes at the peak of the update minus live bytes before the update. An array of
+            shape (categories,), in the order of `course_lib.memory.CATEGORIES`.
+        operator: Name of the operator that runs at the peak; empty if no operator ran.
+        totals: Array of shape (3,): FLOPs, bytes copied to the lower tier, and bytes copied back.
     """
 
     held: int
@@ -43,12 +43,15 @@ class Update:
 
 
 class UpdateCache:
-    """Cache of the optimizer updates of one model, which are measured on symbolic tensors.
+    """Cache of the measured optimizer updates of one model.
+
+    The updates run on symbolic tensors, which need no memory.
 
     Args:
-        model: The model.
+        model: Model to train.
         blocks: Equal blocks of the model, in their order.
-        tier: Tier where offloaded state is kept, "file" or "host".
+        tier: Lower tier, where offloaded optimizer state is stored: "file", or "host" for host
+            memory.
         kind: Kind of device, "cpu" or "cuda".
     """
 
@@ -58,14 +61,14 @@ class UpdateCache:
         self.cache: dict[Any, Update] = {}
 
     def update_of_all(self, recipe: Recipe, offloaded: set[Tensor]) -> Update:
-        """Return the update of all parameters of the model.
+        """Return the memory, FLOPs and copies of an update of all parameters of the model.
 
-        It is measured without the parameters that `parameters_left_out` returns. Their state, FLOPs
-        and copies are added from the updates of single parameters.
+        To save time, the parameters that `parameters_left_out` returns are not part of the measured
+        update. Their state, FLOPs and copies are measured one parameter at a time, and added.
 
         Args:
-            recipe: Recipe with the optimizer's settings.
-            offloaded: Parameters whose state is offloaded.
+            recipe: Recipe with the settings of the optimizer.
+            offloaded: Parameters whose optimizer state is offloaded.
         """
         recipe = on_kind(recipe, self.kind)
         key = recipe.offload_optimizer, recipe.optimizer, recipe.update, recipe.page_bytes
@@ -81,15 +84,21 @@ class UpdateCache:
         return self.cache[key]
 
     def parameters_left_out(self, recipe: Recipe, offloaded: set[Tensor]) -> set[Tensor]:
-        """Return the parameters that a measured update can leave out without changing its peak.
+        """Return parameters without which an update of the model has the same peak.
 
-        These parameters belong to blocks whose two predecessors and two successors have trainable
-        parameters of the same shapes. Parameters with offloaded state and all other parameters are
-        compared separately, so only one of the two kinds may be left out for a block. In a paged
-        update, small parameters share a page with their neighbors. Therefore a block is left out
-        only if one of its parameters is larger than a page.
+        A block's parameters can be left out if the two blocks before it and the two blocks after it
+        have parameters of the same shapes. Only trainable parameters are compared. The parameters
+        with offloaded state and all other parameters of a block are compared separately, so only
+        one of these two groups may be left out. There is one more condition for an offloaded
+        optimizer, which updates its state page by page: at least one of the parameters must be
+        larger than a page, because small parameters share a page with parameters of other blocks.
 
-        The set is empty if all parameters are updated at once or share a tensor of the state.
+        The result is empty if all parameters are updated at once, or if they share a tensor of the
+        optimizer state.
+
+        Args:
+            recipe: Recipe with the settings of the optimizer.
+            offloaded: Parameters whose optimizer state is offloaded.
         """
         shares_state = OPTIMIZERS[recipe.optimizer].shares_state
         if on_kind(recipe, self.kind).update != "loop" or shares_state:
@@ -114,7 +123,13 @@ class UpdateCache:
         return found
 
     def update_of(self, p: Tensor, recipe: Recipe, offloaded: bool) -> Update:
-        """Return the update of one parameter, whose state is offloaded if `offloaded` is true."""
+        """Return the memory, FLOPs and copies of an update of one parameter.
+
+        Args:
+            p: Parameter of the model.
+            recipe: Recipe with the settings of the optimizer.
+            offloaded: Whether the optimizer state of the parameter is offloaded.
+        """
         recipe = on_kind(recipe, self.kind)
         # A single parameter is one page, so the result does not depend on page_bytes.
         takes = OPTIMIZERS[recipe.optimizer].select_parameters
@@ -129,12 +144,14 @@ class UpdateCache:
     def measure_update(
         self, parameters: Sequence[Tensor], recipe: Recipe, offloaded: set[Tensor]
     ) -> Update:
-        """Run and measure an update of only the given parameters, whose state exists already.
+        """Run and measure an update of only the given parameters.
+
+        The optimizer state is created before, so the measured update is like any later one.
 
         Args:
             parameters: Parameters to update.
-            recipe: Recipe with the optimizer's settings.
-            offloaded: Parameters whose state is offloaded.
+            recipe: Recipe with the settings of the optimizer.
+            offloaded: Parameters whose optimizer state is offloaded.
         """
         size, update_of_all = (
             sum(p.numel() for p in parameters if p in group)
