@@ -48,7 +48,11 @@ _HAN = re.compile("[\u3400-\u9fff]")
 
 
 class LabelError(ValueError):
-    """Error in a label: it has no Chinese, its placeholders differ, or it is in two sections."""
+    """Error in a label.
+
+    Either a Chinese translation is missing, or the placeholders of the two languages differ, or two
+    sections of the catalog contain the same English text.
+    """
 
 
 # The current language
@@ -56,13 +60,15 @@ class LabelError(ValueError):
 
 
 def choose(default: str) -> str:
-    """Set the language of plain text to the user's setting, and return it.
+    """Set the language of plain text to the user's setting, and return this language.
+
+    The setting is the result of `user_language`.
 
     Args:
         default: Language if the user has no setting: "en", "zh" or "both".
 
     Raises:
-        ValueError: The setting or `default` is not one of these.
+        ValueError: The setting or `default` is not "en", "zh" or "both".
     """
     global _chosen
     _chosen = user_language() or _checked_language(default, "default")
@@ -70,10 +76,10 @@ def choose(default: str) -> str:
 
 
 def user_language() -> str | None:
-    """Return the language that the user has set, or None.
+    """Return the language that the user has set: "en", "zh" or "both". None means no setting.
 
-    It is the value of the environment variable COURSE_LANG. Without it, it is the content of the
-    file `SETTING` in the working directory.
+    The environment variable COURSE_LANG is read first. If it is not set, the language is read from
+    the file `.course-language` in the working directory.
 
     Raises:
         ValueError: The setting is not "en", "zh" or "both".
@@ -86,9 +92,13 @@ def user_language() -> str | None:
 
 
 def choose_only(language: str) -> None:
-    """Set the language of plain text, HTML and figures, for a page in a single language.
+    """Write plain text, HTML and figures in a single language.
 
-    The environment variable COURSE_LANG is ignored.
+    This function is for pages without a language switch. The language overrides the environment
+    variable COURSE_LANG.
+
+    Args:
+        language: "en" or "zh".
 
     Raises:
         ValueError: The language is neither "en" nor "zh".
@@ -100,12 +110,19 @@ def choose_only(language: str) -> None:
 
 
 def shown_languages() -> tuple[str, ...]:
-    """Return the languages of HTML and figures: ("en", "zh"), ("en",) or ("zh",)."""
+    """Return the languages in which HTML and figures are written.
+
+    The result is ("en", "zh"), ("en",) or ("zh",).
+    """
     return _shown
 
 
 def current() -> str:
-    """Return the current language of plain text: "en", "zh" or "both"."""
+    """Return the current language of plain text: "en", "zh" or "both".
+
+    The result is the language that `choose` or `choose_only` has set. Before that, it is the value
+    of the environment variable COURSE_LANG, or "en" if the variable is not set.
+    """
     return _chosen or _from_environment() or "en"
 
 
@@ -127,14 +144,16 @@ def _checked_language(value: str, name: str) -> str:
 
 
 class Label(str):
-    """English text with the template and the values from which it was made.
+    """English text that can be translated into Chinese later.
 
-    A notebook shows it in both languages, unless `choose_only` was called.
+    A notebook shows a label in both languages, unless `choose_only` was called.
 
     Attributes:
-        template: English text with placeholders, a key of the catalog.
-        values: Values of the placeholders, by name.
-        own_chinese: Chinese of the template if it was passed to `pair` and is not in the catalog.
+        template: English text with placeholders as for `str.format`. The label itself is the
+            template with the values filled in.
+        values: Dict from the name of a placeholder to its value.
+        own_chinese: Chinese of the template if it was passed to `pair`. None if the Chinese is in
+            the catalog, `zh.toml`.
     """
 
     template: str
@@ -142,11 +161,11 @@ class Label(str):
     own_chinese: str | None = None
 
     def in_chinese(self) -> str | None:
-        """Return the Chinese text, filled with the values; None if the translation is missing.
+        """Return the label's Chinese text with the values filled in, or None without a translation.
 
         Raises:
-            LabelError: A value is English text that has no Chinese translation, and
-                COURSE_LABELS is "strict".
+            LabelError: The value of a placeholder is English text without a Chinese translation,
+                and the environment variable COURSE_LABELS is "strict".
         """
         zh = self.own_chinese or catalog().get(self.template)
         if zh is None:
@@ -173,19 +192,19 @@ class Label(str):
 
 
 class Verbatim(str):
-    """Text that is the same in every language; `verbatim` creates it."""
+    """Text that is the same in every language, such as a file name. Use `verbatim` to create it."""
 
 
 def verbatim(words: object) -> Verbatim:
-    """Mark words that need no translation, such as a file name, an option or an error of Python."""
+    """Mark text as the same in every language, such as a file name, an option or a Python error."""
     return Verbatim(words)
 
 
 def text(english: str, /, **values: object) -> Label:
-    """Create a label from English text, whose Chinese is in the catalog.
+    """Create a label from English text, whose Chinese translation is in the catalog, `zh.toml`.
 
     Args:
-        english: The text, with placeholders as for `str.format`.
+        english: English text, with placeholders as for `str.format`.
         values: Values of the placeholders, which may be labels themselves.
 
     Raises:
@@ -200,16 +219,17 @@ def text(english: str, /, **values: object) -> Label:
 
 
 def pair(english: str, chinese: str, /, **values: object) -> Label:
-    """Create a label from its English and its Chinese, for a text that is not in the catalog.
+    """Create a label from an English and a Chinese text that are not in the catalog, `zh.toml`.
 
-    The texts in a lesson's `messages.toml` are such texts.
+    An example is a message from the `messages.toml` of a lesson.
 
     Args:
         english, chinese: The text in both languages, with the same placeholders.
         values: Values of the placeholders, which may be labels themselves.
 
     Raises:
-        LabelError: The placeholders of the two languages differ, or are not those of the values.
+        LabelError: The two texts do not have the same placeholders, or the names of the values are
+            not those of the placeholders.
     """
     if not placeholders(english) == placeholders(chinese) == set(values):
         raise LabelError(
@@ -243,7 +263,12 @@ def _remember(label: Label) -> None:
 
 
 def join_labels(words: Iterable[object], separator: str = ", ") -> str:
-    """Join labels into one label, with a separator whose Chinese form is in the catalog."""
+    """Join labels into one label.
+
+    Args:
+        words: Labels or other objects, which are converted to strings.
+        separator: English text between two labels. Its Chinese form is in the catalog, `zh.toml`.
+    """
     template = f"{{first}}{separator}{{rest}}"
     items = [str(each) if not isinstance(each, str) else each for each in words]
     return (
@@ -257,13 +282,14 @@ def _is_strict() -> bool:
 
 
 def chinese(words: object) -> str | None:
-    """Return the Chinese of a label, or of a string that contains labels.
+    """Return the Chinese translation of a label, or of a string that contains labels.
 
     Returns:
-        The Chinese, or None if there is no translation.
+        The Chinese text. None if there is no translation, or if `words` is not a string.
 
     Raises:
-        LabelError: A value in the label is English without Chinese, and COURSE_LABELS is "strict".
+        LabelError: The value of a placeholder is English text without a Chinese translation, and
+            the environment variable COURSE_LABELS is "strict".
     """
     if not isinstance(words, str):
         return None
@@ -280,12 +306,14 @@ def chinese(words: object) -> str | None:
 
 
 def in_both_languages(words: object) -> tuple[str, str]:
-    """Return (English, Chinese) of a label, or the English twice if there is no Chinese.
+    """Return a label's English and Chinese text as a pair.
+
+    If there is no Chinese translation, both items of the pair are the English text.
 
     Raises:
-        LabelError: The label, or a value in it, is English without Chinese, and the environment
-            variable COURSE_LABELS is "strict". It is set only to build and test the course, because
-            a learner may write labels without Chinese.
+        LabelError: The label, or the value of a placeholder in it, is English without a Chinese
+            translation, and the environment variable COURSE_LABELS is "strict". The variable is set
+            only to build and test the course, because a learner may write labels without Chinese.
     """
     words = words if isinstance(words, str) else str(words)
     zh = chinese(words)
@@ -298,18 +326,20 @@ def in_both_languages(words: object) -> tuple[str, str]:
 
 
 def say(words: object, separator: str = " ") -> str:
-    """Return a label as plain text in the current language.
+    """Return a label as plain text in the current language (see `current`).
 
-    If the current language is "both", this is the English, the separator and the Chinese.
+    If the current language is "both", the result is the English text, the separator and the Chinese
+    text. If both texts are equal, the result is the text once.
     """
     en, zh = in_both_languages(words)
     return {"en": en, "zh": zh, "both": en if en == zh else f"{en}{separator}{zh}"}[current()]
 
 
 def markup(words: object) -> str:
-    """Return a label as escaped HTML, in which text in `backquotes` is shown as code.
+    """Return a label as escaped HTML. Text between `backquotes` is shown as code.
 
-    If English and Chinese differ, there is one element per language, one above the other.
+    If English and Chinese differ and both are shown, the HTML has one block element per language,
+    one above the other.
     """
     en, zh = (
         re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(each))
@@ -358,7 +388,8 @@ def _translate_labels_in(words: str) -> str | None:
 def is_english(words: str) -> bool:
     """Return whether a text needs a Chinese translation.
 
-    A text needs one if it has an English word that is neither code nor in `same()`, and no Chinese.
+    The result is true if the text has no Chinese character, and at least one English word that is
+    neither code nor in `same()`.
     """
     return not _HAN.search(words) and any(
         word not in same() for word in _WORD.findall(_NOT_WORDS.sub(" ", words))
@@ -366,35 +397,38 @@ def is_english(words: str) -> bool:
 
 
 def placeholders(template: str) -> set[str]:
-    """Return the names of the placeholders in a template."""
+    """Return the names of the placeholders in a template, such as {"n"} for "{n} tokens"."""
     return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
 
 
 @cache
 def catalog() -> dict[str, str]:
-    """Return the catalog of labels: a dict from English to Chinese.
+    """Return the translations of labels in `zh.toml`, as a dict from English to Chinese.
+
+    Error messages are not included; see `sentences`.
 
     Raises:
-        LabelError: An entry is in two sections, or its Chinese has other placeholders.
+        LabelError: Two sections of the file contain the same English text, or a Chinese text does
+            not have the placeholders of its English text.
     """
     return entries({name: words for name, words in _read_catalog().items() if name != "errors"})
 
 
 @cache
 def sentences() -> dict[str, str]:
-    """Return the catalog of error messages: a dict from English to Chinese.
+    """Return the translations of error messages in `zh.toml`, as a dict from English to Chinese.
 
-    Commands translate errors with it.
+    Command-line programs use this dict to translate the errors that they print.
 
     Raises:
-        LabelError: As for `catalog`.
+        LabelError: A Chinese text does not have the placeholders of its English text.
     """
     return entries({"errors": _read_catalog()["errors"]})
 
 
 @cache
 def same() -> frozenset[str]:
-    """Return the English words that are not translated in Chinese text."""
+    """Return the English words that stay in English in Chinese text, such as Adam or Llama."""
     return frozenset(_read_catalog()["same"])
 
 
@@ -405,10 +439,15 @@ def _read_catalog() -> dict:
 
 
 def entries(sections: dict) -> dict[str, str]:
-    """Return the entries of all sections of a catalog as one dict from English to Chinese.
+    """Merge the sections of a catalog into one dict from English to Chinese.
+
+    Args:
+        sections: Dict from the name of a section to its dict from English to Chinese. Entries that
+            are not dicts are ignored.
 
     Raises:
-        LabelError: As for `catalog`.
+        LabelError: Two sections contain the same English text, or a Chinese text does not have the
+            placeholders of its English text.
     """
     found: dict[str, str] = {}
     for section, words in sections.items():

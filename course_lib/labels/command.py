@@ -34,13 +34,14 @@ CLOSED_PIPE = 128 + 13
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that translates argparse's own text and the help that is passed to it.
+    """Argument parser whose help, usage and errors are in the user's language.
 
-    With COURSE_LANG=both all text is in English, because two languages need too much space in a
-    terminal.
+    Both argparse's own text and the help that is passed to the parser are translated. If the
+    environment variable COURSE_LANG is "both", all text is in English, because text in two
+    languages needs too much space in a terminal.
 
     Attributes:
-        options: Names of the options that were added.
+        options: Names of the arguments that were added, such as "--device".
     """
 
     options: list[str]
@@ -89,23 +90,30 @@ class Parser(argparse.ArgumentParser):
             return super().format_usage()
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help; if it cannot be written, raise the error, which argparse would ignore."""
+        """Print the help to `file`, by default to standard output.
+
+        argparse ignores an error in writing the help; this method raises it.
+        """
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Print an error in one line, without the list of all options, and exit with status 2."""
+        """Print an error message in one line, and exit with status 2.
+
+        Unlike argparse, the method does not print the list of all options.
+        """
         sentence = text("error: {sentence} (see --help)", sentence=translated_error(message))
         self.exit(2, f"{_translate(sentence)}\n")
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command and end the process with its exit status.
+    """Run a command and end the process with the command's exit status.
 
-    If the program that reads the command's output has closed the pipe, the command ends without a
-    message, as other commands do. If the output cannot be written, the command prints one line.
+    If the program that reads the command's output has closed the pipe, the exit status is 141 and
+    nothing is printed. If the output cannot be written for another reason, the exit status is 1 and
+    one line is printed to standard error. After Ctrl-C the exit status is 130.
 
     Args:
-        main: Function that runs the command, and returns its exit status or None for 0.
+        main: Function that runs the command. It returns the exit status, or None for status 0.
     """
     status: Any = 1
     try:
@@ -136,10 +144,10 @@ def _discard_output() -> None:
 
 
 def translated_error(message: str) -> str:
-    """Return an error message in the user's language.
+    """Return an error message in Chinese if the current language is "zh", otherwise unchanged.
 
-    An error's English is written where it is raised. Its Chinese is in the section [errors] of
-    `zh.toml`, with a placeholder for each value. A message without Chinese is returned unchanged.
+    The Chinese is read from the section [errors] of `zh.toml`, whose entries have placeholders for
+    the values in a message. A message that is not in this section is returned unchanged.
     """
     if current() != "zh":
         return verbatim(message)

@@ -32,7 +32,10 @@ def pyplot() -> ModuleType:
 
 
 def add_font() -> None:
-    """Register the course's font with matplotlib, if it is not registered yet."""
+    """Register the course's font with matplotlib, if that has not been done yet.
+
+    The font contains Chinese characters.
+    """
     from matplotlib import font_manager
 
     if not any(entry.fname == str(_FILE) for entry in font_manager.fontManager.ttflist):
@@ -41,7 +44,10 @@ def add_font() -> None:
 
 @contextmanager
 def course_font() -> Iterator[None]:
-    """Use the course's font for figures that are drawn and saved inside a `with` block."""
+    """Use the course's font in a `with` block, so that figures can show Chinese characters.
+
+    Figures must be drawn and saved inside the block.
+    """
     import matplotlib
 
     add_font()

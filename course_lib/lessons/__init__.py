@@ -32,7 +32,11 @@ LESSONS = sorted(
 
 
 def lesson(number: str, file: str) -> ModuleType | None:
-    """Return a file of a lesson, such as "exercises", or None if the lesson has no such file.
+    """Import and return a module of a lesson's package, or None if the package has no such file.
+
+    Args:
+        number: Two digits of the lesson, such as "05".
+        file: Name of the module, such as "exercises".
 
     Raises:
         ValueError: There is no such lesson.
@@ -45,7 +49,16 @@ def lesson(number: str, file: str) -> ModuleType | None:
 
 
 def checks_of(number: str) -> dict[str, Exercise]:
-    """Return the checks of a lesson's exercises by their names, such as "check_loop"."""
+    """Return the checks of a lesson's exercises, as a dict from name to check.
+
+    A name is that of a function, such as "check_loop".
+
+    Args:
+        number: Two digits of the lesson, such as "05".
+
+    Raises:
+        ValueError: There is no such lesson.
+    """
     found = vars(lesson(number, "exercises") or object)
     return {
         name: each
@@ -55,14 +68,30 @@ def checks_of(number: str) -> dict[str, Exercise]:
 
 
 def claims_of(number: str) -> tuple[Claim, ...]:
-    """Return the claims that a lesson tests, with those of its optional sections last."""
+    """Return the claims from other sources that a lesson tests by measurements.
+
+    Claims of the lesson's optional sections come last.
+
+    Args:
+        number: Two digits of the lesson, such as "05".
+
+    Raises:
+        ValueError: There is no such lesson.
+    """
     module = lesson(number, "claims")
     names = ("CLAIMS", "ALLOCATOR_CLAIMS", "OLDER_CLAIMS")  # in the order of the notebooks
     return tuple(claim for name in names for claim in getattr(module, name, ()))
 
 
 def experiments(number: str | None = None) -> list[Experiment]:
-    """Return the GPU experiments of one lesson, or of all lessons, in the order of their code."""
+    """Return the GPU experiments of one lesson or of all lessons, in the order of their definition.
+
+    Args:
+        number: Two digits of the lesson, such as "05". None selects all lessons.
+
+    Raises:
+        ValueError: There is no such lesson.
+    """
     modules = [lesson(each, "gpu") for each in (LESSONS if number is None else [number])]
     return [
         found
@@ -74,14 +103,15 @@ def experiments(number: str | None = None) -> list[Experiment]:
 
 
 def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuResults:
-    """Return a lesson's GPU experiments as an object that the notebook displays.
+    """Return the results of a lesson's GPU experiments, as an object that a notebook displays.
 
-    On a GPU the experiments are run now. Tag the cell that calls this function `shows-device`,
-    because the output depends on the machine.
+    On a machine with a GPU, the experiments run now. Recorded results from other GPUs are shown,
+    too. Tag the notebook cell that calls this function `shows-device`, because the output depends
+    on the machine.
 
     Args:
-        number: Two digits.
-        names: Names of experiments; by default all experiments of the lesson.
+        number: Two digits of the lesson, such as "05".
+        names: Names of experiments. Without names, all experiments of the lesson are included.
         folder: Folder of the recordings.
 
     Raises:

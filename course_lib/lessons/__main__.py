@@ -88,7 +88,12 @@ def interrupt(*_) -> NoReturn:
 
 
 def what_is_missing(device: str, folder: Path) -> str | None:
-    """Return the reason why no experiment can be run on this machine, or None."""
+    """Return the reason why GPU experiments cannot run on this machine, or None if they can.
+
+    Args:
+        device: "cuda", or "cpu" in tests.
+        folder: Folder for the results. It must not be the default folder if `device` is "cpu".
+    """
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
         return f"torch is {torch.__version__}, and the course takes 2.9 or newer"
     if device == "cpu":
@@ -103,7 +108,22 @@ def what_is_missing(device: str, folder: Path) -> str | None:
 
 
 def run_and_record(name: str, item: Experiment, device: str, folder: Path) -> bool:
-    """Run an experiment and store each result when it is measured; return whether it succeeded."""
+    """Run a GPU experiment, and write each result to a file as soon as it is measured.
+
+    If the experiment fails, its name and the error are printed.
+
+    Args:
+        name: Name to print, such as "01.decoder_step".
+        item: The experiment.
+        device: "cuda", or "cpu" in tests, which use small sizes.
+        folder: Folder for the file, which is named after the GPU.
+
+    Returns:
+        Whether the experiment succeeded.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed during the experiment.
+    """
     start = time.perf_counter()
 
     def write(run: Run, finished: bool = False) -> Path:

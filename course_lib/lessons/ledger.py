@@ -16,10 +16,14 @@ from course_lib.teaching.tables import NumberText
 
 @dataclass(frozen=True)
 class Row:
-    """Costs of a training step that uses the technique of a lesson.
+    """Costs of one training step with the technique of one lesson.
 
     Attributes:
-        moved_bytes: Bytes moved to and from another tier or another rank.
+        lesson: Two digits of the lesson, such as "05".
+        technique: Label of the technique.
+        peak_bytes: Most bytes that are live at once during the step.
+        flops: FLOPs of the step.
+        moved_bytes: Bytes moved to and from host memory or disk, or to and from other ranks.
     """
 
     lesson: str
@@ -55,14 +59,17 @@ LAYER_BYTES = 20_987_904  # saved for backward by one layer of the baseline
 def ledger(
     lesson: str, technique: str, measured: Any, *, flops: int | None = None, moved_bytes: int = 0
 ) -> Table:
-    """Show the previous lessons' rows and this lesson's row, all relative to the baseline.
+    """Compare the training step of a lesson with the steps of all previous lessons.
+
+    Returns a table with one row per lesson. Ratios are relative to the baseline, the step without
+    any technique.
 
     Args:
-        lesson: Two digits.
-        technique: A label.
-        measured: A `Measurement` of the step, or anything with `peak_bytes` and `flops`.
-        flops: FLOPs of the step, if `measured` is a meter, which only counts bytes.
-        moved_bytes: Bytes moved to and from another tier or another rank.
+        lesson: Two digits of the lesson, such as "05".
+        technique: Label of the lesson's technique.
+        measured: A `Measurement` of the step, or any object with `peak_bytes` and `flops`.
+        flops: FLOPs of the step. By default, `measured.flops`.
+        moved_bytes: Bytes moved to and from host memory or disk, or to and from other ranks.
     """
     own = Row(
         lesson,
@@ -75,7 +82,7 @@ def ledger(
 
 
 def whole_ledger() -> Table:
-    """Show the rows of all lessons."""
+    """Return a table that compares the training steps of all lessons."""
     return _table(ROWS)
 
 

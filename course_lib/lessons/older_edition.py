@@ -20,10 +20,14 @@ class OlderEdition(Exception):
 
 
 def reject_names_in(package: str) -> Callable[[str], NoReturn]:
-    """Return a `__getattr__` for a lesson's package, which rejects names of an older edition.
+    """Return a `__getattr__` for a lesson's package that rejects names of an older edition.
 
-    Names that start with an underscore, which Python and IPython look up themselves, and names of
-    files in the package raise AttributeError. All other names raise `OlderEdition`.
+    The function raises AttributeError for names that start with an underscore, because Python and
+    IPython look such names up, and for names of files in the package. It raises `OlderEdition` for
+    all other names.
+
+    Args:
+        package: Full name of the package.
     """
     lesson = package.rpartition(".")[2]
     folder = Path(__file__).with_name(lesson)

@@ -11,11 +11,11 @@ from course_lib.teaching.exercises import WrongAnswer
 
 
 class WorkLimit(TorchDispatchMode):
-    """A mode that raises `WrongAnswer` when more than `limit` operators have run.
+    """A dispatch mode that raises `WrongAnswer` when more than `limit` PyTorch operators have run.
 
     Args:
         limit: Number of operators that may run inside the `with` block.
-        message: Label that `WrongAnswer` shows, without a hint.
+        message: Label that explains the error to the learner. No hint is added.
     """
 
     def __init__(self, limit: int, message: str) -> None:

@@ -9,9 +9,9 @@ from course_lib._torch.modes import TorchDispatchMode
 
 
 def release(device: torch.device) -> None:
-    """Free GPU memory that is unreferenced or cached, and cuBLAS's workspaces.
+    """Free GPU memory that PyTorch's allocator has cached, and the workspaces of cuBLAS.
 
-    On a CPU, the function does nothing.
+    Python's garbage collector runs first. On a CPU, the function does nothing.
     """
     if device.type == "cuda":
         gc.collect()
@@ -20,9 +20,12 @@ def release(device: torch.device) -> None:
 
 
 class Allocator:
-    """The CUDA allocator's counters, minus the bytes that were allocated at its creation.
+    """Counters of the CUDA allocator that leave out bytes allocated before the instance was made.
 
     On a CPU an instance can be created, but its counters cannot be read.
+
+    Args:
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,14 +45,14 @@ class Allocator:
         return torch.cuda.memory_reserved(self.device) - self.allocated_before
 
     def requested_bytes(self) -> int:
-        """Return the bytes that were requested, before the allocator rounds up each request."""
+        """Return the bytes that live tensors requested, before rounding by the allocator."""
         return (
             torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
             - self.requested_before
         )
 
     def reset(self) -> None:
-        """Reset the peaks, and free cached memory so that it does not count as reserved."""
+        """Reset the peak counters to the current values, and return cached memory to the driver."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -67,9 +70,13 @@ class Allocator:
 
 
 class PeakBetweenOperators(TorchDispatchMode):
-    """A mode that records the largest number of allocated bytes at the end of any operator.
+    """A dispatch mode that records the peak of allocated bytes, read at the end of each operator.
 
-    An operator has freed its workspace when it ends, so `peak_bytes` includes no workspace.
+    The attribute `peak_bytes` includes no workspace, because an operator has freed its workspace
+    when it ends.
+
+    Args:
+        allocator: Allocator from which the bytes are read.
     """
 
     def __init__(self, allocator: Allocator) -> None:

@@ -20,11 +20,15 @@ _KINDS = {
 
 
 def alt_text(drawn: "Figure", language: str) -> str:
-    """Return a figure's title, followed by its `alt` or by a description of its axes.
+    """Return the alt text of a figure: its title, followed by a description.
 
-    The description uses only the texts of the picture and the end values of measured curves,
-    because other coordinates may differ between machines. The texts of the figure must already be
-    in this language.
+    The description is the argument `alt` that was passed to `figure`. Otherwise it lists the
+    figure's texts, and the end values of measured curves. Other coordinates are not listed, because
+    they may differ between machines.
+
+    Args:
+        drawn: The figure, whose texts must already be in `language`.
+        language: "en" or "zh".
     """
     if (own_alt := getattr(drawn, "course_alt", None)) is not None:
         description = in_language(own_alt, language)
@@ -40,7 +44,7 @@ def alt_text(drawn: "Figure", language: str) -> str:
 
 
 def in_language(words: str, language: str) -> str:
-    """Return a label's text in one language."""
+    """Return a label as plain text in the given language, "en" or "zh"."""
     return str(words) if language == "en" else in_both_languages(words)[1]
 
 

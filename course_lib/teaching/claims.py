@@ -20,18 +20,20 @@ OUTCOMES = ("fails", "partly", "holds")
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim with its experiment and outcome. All attributes except the outcome are labels.
+    """A claim from another source, with the experiment that tests it and the outcome.
+
+    All attributes except `outcome` are labels.
 
     Attributes:
         claim: The claim, as it is stated in the source.
         experiment: Description of the experiment.
         verdict: One sentence on whether and when the claim is right.
-        outcome: One of `OUTCOMES`.
-        source: Source of the claim, as it is cited. By default, the teaching documents from which
-            the course was developed.
+        outcome: "fails", "partly" or "holds".
+        source: Citation of the source. By default, the teaching documents from which the course was
+            developed.
 
     Raises:
-        ValueError: The outcome is not one of `OUTCOMES`.
+        ValueError: The outcome is not one of the three words.
     """
 
     claim: str
@@ -46,17 +48,17 @@ class Claim:
 
 
 def read_claims(file: str, table: str) -> tuple[Claim, ...]:
-    """Return the claims of a table of the `claims.toml` next to a module.
+    """Read claims from a table of the file `claims.toml` in a module's folder.
 
-    A label has an English and a Chinese text, such as `claim.en` and `claim.zh`, or is a string
-    that is the same in both languages.
+    A text is given in both languages, such as `claim.en` and `claim.zh`, or as a single string if
+    it is the same in both.
 
     Args:
         file: The module's `__file__`.
         table: Name of the table, such as "claims".
 
     Raises:
-        LabelError: A text lacks a language.
+        LabelError: A text is missing in one language.
     """
     path = Path(file).with_name("claims.toml")
 
@@ -77,14 +79,14 @@ def read_claims(file: str, table: str) -> tuple[Claim, ...]:
 
 
 def claims_table(claims: Sequence[Claim], *measured: str) -> Table:
-    """Return a table of claims, with one measured value per claim.
+    """Return a table of claims, each with its source, experiment, measured value and verdict.
 
     Args:
         claims: The claims.
-        measured: One label per claim, which states the measured value.
+        measured: One label per claim, with the measured value.
 
     Raises:
-        ValueError: The numbers of measured values and of claims differ.
+        ValueError: The number of measured values is not the number of claims.
     """
     if len(measured) != len(claims):
         raise ValueError(

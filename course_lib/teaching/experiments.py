@@ -51,12 +51,12 @@ SPIN_CYCLES = 40_000_000
 
 @dataclass(frozen=True)
 class Run:
-    """Results of an experiment so far.
+    """Results of a GPU experiment so far.
 
     Attributes:
-        figures: Dict from the name of a result to its number.
-        sizes: Sizes with which the experiment ran.
-        notes: Dict from the name of a note to further information on the results.
+        figures: Dict from the name of a result, such as "peak_bytes", to its number.
+        sizes: Dict from the name to the value of each size with which the experiment ran.
+        notes: Dict from the name of a note to text on how results were measured.
     """
 
     figures: dict[str, Number]
@@ -66,16 +66,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One GPU experiment of a lesson.
+    """A GPU experiment of a lesson.
 
     Attributes:
-        function: Function of a device, and of sizes as keyword arguments, that yields dicts of
-            numbers or strings by name.
-        title: Title of the experiment, a label.
-        labels: Dict from the name of a result to its label. A placeholder in the name matches any
-            text. This text replaces the same placeholder in the label.
-        sizes, small: Sizes of the experiment, and smaller sizes with which the experiment takes
-            about a second on any device.
+        lesson: Two digits of the lesson, such as "05".
+        name: Name of the experiment.
+        function: Function of a device, and of sizes as keyword arguments. It yields dicts from the
+            name of a result to a number, or from the name of a note to a string.
+        title: Label, the title of the experiment.
+        labels: Dict from the name of a result to its label. A name may have placeholders that match
+            any text. The same placeholders in the label are replaced by this text.
+        sizes: Dict from the name to the value of each size.
+        small: Smaller sizes, with which the experiment takes about a second on any device.
     """
 
     lesson: str
@@ -93,18 +95,22 @@ class Experiment:
         small: bool = False,
         on_result: Callable[[Run], object] | None = None,
     ) -> Run:
-        """Run the experiment with fixed random numbers; the generators are restored afterwards.
+        """Run the experiment on a device, with fixed seeds of the random number generators.
 
-        If memory runs out, the experiment starts again with one of its sizes halved; `HALVED`
-        determines which one.
+        The generators are restored afterwards. If memory runs out, the experiment starts again with
+        one of its sizes halved. The first name in `HALVED` whose size can be halved determines the
+        size.
 
         Args:
-            on_result: Function that is called with all results so far whenever the experiment
+            device: Device on which the experiment runs.
+            small: Whether to use the small sizes.
+            on_result: Function that is called with all results so far, whenever the experiment
                 yields new ones.
 
         Raises:
-            MemoryError: Memory is too small at any size.
-            ValueError: A result has no unit, or is not a finite number of its unit's kind.
+            MemoryError: Memory is insufficient even at the smallest sizes.
+            ValueError: The name of a result does not end in a unit, or the result is not a valid
+                number.
         """
         device, sizes = torch.device(device), self.small if small else self.sizes
         while True:
@@ -149,16 +155,24 @@ class Experiment:
         return None
 
     def label_of(self, figure: str) -> str:
-        """Return the label of a result, or its name as `code` if it has none."""
+        """Return the label of a result. Without a label, return its name in `backquotes`.
+
+        Args:
+            figure: Name of the result.
+        """
         for pattern, words in self.labels.items():
             if match := _match(pattern, figure):
                 return text(words, **match.groupdict())
         return f"`{figure}`"
 
     def in_order(self, values: dict[str, Number]) -> dict[str, Number]:
-        """Return results sorted by the order of their labels, then by the numbers in their names.
+        """Sort results by the order of their labels, then by the numbers in their names.
 
-        For example, 512 comes before 1024. A recording stores its results in alphabetical order.
+        For example, "fused_512_bytes" comes before "fused_1024_bytes". The results of a recording
+        are in alphabetical order.
+
+        Args:
+            values: Dict from the name of a result to its number.
         """
 
         def place(figure: str) -> tuple[int, list[int], str]:
@@ -180,14 +194,15 @@ def experiment(
     variants: dict[str, str] | None = None,
     labels: dict[str, str] | None = None,
 ) -> Callable[[Callable], Experiment]:
-    """Decorate a function as a GPU experiment of the lesson whose package defines it.
+    """Turn a function into a GPU experiment, which has the name of the function.
 
-    The experiment has the name of the function.
+    The experiment belongs to the lesson that defines the function in its package.
 
     Args:
         title, sizes, small, labels: Attributes of `Experiment`.
-        variants: Dict from the name of each variant to its label. A result "<variant>_<quantity>"
-            gets the label "<label>: <label of the quantity>", for each of `QUANTITIES`.
+        variants: Dict from the name of a variant, such as "plain", to its label. The results of a
+            variant, such as "plain_seconds", then get labels such as "plain: time". `QUANTITIES`
+            lists these results.
     """
     derived = {
         f"{variant}_{quantity}": text("{variant}: {quantity}", variant=words, quantity=what)
@@ -206,7 +221,16 @@ def experiment(
 
 
 def peaks(variant: str, step: Callable[[], object], **held: object) -> Part:
-    """Return the two peaks of a variant, measured by `measure(step, **held)`, as a dict by name."""
+    """Measure a step, and return its peak in live tensors and its peak in the CUDA allocator.
+
+    Args:
+        variant: Name of the step, such as "plain".
+        step: Function that runs the step.
+        held: Keyword arguments of `measure`, such as the model.
+
+    Returns:
+        Dict with the keys "<variant>_peak_bytes" and "<variant>_allocator_peak_bytes".
+    """
     found = measure(step, repeats=1, **held)
     return {
         f"{variant}_peak_bytes": found.peak_bytes,
@@ -217,10 +241,18 @@ def peaks(variant: str, step: Callable[[], object], **held: object) -> Part:
 def seconds(
     device: torch.device, variants: Mapping[str, Callable[[], object]], rounds: int = 5
 ) -> dict[str, Number]:
-    """Return the median seconds per call of each variant, as a dict from "<variant>_seconds".
+    """Measure the time of several steps, and return the median for each of them.
 
-    Each round calls every variant once, in alternating order. One more round runs first as a
-    warm-up and is not counted.
+    Each round calls every step once, and every second round in the reverse order. One more round
+    runs first as a warm-up and is not counted.
+
+    Args:
+        device: Device on which the steps run.
+        variants: Dict from the name of a step, such as "plain", to a function that runs it.
+        rounds: Number of counted rounds.
+
+    Returns:
+        Dict from "<name>_seconds" to the median in seconds.
     """
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     for i in range(rounds + 1):
@@ -232,7 +264,16 @@ def seconds(
 def compare_variants(
     device: torch.device, variants: Mapping[str, Callable[[], object]], **held: object
 ) -> Iterator[Part]:
-    """Yield the `peaks` of each variant (with `held`), and then the `seconds` of all variants."""
+    """Measure the peaks of several steps one after the other, and then the time of all steps.
+
+    Args:
+        device: Device on which the steps run.
+        variants: Dict from the name of a step, such as "plain", to a function that runs it.
+        held: Keyword arguments of `measure`, such as the model.
+
+    Yields:
+        The results of `peaks` for each step, and then the result of `seconds`.
+    """
     for variant, step in variants.items():
         yield peaks(variant, step, **held)
     yield seconds(device, variants)
@@ -260,9 +301,10 @@ def _time_step(device: torch.device, step: Callable[[], object]) -> float:
 
 
 class AttentionKernels(TorchDispatchMode):
-    """A mode that records which kernels `F.scaled_dot_product_attention` runs in a `with` block.
+    """A dispatch mode that records which kernels `F.scaled_dot_product_attention` runs.
 
-    `str()` returns the names of these kernels, or "MATH" if no fused kernel ran.
+    After the `with` block, `str()` returns the names of the kernels, such as "FLASH_ATTENTION". It
+    returns "MATH" if no fused kernel ran.
     """
 
     def __init__(self) -> None:
@@ -283,7 +325,13 @@ class AttentionKernels(TorchDispatchMode):
 def decoder_and_tokens(
     device: torch.device, *, batch: int, **sizes: Any
 ) -> tuple[Decoder, torch.Tensor]:
-    """Return a decoder and the tokens of one step, on the device."""
+    """Build a decoder and a batch of random tokens on a device.
+
+    Args:
+        device: The device.
+        batch: Number of sequences.
+        sizes: Arguments of `Decoder`.
+    """
     with device:
         model = Decoder(**sizes)
     return model, random_tokens(batch, sizes["sequence"], sizes["vocabulary"]).to(device)
@@ -292,7 +340,8 @@ def decoder_and_tokens(
 def need_host_memory(count: int) -> None:
     """Raise an error if less than `count` bytes of host memory are available.
 
-    Call it before memory is pinned. Otherwise the operating system may kill the process.
+    Call this function before memory is pinned, because the operating system may kill a process that
+    pins too much. On systems other than Linux, the function does nothing.
 
     Raises:
         MemoryError: Less than `count` bytes are available.
@@ -325,11 +374,11 @@ def _is_lack_of_memory(error: BaseException) -> bool:
 
 
 def check_result(name: str, value: object) -> None:
-    """Check the name and the value of a result.
+    """Check the name and the value of a result of a GPU experiment.
 
     Raises:
-        ValueError: The name does not end in one of `UNITS`, or the value is not a finite number.
-            Bytes, FLOPs and counts must be whole numbers.
+        ValueError: The name does not end in a unit, which is one of `UNITS`, or the value is not a
+            finite number. Bytes, FLOPs and counts must be whole numbers.
     """
     unit = name.rpartition("_")[2]
     if unit not in UNITS:

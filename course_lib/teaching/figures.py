@@ -57,9 +57,10 @@ PHASE_NAMES = {name: name for name in ("forward", "backward", "optimizer")}
 
 
 def category_label(name: str) -> labels.Label:
-    """Return the label of a category of bytes or of a phase of the training step.
+    """Return the label of a category of bytes or of a phase of a training step.
 
-    There is a category and a phase "optimizer". The result is the category's, "optimizer state".
+    The name "optimizer" is both a category and a phase. The result is then the label of the
+    category, "optimizer state".
 
     Raises:
         ValueError: The name is unknown.
@@ -68,13 +69,20 @@ def category_label(name: str) -> labels.Label:
 
 
 def category_look(name: str) -> dict[str, Any]:
-    """Return color and hatching of a category of bytes, as arguments for matplotlib's patches."""
+    """Return the color and the hatching of a category of bytes, such as "gradient".
+
+    Returns:
+        Keyword arguments for patches of matplotlib.
+    """
     look = {"facecolor": COLORS.get(name, "#777777"), "hatch": HATCHES.get(name)}
     return {**look, "edgecolor": _HATCH_COLOR, "linewidth": 0}
 
 
 def phase_label(name: str) -> labels.Label:
-    """Return the label of a phase of the training step: forward, backward or optimizer.
+    """Return the label of a phase of a training step.
+
+    Args:
+        name: "forward", "backward" or "optimizer".
 
     Raises:
         ValueError: The name is unknown.
@@ -93,24 +101,24 @@ def figure(
     sharey: bool = False,
     alt: str | None = None,
 ) -> "tuple[Figure, Any]":
-    """Create a figure in the course's style, which a notebook shows once per language.
+    """Create a matplotlib figure in the course's style.
 
-    The figure is drawn with English labels, which are replaced by Chinese ones for the second
-    picture.
+    Write all words in English. A notebook shows the figure once per language, and replaces the
+    words by their Chinese translations in the second picture.
 
-    The first figure puts the style into matplotlib's `rcParams`, because labels that are set later
-    take their font from `rcParams`. Changes to `rcParams` after the first figure are kept.
+    The first call sets the style in matplotlib's `rcParams`, because labels that are added later
+    take their font from `rcParams`. Your own changes to `rcParams` after the first call are kept.
 
     Args:
-        title: Message of the figure, a full sentence; it does not name the axes.
+        title: Message of the figure, a full sentence. It does not name the axes.
+        rows, columns: Number of rows and columns of panels.
         width, height: Size in inches, at 100 dots per inch.
-        alt: Sentences that describe the picture for readers who cannot see it, without its title.
-            By default, a description is generated from the kinds of drawing, the axes and the
-            labels. Pass sentences if that is not enough.
+        sharex, sharey: Whether the panels have the same x axis or y axis.
+        alt: Sentences that describe the picture for people who cannot see it, without the title. By
+            default, a description is generated from the kinds of drawing, the axes and the labels.
 
     Returns:
-        The figure, and its axes: one `Axes`, or an array of them if there are several rows or
-        columns.
+        The figure, and its axes: one `Axes`, or an array of them if there are several panels.
     """
     pyplot = _pyplot()
     drawn, axes = pyplot.subplots(
@@ -132,9 +140,9 @@ def figure(
 
 
 def shown_once(drawn: "Figure") -> "Figure":
-    """Close a figure in a notebook, and return the figure.
+    """Close a figure, and return it as the value of a notebook cell.
 
-    A notebook would show an open figure a second time, below the value of the cell.
+    A notebook would show an open figure a second time. Outside of notebooks, the figure stays open.
     """
     import matplotlib
 
@@ -154,18 +162,18 @@ def predicted_and_measured(
 ) -> None:
     """Draw a prediction as a line and measurements as points, in one color, with a label.
 
-    The alt text gives the first and the last measurement. Therefore measure values that are the
-    same on every machine, such as bytes or FLOPs.
+    The alt text of the figure contains the first and the last measurement. Therefore the
+    measurements should be the same on every machine, such as bytes or FLOPs.
 
     Args:
         ax: Axes to draw on.
         x: Positions of the points.
-        predicted: Values of the line at the positions `x`, or a function of x, which draws a smooth
-            line. None draws points only.
-        measured: Values of the points, in the same unit.
+        predicted: Values of the line at the positions `x`, or a function of x, which is drawn as a
+            smooth line. None draws points only.
+        measured: Values of the points, in the unit of the prediction.
         name: Label of the points.
-        color: Color of the points, by default the course's color for measurements. The line has a
-            lighter shade of this color.
+        color: Color of the points. The default is the course's color for measurements. The line has
+            a lighter shade of this color.
     """
     color = color or COLORS["measured"]
     line_x = x

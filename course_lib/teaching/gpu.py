@@ -13,15 +13,15 @@ from .tables import NumberText, Table
 
 
 class GpuResults:
-    """Display of GPU experiments: their titles, their results, and the GPU of each result.
+    """Results of GPU experiments, which a notebook displays with the title and the GPU of each.
 
     Args:
-        parts: Pairs of an experiment and a sequence of its results. The sequence has one item per
-            GPU; see `course_lib.teaching.recordings.results_of_gpus`.
+        parts: Pairs (experiment, results). The results are a sequence with one item per GPU, as
+            `course_lib.teaching.recordings.results_of_gpus` returns it.
 
     Attributes:
-        figures: Dict from the name of an experiment to its results on the first GPU. Lessons use
-            them in further computations.
+        figures: Dict from the name of an experiment to its results on the first GPU, for further
+            computations in a lesson.
     """
 
     def __init__(self, parts: Sequence[tuple[Experiment, Sequence[RecordedResults]]]) -> None:

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 def label_axes(
     ax: "Axes", x: str = "", y: str = "", *, ticks: Iterable[float] | None = None, **look: Any
 ) -> None:
-    """Label the axes of a panel, and set other properties of the panel, such as limits and scales.
+    """Label the x and the y axis of a panel.
 
     Args:
+        ax: The panel.
         x, y: Labels of the axes, with their units.
-        ticks: Positions on the x axis where a number is written; all other ticks are removed.
+        ticks: Positions on the x axis where a number is written. Other ticks are removed. By
+            default, matplotlib chooses the positions.
+        look: Other properties for `ax.set`, such as `xlim` or `yscale`.
     """
     ax.set(xlabel=text(x), ylabel=text(y), **look)
     if ticks is not None:
@@ -37,25 +40,47 @@ def note(
     """Write words next to a point, by default to its right.
 
     Args:
+        ax: Axes to write on.
+        words: The words, a label.
         point: The point, in data coordinates.
         offset: Distance of the words from the point, (right, up), in units of 1/72 inch.
+        look: Other arguments of `ax.annotate`.
     """
     look = {"textcoords": "offset points", "va": "center", **look}
     ax.annotate(text(words), point, offset, **look)
 
 
 def write(ax: "Axes", x: float, y: float, words: str, **look: Any) -> None:
-    """Write words with their center at a point in data coordinates."""
+    """Write words that are centered at a point in data coordinates.
+
+    Args:
+        ax: Axes to write on.
+        x, y: The point.
+        words: The words, a label.
+        look: Other arguments of `ax.text`.
+    """
     ax.text(x, y, text(words), **{"ha": "center", "va": "center", **look})
 
 
 def background(color: str, pad: float = 1) -> dict[str, Any]:
-    """Return a `bbox` that gives words a colored background; `pad` is in units of 1/72 inch."""
+    """Return the argument `bbox` for words with a colored background.
+
+    Args:
+        color: Color of the background.
+        pad: Width of the margin around the words, in units of 1/72 inch.
+    """
     return {"facecolor": color, "edgecolor": "none", "pad": pad}
 
 
 def box(ax: "Axes", corner: tuple[float, float], width: float, height: float, **look: Any) -> None:
-    """Draw a rectangle; `corner` is its lower left corner in data coordinates."""
+    """Draw a rectangle.
+
+    Args:
+        ax: Axes to draw on.
+        corner: Lower left corner, in data coordinates.
+        width, height: Size, in data coordinates.
+        look: Other arguments of matplotlib's `Rectangle`.
+    """
     from matplotlib.patches import Rectangle
 
     ax.add_patch(Rectangle(corner, width, height, **look))
@@ -64,7 +89,14 @@ def box(ax: "Axes", corner: tuple[float, float], width: float, height: float, **
 def arrow(
     ax: "Axes", start: tuple[float, float], end: tuple[float, float], style: str = "->", **look: Any
 ) -> None:
-    """Draw an arrow between two points in data coordinates."""
+    """Draw an arrow between two points in data coordinates.
+
+    Args:
+        ax: Axes to draw on.
+        start, end: The points.
+        style: Arrow style of matplotlib.
+        look: Other properties of the arrow, such as `color`.
+    """
     look = {"arrowstyle": style, "color": "#222222", **look}
     ax.annotate("", end, start, arrowprops=look)
 
@@ -72,12 +104,14 @@ def arrow(
 def points(
     ax: "Axes", values: Mapping[Any, float], style: str = "o", *, unit: float = 1, **look: Any
 ) -> None:
-    """Draw values as points or as a line, by default in the color of measurements.
+    """Draw values as points or as a line, by default in the course's color for measurements.
 
     Args:
+        ax: Axes to draw on.
         values: Dict from x coordinate to value.
         style: matplotlib's marker and line style, such as "o" or "s--".
         unit: Number by which the values are divided, such as 1e6 for MB.
+        look: Other arguments of `ax.plot`.
     """
     heights = [value / unit for value in values.values()]
     ax.plot([*values], heights, style, **{"color": COLORS["measured"], **look})
@@ -91,12 +125,13 @@ def stacked_bars(
     *,
     upright: bool = False,
 ) -> list[float]:
-    """Draw stacked bars of bytes by category, and return the end of each bar in MB.
+    """Draw bars of stacked bytes by category, and return the end of each bar in MB.
 
     Args:
-        bars: Dict from the position of a bar to its parts, a dict from category to bytes. The bytes
-            are drawn in MB. A missing category has 0 bytes.
-        categories: Categories that are drawn and added to the legend, in this order.
+        ax: Axes to draw on.
+        bars: Dict from the position of a bar to a dict from category to bytes. A missing category
+            has 0 bytes. Bytes are drawn in MB.
+        categories: Categories to draw and to add to the legend, in this order.
         width: Width of a bar, in data coordinates.
         upright: Whether the bars are vertical instead of horizontal.
     """
@@ -111,7 +146,7 @@ def stacked_bars(
 
 
 def name_rows(ax: "Axes", names: Sequence[str]) -> None:
-    """Write one name per row of a panel, from top to bottom, and remove the panel's grid.
+    """Write one name per row on the y axis, from top to bottom, and remove the grid.
 
     The first name is at y = 0, the second one at y = 1, and so on.
     """
@@ -121,7 +156,13 @@ def name_rows(ax: "Axes", names: Sequence[str]) -> None:
 
 
 def category_legend(drawn: "Figure", names: Iterable[str], **look: Any) -> None:
-    """Add a legend of categories of bytes below a figure."""
+    """Add a legend of categories of bytes below a figure.
+
+    Args:
+        drawn: The figure.
+        names: Names of the categories, such as "gradient".
+        look: Other arguments of matplotlib's `Figure.legend`.
+    """
     from matplotlib.patches import Patch
 
     handles = [Patch(label=category_label(name), **category_look(name)) for name in names]
@@ -129,10 +170,10 @@ def category_legend(drawn: "Figure", names: Iterable[str], **look: Any) -> None:
 
 
 def clauses(pattern: str, rows: Iterable[Mapping[str, object]]) -> Label:
-    """Return a sentence for an alt text that describes several items by one pattern.
+    """Return one sentence for an alt text that describes several items in the same way.
 
     Args:
-        pattern: Text with placeholders, which is filled once per item.
-        rows: Dict from placeholder to value for each item.
+        pattern: English text with placeholders for one item, such as "{name}: {peak} MB".
+        rows: One dict per item, from the name of a placeholder to its value.
     """
     return text("{points}.", points=join_labels([text(pattern, **row) for row in rows], "; "))

@@ -38,14 +38,19 @@ _COLORS = 128  # colors of a stored picture; the limit halves its bytes, and plo
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure in one language, as stored in a notebook's output."""
+    """A figure in one language, as stored in the output of a notebook cell.
+
+    Attributes:
+        png: The picture, as base64.
+        alt: Alt text.
+    """
 
     png: str  # base64
     alt: str
 
 
 def show_in_both_languages() -> None:
-    """Make notebooks show each figure as two pictures with alt texts.
+    """Make notebooks show each matplotlib figure as one picture per language, with alt texts.
 
     Without IPython, the function does nothing.
     """
@@ -60,12 +65,12 @@ def show_in_both_languages() -> None:
 
 
 def show(drawn: "Figure") -> None:
-    """Show a figure as HTML, without the PNG that IPython would add.
+    """Show a figure as HTML, with one picture per language.
 
-    The PNG would make a notebook larger by half. If the environment variable in `FOR_SLIDES` is
-    set, the output's metadata also has pictures for slides under "slides", which no page shows.
-    Drawing these pictures takes twice as long as the rest, so only `make notebooks` and `make
-    results` set the variable.
+    IPython's own PNG is left out, because it would make a notebook larger by half. If the
+    environment variable COURSE_SLIDES is set, pictures for slides are stored in the output's
+    metadata, under the key "slides". Drawing them takes twice as long as the rest. Therefore only
+    `make notebooks` and `make results` set the variable.
     """
     from IPython.core.pylabtools import print_figure
     from IPython.display import display
@@ -100,12 +105,12 @@ def _for_slides(drawn: "Figure", languages: Iterable[str]) -> dict[str, str]:
 
 @contextmanager
 def enlarge(drawn: "Figure") -> Iterator[None]:
-    """Give a figure the aspect ratio of a slide and a smaller size in inches, in a `with` block.
+    """Give a figure the format of a slide in a `with` block, with larger letters and lines.
 
-    Letters and lines of the figure are therefore larger on the slide. Ticks are chosen again for
-    the shorter axes, and long titles are broken into lines. Letters become `LARGER` times as large.
-    The factor is smaller if the axes would otherwise take too little of the height, or if the
-    figure's `course_larger` is smaller.
+    The figure gets the aspect ratio of a slide and a smaller size in inches. Ticks are chosen again
+    for the shorter axes, and long titles are broken into lines. Letters become `LARGER` times as
+    large. The factor is smaller if the axes would become too low, or if the attribute
+    `course_larger` of the figure is smaller.
     """
     size = drawn.get_size_inches().copy()
     titles = [text for text in (drawn._suptitle, *_panel_titles(drawn)) if text and text.get_text()]
@@ -200,9 +205,9 @@ def description(drawn: "Figure") -> tuple[str, str]:
 
 
 def pictures_in(markup: str) -> dict[str, Picture]:
-    """Return a dict from language to picture, if an output's HTML consists only of figures.
+    """Return the pictures in the HTML of a notebook output, as a dict from language to picture.
 
-    Otherwise return an empty dict.
+    The dict is empty if the HTML contains anything other than the course's figures.
     """
     one = (
         r'<figure lang="(\w+)" style="margin: 0"><img alt="([^"]*)"'
@@ -217,13 +222,17 @@ def pictures_in(markup: str) -> dict[str, Picture]:
 
 @contextmanager
 def drawn_in(drawn: "Figure", language: str) -> Iterator[None]:
-    """Context manager that shows the words of a figure in `language` inside the `with` block.
+    """Translate the words of a figure in a `with` block.
 
-    After the block the words are English again.
+    After the block the words are in English again.
+
+    Args:
+        drawn: The figure.
+        language: "en" or "zh".
 
     Raises:
         ValueError: The language is neither "en" nor "zh".
-        LabelError: A label has no Chinese (see `course_lib.labels.in_both_languages`).
+        LabelError: A label has no Chinese translation (see `course_lib.labels.in_both_languages`).
     """
     if language not in LANGUAGES:
         raise ValueError(f"language must be 'en' or 'zh', got {language!r}")

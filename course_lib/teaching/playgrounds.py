@@ -10,15 +10,14 @@ if TYPE_CHECKING:
 
 
 def playground(draw: Callable[..., "Figure"], sliders: Callable[[Any], dict[str, Any]]) -> None:
-    """Show a picture with sliders, which need a running kernel.
+    """Show a plot with sliders that change its arguments, which needs a running Jupyter kernel.
 
     Without Jupyter, print a line instead.
 
     Args:
-        draw: Function that creates the picture.
-        sliders: Function of the module `ipywidgets` that returns a dict from each argument of
-            `draw` to a widget. The descriptions of the widgets are labels, which are shown in the
-            current language.
+        draw: Function that draws the plot.
+        sliders: Function that takes the module `ipywidgets`, and returns a dict from each argument
+            of `draw` to a widget. The descriptions of the widgets are labels.
     """
     try:
         import ipywidgets

@@ -25,21 +25,22 @@ FOLDER = Path(__file__).parents[1] / "recordings"
 
 @dataclass(frozen=True)
 class RecordedResults:
-    """The results of one experiment, and where they were measured.
+    """Results of a GPU experiment, with information on where and when they were measured.
 
     Attributes:
-        source: "live" if the results were measured just now, "recorded" if they were measured
-            earlier or on another machine, or "none" if there are no results.
+        source: "live" for results that were measured just now, "recorded" for stored results, or
+            "none" if there are no results.
         values: Dict from the name of a result to its number, in the order of the experiment's
             labels. It is empty if there are no results.
-        gpu, torch, date: GPU, version of PyTorch, and date of the measurement, or None if there are
-            no results.
-        problem: Name of this machine's GPU, and the reason why the experiment could not run on it.
-            None if the experiment ran, or if this machine has no GPU.
-        smaller: Dict from name to value of each size that differs from the experiment's own size,
-            because memory was too small for that size.
-        notes: Dict from the name of a note to further information on the results, such as which
-            attention kernel ran.
+        gpu: Name of the GPU, or None if there are no results.
+        torch: Version of PyTorch, or None if there are no results.
+        date: Date of the measurement, or None if there are no results.
+        problem: Name of this machine's GPU, and the reason why the experiment failed on it. None if
+            the experiment did not fail, or if this machine has no GPU.
+        smaller: Dict from the name to the value of each size that had to be reduced because memory
+            was insufficient.
+        notes: Dict from the name of a note to text on how results were measured, such as the name
+            of the attention kernel.
     """
 
     source: str
@@ -53,10 +54,14 @@ class RecordedResults:
 
 
 def recorded_results(item: Experiment, folder: Path = FOLDER) -> RecordedResults:
-    """Return the results of an experiment, measured now on a GPU or read from the latest recording.
+    """Run a GPU experiment, or read its latest recording.
+
+    On a machine with a GPU, the experiment runs now. The recording is read if there is no GPU, or
+    if the experiment fails.
 
     Args:
-        folder: Folder of the recordings; it need not exist.
+        item: The experiment.
+        folder: Folder of the recordings. It need not exist.
     """
     problem = None
     if torch.cuda.is_available():
@@ -78,13 +83,14 @@ def recorded_results(item: Experiment, folder: Path = FOLDER) -> RecordedResults
 
 
 def results_of_gpus(item: Experiment, folder: Path = FOLDER) -> list[RecordedResults]:
-    """Return `recorded_results(item)`, followed by recorded results of other GPUs.
+    """Run a GPU experiment or read its latest recording, and add the recordings of other GPUs.
 
-    The experiment must have run with the same sizes on the other GPUs. If `recorded_results` found
-    no results, the list contains only its return value.
+    Only recordings with the same sizes as the first result are added. If no result is found, the
+    list has a single item with the source "none".
 
     Args:
-        folder: Folder of the recordings; it need not exist.
+        item: The experiment.
+        folder: Folder of the recordings. It need not exist.
     """
     first = recorded_results(item, folder)
     others = [
@@ -96,10 +102,11 @@ def results_of_gpus(item: Experiment, folder: Path = FOLDER) -> list[RecordedRes
 
 
 def load_recordings(item: Experiment, folder: Path = FOLDER) -> list[RecordedResults]:
-    """Return the recordings of an experiment, the latest first.
+    """Return the stored results of an experiment on all GPUs, the latest first.
 
     Args:
-        folder: Folder of the recordings; it need not exist.
+        item: The experiment.
+        folder: Folder of the recordings. It need not exist.
     """
     stored = []
     for path in sorted(Path(folder).glob("*.json")):
@@ -130,21 +137,25 @@ def record(
     device: str = "cuda",
     finished: bool = True,
 ) -> Path:
-    """Write an experiment's results to `folder`/<gpu>.json, with all information on their origin.
+    """Store the results of a GPU experiment in a file that is named after the GPU.
 
-    Entries of other experiments stay in the file. A finished run replaces the existing entry of its
-    experiment. While the run is unfinished, its results are merged into the existing entry if that
-    has the same sizes, software and machine. Otherwise the results are stored under "unfinished",
-    until the run is finished or its results can be merged. The file is replaced as a whole, so
-    after an interruption it is either the old file or the new one.
+    The versions of software and the properties of the machine are stored with the results. Results
+    of other experiments stay in the file. Results of the same experiment are treated as follows:
+
+    - A finished run replaces the stored results.
+    - Results of an unfinished run are merged into the stored results if sizes, software and machine
+      are the same. Otherwise they are stored separately, under "unfinished".
+
+    The file is replaced as a whole. After an interruption it is therefore either the old file or
+    the new one.
 
     Args:
         item: The experiment.
         run: Results of the experiment so far, with the sizes that were used.
-        finished: Whether the run has all results of the experiment.
-        folder: Folder of the recordings. It is created if it does not exist.
         command: Command that was run, which is stored with the results.
+        folder: Folder of the recordings. It is created if it does not exist.
         device: "cuda", or "cpu" in tests.
+        finished: Whether the run has all results of the experiment.
 
     Returns:
         Path of the file, whose contents do not depend on the order of the results.
@@ -193,7 +204,14 @@ def record(
 def provenance(device: str = "cuda") -> dict[str, Any]:
     """Return the versions of software and the properties of the machine that affect results.
 
-    The values are determined once per process.
+    They are determined once per process.
+
+    Args:
+        device: "cuda", or "cpu" in tests.
+
+    Returns:
+        Dict with keys such as "torch", "driver" and "cpu". A value is None if it cannot be
+        determined.
     """
     cuda = torch.device(device).type == "cuda"
     return {

@@ -61,15 +61,13 @@ _OPTIONS = (("en", "English"), ("zh", "中文"), ("both", "both 双语"))
 
 
 class Switch:
-    """The language switch as an output: an HTML form in a notebook, or one line in a terminal.
+    """Buttons in a notebook that select the language of the page. In a terminal, one line of text.
 
-    In a notebook, a language that the learner has chosen by a button stays chosen when the cell
-    runs again.
+    A language that the learner has selected stays selected when the cell runs again.
 
     Args:
-        chosen: "en", "zh" or "both".
-        follow_browser: Whether the page opens in the language of the browser instead of `chosen`,
-            as long as the learner has not chosen a language.
+        chosen: Language at the start: "en", "zh" or "both".
+        follow_browser: Whether the page starts in the language of the browser instead of `chosen`.
     """
 
     def __init__(self, chosen: str, *, follow_browser: bool = False) -> None:
@@ -111,24 +109,24 @@ class Switch:
 
 
 def language(default: str | None = None, *, only: bool = False) -> None:
-    """Show the language switch, and set the language of plain text.
+    """Show the language switch of a notebook, and set the language of plain text.
 
-    The switch works on the cells of its own notebook, without a kernel. The language that a learner
-    has chosen by a button stays chosen when the cell runs again, and the browser remembers it for
-    the other lessons. After this call, a notebook shows each figure once per language. Plain text
-    keeps the language in which it was printed. Without IPython, one line is printed instead.
+    The switch shows or hides text and figures on the page, without a kernel. Plain text that is
+    already printed stays in its language. The browser stores the language that the learner has
+    selected, for this notebook and the other lessons. After this call, a notebook shows each figure
+    once per language. Without IPython, one line is printed instead.
 
     Args:
-        default: "en", "zh" or "both". The user's setting overrides it: the environment variable
+        default: "en", "zh" or "both". The user's setting has priority: the environment variable
             COURSE_LANG, or the file that `make lab LANGUAGE=zh` writes next to the lessons. If
-            neither is set, plain text is in English, and the page opens in the language of the
-            browser.
-        only: Whether the page has text only in the language `default`, "en" or "zh". Then no switch
-            is shown, and tables, verdicts and figures are in this language.
+            neither is set and `default` is None, plain text is in English, and the page starts in
+            the language of the browser.
+        only: Whether the page has text in one language only, which is `default`. No switch is shown
+            then, and tables, verdicts and figures are in this language.
 
     Raises:
-        ValueError: The setting or `default` is not one of the three values; or `only`
-            is set and `default` is neither "en" nor "zh".
+        ValueError: The setting or `default` is not one of the three values, or `only` is true and
+            `default` is neither "en" nor "zh".
     """
     if only:
         choose_only(default)

@@ -23,14 +23,14 @@ _WRITTEN_NUMBER = re.compile(r"[+−-]?(?!0\d)[\d,]+(\.\d+)?( ?[%×])?|–")
 
 
 class Table(show.Table):
-    """A table that displays itself in both languages.
+    """A table that displays itself in the language of the page.
 
-    It is shown as HTML in a notebook, and as aligned text elsewhere.
+    It is HTML in a notebook, and aligned text elsewhere.
 
     Args:
-        columns: Headings.
-        rows: Cells as they are shown: labels, or numbers.
-        values: Unrounded cells, for `data` and `rows()`. By default, the argument `rows`.
+        columns: Headings, as labels.
+        rows: Cells to show: labels or numbers.
+        values: Unrounded cells, which `data` and `rows()` return. By default, the cells to show.
 
     Raises:
         ValueError: A row does not have one cell per column.
@@ -55,14 +55,14 @@ class Table(show.Table):
         self.columns = [str(heading) for heading in self._headings]
 
     def rows(self) -> list[Sequence]:
-        """Return the unrounded values."""
+        """Return the unrounded cells of each row. Labels are text in the current language."""
         return [
             [say(cell) if isinstance(cell, str) else cell for cell in row] for row in self._values
         ]
 
     @property
     def data(self) -> Any:
-        """A pandas DataFrame of the unrounded values; its columns have English names."""
+        """The unrounded cells as a pandas DataFrame, whose columns have English names."""
         return self.frame()
 
     def __str__(self) -> str:
@@ -116,13 +116,14 @@ class Table(show.Table):
 
 
 class NumberText(str):
-    """A number that is already text. Tables align it at the right of its column, like a number."""
+    """Text of a number, such as "1,024" or "12%". Tables align it at the right, like a number."""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Create a table of labels and numbers. In labels, names from code are in `backquotes`.
+    """Create a table of labels and numbers.
 
-    True is shown as ✓, False as ✗.
+    Text in `backquotes` is shown as code, True as ✓, and False as ✗. A notebook displays the table
+    in the language of the page.
 
     Example:
         >>> rows = table(["`recipe`", "MB"], [["`plain`", 277.7], ["`checkpointed`", 134.0]])
@@ -145,18 +146,18 @@ def compare(
     workspace: bool = False,
     **named: Any,
 ) -> Table:
-    """Show measurements side by side, each relative to the first.
+    """Compare the peaks and FLOPs of several measurements in a table.
 
     Args:
-        measurements: Dict from label to measurement, for labels that are not Python names.
-        seconds: Whether to show the columns time and device as well. Their values differ between
-            runs, so the cell needs `nbval-ignore-output`.
-        workspace: Whether to show two more columns: the bytes that the operators' workspaces add to
-            the peak, and the allocator's peak. Both differ between machines.
-        named: Further measurements as keyword arguments, `name=measurement`.
+        measurements: Dict from a label to a result of `measure`.
+        seconds: Whether to add columns for the time and the device. Their values differ between
+            runs, so the notebook cell needs the tag `nbval-ignore-output`.
+        workspace: Whether to add columns for the bytes that the operators' workspaces add to the
+            peak, and for the peak in the CUDA allocator. Their values differ between machines.
+        named: More measurements as keyword arguments, `label=measurement`.
 
     Returns:
-        A table with one row per measurement. Its columns are the peak in MB (10^6 bytes) and the
+        Table with one row per measurement. Its columns are the peak in MB (10^6 bytes) and the
         GFLOPs (10^9 FLOPs), each with its ratio to the first row.
 
     Raises:
@@ -203,18 +204,21 @@ def predictions(
     *,
     scale: float | None = None,
 ) -> Table:
-    """Show predictions next to measurements, with the error in percent of the measurement.
+    """Compare predictions with measurements in a table.
+
+    A column shows the error in percent of the measurement.
 
     Args:
-        rows: (label, predicted, measured), both in bytes or FLOPs. None, for an unknown value, is
-            shown as "–". A prediction may be text with its unit, such as "300 MB".
-        unit: "bytes" and "FLOPs" are shown as whole numbers; kB, MB, GB (powers of 10), KiB, MiB,
-            GiB (powers of 2), MFLOPs, GFLOPs and TFLOPs with three decimals.
+        rows: Tuples (label, predicted, measured), with both values in bytes or FLOPs. None means
+            that a value is unknown. A prediction may be text with a unit, such as "300 MB".
+        unit: Unit of the columns: "bytes" or "FLOPs" for whole numbers; "kB", "MB", "GB" (powers of
+            10), "KiB", "MiB", "GiB" (powers of 2), "MFLOPs", "GFLOPs" or "TFLOPs" for three
+            decimals.
         scale: Number of bytes or FLOPs per `unit`, for a unit that is not in this list.
 
     Raises:
-        ValueError: The unit is unknown and there is no `scale`, or a prediction is neither a number
-            nor text with a number.
+        ValueError: The unit is unknown and `scale` is None, or a prediction is neither a number nor
+            text with a number.
     """
     if scale is None:
         if unit not in _UNITS:

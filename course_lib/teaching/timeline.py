@@ -28,27 +28,26 @@ def timelines(
     panel_height: float | None = None,
     **named: Any,
 ) -> "Figure":
-    """Draw byte timelines of several training steps, one above the other, on one scale.
+    """Draw the live bytes of training steps over time, one panel per step, all on the same scale.
 
-    In the other panels, a dashed line shows the peak of the first step, so that the saving is
-    visible.
+    In the panels after the first, a dashed line shows the peak of the first step, so that the
+    saving is visible.
 
     Args:
-        meters: Dict from label to `MemoryMeter`. Each meter has measured a step in its `with`
-            block.
-        title: The message of the figure.
-        share_x: Whether all panels have the same x scale, so that a step with more operators is
-            longer.
-        width: Width in inches.
+        meters: Dict from a label to the `MemoryMeter` that measured the step.
+        title: Message of the figure.
+        share_x: Whether all panels have the same x axis, so that a step with more operators is
+            wider.
+        width: Width of the figure in inches.
         panel_height: Height of a panel in inches. The default is 2.2 for one step and 1.85 for
             several, so that two panels fit on a laptop's screen.
-        named: Further meters as keyword arguments, `label=meter`.
+        named: More meters as keyword arguments, `label=meter`.
 
     Returns:
-        The figure. A notebook shows it as the value of the cell if the call is the last line.
+        The figure. A notebook shows it if the call is the last line of a cell.
 
     Raises:
-        ValueError: No meter is passed, or a meter recorded no operator.
+        ValueError: No meter is passed, or a meter has recorded no operator.
     """
     variants = {**(meters or {}), **named}
     if not variants:

@@ -41,7 +41,10 @@ _WIDTH, _HEIGHT = 0.82, 0.72
 
 
 def about_this_machine() -> Table:
-    """Show Python, torch, CPU, memory and GPU of this machine, and whether they are sufficient."""
+    """Return a table of this machine's Python, PyTorch, CPU cores, memory and GPU.
+
+    A column shows whether each of them is sufficient for the course.
+    """
     rows = [
         ("Python", platform.python_version(), _enough(sys.version_info >= (3, 11), "3.11")),
         ("PyTorch", torch.__version__, _enough(_version(torch.__version__) >= (2, 9), "2.9")),
@@ -82,7 +85,14 @@ def _gpu() -> tuple[str, str]:
 
 
 def peak_table(meters: Mapping[str, MemoryMeter], heading: str = "at the peak (MB)") -> Table:
-    """Show the MB of each category at the peak of each step, and their sum."""
+    """Return a table of the bytes at the peak of several training steps, by category, in MB.
+
+    The last row is the sum of all categories.
+
+    Args:
+        meters: Dict from the heading of a column to the meter that measured the step.
+        heading: Heading of the first column, which has the names of the categories.
+    """
     kinds = ("parameter", "gradient", "optimizer", "activation", "temporary")
     parts = [meter.at_peak() for meter in meters.values()]
     rows = [
@@ -93,7 +103,7 @@ def peak_table(meters: Mapping[str, MemoryMeter], heading: str = "at the peak (M
 
 
 def course_map() -> "Figure":
-    """Draw one box per lesson, and arrows from each lesson to the lessons that follow it."""
+    """Draw a map of the course: one box per lesson, and arrows to the lessons that build on it."""
     from matplotlib.patches import FancyBboxPatch
 
     title = "Measure first; then the ways to save; then all of them together"

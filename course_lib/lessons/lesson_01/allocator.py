@@ -31,13 +31,16 @@ def replay_trace(
     expandable_segments: bool = False,
     emptied_at: Sequence[int] = (),
 ) -> tuple[CachingAllocator, str]:
-    """Replay a trace in the simulated allocator of a small device.
+    """Replay a trace's allocations and releases in a simulation of PyTorch's CUDA allocator.
 
     Args:
+        trace: Recorded operators of a training, with their allocations and releases.
+        capacity_bytes: Memory of the simulated GPU.
+        expandable_segments: Value of the allocator's setting `expandable_segments`.
         emptied_at: Numbers of operators after which the cache is emptied, in ascending order.
 
     Returns:
-        The allocator, and the allocator's error message if memory was insufficient.
+        The allocator, and the message of its out-of-memory error, or "" if memory was sufficient.
     """
     allocator = CachingAllocator(capacity_bytes, expandable_segments=expandable_segments)
     live = {}
@@ -90,11 +93,15 @@ def _longest_first(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
 
 
 def four_orders(make_decoder: Callable[..., Decoder]) -> tuple[dict[str, Trace], list[int]]:
-    """Train on batches A (384 tokens) and B (512 tokens) in several orders; return traces.
+    """Record four trainings on batches A (384 tokens) and B (512 tokens) in different orders.
+
+    Args:
+        make_decoder: Function that returns a decoder for a given maximal length, the keyword
+            argument `sequence`.
 
     Returns:
-        Dict from the order of the batches to its trace, and the number of operators that had run
-        after each batch of the first trace.
+        Dict from a label, such as "A, B, A, B", to the trace of a training; and the number of
+        operators that had run after each batch of the first training.
     """
     short_first, ends = _record_training(make_decoder, (384, 512, 384, 512))
     scenes = {
@@ -110,7 +117,14 @@ def four_orders(make_decoder: Callable[..., Decoder]) -> tuple[dict[str, Trace],
 
 
 def orders_on(scenes: Mapping[str, Trace], capacity_bytes: int) -> Table:
-    """Show which orders of the batches fit into a device, with and without expandable segments."""
+    """Return a table of whether each training fits into a GPU with little memory.
+
+    Each training is tried with and without the allocator's setting `expandable_segments`.
+
+    Args:
+        scenes: Dict from the label of a training to its trace, as returned by `four_orders`.
+        capacity_bytes: Memory of the GPU.
+    """
     rows = []
     for name, scene in scenes.items():
         for expandable_segments in (False, True):
@@ -129,11 +143,18 @@ def orders_on(scenes: Mapping[str, Trace], capacity_bytes: int) -> Table:
 
 
 def wanted_bytes(trace: Trace, capacity_bytes: int) -> tuple[int, int, int]:
-    """Return three byte counts of a step that ran out of memory.
+    """Replay a trace until GPU memory runs out, and return byte counts for the failed allocation.
+
+    Args:
+        trace: Recorded allocations and releases of a training.
+        capacity_bytes: Memory of the simulated GPU.
 
     Returns:
-        Bytes of the tensor that did not fit, and reserved bytes before and after the cache is
-        emptied.
+        Bytes of the tensor that did not fit, reserved bytes at that time, and reserved bytes after
+        the allocator's cache was emptied.
+
+    Raises:
+        ValueError: The trace fits into `capacity_bytes`.
     """
     allocator, live = CachingAllocator(capacity_bytes), {}
     for event in trace.allocations():
@@ -153,12 +174,12 @@ def _reserved_bytes(allocator: CachingAllocator) -> int:
 
 
 def allocator_claims(scene: Trace, capacity_bytes: int, marks: Sequence[int]) -> Table:
-    """Return a table of `ALLOCATOR_CLAIMS`, and of the numbers that test them.
+    """Return a table of claims about reserved memory, each with the numbers that test it.
 
     Args:
-        scene: Trace of the training that runs out of memory with `capacity_bytes`.
-        capacity_bytes: Memory of the device.
-        marks: Numbers of operators that had run after each of the four batches.
+        scene: Trace of a training on four batches that runs out of memory with `capacity_bytes`.
+        capacity_bytes: Memory of the simulated GPU.
+        marks: Number of operators that had run after each of the four batches.
     """
     reserved = [_reserved_bytes(scene[:mark].allocator()) for mark in marks[1:3]]
     tensor, before, after = wanted_bytes(scene, capacity_bytes)
@@ -186,10 +207,11 @@ def allocator_claims(scene: Trace, capacity_bytes: int, marks: Sequence[int]) ->
 
 
 def draw_in_the_viewer(trace: Trace) -> "Figure":
-    """Draw the memory of a step as counted by the meter, and as shown by PyTorch's memory viewer.
+    """Draw the memory of a training step in two ways, one above the other.
 
-    The snapshot is saved and read back, and each block of the snapshot is drawn at the address of
-    the block. Tensors that the trace's first operator finds or creates exist on entry.
+    The upper panel has the live bytes by category. The lower panel is like PyTorch's memory viewer:
+    it draws the blocks of a memory snapshot at their addresses. Tensors that exist before the
+    trace's first operator, or that this operator creates, are drawn as live before the step.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace.save_snapshot(Path(folder, "step.pickle"))

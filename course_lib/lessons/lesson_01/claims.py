@@ -20,14 +20,16 @@ def older_claims(
     activations: float,
     step: tuple[int, int],
 ) -> Table:
-    """Return a table of the optional section's claims, and of the numbers that test them.
+    """Return a table of claims from older teaching documents, each with the number that tests it.
 
     Args:
-        growth: Bytes by which memory grew, for two runs.
-        fair: Peaks of the same two runs when both start in the same state.
-        attention_bytes: Bytes that attention kept.
-        activations: Bytes of the MLP's activations divided by the bytes of its input.
-        step: Live bytes after the decoder's forward pass, and the peak of its step.
+        growth: Bytes by which memory grew in a first and in a second run of the same MLP's step.
+        fair: Peaks of the same two runs in bytes, as `measure` returns them. `measure` starts both
+            runs in the same state.
+        attention_bytes: Bytes that standard attention saves for backward, with 12 heads and 512
+            tokens.
+        activations: Bytes that an MLP saves for backward, divided by the bytes of its input.
+        step: Live bytes after the decoder's forward pass, and the peak of its step in bytes.
     """
     with_scores = attention_bytes + 4 * 12 * 512 * 512
     return claims_table(

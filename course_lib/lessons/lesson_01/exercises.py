@@ -82,7 +82,11 @@ _KINDS = {"parameter": 4 * WEIGHTS, "gradient": 4 * WEIGHTS, "optimizer": 8 * WE
     hint_below="hint_on_bytes",
 )
 def check_training_state() -> dict[str, int]:
-    """Check the decoder's number of weights, and its bytes of training state with Adam."""
+    """Check the learner's count of the decoder's weights, and of the bytes of its training state.
+
+    The training state has three parts: weights, gradients and Adam's state. The function computes
+    the right answer, and the decorator `numbers` turns it into a check.
+    """
     return {"weights": WEIGHTS, **_KINDS}
 
 
@@ -124,7 +128,11 @@ _NORM_AND_HEAD = 2 * _WIDTH + _STATISTICS
     in_bytes=True,
 )
 def check_whole_peak() -> dict[str, int]:
-    """Check the byte counts whose sum is the baseline's peak, except two scalars of 4 bytes."""
+    """Check the learner's four byte counts whose sum is the peak of the decoder's training step.
+
+    The sum leaves out the loss and its gradient, two scalars of 4 bytes. The function computes the
+    right answer, and the decorator `numbers` turns it into a check.
+    """
     return {
         "state": 12 * WEIGHTS + 400,
         "layers": 8 * LAYER_BYTES,
@@ -152,10 +160,10 @@ _FROZEN, _TRAINED = 7 * 10**9, 2 * 10**7
     in_bytes=True,
 )
 def check_adapter_bytes() -> int:
-    """Check the bytes of weights, gradients and Adam's state of a model with adapters.
+    """Check the learner's bytes of weights, gradients and Adam's state for a model with adapters.
 
     The model's 7e9 weights are frozen in bf16. The adapters have 2e7 weights and are trained in
-    fp32.
+    fp32. The function computes the right answer, and the decorator `numbers` turns it into a check.
     """
     return 2 * _FROZEN + 16 * _TRAINED
 
@@ -168,7 +176,11 @@ def check_adapter_bytes() -> int:
     {"one_sequence": (51, 54), "first_steps": 52, "sum_of_kinds": 53},
 )
 def check_largest_batch(batch: int) -> int:
-    """Check the largest batch size whose step with Adam needs at most 1,300 MB."""
+    """Check the learner's answer: the largest batch whose training step needs at most 1,300 MB.
+
+    The function returns the step's peak in bytes for a batch size. The decorator `largest` turns it
+    into a check.
+    """
     with symbolic():
         model = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
         adam = torch.optim.Adam(model.parameters())
@@ -252,7 +264,14 @@ def _draw_gpt(rng: random.Random) -> tuple[int, ...]:
     elsewhere="some_sizes",
 )
 def check_layer_formula(b: int, s: int, h: int, a: int) -> dict[str, int]:
-    """Check `function(b, s, h, a)`, which returns the saved bytes for each row of the formula."""
+    """Check the learner's function for the bytes that a decoder layer saves for backward.
+
+    The learner's function and this one return a dict from the kind of tensor, such as "attention",
+    to bytes. The decorator `numbers` turns this function into a check.
+
+    Args:
+        b, s, h, a: Batch size, sequence length, hidden size and number of heads.
+    """
     return _gpt_rows(b, s, h, a)
 
 
@@ -319,7 +338,15 @@ def _is_unchanged(given: Any, b: int, s: int, h: int, a: int, *_: int) -> bool:
     elsewhere="some_sizes",
 )
 def check_llama_formula(b: int, s: int, h: int, a: int, n: int, f: int) -> dict[str, int]:
-    """Check `function(b, s, h, a, n, f)`, which returns the bytes per row for a Llama layer."""
+    """Check the learner's function for the bytes that a Llama layer saves for backward.
+
+    The learner's function and this one return a dict from the kind of tensor, such as "attention",
+    to bytes. The decorator `numbers` turns this function into a check.
+
+    Args:
+        b, s, h, a: Batch size, sequence length, hidden size and number of query heads.
+        n, f: Number of key-value heads, and inner width of the feed-forward network.
+    """
     return {
         "norms": 16 * s * b * h,
         "statistics": 8 * s * b,
@@ -330,7 +357,11 @@ def check_llama_formula(b: int, s: int, h: int, a: int, n: int, f: int) -> dict[
 
 
 def storages(values: Any) -> dict[int, torch.UntypedStorage]:
-    """Return a dict with the storages of all tensors in nested values; keys identify storages."""
+    """Return the storages of all tensors in nested lists, tuples and dicts, each storage once.
+
+    Returns:
+        Dict from an integer that identifies a storage to the storage.
+    """
     tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
     found = [tensor.untyped_storage() for tensor in tensors]
     return {storage._cdata: storage for storage in found}
@@ -418,7 +449,12 @@ def _reject_counts(case: _Case, live: int, peak: int, reason: str) -> None:
 
 @exercise()
 def check_new_storages(answer: Any) -> Verdict:
-    """Check the meter in which the learner filled in the condition for a new storage."""
+    """Check the learner's condition for storages that a memory meter has not seen before.
+
+    Args:
+        answer: Class of a meter with this condition. Instances have the attributes `live` and
+            `peak`, in bytes.
+    """
     new, view = _run_under_meter(answer(), _NEW), _run_under_meter(answer(), _A_VIEW)
     if new == view == (0, 0):
         return not_answered()
@@ -432,7 +468,11 @@ def check_new_storages(answer: Any) -> Verdict:
 
 @exercise()
 def check_meter(answer: Any) -> Verdict:
-    """Check the learner's meter, a dispatch mode with `live` and `peak` in bytes."""
+    """Check the learner's memory meter, a dispatch mode that counts the bytes of live storages.
+
+    Args:
+        answer: Class of the meter. Instances have the attributes `live` and `peak`, in bytes.
+    """
     if _run_under_meter(answer(), _A_VIEW) == (0, 0):
         return not_answered()
     results = {

@@ -54,10 +54,14 @@ _TENSORS = ("x", "", "", "y", "k.mT", "q", "P", "v", "P", "P @ v", "x", "", "", 
 
 
 def formula_rows(kept: SavedTensors) -> Table:
-    """Show a table of the 16 tensors that a decoder layer saves.
+    """Return a table of the 16 tensors that a decoder layer saves for backward.
 
-    A row of the table has the operator, the tensor's shape, bytes and name in the lesson's code,
-    and the row of the lesson's memory formula that counts the tensor.
+    Each row has the operator that saves the tensor, the tensor's shape, its bytes, and its name in
+    the lesson's code. The last column is the term of the lesson's memory formula that counts the
+    tensor, such as "attention".
+
+    Args:
+        kept: Result of `saved_tensors` for the layer.
     """
     shown, after_attention = [], False
     for row, tensor in zip(kept, _TENSORS, strict=True):
@@ -83,7 +87,15 @@ def formula_rows(kept: SavedTensors) -> Table:
 
 
 def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table:
-    """Show a table of the parts of the step's peak, and the lesson that reduces each part."""
+    """Return a table of the parts of a training step's peak, in bytes.
+
+    Each row also has the numbers of the lessons with techniques that reduce this part.
+
+    Args:
+        meter: Meter that has measured the decoder's step.
+        one_layer: Dict from the kind of tensor, such as "attention", to the bytes that one layer
+            saves for backward.
+    """
     peak, p, logits = meter.at_peak(), one_layer["probabilities"], 4 * 8 * 128 * 2048
     layers = 8 * sum(one_layer.values())
     parts = [
@@ -102,16 +114,16 @@ def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table
 
 
 def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8) -> "Figure":
-    """Draw activations and temporaries at the operators before and after a step's peak.
+    """Draw live activations and temporary tensors at the operators around a training step's peak.
 
-    Activations that are live at all of the shown operators are left out.
+    Activations that are live at all of these operators are left out.
 
     Args:
-        meter: A meter after a step.
-        unit_bytes: Size of the tensors that form the peak; lines are drawn at one, two and three
-            times this size.
+        meter: Meter that has measured the step.
+        unit_bytes: Size of one of the tensors that form the peak. Lines are drawn at one, two and
+            three times this size.
         operators: Number of operators to show. Operators that change the live bytes by less than an
-            eighth of `unit_bytes` are not counted.
+            eighth of `unit_bytes` are skipped.
     """
     steps = list(meter.timeline)
     peak = max(range(len(steps)), key=lambda i: steps[i].live_bytes)
@@ -148,14 +160,15 @@ def _saved_at(length: int) -> tuple[float, float]:
 
 
 def draw_lengths(formula: Callable[..., Mapping[str, int]], guess: float | None = None) -> "Figure":
-    """Draw the bytes that a layer saves for backward against the sequence length.
+    """Draw the bytes that a decoder layer saves for backward against the sequence length.
 
-    The learner's formula is drawn as lines, measurements as points.
+    The lines are computed by the learner's formula. The points are measured.
 
     Args:
-        formula: Function that takes b, s, h and a, and returns the bytes of each row.
-        guess: The learner's guess of the length above which P is larger than all other saved
-            tensors.
+        formula: Function of batch size, sequence length, hidden size and number of heads. It
+            returns a dict from the kind of tensor, such as "probabilities", to bytes.
+        guess: The learner's guess of the sequence length above which the attention probabilities
+            need more bytes than all other saved tensors. None draws no guess.
     """
     lengths = (128, 256, 512, 768, 1024)
     layer_mb, p_mb = zip(*map(_saved_at, lengths), strict=True)
@@ -185,15 +198,24 @@ def draw_lengths(formula: Callable[..., Mapping[str, int]], guess: float | None 
 
 
 def peak_and_sum(meter: MemoryMeter, logits_bytes: int) -> tuple[float, str, float]:
-    """Return the peak in MB, the logits' share of the peak, and `sum_of_kinds` in MB."""
+    """Return the peak of a training step, the logits' share of it, and a naive estimate of it.
+
+    Args:
+        meter: Meter that has measured the step.
+        logits_bytes: Bytes at the peak of all tensors of the logits' size.
+
+    Returns:
+        The peak in MB, the share as text such as "30%", and the estimate `sum_of_kinds` in MB.
+    """
     share = f"{logits_bytes / meter.peak_bytes:.0%}"
     return round(meter.peak_bytes / 1e6, 1), share, round(sum_of_kinds(meter) / 1e6, 1)
 
 
 def sum_of_kinds(meter: MemoryMeter) -> int:
-    """Return the bytes of weights, gradients and optimizer state after a step, plus activations.
+    """Return a naive estimate of a training step's peak, in bytes: the sum of four kinds of memory.
 
-    The bytes of activations are those at the time at which most of them are live.
+    The sum adds the most bytes of activations during the step to the bytes of weights, gradients
+    and optimizer state after the step. These bytes are not all live at the same time.
     """
     return _state_bytes(meter) + int(meter.series()["activation"].max())
 
@@ -204,7 +226,12 @@ def _state_bytes(meter: MemoryMeter) -> int:
 
 
 def under_autocast(make_decoder: Callable[[], Decoder]) -> tuple[Measurement, int]:
-    """Measure a step under autocast in bf16 on symbolic tensors; many CPUs are slow in bf16.
+    """Measure a training step under autocast in bf16.
+
+    The step runs on symbolic tensors, which have no values, because many CPUs are slow in bf16.
+
+    Args:
+        make_decoder: Function that returns a new decoder.
 
     Returns:
         The measurement, and the bytes of weights, gradients and optimizer state after the step.
@@ -226,7 +253,10 @@ def under_autocast(make_decoder: Callable[[], Decoder]) -> tuple[Measurement, in
 
 
 class MixedAdam:
-    """Adam with fp32 master weights and moments for a model in bf16, one parameter at a time."""
+    """Adam for a model in bf16, with master weights and moments in fp32.
+
+    The update converts the gradient of one parameter at a time to fp32.
+    """
 
     def __init__(self, model: nn.Module):
         self.pairs = [(p, torch.optim.Adam([p.detach().float()])) for p in model.parameters()]
@@ -263,7 +293,12 @@ class _Adapter(nn.Module):
 
 
 def with_adapters(decoder: Decoder, rank: int) -> Decoder:
-    """Return the frozen decoder with adapters at the two projections of each attention layer."""
+    """Freeze a decoder, and add LoRA adapters to the two linear layers of each attention module.
+
+    Args:
+        decoder: The decoder, which is changed and returned.
+        rank: Rank of the adapters.
+    """
     decoder.requires_grad_(False)
     for layer in decoder.layers:
         layer.attention.qkv = _Adapter(layer.attention.qkv, rank)
@@ -272,11 +307,11 @@ def with_adapters(decoder: Decoder, rank: int) -> Decoder:
 
 
 def claims_table(meter: MemoryMeter, autocast: Measurement, stays: int) -> Table:
-    """Return a table of the lesson's claims, and of the measured numbers that test them.
+    """Return a table of claims about training memory, each with the number that tests it.
 
     Args:
-        meter: A meter after the baseline's step.
-        autocast: The step under autocast.
+        meter: Meter that has measured the baseline's step.
+        autocast: Measurement of the same step under autocast.
         stays: Bytes of weights, gradients and optimizer state after the step under autocast.
     """
     added = sum_of_kinds(meter)

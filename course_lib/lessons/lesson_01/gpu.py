@@ -40,13 +40,16 @@ _GPT = {"vocabulary": 32_000, "hidden": 768, "heads": 12, "layers": 12, "sequenc
     },
 )
 def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """Measure a decoder's second step in three ways: meter, `measure` and CUDA allocator.
+    """Measure a decoder's second training step with the meter, `measure` and the CUDA allocator.
 
-    The decoder is pre-norm and in fp32, and is trained with Adam. `max_memory_*` are the
-    allocator's own values, minus the bytes that were allocated before the model was made.
-    `allocated_between_operators_bytes` is read after each operator, when the operator's workspace
-    has been freed. This value excludes the tokens and the memory that libraries keep, so it can be
-    compared with `meter_blocks_peak_bytes`. A large block may be up to 1 MB larger than requested.
+    The decoder is pre-norm and in fp32, and is trained with Adam. The results include:
+
+    - `max_memory_*`: the allocator's own peaks, minus the bytes that were allocated before the
+      model was made.
+    - `allocated_between_operators_bytes`: the most bytes allocated at the end of any operator, when
+      its workspace has been freed. The tokens and the memory that libraries keep are subtracted, so
+      that the value can be compared with `meter_blocks_peak_bytes`. A large block may be up to 1 MB
+      larger than requested.
     """
     allocator = Allocator(device)
     model, tokens = decoder_and_tokens(device, **sizes)
@@ -106,10 +109,11 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
     },
 )
 def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
-    """Compare a formula with the bytes that one layer with dropout saves.
+    """Compare the bytes that a decoder layer with dropout saves for backward with a formula.
 
-    The formula is s*b*h*(34 + 5*a*s/h) plus the LayerNorm statistics. CUDA keeps these statistics
-    in fp32 for every dtype of the activations. A CPU keeps them in bf16.
+    The formula of Korthikanti et al. is s*b*h*(34 + 5*a*s/h) bytes; the LayerNorm statistics are
+    added to it. CUDA keeps these statistics in fp32 for every dtype of the activations. A CPU keeps
+    them in bf16.
     """
     layer = DecoderLayer(size["hidden"], size["heads"], dropout=0.1).to(device, torch.bfloat16)
     x = torch.zeros(
@@ -145,9 +149,14 @@ def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
 def attention_sequence(
     device: torch.device, *, lengths: tuple[int, ...], hidden: int, heads: int
 ) -> Iterator[Part]:
-    """Measure peaks of standard and fused attention for several sequence lengths s.
+    """Measure the peak of standard and of fused attention for several sequence lengths.
 
-    Both the bytes of live tensors and the bytes of the allocator are measured.
+    Each peak is measured twice: as bytes of live tensors, and as bytes of the CUDA allocator.
+
+    Args:
+        device: Device on which attention runs.
+        lengths: Sequence lengths.
+        hidden, heads: Hidden size and number of heads.
     """
     kernels = AttentionKernels()
     for kind in ("standard", "fused"):
@@ -183,11 +192,11 @@ def attention_sequence(
     },
 )
 def monitor(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """Measure memory after each phase of the first training step.
+    """Measure memory after each phase of a decoder's first training step.
 
-    The results are bytes of live tensors, allocated bytes and reserved bytes. Allocated and
-    reserved bytes are those of the CUDA allocator, and are missing on a CPU. The bytes allocated at
-    the start of the experiment are subtracted from both.
+    The results are bytes of live tensors, and the allocated and reserved bytes of the CUDA
+    allocator. On a CPU only the bytes of live tensors are measured. Allocator bytes exclude those
+    that were allocated at the start of the experiment.
     """
     allocator = Allocator(device)
     values: Part = {}

@@ -23,7 +23,7 @@ OLDER_CLAIMS = read_claims(__file__, "older_claims")
 
 
 def older_claims() -> Table:
-    """Test the claims of the optional section, and return a table of the results."""
+    """Test claims from older documents about checkpoints, and return a table of the results."""
     score = [sum(row[column] == "✓" for row in modes(checkpoint)) for column in (1, 2)]
     equal, trained = _misuse_checkpoint_sequential()
     return claims_table(

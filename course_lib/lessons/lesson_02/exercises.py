@@ -55,10 +55,14 @@ _ERRORS = {
 
 @exercise(errors=_ERRORS)
 def check_checkpoint(function: Any) -> Verdict:
-    """Check a checkpoint: `function(block, x)`, or an `autograd.Function` called in the same way.
+    """Check the learner's implementation of activation checkpointing.
 
     The checkpoint must not change the gradients and must run the block twice. Only the input may be
     kept between forward and backward.
+
+    Args:
+        function: Function that is called as `function(block, x)`, or an `autograd.Function` whose
+            `apply` is called in this way.
     """
     function = getattr(function, "apply", function)
     _reject_wrong_recomputation(function)
@@ -71,9 +75,12 @@ def check_checkpoint(function: Any) -> Verdict:
     | dict.fromkeys(("shapes cannot be multiplied", "must match the size"), "hooks.another_tensor")
 )
 def check_hooks(function: Any) -> Verdict:
-    """Check `function(block, x)`, a checkpoint that is made with saved-tensor hooks.
+    """Check the learner's activation checkpointing that is implemented with saved-tensor hooks.
 
-    The checkpoint must also work if the block's weight needs a gradient and its input does not.
+    The checkpoint must also work if the block's weight requires a gradient and the input does not.
+
+    Args:
+        function: Function that is called as `function(block, x)`, and returns the block's output.
     """
     try:
         _reject_wrong_recomputation(function)
@@ -187,9 +194,14 @@ def _reject_wrong_run_counts(before: float, after: float) -> None:
 
 @exercise()
 def check_dropout_checkpoint(function: Any) -> Verdict:
-    """Check a checkpoint `function(block, x)`, or an `autograd.Function`, for blocks with dropout.
+    """Check the learner's activation checkpointing for blocks with dropout.
 
-    The checkpoint must repeat the same mask and must not change later random numbers.
+    The recomputation must draw the same mask as the forward pass, and must not change random
+    numbers that are drawn later.
+
+    Args:
+        function: Function that is called as `function(block, x)`, or an `autograd.Function` whose
+            `apply` is called in this way.
     """
     function, runs = getattr(function, "apply", function), []
 
@@ -259,17 +271,25 @@ def _peak(checkpoints: int, kept: int = KEPT) -> int:
     in_bytes=True,
 )
 def check_peak_formula(k: int) -> int:
-    """Check `function(k)`: the step's peak with checkpoints around the first k layers, k < 8."""
+    """Check the learner's formula for the training step's peak with a checkpoint around k layers.
+
+    The function computes the right answer in bytes, and the decorator `numbers` turns it into a
+    check.
+
+    Args:
+        k: Number of layers with a checkpoint, 0 to 7: the first k of the decoder's eight layers.
+    """
     return _peak(k)
 
 
 @exercise()
 def check_which_block(answer: Any) -> Verdict:
-    """Check a pair of answers about a checkpoint around one layer.
+    """Check two answers about a checkpoint around one of eight layers.
 
-    The first answer is the number of the layer whose checkpoint saves nothing, in eight layers
-    without an output head. The second answer is whether a checkpoint around this layer saves memory
-    in the decoder, which has a head.
+    Args:
+        answer: Pair of answers. The first one is the number of the layer whose checkpoint saves no
+            memory if the network has no output head. The second one is whether a checkpoint around
+            this layer saves memory in the decoder, which has an output head.
     """
     two = isinstance(answer, tuple | list) and len(answer) == 2
     say.reject_if(not two, "which_block.two_answers")
@@ -296,10 +316,13 @@ _BLOCKS = (("addmm", "mm", "bmm", "addmm", "mm", "addmm"), ("mm", "addmm", "addm
 
 @exercise()
 def check_policy(make_contexts: Any) -> Verdict:
-    """Check a `context_fn` that keeps the first, third, fifth ... matrix product of linear layers.
+    """Check a policy for selective checkpointing that keeps every second matrix product.
 
-    Each checkpoint must count from one. The live bytes after forward show which results are kept,
-    because each matrix product of a test block is twice as large as the one before it.
+    In each checkpoint, the policy must keep the first, third, fifth ... matrix product of linear
+    layers, and recompute all other operators.
+
+    Args:
+        make_contexts: Function that is passed to PyTorch's `checkpoint` as `context_fn`.
     """
     contexts = make_contexts()
     if contexts is None or contexts is ...:
@@ -390,7 +413,12 @@ _CHOICES: dict[str, Callable[[tuple[str, ...]], list[int]]] = {
 
 @largest([2**i for i in range(11)], budget_bytes=150_000_000)
 def check_head_chunk(chunk: int) -> int:
-    """Check the largest power of two as chunk size with which the loss peaks at most at 150 MB."""
+    """Check the learner's answer: the largest chunk with which the loss peaks at most at 150 MB.
+
+    The loss of 1024 tokens, with a vocabulary of 32,000 words, is computed in chunks of tokens. The
+    chunk size must be a power of two. The function returns the peak in bytes for a chunk size, and
+    the decorator `largest` turns it into a check.
+    """
     with symbolic():
         hidden = torch.randn(1024, 256, requires_grad=True)
         vocabulary = torch.nn.Parameter(torch.randn(32000, 256))
@@ -408,10 +436,14 @@ _ROUNDING = {"rtol": 1e-3, "atol": 1e-6}
 
 @exercise()
 def check_loss_in_pieces(function: Any) -> Verdict:
-    """Check `function(hidden, weight, targets, chunk)`, which returns a loss computed in chunks.
+    """Check the learner's function that computes the cross-entropy loss in chunks of tokens.
 
     The function must return the mean loss over the targets that are not ignored. The gradients must
-    be those of `cross_entropy`, and the logits must never all be live at once.
+    be those of `cross_entropy`, and the logits of all chunks must never be live at the same time.
+
+    Args:
+        function: Function that is called as `function(hidden, weight, targets, chunk)`, with the
+            chunk size in tokens.
     """
     generator = torch.Generator().manual_seed(seed_of(0))
     hidden = torch.randn(240, 32, generator=generator, requires_grad=True)
@@ -519,10 +551,15 @@ def _expected_cost(seed: int) -> Cost:
 
 @exercise()
 def check_in_chunks(function: Any) -> Verdict:
-    """Check `function(model, tokens, labels)`, which returns the loss of a Llama.
+    """Check the learner's memory-saving loss of a Llama model.
 
-    The layers must be checkpointed and the loss must be computed in chunks. Loss and gradients must
-    equal the model's own. The peak of forward and backward must be at most 80 MB.
+    The layers must be checkpointed, and the loss must be computed in chunks. Loss and gradients
+    must be equal to those of the unchanged model. The peak of forward and backward must be at most
+    80 MB.
+
+    Args:
+        function: Function that is called as `function(model, tokens, labels)`, and returns the
+            loss.
     """
     model, runs = llama(VOCABULARY), []
     layers = model.model.layers

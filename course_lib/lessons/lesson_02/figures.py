@@ -25,16 +25,26 @@ if TYPE_CHECKING:
 
 
 class StepCost(NamedTuple):
-    """Peak and FLOPs of a training step."""
+    """Peak and FLOPs of a training step.
+
+    Attributes:
+        peak_bytes: Most bytes that are live at once.
+        flops: FLOPs of the step.
+    """
 
     peak_bytes: int
     flops: int
 
 
 def measured_step(make: Callable[..., Decoder], **options: Any) -> StepCost:
-    """Measure the second step of `make(**options)` with Adam, on 8 sequences of 128 tokens.
+    """Measure a decoder's second training step with Adam, on 8 sequences of 128 tokens.
 
-    Gradients are created in backward.
+    No gradients exist when the step begins. The step runs on symbolic tensors, which have no
+    values.
+
+    Args:
+        make: Function that returns a new decoder.
+        options: Arguments of `make`.
     """
     with symbolic():
         decoder, tokens = make(**options), random_tokens(8, 128, 2048)
@@ -50,9 +60,15 @@ def measured_step(make: Callable[..., Decoder], **options: Any) -> StepCost:
 
 
 def metered_step(decoder: Decoder) -> MemoryMeter:
-    """Run two steps with Adam on 8 sequences of 128 tokens; return the meter of the second step.
+    """Run two training steps with Adam, and measure the memory of the second one.
 
-    As in lesson 01, gradients are created in backward.
+    A step has 8 sequences of 128 tokens. No gradients exist when the second step begins.
+
+    Args:
+        decoder: Decoder to train, with a vocabulary of 2048 words.
+
+    Returns:
+        The meter that has measured the second step.
     """
     tokens = random_tokens(batch=8, sequence=128, vocabulary=2048)
     adam = torch.optim.Adam(decoder.parameters())
@@ -66,9 +82,12 @@ def metered_step(decoder: Decoder) -> MemoryMeter:
 
 
 def head_peak(run: Callable[..., Any], chunk: int) -> float:
-    """Return the peak of `run(hidden, weight, targets, chunk)`, divided by the bytes of `weight`.
+    """Return the peak of an output head with its loss, divided by the bytes of the head's weight.
 
-    `run` gets 1024 tokens, a hidden size of 256 and a vocabulary of 32,000.
+    Args:
+        run: Function that runs forward and backward, `run(hidden, weight, targets, chunk)`, for
+            1024 tokens, a hidden size of 256 and a vocabulary of 32,000 words.
+        chunk: Number of tokens per chunk.
     """
     with symbolic():
         hidden = torch.randn(1024, 256, requires_grad=True)
@@ -79,13 +98,13 @@ def head_peak(run: Callable[..., Any], chunk: int) -> float:
 
 
 def peak_with_checkpoint(layer: int | None, *, layers: int = 8, head: bool = True) -> int:
-    """Return the peak in bytes of forward and backward with a checkpoint around at most one layer.
+    """Return the peak in bytes of a forward and backward pass with a checkpoint around one layer.
 
     Args:
-        layer: The layer with the checkpoint, or None.
+        layer: Number of the layer with the checkpoint, or None for no checkpoint.
         layers: Number of layers.
-        head: Whether the decoder has its embedding, head and loss. Without head and embedding, the
-            loss is the mean of the squares of the last layer's output.
+        head: Whether the network has an embedding, an output head and a loss. Otherwise the network
+            consists of layers only, and its loss is the mean of the squares of the output.
     """
     with symbolic():
         decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=layers, sequence=128)
@@ -99,10 +118,16 @@ def peak_with_checkpoint(layer: int | None, *, layers: int = 8, head: bool = Tru
 
 
 def one_backward_transposed(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
-    """Run the chunked loss and one backward; a chunk's logits are `(weight @ rows.T).T`.
+    """Compute a loss in checkpointed chunks with transposed logits, and run one backward pass.
 
-    A chunk's gradient of the weight is then not a transposed view, so autograd can add the
-    gradients of the chunks in place.
+    The logits of a chunk are `(weight @ rows.T).T`. The chunk's gradient of the weight is therefore
+    not a transposed view, so autograd can add the gradients of all chunks in place.
+
+    Args:
+        hidden: Output of the last layer, of shape (tokens, hidden size).
+        weight: Weight of the output head, of shape (vocabulary, hidden size).
+        targets: Next token of each token; -100 is ignored.
+        chunk: Number of tokens per chunk.
     """
 
     def loss(rows: Tensor, answers: Tensor) -> Tensor:
@@ -114,9 +139,10 @@ def one_backward_transposed(hidden: Tensor, weight: Tensor, targets: Tensor, chu
 
 
 def peak_of_groups(layers: int, group: int) -> float:
-    """Return the peak in MB of forward and backward; gradients exist from the start.
+    """Return the peak in MB of a forward and backward pass with several layers per checkpoint.
 
-    The decoder's sizes are a quarter of the course's, so that 48 layers run quickly.
+    Gradients are allocated before the forward pass. Hidden size, vocabulary and sequence length are
+    a quarter of those of the course's decoder, so that 48 layers run quickly.
 
     Args:
         layers: Number of layers.
@@ -147,11 +173,13 @@ _RUNS = {
 
 
 def draw_order(heard: Sequence[str]) -> "Figure":
-    """Draw the order of forwards and backwards, one row per block; repeated forwards are hatched.
+    """Draw the order of forward and backward passes of checkpointed blocks, with one row per block.
+
+    Repeated forward passes are hatched.
 
     Args:
-        heard: Events in order: "forward a" when block a ran, and "backward a done" when the
-            gradient of block a had been computed.
+        heard: Events in order. "forward a" means that block a runs. "backward a done" means that
+            the gradient of block a has been computed.
     """
     events = [tuple(event.split()[:2]) for event in heard]
     names = list(dict.fromkeys(name for _, name in events))
@@ -187,13 +215,13 @@ _HATCHED = {"facecolor": COLORS["measured"], "edgecolor": "white", "hatch": "///
 
 
 def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None, int]) -> "Figure":
-    """Draw by how much one checkpoint lowers the peak, as a bar for each possible layer.
+    """Draw how much a checkpoint around one layer lowers the peak, as one bar per layer.
 
     Args:
-        alone: Dict from the checkpointed layer (None: no checkpoint) to the peak in bytes, for
-            eight layers alone, with the mean of squares as loss. The keys None, 0 and 7 are
-            required, here and in `whole`.
-        whole: The same dict for the decoder with its head and loss.
+        alone: Peaks in bytes of eight layers without an output head, as a dict from the number of
+            the checkpointed layer to the peak. The key None means no checkpoint. The keys None, 0
+            and 7 are required.
+        whole: Peaks of the decoder with its output head, in the same form.
     """
     networks = {"Eight layers alone": alone, "The decoder, with its head": whole}
     title = (
@@ -236,7 +264,14 @@ _PLACES = {
 
 
 def draw_policies(variants: Mapping[str, Any]) -> "Figure":
-    """Draw `peak_bytes` and `flops` of policies, both relative to the first policy."""
+    """Draw the peak and the FLOPs of checkpointing policies as points.
+
+    The peaks are in MB. The FLOPs are relative to the first policy.
+
+    Args:
+        variants: Dict from the name of a policy to its costs, an object with `peak_bytes` and
+            `flops`.
+    """
     plain = next(iter(variants.values()))
     costs = {name: (v.peak_bytes / 1e6, v.flops / plain.flops) for name, v in variants.items()}
     alt = clauses(
@@ -258,9 +293,14 @@ def draw_policies(variants: Mapping[str, Any]) -> "Figure":
 
 
 def seconds_beside_flops(decoders: Mapping[str, Decoder], variants: Mapping[str, Any]) -> "Figure":
-    """Draw FLOPs and CPU seconds of forward and backward, relative to the first decoder.
+    """Draw the FLOPs and the CPU seconds of a forward and backward pass for several decoders.
 
-    The seconds are measured on 4 sequences, in six rounds.
+    All values are relative to the first decoder. The seconds are measured here, on 4 sequences, in
+    six rounds.
+
+    Args:
+        decoders: Dict from the name of a checkpointing policy to a decoder that uses it.
+        variants: Dict from the name of a policy to its costs, an object with `flops`.
     """
     tokens, seconds = random_tokens(4, 128, 2048), {name: [] for name in decoders}
     for name, decoder in 6 * list(decoders.items()):
@@ -313,13 +353,14 @@ def _mb(count: int) -> str:
 
 
 def claims_table(variants: Mapping[str, Any], alone: Mapping[int | None, int]) -> Table:
-    """Return a table of the lesson's claims, and of the measured numbers that test them.
+    """Return a table of claims about checkpoints, each with the measured number that tests it.
 
     Args:
-        variants: Dict from the name of a policy to its result, with `flops`. The keys "plain",
-            "each layer" and "products kept" are required.
-        alone: Dict from the checkpointed layer (None: no checkpoint) to the peak in bytes of eight
-            layers without a head.
+        variants: Dict from the name of a checkpointing policy to its costs, an object with `flops`.
+            The keys "plain", "each layer" and "products kept" are required.
+        alone: Peaks in bytes of eight layers without an output head, as a dict from the number of
+            the checkpointed layer to the peak. The key None means no checkpoint. The keys None, 0
+            and 7 are required.
     """
     plain, layer, kept = (variants[name].flops for name in ("plain", "each layer", "products kept"))
     head = 3 * 2 * 1024 * 256 * 2048  # matrix products of the head, which no policy recomputes

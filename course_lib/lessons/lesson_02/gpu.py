@@ -83,10 +83,11 @@ _KEPT = (
 def lines_of_a_script(
     device: torch.device, *, batch: int, sequence: int, vocabulary: int, **sizes: int
 ) -> Iterator[Part]:
-    """Measure the code lines of section 2.9; lines that use the compiler run on a GPU only.
+    """Measure a forward and backward pass of a Llama for each checkpointing option of lesson 02.
 
-    The compiler's kernels are not operators, so the meter misses their tensors. The allocator's
-    counters include these tensors.
+    Options with `torch.compile` run on a GPU only. The library's memory meter counts the tensors of
+    PyTorch's operators, so it misses tensors that are created inside of compiled kernels. The
+    counters of the CUDA allocator include these tensors.
     """
     tokens = random_tokens(batch, sequence - 1, vocabulary).to(device)
     kept = [getattr(torch.ops.aten, name).default for name in _KEPT]

@@ -71,9 +71,10 @@ class _BatchNorm(_Block):
 
 
 def repeats() -> Table:
-    """Show which random numbers and which state a recomputation repeats, by option.
+    """Return a table of the random numbers and states that a recomputation repeats correctly.
 
-    ✓ means that gradients, state and later random numbers are the same as without checkpoints.
+    There is one column for each setting of the checkpoint. ✓ means that gradients, state and later
+    random numbers are the same as without a checkpoint.
     """
     cases = {
         "PyTorch's random numbers": _Dropout,
@@ -131,7 +132,7 @@ def _after_a_step(case: type[_Block], options: dict[str, Any] | None = None) -> 
 
 @contextlib.contextmanager
 def statistics_unchanged(norm: nn.BatchNorm1d) -> Iterator[None]:
-    """Keep the running statistics of `norm` unchanged inside the block."""
+    """Leave the running statistics of a BatchNorm unchanged by forward passes in a `with` block."""
     momentum, tracked = norm.momentum, norm.num_batches_tracked.clone()
     norm.momentum = 0.0
     try:
@@ -142,10 +143,13 @@ def statistics_unchanged(norm: nn.BatchNorm1d) -> Iterator[None]:
 
 
 def attention_saving(length: int) -> int:
-    """Return the bytes by which checkpoints around three uses of one layer lower the peak.
+    """Return how many bytes checkpoints save at the peak of an attention layer that runs 3 times.
+
+    Args:
+        length: Sequence length in tokens.
 
     Raises:
-        ValueError: The outputs differ.
+        ValueError: The outputs with and without checkpoints differ.
     """
     attention, peaks, outputs = Attention(128, 4), [], []
     for checkpointed in (False, True):
@@ -163,10 +167,13 @@ def attention_saving(length: int) -> int:
 
 
 def train(checkpointed: bool) -> tuple[list[float], list[str]]:
-    """Train a post-norm layer for three steps with Adam; return losses and log.
+    """Train a post-norm decoder layer for three steps with Adam, and log the loss of each step.
+
+    Args:
+        checkpointed: Whether the layer runs in a checkpoint.
 
     Returns:
-        The losses, and the lines of the log, which name file, function and line.
+        The losses, and the lines of the log, each with its file, function and line number.
     """
     log = io.StringIO()
     handler = logging.StreamHandler(log)
@@ -196,12 +203,15 @@ def compare_kept_outputs(
     x: Tensor,
     contexts: Mapping[str, Callable | None],
 ) -> Table:
-    """Return a table of a checkpointed block's FLOPs, and of whether its gradients are equal.
+    """Return a table of a checkpointed block's FLOPs and of whether its gradients are right.
+
+    The gradients are compared with those of the block without a checkpoint.
 
     Args:
         gradients: Function that takes the block's output, runs backward and returns the gradients.
         block, x: Block and its input.
-        contexts: Mapping from the label of a row to a `context_fn` for PyTorch's checkpoint.
+        contexts: Dict from the label of a row to the argument `context_fn` of PyTorch's checkpoint.
+            None means that the argument is not passed.
     """
     expected, rows = gradients(block(x)), []
     for name, context in contexts.items():
@@ -214,7 +224,7 @@ def compare_kept_outputs(
 
 
 def statistics_after(contexts: Callable[[nn.BatchNorm1d], tuple]) -> Table:
-    """Return a table of a BatchNorm's running statistics after one checkpointed batch.
+    """Return a table of the running statistics of a BatchNorm after one checkpointed batch.
 
     Args:
         contexts: Function that takes the BatchNorm and returns two context managers: one for the
@@ -229,10 +239,11 @@ def statistics_after(contexts: Callable[[nn.BatchNorm1d], tuple]) -> Table:
 
 
 def peaks_of_segments(run: Callable[[nn.Module, int, Tensor], Tensor]) -> Table:
-    """Return a table of the peaks of 16 layers in 1, 2, 4 and 8 segments.
+    """Return a table of the peak of 16 layers that run in 1, 2, 4 and 8 checkpointed segments.
 
     Args:
-        run: Function that runs a network in segments, `run(network, segments, data)`.
+        run: Function that runs a network in segments, `run(network, segments, data)`, and returns
+            the output.
     """
     network, data, rows = deep_mlp(depth=16, width=256), torch.randn(512, 256), []
     for segments in (1, 2, 4, 8):
@@ -245,10 +256,13 @@ def peaks_of_segments(run: Callable[[nn.Module, int, Tensor], Tensor]) -> Table:
 
 
 def trainer_steps(settings: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of the peak of one step of Hugging Face's Trainer, one row per settings.
+    """Return a table of the peak of one step of Hugging Face's Trainer for several settings.
+
+    Each row has the settings, the peak in MB, and the categories of warnings that were raised.
 
     Args:
-        settings: Arguments of `TrainingArguments` that are added to those of the step.
+        settings: One dict per row, with arguments of `TrainingArguments` such as
+            `gradient_checkpointing`. An empty dict means no checkpoint.
     """
     from transformers import Trainer, TrainingArguments
 

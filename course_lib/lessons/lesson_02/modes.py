@@ -18,10 +18,14 @@ Run = Callable[..., Tensor]  # run(block, x): a checkpoint
 
 
 def gaps(runs: Mapping[str, Run]) -> Table:
-    """Show a table with a column per checkpoint function and a row per test.
+    """Return a table of what several checkpoint functions support, with one column per function.
 
-    The first row has the peak of a checkpointed block of four layers. The others say whether the
-    function passes a test, such as to draw the same dropout mask again.
+    The first row has the peak in MB of a checkpointed block of four layers. Each other row has the
+    outcome of a test, such as whether the function draws the same dropout mask again: ✓, ✗ or
+    "error".
+
+    Args:
+        runs: Dict from the name of a checkpoint function to the function, `run(block, x)`.
     """
     experiments = {
         "draws the same dropout mask again": _same_mask,
@@ -50,9 +54,15 @@ def gaps(runs: Mapping[str, Run]) -> Table:
 
 
 def modes(checkpoint: Callable) -> list[tuple[str, ...]]:
-    """Return rows (case, outcome of a reentrant checkpoint, outcome of a non-reentrant one).
+    """Test what reentrant and non-reentrant checkpoints support, such as keyword arguments.
 
-    The outcome is ✓ if the function runs twice and the checkpoint does not change the gradient.
+    Args:
+        checkpoint: PyTorch's `checkpoint`, or a function with the same arguments.
+
+    Returns:
+        Rows (case, outcome of the reentrant checkpoint, outcome of the non-reentrant checkpoint).
+        The outcome is "✓" if the function runs at least twice and the gradient is the same as
+        without a checkpoint. Otherwise it is "✗", or "error" after an exception.
     """
     cases = {
         "input needs no gradient": _input_without_gradient,

@@ -19,7 +19,14 @@ FOR_USERS = (FutureWarning, UserWarning)  # other categories are for authors of 
 
 
 class Cost(NamedTuple):
-    """Peak and FLOPs of forward and backward, with their loss and gradients."""
+    """Costs and results of a forward and backward pass.
+
+    Attributes:
+        peak_bytes: Most bytes that are live at once.
+        flops: FLOPs of both passes.
+        loss: Value of the loss.
+        gradients: Gradient of each parameter, or None for a parameter without a gradient.
+    """
 
     peak_bytes: int
     flops: int
@@ -28,9 +35,10 @@ class Cost(NamedTuple):
 
 
 def llama(vocabulary: int = 2048) -> nn.Module:
-    """Make a Llama with 4 layers from a configuration; nothing is downloaded.
+    """Build a small Llama with 4 layers from a configuration, without a download.
 
-    Each call returns a new model with the same parameters, and seeds PyTorch's generator.
+    Each call returns a new model with the same parameters, and sets PyTorch's random number
+    generator to the same state.
     """
     model, generator_state = _initialized_llama(vocabulary)
     torch.set_rng_state(generator_state)
@@ -53,20 +61,30 @@ def _initialized_llama(vocabulary: int) -> tuple[nn.Module, Tensor]:
 
 
 def llama_batch() -> dict[str, Tensor]:
-    """Return 8 sequences of 128 tokens; their first 32 labels are -100, as for a prompt."""
+    """Return a batch of 8 sequences of 128 tokens for a Llama, as a dict of inputs and labels.
+
+    The first 32 labels of each sequence are -100, as for a prompt, so they are ignored.
+    """
     tokens = random_tokens(8, 127, VOCABULARY)
     return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(128) < 32, -100)}
 
 
 def loss_of_model(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return the model's own loss."""
+    """Return the loss that a `transformers` model computes itself."""
     return model(input_ids=tokens, labels=labels).loss
 
 
 def cost_of(
     model: nn.Module, batch: dict[str, Tensor], loss: Callable[..., Tensor] = loss_of_model
 ) -> Cost | None:
-    """Return the `Cost` of `loss(model, tokens, labels)` and backward; None if the loss is None."""
+    """Measure a forward and backward pass of a model. Return None if the loss is None.
+
+    Args:
+        model: The model.
+        batch: Dict with "input_ids" and "labels".
+        loss: Function that is called as `loss(model, input_ids, labels)`, and returns the loss. By
+            default, the model's own loss.
+    """
     with MemoryMeter(model) as meter:
         value = loss(model, batch["input_ids"], batch["labels"])
         if value is None:
@@ -78,16 +96,20 @@ def cost_of(
 
 @contextmanager
 def recorded_warnings() -> Iterator[list[warnings.WarningMessage]]:
-    """Record the warnings of the block in a list instead of printing them."""
+    """Record all warnings of a `with` block in a list instead of printing them."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         yield heard
 
 
 def measured_lines(lines: Sequence[str]) -> Table:
-    """Return the table of `compare_costs` for lines of code that change a new Llama, `model`.
+    """Run lines of code that change a Llama, and return a table of the costs of its training step.
 
-    The empty line is the Llama without a checkpoint, and comes first.
+    The columns are those of `compare_costs`.
+
+    Args:
+        lines: Lines of code that may change the variable `model`, a new Llama for each line. The
+            first line is empty, for the Llama without a checkpoint.
     """
     costs = {}
     for line in lines:
@@ -101,15 +123,18 @@ def measured_lines(lines: Sequence[str]) -> Table:
 def compare_costs(
     costs: Mapping[str, tuple[Cost | None, Sequence[warnings.WarningMessage]]],
 ) -> Table:
-    """Return a table with a row per name: peak in MB, FLOPs as a ratio to the first row, warnings.
+    """Return a table of the peak, the FLOPs and the warnings of several lines of code.
+
+    The peak is in MB. The FLOPs are relative to the first row.
 
     Args:
-        costs: Dict from a line of code to its cost and the warnings that it printed. The first key
-            is an empty line; its row is named "no checkpoint". A cost is None while the exercise
-            of its line is not solved; then the row is empty.
+        costs: Dict from a line of code to a pair (cost, warnings that the line printed). The first
+            key is an empty line, which is shown as "no checkpoint". A cost is None if the learner
+            has not solved the exercise yet. The row of the line is then empty.
 
     Raises:
-        ValueError: A gradient differs from the first row's by more than rounding.
+        ValueError: The gradients of a line differ from those of the first line by more than
+            rounding.
     """
     first = next(iter(costs.values()))[0]
     rows = []
@@ -130,7 +155,10 @@ def compare_costs(
 
 
 def equal_gradients(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
-    """Return whether two lists of gradients are equal up to rounding."""
+    """Return whether two lists of gradients are equal up to a relative error of 1e-5.
+
+    A gradient in `found` that is None is not equal to any gradient.
+    """
     return all(
         one is not None and (one - other).norm() <= 1e-5 * other.norm()
         for one, other in zip(found, expected, strict=True)

@@ -118,9 +118,14 @@ _CUTS += [[0, 6, 11, 16, 21, 22], [0, 4, 8, 9]]
     blank=(None, ..., 0),
 )
 def check_predicted_peak(cuts: Sequence[int]) -> int:
-    """Check `function(cuts)`, which returns the peak of segments in bytes.
+    """Check the learner's formula for the peak of equal layers that run in checkpointed segments.
 
-    While segment j runs backward, j + 1 inputs, the layers of segment j and one gradient are live.
+    While segment j runs backward, the live tensors are j + 1 inputs of segments, the saved tensors
+    of all layers in segment j, and one gradient. The function computes the right answer in bytes,
+    and the decorator `numbers` turns it into a check.
+
+    Args:
+        cuts: Numbers of layers at which segments begin and end, such as [0, 40, 70, 100].
     """
     return _peak(cuts)
 
@@ -187,16 +192,29 @@ def _right_if_whole(L: int, A: int, B: int) -> tuple[int, int]:
     otherwise="otherwise",
 )
 def check_best_count(L: int, A: int, B: int) -> float:
-    """Check `function(L, A, B)`, which returns the best number of equal segments.
+    """Check the learner's formula for the number of equal segments with the lowest peak.
 
-    The exact value and the best whole number are both accepted.
+    The exact value and the best whole number are both accepted. The function computes the right
+    answer, and the decorator `numbers` turns it into a check.
+
+    Args:
+        L: Number of layers.
+        A: Bytes that a layer saves for backward.
+        B: Bytes of a layer's input.
     """
     return math.sqrt(L * A / B)
 
 
 @cache
 def least_peak(depth: int, layer_bytes: int = A) -> int:
-    """Return the lowest peak, in bytes, over all cuts of `depth` equal layers."""
+    """Return the lowest peak in bytes that equal layers can have in checkpointed segments.
+
+    Segments may have different lengths.
+
+    Args:
+        depth: Number of layers.
+        layer_bytes: Bytes that a layer saves for backward.
+    """
 
     @cache
     def peak_of_rest(layers: int, inputs: int) -> int:  # `inputs`: number of inputs kept so far
@@ -213,10 +231,14 @@ def least_peak(depth: int, layer_bytes: int = A) -> int:
 
 @exercise()
 def check_tapered(answer: Any) -> Verdict:
-    """Check `function(depth, kept)`, which returns the cuts with the lowest peak.
+    """Check the learner's function that cuts equal layers into segments so that the peak is lowest.
 
-    A layer keeps `kept` times the bytes of a boundary. Some depths can be cut into equal segments,
-    and some cannot.
+    Some of the tested depths can be cut into equal segments, and some cannot.
+
+    Args:
+        answer: Function that is called as `answer(depth, kept)`. `kept` is the ratio of the bytes
+            that a layer saves to the bytes of its input. The function returns the numbers of layers
+            at which segments begin and end, such as [0, 40, 70, 100].
     """
     depths = [*range(2, 20), *cases([25, 50, 64], lambda rng: rng.randint(20, 90)), 100]
     tried = [(depth, 2) for depth in depths] + [(20, 1), (55, 1), (40, 3)]
@@ -274,8 +296,8 @@ def _cuts_of(given: Any, depth: int) -> list[int]:
 def every_schedule(first: int, last: int) -> Iterator[list]:
     """Yield all persistent schedules of stages `first` to `last`, as lists of actions.
 
-    For one to six stages, the number of schedules is 1, 2, 6, 22, 90, 394 (the large Schröder
-    numbers).
+    In a persistent schedule, each kept tensor stays in memory until backward uses it. For one to
+    six stages, there are 1, 2, 6, 22, 90 and 394 such schedules (the large Schröder numbers).
     """
     if first > last:
         yield []
@@ -381,9 +403,14 @@ def _run_on(stages: tuple[Stage, ...], e: int, room: int, mistake: str) -> float
 
 @exercise(errors={"maximum recursion depth": "recurrence.endless"})
 def check_recurrence(answer: Any) -> Verdict:
-    """Check `fastest(stages, room)` on four chains, for every useful budget `room` in bytes.
+    """Check the learner's recurrence for the least time of a training step within a memory budget.
 
-    The right times are found by simulating every schedule.
+    The recurrence is tried on four chains of stages, with every budget at which the least time can
+    change. The right times are found by simulating every schedule.
+
+    Args:
+        answer: Function that is called as `answer(stages, room)`, with the budget `room` in bytes
+            without the input of the first stage. It returns the least time of the stages.
     """
     tried = _least_times(tuple(cases(_CHAINS, _draw_chain)))
 
@@ -454,11 +481,15 @@ def _run_without_checkpoints(
 
 @exercise()
 def check_nested(answer: Any) -> Verdict:
-    """Check `function(layers, x)`, which runs layers in nested checkpoints.
+    """Check the learner's function that runs layers in nested checkpoints.
 
-    The gradients must be those of the plain layers. Layers must run again, but no Linear may run
-    forward more than twice. The peak must be that of tapered segments whose layers keep one
-    boundary each.
+    The gradients must be those of the layers without checkpoints. No Linear may run forward more
+    than twice. The peak must be close to the lowest peak of checkpointed segments whose layers save
+    only their input.
+
+    Args:
+        answer: Function that is called as `answer(layers, x)`, and returns the output of the
+            layers.
     """
     shown = {}
     chains = [
@@ -492,9 +523,12 @@ def check_nested(answer: Any) -> Verdict:
 
 @exercise()
 def check_drawn_schedule(actions: Any) -> Verdict:
-    """Check a schedule for `Chain.uniform(6, saved_bytes=2)`.
+    """Check a schedule for six equal stages that save 2 bytes each.
 
-    The schedule must have a peak of at most 7 bytes and at most 11 forwards.
+    The schedule may have a peak of at most 7 bytes, and may run stages forward at most 11 times.
+
+    Args:
+        actions: Actions of the schedule for `Chain.uniform(6, saved_bytes=2)`.
     """
     if isinstance(actions, list | tuple) and (... in actions or not actions):
         return not_answered()
@@ -506,7 +540,10 @@ def check_drawn_schedule(actions: Any) -> Verdict:
 
 
 def five_stages() -> Chain:
-    """Return five stages whose fastest schedule within 13 bytes is not persistent."""
+    """Return a chain of five stages whose fastest schedule within 13 bytes is not persistent.
+
+    In a persistent schedule, each kept tensor stays in memory until backward uses it.
+    """
     # (forward time, output bytes, saved bytes)
     sizes = [(10, 2, 3), (5, 4, 4), (5, 4, 4), (5, 1, 1), (10, 4, 4)]
     return Chain(tuple(Stage(forward, 1, output, kept) for forward, output, kept in sizes), 1)
@@ -514,9 +551,13 @@ def five_stages() -> Chain:
 
 @exercise()
 def check_gives_up_early(actions: Any) -> Verdict:
-    """Check a schedule for `five_stages()`.
+    """Check a schedule that releases a kept tensor before backward uses it.
 
-    The schedule must fit into 13 bytes and be faster than all persistent schedules.
+    The schedule must fit into 13 bytes. It must be faster than all schedules that keep each tensor
+    until backward uses it.
+
+    Args:
+        actions: Actions of the schedule for `five_stages()`.
     """
     if isinstance(actions, Sequence) and [*actions] in ([], [*optimal(five_stages(), 13)]):
         return not_answered()
@@ -530,17 +571,22 @@ def check_gives_up_early(actions: Any) -> Verdict:
 
 
 def pyramid() -> Chain:
-    """Return twelve stages like a convolution pyramid: outputs shrink, and the head is small."""
+    """Return a chain of twelve stages whose outputs shrink from 32 MB to 1 MB, as in a pyramid."""
     sizes = [32, 32, 32, 16, 16, 16, 8, 8, 8, 4, 4, 1]  # MB of each stage's output
     return Chain(tuple(Stage(4, 8, size * 10**6, 2 * size * 10**6) for size in sizes), 3 * 10**6)
 
 
 @exercise()
 def check_plan(answer: Any) -> Verdict:
-    """Check `plan(first, stages, room)`, which returns the fastest actions within `room` bytes.
+    """Check the learner's function that returns the fastest schedule within a memory budget.
 
-    The answer is checked on the chains of `check_recurrence`, with every budget that suffices, and
-    on `pyramid()` within 150 MB.
+    The function is tried on four small chains with every sufficient budget, and on `pyramid()` with
+    a budget of 150 MB.
+
+    Args:
+        answer: Function that is called as `answer(first, stages, room)`. `first` is the number of
+            the first stage, and `room` is the budget in bytes without the input of that stage. The
+            function returns a list of actions.
     """
     of_chains = _least_times(tuple(cases(_CHAINS, _draw_chain)))
     tried = [(chain, room, least) for chain, room, least in of_chains if least < math.inf]

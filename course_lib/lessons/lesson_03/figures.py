@@ -32,12 +32,15 @@ _NAMES = {
 
 
 def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -> "Figure":
-    """Draw the smooth formula and the measured peaks against the number of segments.
+    """Draw predicted and measured peaks of layers against the number of checkpointed segments.
+
+    Predictions are computed by the formula k·B + (L/k)·A + B for k segments. A is the bytes that a
+    layer saves for backward, and B the bytes of its input.
 
     Args:
         depth: Number of layers, L.
         measured: Dict from the number of segments to the peak in bytes.
-        marked: Two numbers of segments to label, before and after a jump of the peak.
+        marked: Two numbers of segments whose points are labeled and connected by an arrow.
     """
     peaks = {k: text("k = {k}: {peak} B", k=k, peak=f"{p / B:.0f}") for k, p in measured.items()}
     alt = text(
@@ -61,7 +64,14 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
 def draw_sweeps(
     sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]
 ) -> "Figure":
-    """Draw measured and predicted peaks against the number of segments k, for several depths."""
+    """Draw predicted and measured peaks against the number of segments, with one panel per depth.
+
+    Args:
+        sweeps: Dict from the number of layers to a dict from the number of checkpointed segments to
+            the measured peak in bytes.
+        predicted: Function of the number of layers and the number of segments that returns the peak
+            in bytes.
+    """
     title = "The zigzag is the same at every depth, as predicted"
     drawn, axes = figure(title, columns=len(sweeps), width=8.2, height=3.2)
     look = {"color": COLORS["predicted"], "alpha": 0.6, "markersize": 3}
@@ -78,11 +88,16 @@ def draw_sweeps(
 def peak_and_flops(
     run: Callable[[nn.Module, Any, Tensor], Tensor], layers: nn.Module, how: Any
 ) -> tuple[int, int]:
-    """Return (peak in bytes, FLOPs) of `run(layers, how, x)` followed by backward.
+    """Return the peak in bytes and the FLOPs of a forward and backward pass.
 
-    As in section 3.1, the gradients of the weights exist from the start. The input x, of shape
-    (1000, 25), is created under the meter, so its bytes count. The output is weighted unevenly, so
-    that its gradient is a full tensor and not a single expanded number.
+    Gradients of the weights are allocated before the forward pass. The input x has the shape (1000,
+    25), and its bytes count. The gradient of the output has no repeated elements, so it is a full
+    tensor.
+
+    Args:
+        run: Function that runs the layers, `run(layers, how, x)`.
+        layers: The layers.
+        how: Argument that is passed to `run`, such as the number of segments.
     """
     weights = torch.linspace(-1, 2, 25_000).view(1000, 25)
     for parameter in layers.parameters():
@@ -96,7 +111,15 @@ def peak_and_flops(
 def gradients(
     run: Callable[[nn.Module, Any, Tensor], Tensor], layers: nn.Module, how: Any, x: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of an unevenly weighted sum of the output of `run(layers, how, x)`."""
+    """Run layers forward and backward, and return the gradients of all parameters.
+
+    The loss is a sum of the outputs with different weights.
+
+    Args:
+        run: Function that runs the layers, `run(layers, how, x)`.
+        layers, how, x: Arguments that are passed to `run`. `how` is, for example, the number of
+            segments.
+    """
     layers.zero_grad()
     output = run(layers, how, x)
     weights = torch.linspace(-1, 2, output.numel()).view_as(output)
@@ -107,7 +130,12 @@ def gradients(
 def equal_gradients(
     layers: nn.Module, x: Tensor, first: tuple[Callable, Any], second: tuple[Callable, Any]
 ) -> bool:
-    """Return whether `gradients` are exactly the same for two pairs `(run, how)`."""
+    """Return whether two ways to run the same layers give exactly the same gradients.
+
+    Args:
+        layers, x: Layers and their input.
+        first, second: Pairs (run, how), for the two calls `run(layers, how, x)`.
+    """
     one, other = (gradients(run, layers, how, x) for run, how in (first, second))
     return all(map(torch.equal, one, other))
 
@@ -118,14 +146,14 @@ def cost_of(
     how: Any,
     **changes: Any,
 ) -> tuple[int, int]:
-    """Return (peak in bytes, FLOPs) of `run(stages, how, x)` and backward, on symbolic tensors.
+    """Return the peak in bytes and the FLOPs of a forward and backward pass on symbolic tensors.
 
-    Gradients exist from the start, and the bytes of x count.
+    Gradients are allocated before the forward pass, and the bytes of the input x count.
 
     Args:
-        make: Function that returns stages that end in a loss, and their input x.
-        run: Function that runs the stages according to `how`.
-        how: Cuts or a schedule, for example.
+        make: Function that returns a pair: stages that end in a loss, and their input x.
+        run: Function that runs the stages, `run(stages, how, x)`.
+        how: Argument that is passed to `run`, such as a schedule.
         changes: Arguments of `make`.
     """
     with symbolic():
@@ -138,14 +166,15 @@ def cost_of(
 
 
 def draw_budgets(cuts: Mapping[str, Sequence[int]]) -> "Figure":
-    """Draw the tensors that are live while each segment runs forward again and backward.
+    """Draw the tensors that are live while each checkpointed segment runs backward.
 
-    There is one panel per list of cuts, one column per segment, and one box per layer above the
-    boxes of the inputs.
+    There is one panel for each way to cut the layers into segments, and one column per segment. A
+    column has a box for the inputs and a gradient, and above it one box for each layer of the
+    segment.
 
     Args:
-        cuts: Dict from a label to cuts of equal layers. Each layer saves A bytes, and the input of
-            each segment has B bytes.
+        cuts: Dict from a label to the numbers of layers at which segments begin and end, such as
+            [0, 40, 70, 100].
     """
     title = (
         "Each later segment has one more input next to it, so with fewer layers it reaches"
@@ -184,18 +213,21 @@ def schedule_pictures(
     panel_height: float = 1.6,
     rows: Sequence[str] | None = None,
 ) -> "Figure":
-    """Draw schedules for one chain next to each other, with the live bytes over time below.
+    """Draw schedules for one chain of stages next to each other, with time on the x axis.
 
-    Time is on the x axis and stages are on the y axis.
+    The upper panel of each schedule has its actions, with stages on the y axis. The lower panel has
+    the live bytes.
 
     Args:
         schedules: Dict from a label to a schedule.
-        chain: Chain of the schedules; times are drawn in units of its `store_all`.
+        chain: Chain of the schedules. Times are drawn relative to a step that stores all tensors.
+        title: Title of the figure.
         unit, scale: Unit of the bytes, and number of bytes per unit.
-        rows: One letter per stage, written at its row.
+        panel_height: Height of the upper panels in inches.
+        rows: One letter per stage, which replaces the number of the stage on the y axis.
 
     Returns:
-        The figure; each pair of panels has the label, the peak and the time as its title.
+        The figure. The title of each upper panel has the label, the peak and the time.
     """
     fastest = simulate(store_all(chain), chain).time
     costs = [simulate(schedule, chain) for schedule in schedules.values()]
@@ -235,9 +267,10 @@ def schedule_pictures(
 
 
 def live_bytes(schedule: Schedule, chain: Chain) -> list[tuple[float, float, int]]:
-    """Return a list of (start, end, live bytes), one for each action of a schedule.
+    """Simulate a schedule, and return a list of (start time, end time, live bytes) of its actions.
 
-    Times are in the chain's unit. The largest number of bytes is the `peak_bytes` of `simulate`.
+    Times are in the unit of the chain's stages. The largest number of bytes is the `peak_bytes`
+    that `simulate` returns.
     """
     simulation = Simulation(chain)
     counts = []
@@ -284,12 +317,14 @@ def _legend(drawn: "Figure") -> None:
 def claims_table(
     peak: Callable[[Sequence[int]], int], tapered: Callable[[int], list[int]], groups: Sequence[int]
 ) -> Table:
-    """Return a table of the lesson's claims, and of the measured numbers that test them.
+    """Return a table of claims about checkpointed segments, each with the number that tests it.
 
     Args:
-        peak: Function that takes cuts and returns the measured peak in bytes.
-        tapered: Function that takes the depth and returns cuts.
-        groups: Peaks in bytes with one and with two layers per checkpoint.
+        peak: Function that returns the measured peak in bytes. Its argument is the numbers of
+            layers at which segments begin and end, such as [0, 40, 70, 100].
+        tapered: Function that takes the number of layers, and returns these layer numbers for the
+            segments with the lowest peak.
+        groups: Peaks in bytes of a decoder with one and with two layers per checkpoint.
     """
     shorter, equal, longer = (
         peak(cuts) // B for cuts in (tapered(25), range(0, 101, 10), tapered(100))

@@ -20,10 +20,14 @@ EARLY = "#AA3377"  # color of lines and points with early stop
 
 
 def best_cuts(chain: Chain) -> list[Cost]:
-    """Return a list with the cost of the best cuts for each possible start of the last segment.
+    """Return the costs of the best ways to cut a chain of stages into checkpointed segments.
 
-    All other segments run forward twice, so the start of the last segment determines the time. All
-    other cuts are chosen to have the lowest peak.
+    The last segment runs forward once, and all others run forward twice. The start of the last
+    segment therefore determines the time.
+
+    Returns:
+        One cost for each possible start of the last segment. All other segments are chosen so that
+        the peak is lowest.
     """
     sizes, length = Sizes(chain), len(chain)
 
@@ -51,22 +55,23 @@ def best_cuts(chain: Chain) -> list[Cost]:
 def frontier_with_early_stop(
     chain: Chain, left_out: Sequence[float], step_bytes: int = 1 << 19
 ) -> list[Cost]:
-    """Return the frontier if recomputations stop before the last matrix product of a segment.
+    """Return the Pareto frontier of peak and time if recomputations stop early, as in PyTorch.
 
-    PyTorch's checkpoint stops early in this way. The computation is the recurrence of section 3.6,
-    which includes the operators' temporary memory. If stages i to j are recomputed from x_i, stage
-    j takes `left_out[j]` less time, and the output of stage j is not created.
+    A recomputation stops before the last matrix product of its segment, because backward does not
+    need the result. When stages i to j are recomputed, stage j takes `left_out[j]` less time, and
+    its output is not created.
 
     Args:
-        left_out: Time that stopping early saves, per stage; 0 for a stage that does not end with a
-            matrix product.
-        step_bytes: Distance between the budgets that are tried. The first budget is the smallest
-            budget of the frontier without early stop.
+        chain: Chain of stages.
+        left_out: Time that stopping early saves, per stage. It is 0 for a stage that does not end
+            with a matrix product.
+        step_bytes: Distance in bytes between the budgets that are tried. The first budget is the
+            lowest peak without early stop.
 
     Returns:
-        One cost for each budget at which a schedule is faster than at the previous budget. The last
-        cost has the time of `store_all`. In each cost, `peak_bytes` is the budget, and forwards are
-        not counted.
+        One cost for each budget at which a schedule is faster than at all smaller budgets. The last
+        cost has the time of a step that stores all tensors. In each cost, `peak_bytes` is the
+        budget, and `forward_steps` is 0.
     """
     stopped = [
         replace(
@@ -108,12 +113,12 @@ def frontier_with_early_stop(
 
 
 def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
-    """Draw the costs of the best cuts and the Pareto frontier of each chain, one panel per chain.
+    """Draw the best ways to cut a chain into segments, and the chain's Pareto frontier.
 
-    Peaks are on the x axis, times on the y axis.
+    There is one panel per chain, with peaks on the x axis and times on the y axis.
 
     Args:
-        chains: Dict from a label to a chain.
+        chains: Dict from a label to a chain of stages.
     """
     title = "On the decoder good cuts reach the frontier, on the pyramid the frontier goes lower"
     drawn, axes = figure(title, columns=len(chains), width=8.2, height=3.6, sharey=True)
@@ -152,13 +157,17 @@ def draw_frontier(
     *,
     xlim: tuple[float, float],
 ) -> "Figure":
-    """Draw frontiers as lines and measurements as points: peak on x, FLOPs on y.
+    """Draw Pareto frontiers as lines and measured steps as points.
+
+    Peaks are on the x axis and FLOPs on the y axis.
 
     Args:
-        lines: Dict from a label to the points of a frontier. The last point of the first frontier
-            is the baseline.
+        title: Title of the figure.
+        lines: Dict from a label to the costs on a frontier, in which `time` is in FLOPs. The last
+            cost of the first frontier is the baseline.
         variants: Dict from a label to (points, marker, color). `points` is a dict from a name to
             (peak in bytes, FLOPs). A name that is a string is written next to its point.
+        xlim: Limits of the x axis in MB.
     """
     baseline = next(iter(lines.values()))[-1]
     drawn, ax = figure(title, height=4.0)

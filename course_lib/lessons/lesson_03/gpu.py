@@ -33,7 +33,12 @@ from course_lib.teaching.experiments import (
     variants={"plain": "store all", "half": "half", "quarter": "a quarter"},
 )
 def scheduled_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """Measure the peaks of three schedules; all gradients exist from the start of the step."""
+    """Measure the peaks and times of a decoder's forward and backward pass under three schedules.
+
+    The first schedule stores all tensors. The other two have half and a quarter of its peak as
+    their budget, or the lowest possible peak if that is larger. All gradients are allocated before
+    the forward pass.
+    """
     model, tokens = decoder_and_tokens(device, **sizes, tied=False)
     stages = loss_stages(model, tokens[:, 1:])
     x = tokens[:, :-1].contiguous()

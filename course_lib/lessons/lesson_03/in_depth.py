@@ -22,12 +22,12 @@ Cut = Callable[..., list[int]]
 def draw_other_depths(
     run: Run, layers: nn.Sequential, predicted: Callable[[int, int], int]
 ) -> "Figure":
-    """Draw predicted and measured peaks of k segments for 16, 36 and 64 layers.
+    """Draw predicted and measured peaks against the number of segments for 16, 36 and 64 layers.
 
     Args:
-        run: Function that runs the layers in k segments, `run(layers, k, x)`.
+        run: Function that runs the layers in k checkpointed segments, `run(layers, k, x)`.
         layers: At least 64 layers.
-        predicted: Function that takes the depth and k, and returns a peak in bytes.
+        predicted: Function of the number of layers and k that returns the peak in bytes.
     """
     tried = {16: (2, 4, 5, 6, 8, 16), 36: (3, 6, 8, 9, 12, 13, 36), 64: (4, 8, 11, 16, 22, 64)}
     measured = {
@@ -43,12 +43,16 @@ def compare_cuts(
     predicted: Callable[[Sequence[int]], int],
     measured: Callable[[Sequence[int]], int],
 ) -> Table:
-    """Return a table of predicted and measured peaks of √L, of k* and of tapered segments.
+    """Return a table of the predicted and measured peaks of three ways to cut layers into segments.
+
+    The three ways are √L equal segments, k* = √(2L) equal segments, and segments that become
+    shorter.
 
     Args:
-        balanced: Function that takes the depth and the number of segments, and returns cuts.
-        tapered: Function that takes the depth and returns cuts.
-        predicted, measured: Functions that take cuts and return a peak in bytes.
+        balanced: Function of the number of layers L and the number of segments. It returns the
+            numbers of layers at which equal segments begin and end, such as [0, 25, 50].
+        tapered: Function of L that returns these layer numbers for segments that become shorter.
+        predicted, measured: Functions that take these layer numbers and return the peak in bytes.
     """
     rows = []
     for depth in (16, 36, 50, 64):
@@ -65,12 +69,12 @@ def compare_cuts(
 
 
 def figures_of_older_claims(run: Run, layers: nn.Sequential, cuts: Sequence[int]) -> list[str]:
-    """Return the measured values that test each of `OLDER_CLAIMS`, as text.
+    """Measure one value for each claim in `OLDER_CLAIMS`, and return the values as text.
 
     Args:
-        run: Function that runs the layers in segments, `run(layers, cuts, x)`.
-        layers: The lesson's 100 layers.
-        cuts: Tapered cuts of these layers.
+        run: Function that runs layers in checkpointed segments, `run(layers, cuts, x)`.
+        layers: 100 layers.
+        cuts: Numbers of layers at which segments begin and end, for the lowest peak.
     """
     shape = {"depth": 1, "width": 25, "activation": nn.Tanh}
     tanh = nn.Sequential(*(deep_mlp(**shape, seed=seed) for seed in range(100)))

@@ -43,10 +43,10 @@ class _ChunkedLoss(nn.Module):
 
 
 def with_chunked_loss(stages: nn.Sequential, chunk: int, x: Tensor) -> Tensor:
-    """Return the output of the stages, with lesson 02's chunked loss as the last stage.
+    """Run a decoder whose loss is computed in chunks of tokens, and return the loss.
 
     Args:
-        stages: Stages of a decoder; the last one is norm, head and loss.
+        stages: Stages of a decoder. The last one consists of norm, output head and loss.
         chunk: Number of tokens per chunk.
         x: Input of the first stage.
     """
@@ -54,9 +54,10 @@ def with_chunked_loss(stages: nn.Sequential, chunk: int, x: Tensor) -> Tensor:
 
 
 def llama_layer_bytes(hidden: int, inner: int, heads: int, tokens: int) -> tuple[int, int, int]:
-    """Return the bytes of a Llama layer's saved tensors (A), input (B) and gradients.
+    """Return the bytes of a Llama layer's saved tensors, of its input, and of its gradients.
 
-    The layer is built in bf16 with 8 key-value heads, and runs on symbolic tensors.
+    The gradients are those of all parameters. The layer is in bf16 with 8 key-value heads, and runs
+    on symbolic tensors.
 
     Args:
         hidden: Hidden size.
@@ -84,7 +85,7 @@ def llama_layer_bytes(hidden: int, inner: int, heads: int, tokens: int) -> tuple
 
 
 def saved_when_compiled(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """Return the bytes saved for backward by a compiled module, without its parameters."""
+    """Return the bytes that a compiled module saves for backward, without its parameters."""
     with warnings.catch_warnings():
         # `saved_tensors` uses global hooks on modules, about which the compiler warns.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
@@ -92,12 +93,13 @@ def saved_when_compiled(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
 
 
 def decoder_stages(**changes: int) -> tuple[nn.Sequential, Tensor]:
-    """Return the course's decoder as a chain of stages that ends in its loss, and the input.
+    """Return the stages of the course's decoder, and its input tokens.
 
-    The stages are the embedding, attention and feed-forward network of each layer, and the head.
+    The stages are the embedding, the attention and the feed-forward network of each layer, and the
+    output head. The last stage returns the loss.
 
     Args:
-        changes: Sizes that differ from those of the course, such as `layers`.
+        changes: Sizes that differ from those of the course's decoder, such as `layers=48`.
     """
     sizes = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 8, "sequence": 128}
     decoder, tokens = Decoder(**sizes | changes), random_tokens(8, 128, 2048)
@@ -105,9 +107,14 @@ def decoder_stages(**changes: int) -> tuple[nn.Sequential, Tensor]:
 
 
 def compile_privately(module: nn.Module, x: Tensor, budget: float) -> Callable[[Tensor], Tensor]:
-    """Compile a module with PyTorch's private setting `activation_memory_budget`, and run it once.
+    """Compile a module with PyTorch's private setting `activation_memory_budget`.
 
-    All earlier compiled code is discarded. The run is forward and backward, so gradients remain.
+    All earlier compiled code is discarded. The compiled module runs forward and backward once, so
+    its parameters have gradients afterwards.
+
+    Args:
+        module, x: Module to compile, and its input.
+        budget: Fraction of the activation memory that may be kept, from 0 to 1.
     """
     torch.compiler.reset()
     with activation_memory_budget(budget):
@@ -117,7 +124,14 @@ def compile_privately(module: nn.Module, x: Tensor, budget: float) -> Callable[[
 
 
 def compiled_cost(budget: float) -> Cost:
-    """Return peak and FLOPs of the compiled decoder of 8 layers, as `figures.cost_of` does."""
+    """Return the peak in bytes and the FLOPs of the compiled decoder's forward and backward pass.
+
+    The decoder has 8 layers. Gradients are allocated before the forward pass, and the bytes of the
+    input count.
+
+    Args:
+        budget: Value of PyTorch's setting `activation_memory_budget`, from 0 to 1.
+    """
     stages, inputs = decoder_stages()
     run = compile_privately(stages, inputs, budget)
     with MemoryMeter() as meter:
@@ -126,11 +140,12 @@ def compiled_cost(budget: float) -> Cost:
 
 
 def draw_ways(measured: Mapping[int, Mapping[str, Cost]]) -> "Figure":
-    """Draw peak and FLOPs of each variant of the decoder's step, one panel per number of layers.
+    """Draw the peak and the FLOPs of several ways to run the decoder, with one panel per depth.
 
     Args:
-        measured: Dict from the number of layers to a dict from a variant's label, such as "each
-            layer", to (peak in bytes, FLOPs). FLOPs are drawn relative to the first variant.
+        measured: Dict from the number of layers to a dict. The inner dict is from a label, such as
+            "each layer", to (peak in bytes, FLOPs). Its first item is the baseline, to which FLOPs
+            are relative.
     """
     title = "A checkpoint around each layer has the lowest peak with 8 layers, but not with 48"
     drawn, axes = figure(title, columns=len(measured), width=8.6, height=3.6, sharey=True)
@@ -159,7 +174,9 @@ def budget_table(
     x: Tensor,
     variants: Mapping[str, tuple[Callable[[nn.Module, Tensor, float], Callable], float]],
 ) -> Table:
-    """Show a table of saved bytes, peak and FLOPs of layers compiled with each budget.
+    """Return a table of the saved bytes, the peak and the FLOPs of compiled layers.
+
+    Each row has a different value of PyTorch's setting `activation_memory_budget`.
 
     Args:
         layers, x: Module to compile, and its input.
@@ -178,7 +195,12 @@ def budget_table(
 
 
 def outcomes(runs: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> Table:
-    """Show a table of functions, and for each of them whether it runs or which error it raises."""
+    """Return a table of whether each function runs, forward and backward, or which error it raises.
+
+    Args:
+        runs: Dict from the label of a row to a function of x. The functions may be compiled.
+        x: Input of all functions.
+    """
     rows = []
     for name, run in runs.items():
         torch.compiler.reset()

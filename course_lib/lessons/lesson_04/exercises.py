@@ -132,12 +132,19 @@ def _time_cases() -> list[tuple]:
     },
 )
 def check_step_time(L: int, f: float, g: float, c: float, p: int) -> float:
-    """Check `step_time(L, f, g, c, p)`, which returns the seconds of forward and backward.
+    """Check the learner's formula for the time of forward and backward with offloaded activations.
 
-    `_step` explains the arguments.
+    The learner's `step_time(L, f, g, c, p)` is compared with a simulation for 16 layers, with a
+    tolerance of 9%. It is also compared with the right formula for about 1000 layers, with a
+    tolerance of 1%. The larger tolerance also accepts a simulation that copies the last p + 1
+    storages, which differs by 8.4%. The function returns the right time, and the decorator
+    `numbers` turns it into a check.
 
-    The answer must be within 9% of the simulated clock for p = 0, 1, 2. An event simulation that
-    also copies the last p + 1 storages differs by 8.4%.
+    Args:
+        L: Number of layers.
+        f, g: Seconds of a layer's matrix products in forward and in backward.
+        c: Seconds of a copy. A layer has two copies in each direction.
+        p: Number of storages that are fetched ahead: 0, 1 or 2.
     """
     return clock(16, c, p) if L == 16 else _step_time(L, f, g, c, p)
 
@@ -162,10 +169,15 @@ class _RecordingStore(Store):
 
 @exercise()
 def check_offloading(function: Any) -> Verdict:
-    """Check `offloading(store, stay)`, which returns saved-tensor hooks.
+    """Check the learner's saved-tensor hooks that offload activations.
 
     The hooks must move each version of a storage once, must not move a parameter, and must release
     each copy as soon as backward no longer needs it.
+
+    Args:
+        function: Function that is called as `function(store, stay)`, and returns the hooks as a
+            context manager. `store` receives the copies, and `stay` is the set of the parameters'
+            storages.
     """
     linear = nn.Linear(128, 128)
     x = torch.linspace(-1, 1, 128 * 128).view(128, 128).requires_grad_()
@@ -334,9 +346,13 @@ _WITHOUT_HINT = {
 
 @exercise()
 def check_waits(functions: Any) -> Verdict:
-    """Check three programs; the learner has added one missing wait to each program.
+    """Check the waits that the learner has added to three programs, one wait per program.
 
-    The programs must have no race and right results, and the host must not wait too often.
+    The programs copy data between host and device on several streams. They must have no race and
+    return the right results, and the host must not wait more often than necessary.
+
+    Args:
+        functions: The three programs in order.
     """
     three = isinstance(functions, tuple | list) and len(functions) == len(_PROGRAMS)
     say.reject_if(not three, "waits.three_functions")
@@ -448,7 +464,16 @@ def _page_cases() -> list[tuple[int, int]]:
     place="place",
 )
 def check_peak_in_step(parameters: int, page_bytes: int) -> int:
-    """Check `peak_in_step(parameters, page_bytes)` for fully offloaded state, within 6%."""
+    """Check the learner's formula for the peak of an optimizer step with offloaded state.
+
+    All of the optimizer state is offloaded, in pages. The formula must be within 6% of the measured
+    peak of the course's decoder. The function returns the right peak in bytes, and the decorator
+    `numbers` turns it into a check.
+
+    Args:
+        parameters: Number of parameters.
+        page_bytes: Bytes of a page.
+    """
     if parameters == PARAMETERS:
         return STEP_PEAKS[page_bytes >> 20]
     return 8 * parameters + min(3 * page_bytes, 8 * parameters)

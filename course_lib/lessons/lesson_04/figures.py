@@ -28,7 +28,7 @@ _TIERS = (
 
 
 def draw_tiers() -> "Figure":
-    """Draw four memory tiers as boxes of increasing width, with the links between the tiers."""
+    """Draw four memory tiers as boxes, from small and fast to large and slow, with their links."""
     names = [text("{name}: {size}", name=name, size=size) for name, size, _ in _TIERS]
     alt = text("Four tiers: {tiers}. Between them {links}.", tiers=join_labels(names, "; "),
                links=join_labels([link for *_, link in _TIERS[:-1]], "; "))  # fmt: skip
@@ -48,10 +48,10 @@ def draw_tiers() -> "Figure":
 
 
 def draw_recorded() -> "Figure":
-    """Draw the recorded times of a decoder's forward and backward on an H200.
+    """Draw recorded times of a decoder's forward and backward pass on an H200.
 
-    One bar is the step without offload, and two bars are the step with two ways to offload
-    activations.
+    One bar is the pass without offload. The other two bars are passes with offloaded activations,
+    by `offload_activations` and by PyTorch's `save_on_cpu`.
     """
     found, rows = recorded_on_h200(), []
     names = {"plain": "plain", "offload_activations": "offloaded", "save_on_cpu": "save_on_cpu"}
@@ -77,13 +77,15 @@ Step = tuple[SimulatedDevice, float, int]
 
 
 def draw_steps(runs: Mapping[int, Step], plain: float) -> "Figure":
-    """Draw timelines of compute and of the copies in both directions.
+    """Draw timelines of computation and of copies in both directions.
 
-    For a single step, the live bytes are drawn below, without those from before the step.
+    If there is a single timeline, a second panel shows the live bytes without those from before the
+    step.
 
     Args:
-        runs: Dict from p, the number of storages that are fetched ahead, to the simulated device
-            after the step, the time at which the step began, and the live bytes at that time.
+        runs: Dict from p to (device, start, live bytes). p is the number of storages that are
+            fetched ahead, and device is the simulated device after the step. The start is a time in
+            seconds, and the live bytes are those at the start.
         plain: Seconds of the step without copies, marked by a line.
     """
     took = {p: f"{1000 * (device.seconds - began):.2f}" for p, (device, began, _) in runs.items()}
@@ -113,10 +115,11 @@ def draw_steps(runs: Mapping[int, Step], plain: float) -> "Figure":
 
 
 def draw_layers(step: Step) -> "Figure":
-    """Draw compute and copies to the host in the first two layers of the recorded decoder.
+    """Draw computation and copies to the host during a decoder's first two layers.
 
     Args:
-        step: Result of `small_decoder`. Times are multiplied by 256, which gives those of the GPU.
+        step: Result of `small_decoder`, a simulation in which everything takes 1/256 of its time on
+            a GPU. The axis shows the times on the GPU.
     """
     alt = text(
         "Two lanes during the first layers of forward: compute, and copies to the host. Twice per"
@@ -131,10 +134,10 @@ def draw_layers(step: Step) -> "Figure":
 
 
 def draw_taken(taken: Mapping[str, Sequence[int]]) -> "Figure":
-    """Draw the number of outputs in memory against the number of layers that the host has started.
+    """Draw how many layer outputs are in memory after the host has started each layer.
 
     Args:
-        taken: Dict from the label of a line to the number of outputs after each layer.
+        taken: Dict from the label of a line to the number of outputs in memory after each layer.
     """
     rows = [{"name": text(name), "most": max(counts)} for name, counts in taken.items()]
     title = "With record_stream, each layer that the host runs ahead takes one more block"
@@ -162,7 +165,7 @@ _BOXES = (
 
 
 def draw_order() -> "Figure":
-    """Draw the operations on one storage on three streams, with an arrow for each wait."""
+    """Draw the operations on one offloaded storage over time, with an arrow for each wait."""
     alt = text(
         "The operations on one storage, with arrows. “Make” points to the copy to the host."
         " This copy points to “release”, “read” on the host and the copy to the GPU. The copy to"
@@ -199,7 +202,7 @@ _MODES = {
 
 
 def draw_modes() -> "Figure":
-    """Draw a copy to the host without any wait in three modes, with the numbers that result."""
+    """Draw three possible orders of a copy to the host without waits, and their results."""
     title = "Without waits, each of these orders of one copy is possible"
     drawn, axes = figure(title, rows=3, height=4.2, sharex=True)
     kinds, sentences = ("compute", "down", "host"), []
@@ -227,13 +230,15 @@ def draw_modes() -> "Figure":
 def draw_pages(
     typed: Callable[[int, int], float], peaks: Mapping[int, int], plain: int
 ) -> "Figure":
-    """Draw the peak of an optimizer step against the page size: the learner's formula and
-    measurements.
+    """Draw the peak of an optimizer step with offloaded state against the page size.
+
+    A line is computed by the learner's formula. Points are measured.
 
     Args:
-        typed: The learner's `peak_in_step(parameters, page_bytes)`.
-        peaks: Dict from the MiB of a page to the peak in bytes.
-        plain: Peak in bytes with all the state in memory.
+        typed: The learner's `peak_in_step(parameters, page_bytes)`. It returns None if the learner
+            has not written it yet.
+        peaks: Dict from the size of a page in MiB to the measured peak in bytes.
+        plain: Peak in bytes with all of the state in memory.
     """
     sizes = [text("{mib} MiB: {peak} MB", mib=m, peak=f"{p / 1e6:.1f}") for m, p in peaks.items()]
     alt = text(
@@ -264,9 +269,10 @@ def draw_pages(
 
 
 def draw_threshold(rate: float, links: Mapping[str, float]) -> "Figure":
-    """Draw FLOPs per byte of a causal layer against its width, and the threshold of each link.
+    """Draw a layer's FLOPs per offloaded byte against its hidden size, with a threshold per link.
 
-    The layer has 4096 tokens.
+    Above the threshold of a link, copies take less time than computation. The layer has causal
+    attention over 4096 tokens.
 
     Args:
         rate: Compute rate in FLOP/s.
@@ -294,13 +300,13 @@ def claims_table(
     steps: Mapping[tuple[bool, int | None], tuple[Any, int]],
     times: Mapping[tuple[int, int], float],
 ) -> Table:
-    """Return a table of the lesson's claims, and of the numbers that test them.
+    """Return a table of claims about offload, each with the number that tests it.
 
     Args:
-        steps: Dict from (checkpointed, p) to a step's meter and the bytes copied to the lower tier.
-            Steps with p = 1 are shown.
-        times: Dict from (p, copies in flight) to the time at the threshold, relative to the
-            baseline. Times with two copies in flight are shown.
+        steps: Dict from (checkpointed, p) to (meter, copied bytes) of a training step. p is the
+            number of storages that are fetched ahead. Only the steps with p = 1 are shown.
+        times: Dict from (p, copies in flight) to the time of a step, relative to the step without
+            offload. Only the times with two copies in flight are shown.
     """
     (alone, down), (both, less) = steps[False, 1], steps[True, 1]
     plain, gpu = RECORDED[None, 0, False], recorded_on_h200()
@@ -327,14 +333,16 @@ def claims_table(
 def older_claims(
     ratio: float, kept: Sequence[int], unmoved: Sequence[bool], error: str, peaks: Sequence[int]
 ) -> Table:
-    """Return the table of the claims of older teaching documents, and of their measurements.
+    """Return a table of claims from older teaching documents, each with the number that tests it.
 
     Args:
-        ratio: Gradient that the claim's code gives, divided by the right gradient.
-        kept: Bytes that the graph keeps without and with the claim's function.
-        unmoved: Whether each state tensor of the optimizer is still at its old address.
-        error: Name of the attribute that the prefetcher lacks.
-        peaks: Peaks in bytes of making a mask with and without a new `nn.Transformer`.
+        ratio: Gradient that code from these documents gives, divided by the right gradient.
+        kept: Bytes that the graph saves without and with the function `Offload` from these
+            documents.
+        unmoved: Whether each state tensor of the optimizer is still at its old address, after code
+            that should offload it.
+        error: Name of the attribute that is missing in a prefetcher from these documents.
+        peaks: Peaks in bytes of making an attention mask with and without a new `nn.Transformer`.
     """
     return claims.claims_table(
         OLDER_CLAIMS,

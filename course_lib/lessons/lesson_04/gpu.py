@@ -42,9 +42,10 @@ from course_lib.teaching.recordings import FOLDER
     },
 )
 def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """Measure steps that offload activations in two ways.
+    """Measure a decoder's forward and backward pass with and without offloaded activations.
 
-    On a GPU each way pins some 13 GB of host memory, because torch rounds every block up to a power
+    Activations are offloaded by `offload_activations`, and by PyTorch's `save_on_cpu`. On a GPU,
+    each of them pins about 13 GB of host memory, because PyTorch rounds every block up to a power
     of two.
     """
     pinned = device.type == "cuda"
@@ -73,10 +74,11 @@ def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
 
 
 def recorded_on_h200() -> dict[str, float]:
-    """Return the recorded results of `offloaded_activations` on an H200.
+    """Return the recorded results of the experiment `offloaded_activations` on an H200.
 
-    The additional entry `link` is the measured bandwidth of copies to the host, in bytes per
-    second.
+    Returns:
+        Dict from the name of a result to its number. The additional key "link" has the measured
+        bandwidth of copies to the host, in bytes per second.
     """
     recording = json.loads((FOLDER / "nvidia-h200.json").read_text(encoding="utf-8"))
     found = recording["experiments"]["04"]["offloaded_activations"]
@@ -98,10 +100,10 @@ def recorded_on_h200() -> dict[str, float]:
     labels={"state_bytes": "8 bytes per parameter"},
 )
 def offloaded_optimizer(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """Measure steps of AdamW with the optimizer state in host memory.
+    """Measure a decoder's training step with AdamW's state on the device and in host memory.
 
-    On a GPU this experiment pins up to 16 bytes per parameter (2 GB in total). It needs half a
-    minute with a slow CPU.
+    On a GPU this experiment pins up to 16 bytes of host memory per parameter (2 GB in total). With
+    a slow CPU it takes half a minute.
     """
     variants = {}
     for name, kind in (("plain", torch.optim.AdamW), ("offloaded", OffloadedOptimizer)):

@@ -24,15 +24,15 @@ from .gpu import offloaded_activations
 
 @cache
 def clock(layers: int, copy: float, p: int, in_flight: int = 2) -> float:
-    """Return the simulated time of forward and backward of a chain of Linear and GELU.
+    """Return the simulated time of forward and backward of Linear and GELU layers with offload.
 
-    The unit is the time of one layer's forward.
+    The unit is the time of one layer's forward pass without copies.
 
     Args:
-        layers: Number of layers.
-        copy: Time of a copy, in units of the time of one layer's forward.
-        p: Number of storages that are fetched ahead.
-        in_flight: Number of copies to the host that may be in flight.
+        layers: Number of pairs of Linear and GELU.
+        copy: Time of one copy, in the same unit.
+        p: Number of storages that are fetched ahead in backward.
+        in_flight: Number of copies to the host that may run at the same time as computation.
     """
     rows, width = 32, 16
     forward = 2 * rows * width**2 / 1e12
@@ -58,13 +58,16 @@ ON_H200 = {
 
 
 def settings_table(typed: Callable[..., Any]) -> Table:
-    """Show the nine settings of `ON_H200` by the learner's formula, the clock and the H200.
+    """Return a table of the time of a step with offload, for nine settings of the copies.
 
-    At 50 TFLOP/s and 50 GB/s, a copy takes 0.244 of a layer's forward. With one copy in flight,
-    compute also waits for one copy per layer, which is added to the formula.
+    The settings are the number of copies in flight, and the number of storages that are fetched
+    ahead. The columns compare the learner's formula, a simulation and a measurement on an H200, all
+    relative to the step without offload. Formula and simulation assume 50 TFLOP/s and 50 GB/s. With
+    one copy in flight, the time of one copy per layer is added to the formula.
 
     Args:
-        typed: The learner's `step_time`; it returns None if the learner has not written it yet.
+        typed: The learner's `step_time(L, f, g, c, p)`. It returns None if the learner has not
+            written it yet.
     """
     rows, copy, plain = [], 4 * 50e12 / (2 * 8192 * 50e9), 8 * 3 - 1
     for (in_flight, p), measured in ON_H200.items():
@@ -78,11 +81,14 @@ def settings_table(typed: Callable[..., Any]) -> Table:
 
 
 def count_forward() -> tuple[int, int, int]:
-    """Run the forward of the decoder of `recorded_on_h200` on tensors without values.
+    """Count the FLOPs and the offloaded bytes of a decoder's forward pass, on symbolic tensors.
+
+    The decoder is that of the experiment `offloaded_activations`.
 
     Returns:
-        FLOPs of its matrix products outside of attention, bytes that `offload_activations` copies
-        to the host, and bytes that `save_on_cpu` copies, which are those of all saved tensors.
+        FLOPs of matrix products outside of attention, bytes that `offload_activations` copies to
+        the host, and bytes that PyTorch's `save_on_cpu` copies, which are those of all saved
+        tensors.
     """
     saved, store, sizes = [], SymbolicStore(), dict(offloaded_activations.sizes)
     batch = sizes.pop("batch"), sizes["sequence"], sizes["vocabulary"]
@@ -132,17 +138,34 @@ def _run_decoder(
 
 
 def decoder_seconds(link: float | None, p: int = 0, checkpointed: bool = False) -> float:
-    """Return the time of the course's decoder at 1e12 FLOP/s; see `_run_decoder`."""
+    """Return the simulated seconds of the course's decoder's forward and backward pass.
+
+    The simulated device computes 1e12 FLOP/s.
+
+    Args:
+        link: Bytes per second of copies in each direction, or None to offload nothing.
+        p: Number of storages that are fetched ahead in backward.
+        checkpointed: Whether each layer has a checkpoint.
+    """
     options = {"min_bytes": 1 << 17, "prefetch": p, "in_flight": 2}
     device, began, _ = _run_decoder(1e12, link, checkpointed, **options)
     return device.seconds - began
 
 
 def small_decoder(rate: float, link: float, ahead: int) -> tuple[SimulatedDevice, float, int]:
-    """Run the recorded decoder with a sixteenth of its sizes and of the GPU's FLOP/s.
+    """Simulate a decoder with offloaded activations at a sixteenth of its sizes and of the FLOP/s.
 
-    Every matrix product and every copy takes 1/256 of its time on the GPU. `ahead` is the number of
-    storages that are fetched ahead, and the number of copies to the host that may be in flight.
+    Every matrix product and every copy takes 1/256 of its time on the GPU.
+
+    Args:
+        rate: FLOP/s of the GPU.
+        link: Bytes per second of copies in each direction.
+        ahead: Number of storages that are fetched ahead in backward, and number of copies to the
+            host that may be in flight.
+
+    Returns:
+        The simulated device after the step, the time at which the step began, and the live bytes at
+        that time.
     """
     options = {"min_bytes": 1024, "prefetch": ahead, "in_flight": ahead}
     sizes = (512, 128, 16, 8, 128)
@@ -171,10 +194,11 @@ _VARIANTS = {
 
 
 def link_table() -> Table:
-    """Show a table of the bandwidth that each variant of the decoder's step needs.
+    """Return a table of the bandwidth that a decoder's step with offloaded activations needs.
 
-    The threshold is computed. Simulated times are stored results. They are relative to the same
-    step without copies, except in the last row, where they are relative to the plain step.
+    One column is for all activations, the other for the inputs of checkpoints only. Simulated times
+    are stored results. They are relative to the same step without copies, except in the last row,
+    where they are relative to the baseline.
     """
     plain = RECORDED[None, 0, False]
     rows: dict[str, list[str]] = {}
@@ -215,11 +239,10 @@ class _UnorderedDevice(SimulatedDevice):
 
 
 def without_waits() -> Table:
-    """Run a small chain with offloaded activations, each time without one of its waits.
+    """Return a table of the effects of missing waits in a small network with offloaded activations.
 
-    Returns:
-        A table with one row per missing wait: the number of races, and whether the first weight's
-        gradient is right in each mode of the simulated device.
+    Each row is for another missing wait. The columns are the number of races, and whether the
+    gradient of the first weight is right in each mode of the simulated device.
     """
     mistakes = {
         "nothing": (SimulatedDevice, None),
@@ -253,10 +276,11 @@ def _first_gradient(
 
 
 def copies_without_waits() -> dict[str, tuple[float, float]]:
-    """Copy a 2 to the host without any wait, and reuse its memory for 100, in each mode.
+    """Copy the number 2 to the host without any wait, and reuse its memory for the number 100.
 
     Returns:
-        Dict from the mode to the number that the host reads, and the number that the copy holds.
+        Dict from the mode of the simulated device ("normal", "late" or "early") to two numbers: the
+        one that the host reads, and the one that the copy has at the end.
     """
     found = {}
     for mode, options in {"normal": {}, "late": {"late": True}, "early": {"early": True}}.items():

@@ -18,14 +18,14 @@ def _decoder(layers: int = 8) -> Decoder:
 
 
 def metered_step(checkpointed: bool, p: int | None) -> tuple[MemoryMeter, int]:
-    """Run the course's training step with offloaded activations; return meter and copied bytes.
+    """Run a training step of the course's decoder, with activations offloaded to a file.
 
     Args:
         checkpointed: Whether each layer has a checkpoint.
-        p: Number of storages that are fetched ahead, or None to offload nothing.
+        p: Number of storages that are fetched ahead in backward, or None to offload nothing.
 
     Returns:
-        The meter, and the number of bytes that were copied to the file.
+        The meter that has measured the step, and the number of bytes that were copied to the file.
     """
     decoder, file = _decoder(), DiskStore()
     adam, tokens = torch.optim.Adam(decoder.parameters()), random_tokens(8, 128, 2048)
@@ -44,13 +44,13 @@ def metered_step(checkpointed: bool, p: int | None) -> tuple[MemoryMeter, int]:
 
 
 def checkpointed_peak(layers: int, tokens_per_h: int, p: int | None, frozen: bool = False) -> int:
-    """Return the peak of a decoder whose layers have checkpoints, on tensors without values.
+    """Return the peak in bytes of a decoder whose layers have checkpoints, on symbolic tensors.
 
     Args:
         layers: Number of layers.
         tokens_per_h: Tokens per step, divided by the hidden size of 256.
-        p: Number of storages that are fetched ahead, or None to offload nothing.
-        frozen: Whether the weights of the layers get no gradients.
+        p: Number of storages that are fetched ahead in backward, or None to offload nothing.
+        frozen: Whether the weights of the layers require no gradients.
     """
     with symbolic(), MemoryMeter() as meter:
         decoder = _decoder(layers)
@@ -66,7 +66,7 @@ def step_peak(mib: int, fraction: float = 1.0) -> int:
     """Return the peak in bytes of `OffloadedOptimizer.step()` for the course's decoder.
 
     Args:
-        mib: Size of a page in MiB.
+        mib: Size in MiB of a page, the unit in which the state is copied.
         fraction: Fraction of the state that is offloaded.
     """
     decoder = _decoder()
@@ -80,18 +80,26 @@ def step_peak(mib: int, fraction: float = 1.0) -> int:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all elements of a tensor's storage as a one-dimensional tensor."""
+    """Return a view of all elements of a tensor's storage as a one-dimensional tensor."""
     count = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((count,), (1,), 0)
 
 
 def start_to_host(device: Any, y: Tensor) -> tuple[Tensor, Any]:
-    """Start a copy to the host; return the host tensor and the event at the end of the copy."""
+    """Start a copy from a simulated GPU to the host.
+
+    Returns:
+        The host tensor, and an event that is reached when the copy is complete.
+    """
     host = device.pinned(y.shape, y.dtype)
     return host, device.copy(host, y, "down")
 
 
 def start_to_device(device: Any, host: Tensor) -> tuple[Tensor, Any]:
-    """Start a copy to the GPU; return the device tensor and the event at the end of the copy."""
+    """Start a copy from the host to a simulated GPU.
+
+    Returns:
+        The device tensor, and an event that is reached when the copy is complete.
+    """
     x = torch.zeros(host.shape)  # created inside the device's block, so it belongs to the device
     return x, device.copy(x, host, "up")

@@ -63,9 +63,13 @@ def _line(m: int) -> int:
     in_bytes=True,
 )
 def check_peaks(m: int) -> int:
-    """Check `function(m)`, which returns the peak in bytes of a step over eight sequences.
+    """Check the learner's formula for the peak in bytes of a step with gradient accumulation.
 
-    m is the number of sequences per micro-batch, 1, 2, 4 or 8. The measured peak is also accepted.
+    The step has eight sequences. The measured peak is also accepted. The function computes the
+    right answer, and the decorator `numbers` turns it into a check.
+
+    Args:
+        m: Number of sequences per micro-batch: 1, 2, 4 or 8.
     """
     return _line(m)
 
@@ -101,9 +105,17 @@ def _best(budget: float) -> int:
     tolerance=2e-10,  # bytes may be rounded to whole numbers
 )
 def check_micro_batch(budget: int) -> dict[str, float]:
-    """Check `function(budget)`, which returns the fastest micro-batch within a budget in bytes.
+    """Check the learner's function that finds the fastest micro-batch within a memory budget.
 
-    If several sizes are equally fast, the smallest is right. Peak and time are those of the step.
+    If several sizes are equally fast, the smallest is right. The function computes the right
+    answer, and the decorator `numbers` turns it into a check.
+
+    Args:
+        budget: Budget in bytes for a step with 64 samples.
+
+    Returns:
+        Dict with "samples" per micro-batch, and the step's peak in "bytes" and time in
+        "milliseconds".
     """
     m = _best(budget)
     peak, time = _ONE + (m - 1) * _PER_SAMPLE, 64 / m * max(14.6, 2.17 * m)
@@ -200,9 +212,15 @@ def _relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def divisor(loop: Callable) -> Label | None:
-    """Return a message on the first wrong gradient of a loop, or None if all are right.
+    """Check the gradients of a training loop with gradient accumulation.
 
-    The micro-batches have unequal token counts, so that a wrong divisor changes a gradient.
+    The micro-batches have different numbers of tokens, so that a wrong divisor changes a gradient.
+
+    Args:
+        loop: The learner's `train_epoch`.
+
+    Returns:
+        A message about the first wrong gradient, or None if all gradients are right.
     """
     micro_batches = _micro_batches(1, 6, 2, 9, 3)
     groups = micro_batches[:2], micro_batches[2:4], micro_batches[4:]
@@ -232,10 +250,16 @@ def divisor(loop: Callable) -> Label | None:
 
 
 def clipping(loop: Callable) -> Label | None:
-    """Return a message if a loop clips wrongly, tested on gradients of different directions.
+    """Check the gradient clipping of a training loop with gradient accumulation.
 
-    Micro-batches have equal token counts, and the loss scale is 1. The direction of the update is
-    compared first, then its length.
+    The direction of the update is compared first, then its length. All micro-batches have the same
+    number of tokens, and the loss scale is 1.
+
+    Args:
+        loop: The learner's `train_epoch`.
+
+    Returns:
+        A message about the mistake, or None if the update is right.
     """
     micro_batches = _micro_batches(4, 4, 4, 4, seed=1)
     found, wanted = _epoch(loop, micro_batches, 4, max_norm=0.01).gradients[0], _mean(micro_batches)
@@ -247,7 +271,14 @@ def clipping(loop: Callable) -> Label | None:
 
 
 def schedule(loop: Callable) -> Label | None:
-    """Return a message if the scheduler steps too often, too rarely or too early."""
+    """Check how often a training loop with gradient accumulation steps its learning rate scheduler.
+
+    Args:
+        loop: The learner's `train_epoch`.
+
+    Returns:
+        A message if the scheduler steps too often, too rarely or too early. Otherwise None.
+    """
     record = _epoch(loop, _micro_batches(4, 4, 4, 4), 2)
     steps, scheduled = len(record.gradients), record.scheduler.last_epoch
     if scheduled != steps:
@@ -256,22 +287,44 @@ def schedule(loop: Callable) -> Label | None:
 
 
 def samples_used(loop: Callable, samples: int, size: int, every: int) -> tuple[int, int]:
-    """Return how many samples of an epoch reach an optimizer step, and the number of steps.
+    """Return how many samples of an epoch reach an optimizer step, and how many steps are taken.
 
-    In sample i, only feature i is not zero.
+    Args:
+        loop: The learner's `train_epoch`.
+        samples: Number of samples in the epoch.
+        size: Number of samples per micro-batch.
+        every: Number of micro-batches per optimizer step.
     """
     found = _epoch(loop, list(torch.eye(samples)[:, None].split(size)), every).gradients
     return int(sum(gradient != 0 for gradient in found).bool().sum()), len(found)
 
 
 def remainder(loop: Callable) -> Label | None:
-    """Return a message if not all of five micro-batches, in groups of two, reach a step."""
+    """Check that a training loop uses the last micro-batches if they do not fill a group.
+
+    Five micro-batches are accumulated in groups of two.
+
+    Args:
+        loop: The learner's `train_epoch`.
+
+    Returns:
+        A message if not all micro-batches reach an optimizer step. Otherwise None.
+    """
     used, steps = found = samples_used(loop, 5, 1, 2)
     return None if found == (5, 3) else say("loop.micro_batches_used", used=used, steps=steps)
 
 
 def unscaling(loop: Callable) -> Label | None:
-    """Return a message if a clipped update has another length with loss scale 1024 than with 1."""
+    """Check that a training loop unscales the gradients before it clips them.
+
+    The clipped update must have the same length with loss scale 1024 as with loss scale 1.
+
+    Args:
+        loop: The learner's `train_epoch`.
+
+    Returns:
+        A message about the mistake, or None if the lengths are equal.
+    """
     scaled, plain = (
         _epoch(loop, _micro_batches(4, 4, seed=2), 2, max_norm=0.01, scale=scale)
         for scale in (1024.0, 1.0)
@@ -334,10 +387,13 @@ FIVE: Mapping[str, Callable[[Callable], Label | None]] = {
     }
 )
 def check_loop(function: Any) -> Verdict:
-    """Check `train_epoch`, a loop over one epoch, for five bugs and for its peak memory.
+    """Check the learner's training loop with gradient accumulation for five bugs.
 
-    The parameters of the loop are model, loss_sum, micro_batches, optimizer, scheduler, scaler,
-    every and max_norm.
+    The peak memory of the loop is checked, too.
+
+    Args:
+        function: The learner's `train_epoch(model, loss_sum, micro_batches, optimizer, scheduler,
+            scaler, every, max_norm)`, a loop over one epoch.
     """
     symptoms = [check(function) for check in FIVE.values()]
     found = [symptom for symptom in symptoms if symptom is not None]
@@ -355,10 +411,14 @@ def check_loop(function: Any) -> Verdict:
 
 @exercise()
 def check_fp32_sums(function: Any) -> Verdict:
-    """Check `accumulate_in_fp32(parameters)`, which returns each parameter's sum of gradients.
+    """Check the learner's accumulation of bf16 gradients in fp32.
 
-    The result must be a dict from each parameter to its sum in fp32. After all backward passes, no
-    `.grad` and no memory beyond the sums may remain.
+    After all backward passes, every `.grad` must be None, and no memory beyond the sums may be
+    live.
+
+    Args:
+        function: Function that is called with parameters, and returns a dict from each parameter to
+            the sum of its gradients in fp32. Later backward passes add to the sums.
     """
     generator = torch.Generator().manual_seed(seed_of(0))
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16, bias=False)).bfloat16()

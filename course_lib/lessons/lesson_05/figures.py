@@ -24,11 +24,15 @@ _PARTS = ("parameter", "optimizer", "gradient", "activation", "temporary")
 
 
 def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figure":
-    """Draw live bytes at the peak against sequences per micro-batch, and the learner's line.
+    """Draw the live bytes at a step's peak against the number of sequences per micro-batch.
+
+    The bars are measured, and the line is computed by the learner's formula.
 
     Args:
-        meters: Dict from the number of sequences per micro-batch to a meter of the step.
-        line: Function that takes m and returns predicted bytes; drawn from m = 0 to 4.
+        meters: Dict from the number of sequences per micro-batch to the meter that measured the
+            step.
+        line: Function of the number of sequences per micro-batch that returns the predicted peak in
+            bytes, or None if the learner has not written it yet.
     """
     peaks = {m: meter.peak_bytes / 1e6 for m, meter in meters.items()}
     rows = [{"m": m, "peak": f"{peak:.1f}"} for m, peak in sorted(peaks.items())]
@@ -56,10 +60,13 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
 
 
 def draw_say(tokens: Sequence[int], errors: Mapping[int, Sequence[float]]) -> "Figure":
-    """Draw the weights of tokens in the mean of means, and the errors of the gradient.
+    """Draw two effects of averaging the mean losses of micro-batches, in two panels.
+
+    The left panel has the weight of one character against the length of its sample. The right panel
+    has the error of the gradient against the size of a micro-batch.
 
     Args:
-        tokens: Number of tokens of each sample of a batch, in micro-batches of one sample.
+        tokens: Number of tokens of each sample in a batch. Each micro-batch has one sample.
         errors: Dict from the number of samples per micro-batch to relative errors of the gradient,
             one per batch.
     """
@@ -101,7 +108,11 @@ _ONCE = (
 
 
 def draw_order() -> "Figure":
-    """Draw two steps, of four and three micro-batches: what runs per micro-batch, what per step."""
+    """Draw the operations of two optimizer steps with gradient accumulation, in their order.
+
+    Some operations run once per micro-batch, the others once per step. The steps have four and
+    three micro-batches.
+    """
     alt = (
         "Four micro-batches run one after the other. These operations follow once: {once}. Then"
         " the three remaining micro-batches run, and the same operations follow once more."
@@ -125,9 +136,10 @@ def draw_order() -> "Figure":
 
 
 def draw_training() -> "Figure":
-    """Draw how much higher the loss with the mean of means is, with one line per recorded seed.
+    """Draw recorded differences between two losses against the training step, one line per seed.
 
-    Short and long samples are drawn separately.
+    One model is trained with the average of the micro-batches' mean losses, the other with the mean
+    over all tokens. Short and long samples have separate panels.
     """
     made = load_record()
     every = made["every"]
@@ -168,8 +180,9 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
     """Draw gradient errors against the number of micro-batches, for sums in bf16 and in fp32.
 
     Args:
-        errors: Dict from "bf16" and "fp32" to a dict from the number of micro-batches to relative
-            errors of Linear weights' gradients, one for each seed.
+        errors: Dict from "bf16" and "fp32", the dtype of the sums, to a dict. The inner dict is
+            from the number of micro-batches to relative errors, one for each seed. The gradients
+            are those of the weights of Linear layers.
     """
     title = "With more micro-batches, sums in bf16 become less exact, but sums in fp32 do not"
     alt = (
@@ -192,7 +205,10 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
 
 
 def five_bugs() -> Table:
-    """Show a table of bugs: finding of the bug's own check, and how many other checks fail."""
+    """Return a table of five training loops, each with one bug in its gradient accumulation.
+
+    Each row has the message of the check for this bug, and how many of the other four checks fail.
+    """
     rows = []
     for name, loop in PLANTED.items():
         seen = {other: check(loop) for other, check in FIVE.items()}
@@ -207,16 +223,17 @@ def claims_table(
     exact: Sequence[float],
     meters: Mapping[int, Any],
 ) -> Table:
-    """Return a table of the lesson's claims, and of the measured numbers that test them.
+    """Return a table of claims about gradient accumulation, each with the number that tests it.
 
     Args:
-        off: Dict from the number of samples per micro-batch to errors of the mean of means, one for
-            each batch. The keys 1 and 8 are required.
-        sums: Dict from "fp32" to a dict from the number of micro-batches to errors of Linear
-            weights' gradients, which are in bf16 and are added in fp32.
-        exact: Errors of the token mean in fp32.
-        meters: Dict from the number of sequences per micro-batch to a meter of the step. The keys 1
-            and 8 are required.
+        off: Relative gradient errors of the average of the micro-batches' mean losses, as a dict
+            from the number of samples per micro-batch to a list with one error per batch. The keys
+            1 and 8 are required.
+        sums: Relative errors of bf16 gradients. `sums["fp32"]` is for sums in fp32: a dict from the
+            number of micro-batches to a list with one error per seed.
+        exact: Relative gradient errors of the mean over all tokens, in fp32.
+        meters: Dict from the number of sequences per micro-batch to the meter that measured the
+            step. The keys 1 and 8 are required.
     """
     right = max(exact) < 1e-6 and max(sums["fp32"][256]) < 0.01
     bounds = text("fp32: below {bound}; bf16 gradients: below 1%", bound="1e-6")

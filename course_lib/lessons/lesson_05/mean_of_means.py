@@ -29,10 +29,13 @@ KINDS = ("token mean", "mean of means")
 
 
 def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
-    """Return the summed losses and the number of predicted characters, without padding (0).
+    """Return the sum of the losses of all predicted characters, and the number of these characters.
+
+    Padding (0) is not counted.
 
     Args:
-        tokens: Token numbers of shape (samples, s + 1).
+        model: Model that returns logits for characters.
+        tokens: Numbers of characters, of shape (samples, s + 1).
     """
     tokens = tokens[:, : int((tokens != 0).sum(1).max())]
     logits, targets = model(tokens[:, :-1]), tokens[:, 1:].flatten()  # (b, s, v), (b · s,)
@@ -43,16 +46,17 @@ def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
 
 
 def small_decoder(seed: int = 0) -> Decoder:
-    """Return a decoder of two layers for characters, with different weights for each seed."""
+    """Return a small decoder of two layers for characters, initialized with a seed."""
     return Decoder(
         vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=LENGTH, seed=100 * seed
     )
 
 
 def rounded_decoder(seed: int) -> Decoder:
-    """Return a decoder whose weights are bf16 numbers in fp32.
+    """Return a decoder in fp32 whose weights can be converted to bf16 without rounding.
 
-    Each weight differs a little from its initial value, as after a few training steps.
+    A small random number is added to each initial weight, so that the weights are like those after
+    a few training steps.
     """
     model = Decoder(
         vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=16, seed=100 * seed
@@ -79,10 +83,15 @@ def _halves() -> tuple[tuple[list[str], list[str]], tuple[list[str], list[str]]]
 
 
 def batch(seed: int, samples: int = SAMPLES) -> Tensor:
-    """Draw samples from code and prose with equal probability.
+    """Draw a batch of texts: lines of code (short) and paragraphs (long), with equal probability.
+
+    Args:
+        seed: Seed of the random choice.
+        samples: Number of texts.
 
     Returns:
-        Tokens of shape (samples, length), with a length of at most 129.
+        Numbers of characters, of shape (samples, length). The length is at most 129, and shorter
+        texts are padded with 0.
     """
     draw, (short, long) = random.Random(seed), _halves()[0]
     texts = [draw.choice(short if draw.random() < 0.5 else long) for _ in range(samples)]
@@ -90,7 +99,10 @@ def batch(seed: int, samples: int = SAMPLES) -> Tensor:
 
 
 def evaluate(model: torch.nn.Module) -> tuple[float, float]:
-    """Return the loss per character on 128 held-out lines of code and 62 held-out paragraphs."""
+    """Return two mean losses per character on texts that are not used for training.
+
+    The first one is for 128 lines of code, the second one for 62 paragraphs.
+    """
     short, long = _halves()[1]
     losses = []
     with torch.no_grad():
@@ -103,9 +115,18 @@ def evaluate(model: torch.nn.Module) -> tuple[float, float]:
 def train(
     kind: str, seed: int, steps: int = STEPS, every: int = EVERY
 ) -> list[tuple[float, float]]:
-    """Return a list of losses before training and after every `every` steps.
+    """Train a small decoder with gradient accumulation, and evaluate its loss at regular intervals.
 
-    Each item of the list is (loss on short samples, loss on long samples).
+    Args:
+        kind: "token mean" for the mean loss over all tokens of a batch, or "mean of means" for the
+            average of the micro-batches' mean losses.
+        seed: Seed of the weights and of the batches.
+        steps: Number of optimizer steps.
+        every: Number of steps between two evaluations.
+
+    Returns:
+        Pairs (loss on lines of code, loss on paragraphs). The first pair is from before the
+        training.
     """
     model = small_decoder(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -124,7 +145,10 @@ def train(
 
 
 def load_record() -> dict[str, Any]:
-    """Return the record that `COMMAND` has stored: losses by seed and kind, and their origin."""
+    """Return the stored losses of trainings with two kinds of mean, and data on their origin.
+
+    The key "runs" has a dict from the seed to a dict from the kind of mean to a list of losses.
+    """
     return json.loads(RECORDING.read_text(encoding="utf-8"))
 
 

@@ -24,10 +24,14 @@ COUNTS = (1, 4, 16, 64, 256)  # numbers of micro-batches in `errors_of_sums`
 
 
 def peak_compositions(meters: Mapping[int, Any]) -> Table:
-    """Show a table of the operator at the peak, and of the bytes in three categories at that point.
+    """Return a table of the peak of a step with micro-batches of several sizes.
+
+    Each row has the operator at which the peak occurs, and the bytes of gradients, activations and
+    temporary tensors at the peak.
 
     Args:
-        meters: Dict from the number of sequences per micro-batch to a meter of the step.
+        meters: Dict from the number of sequences per micro-batch to the meter that measured the
+            step.
     """
     kinds, rows = ("gradient", "activation", "temporary"), []
     for m, meter in meters.items():
@@ -38,7 +42,13 @@ def peak_compositions(meters: Mapping[int, Any]) -> Table:
 
 
 def largest_at_peak(meter: Any) -> Table:
-    """Show the four largest activations and temporary tensors at the peak, and the sum of all."""
+    """Return a table of the four largest activations and temporary tensors at a step's peak, in GB.
+
+    The last row is the sum of all activations and temporary tensors at the peak.
+
+    Args:
+        meter: Meter that has measured the step.
+    """
     trace = meter.trace()
     made = {span.storage: trace.operators[span.start][0] for span in reversed(trace.spans)}
     kinds, point = ("activation", "temporary"), trace.peak_index
@@ -51,7 +61,10 @@ def largest_at_peak(meter: Any) -> Table:
 
 
 def training_parts(seed: int) -> tuple[Decoder, Any, Any, torch.amp.GradScaler]:
-    """Return a decoder, SGD, a scheduler that halves the learning rate, and a scaler at 1024."""
+    """Return a decoder, an SGD optimizer, a learning rate scheduler and a gradient scaler.
+
+    The scheduler halves the learning rate at each step, and the scale is 1024.
+    """
     decoder = small_decoder(seed)
     sgd = torch.optim.SGD(decoder.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
@@ -59,9 +72,13 @@ def training_parts(seed: int) -> tuple[Decoder, Any, Any, torch.amp.GradScaler]:
 
 
 def same_weights_as_library(train_epoch: Callable[..., None]) -> bool:
-    """Return whether a loop leaves the same weights as `AccumulatedStep`, up to rounding.
+    """Return whether a training loop gives the same weights as the library's `AccumulatedStep`.
 
-    An epoch has 15 micro-batches of 2 samples, and a step after every 4 micro-batches.
+    Differences by rounding are ignored. The epoch has 15 micro-batches of 2 samples, and an
+    optimizer step after every 4 micro-batches.
+
+    Args:
+        train_epoch: The learner's loop over one epoch.
     """
     samples = batch(0, samples=30)
     model, *parts = training_parts(1)
@@ -76,25 +93,32 @@ def same_weights_as_library(train_epoch: Callable[..., None]) -> bool:
 
 
 def gradient_of(model: torch.nn.Module) -> Tensor:
-    """Return all gradients of a model, as one vector in float64."""
+    """Return the gradients of all parameters of a model, as one vector in float64."""
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double()
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the gradients' difference, divided by the norm of the right gradient."""
+    """Return the relative error of a gradient: norm(found - wanted) / norm(wanted).
+
+    Args:
+        found: Gradient as a vector.
+        wanted: Right gradient as a vector.
+    """
     return float((found - wanted).norm() / wanted.norm())
 
 
 def errors_of_sums(gradient_in: Callable[..., Tensor]) -> dict[str, dict[int, list[float]]]:
-    """Return the errors of bf16 gradients against float64, for sums in bf16 and in fp32.
+    """Measure relative errors of accumulated bf16 gradients, with sums in bf16 and in fp32.
+
+    The right gradients are computed in float64 with a single micro-batch.
 
     Args:
-        gradient_in: Function that takes (number of micro-batches, dtype, seed, in_fp32) and returns
-            the gradient.
+        gradient_in: Function that takes (number of micro-batches, dtype of the model, seed, whether
+            to add in fp32) and returns the gradient as a vector.
 
     Returns:
-        Dict from "bf16" and "fp32" to a dict from the number of micro-batches to relative errors,
-        one for each of two seeds.
+        Dict from "bf16" and "fp32", the dtype of the sums, to a dict. The inner dict is from the
+        number of micro-batches to a list of errors, one for each of two seeds.
     """
     errors: dict[str, dict[int, list[float]]] = {
         kind: {n: [] for n in COUNTS} for kind in ("bf16", "fp32")
@@ -108,7 +132,7 @@ def errors_of_sums(gradient_in: Callable[..., Tensor]) -> dict[str, dict[int, li
 
 
 def bytes_reduced(figures: Mapping[str, float], micro_batches: int) -> Table:
-    """Show a table of the measured and predicted bytes that a rank passes to all-reduce.
+    """Return a table of the measured and predicted bytes that a rank passes to all-reduce.
 
     Args:
         figures: Result of `on_ranks`.
@@ -124,12 +148,14 @@ def bytes_reduced(figures: Mapping[str, float], micro_batches: int) -> Table:
 
 
 def errors_of_pairs(by_size: Callable[..., None], grad_cache: Callable[..., None]) -> Table:
-    """Return a table of gradient errors of a contrastive loss, for 32 pairs in groups of 8.
+    """Return a table of gradient errors of two ways to compute a contrastive loss in micro-batches.
 
-    The reference is `by_size` with all 32 pairs at once, in float64.
+    There are 32 pairs, in micro-batches of 8. The right gradient is that of all 32 pairs at once,
+    in float64.
 
     Args:
-        by_size, grad_cache: Functions that take (net, x, y, size) and leave gradients in `net`.
+        by_size, grad_cache: Functions that are called as `function(net, x, y, size)`, with the
+            number of pairs per micro-batch. They leave the gradients in the parameters of `net`.
     """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).double()
@@ -152,23 +178,27 @@ def errors_of_pairs(by_size: Callable[..., None], grad_cache: Callable[..., None
 def on_ranks(
     step: Callable[..., Any], micro_batches: int = 8, processes: int = 2
 ) -> dict[str, float]:
-    """Return bytes and gradient errors of the learner's function, run on CPU ranks with DDP.
+    """Run the learner's training step on several CPU processes with DDP, and count its traffic.
 
-    The ranks communicate over gloo. On Linux without a GPU, one process imports the modules and
-    forks the ranks. Otherwise each rank is a new process, because CUDA cannot be used in a forked
-    process.
+    The processes (ranks) communicate over gloo. On Linux without a GPU, one process imports the
+    modules and forks the ranks. Otherwise each rank is a new process, because CUDA cannot be used
+    in a forked process.
 
     Args:
-        step: `step(model, loss_sum, micro_batches, each)` leaves the gradient of the mean over the
-            tokens of all ranks in `.grad`. If `each` is true, every backward pass reduces the
-            gradients, otherwise only the last one does. The source code of the function runs in the
-            processes, with `torch`, `dist` and `nullcontext` as the only names defined outside.
+        step: Function that is called as `step(model, loss_sum, micro_batches, each)`. It leaves the
+            gradient of the mean loss over the tokens of all ranks in `.grad`. If `each` is true,
+            every backward pass reduces the gradients, otherwise only the last one does. The source
+            code of the function runs in the processes, with `torch`, `dist` and `nullcontext` as
+            the only names defined outside.
+        micro_batches: Number of micro-batches per rank.
+        processes: Number of ranks.
 
     Returns:
-        A dict. "parameters" is the bytes of all parameters. "each" and "last" are the bytes that
-        one rank passes to all-reduce, if every backward pass reduces and if only the last one does.
-        "error" is the relative error of the gradient, compared with one process that has all
-        tokens. "library" is the bytes that `AccumulatedStep` passes to all-reduce.
+        A dict with these keys. "parameters" is the bytes of all parameters. "each" and "last" are
+        the bytes that one rank passes to all-reduce if every backward pass reduces gradients, and
+        if only the last one does. "error" is the relative error of the gradient, compared with one
+        process that has all tokens. "library" is the bytes that `AccumulatedStep` passes to
+        all-reduce.
 
     Raises:
         RuntimeError: A process failed; the message has the end of its output.

@@ -115,14 +115,27 @@ LOG_SUM_EXP_MISTAKES = {
 
 
 def log_sum_exp(scores: Tensor, block: int, **mistake: Any) -> Tensor:
-    """Return the log-sum-exp of each row, computed by `fold` with the arguments in `mistake`."""
+    """Return the log-sum-exp of each row, computed block by block, optionally with a mistake.
+
+    Args:
+        scores: Tensor of shape (rows, columns).
+        block: Number of columns per block.
+        mistake: Arguments of `fold` that introduce a mistake. Without them, the result is right.
+    """
     blocks = ((part, part.new_ones(part.shape[1], 1)) for part in scores.split(block, 1))
     return fold(blocks, **mistake)[1]
 
 
 @exercise()
 def check_log_sum_exp(function: Any) -> Verdict:
-    """Check a function that returns the log-sum-exp of each row in one pass over blocks."""
+    """Check the learner's function that computes the log-sum-exp of each row block by block.
+
+    Each block may be read only once.
+
+    Args:
+        function: Function that is called as `function(scores, block)`, with the number of columns
+            per block.
+    """
     rows, block, columns = 7, 7, 23
     along = torch.linspace(-1, 1, columns)
     shift = draw_case(0.0, lambda rng: rng.uniform(0, 0.5))
@@ -258,11 +271,15 @@ FORWARD_MISTAKES = {
 
 @exercise()
 def check_forward(function: Any) -> Verdict:
-    """Check `function(q, k, v, block_q, block_k)`, which returns (o, lse) of one head.
+    """Check the learner's forward pass of flash attention for one head.
 
     Output and log-sum-exp must be right in float64, for large scores and for blocks that do not
-    divide the lengths. The function may use two matrix products per tile, and hold no more scores
-    at once than one tile has.
+    divide the lengths. The function may run only two matrix products per tile (a query block and a
+    key block). The scores of at most one tile may be live at once.
+
+    Args:
+        function: Function that is called as `function(q, k, v, block_q, block_k)`, and returns the
+            output and the log-sum-exp of each query.
     """
     q, k, v = large_and_small(40, 56, torch.float64)
     case = 8 * q, k, v  # scores of ±8000, whose differences overflow `exp` in float64 too
@@ -325,10 +342,15 @@ BACKWARD_MISTAKES: dict[str, dict[str, Any]] = {
 
 @exercise()
 def check_backward(function: Any) -> Verdict:
-    """Check `function(q, k, v, o, lse, grad_o, block_q, block_k)`, which returns (dQ, dK, dV).
+    """Check the learner's backward pass of flash attention for one head.
 
-    The gradients must be right in float64, and no more scores may be live at once than one tile
-    has. One pass needs five matrix products per tile; two passes need seven.
+    The gradients must be right in float64. The scores of at most one tile (a query block and a key
+    block) may be live at once. One pass over the tiles needs five matrix products per tile; two
+    passes need seven.
+
+    Args:
+        function: Function that is called as `function(q, k, v, o, lse, grad_o, block_q, block_k)`,
+            and returns the gradients of q, k and v.
     """
     case = one_head(40, 56, 16, torch.float64)
     found = function(*(x.clone() for x in case), *_BLOCKS)
@@ -375,7 +397,12 @@ def _reject_gradients(found: list[Tensor], wanted: Sequence[Tensor]) -> NoReturn
     }
 )
 def check_flops() -> dict[str, int]:
-    """Check the FLOPs of "forward", "backward" and "two passes" of backward, in units of N² d."""
+    """Check the learner's count of the FLOPs of flash attention, in units of N² d.
+
+    N is the number of tokens, and d the head size. The keys are "forward", "backward" in one pass
+    over the tiles, and backward in "two passes". The function returns the right answer, and the
+    decorator `numbers` turns it into a check.
+    """
     return {"forward": 4, "backward": 10, "two passes": 14}
 
 
@@ -398,9 +425,10 @@ _ONE, _LSE = 4096 * 128 * 2, 32 * 4096 * 4
     in_bytes=True,
 )
 def check_grouped_bytes() -> int:
-    """Check the bytes that flash attention keeps for backward.
+    """Check the learner's count of the bytes that flash attention saves for backward.
 
-    The layer has 32 query heads, 8 key heads, a head size of d = 128, and 4096 tokens in bf16.
+    The layer has 32 query heads, 8 key heads, a head size of 128, and 4096 tokens in bf16. The
+    function computes the right answer, and the decorator `numbers` turns it into a check.
     """
     return (32 + 8 + 8 + 32) * _ONE + _LSE
 
@@ -414,10 +442,17 @@ def tile_count(
     seen: Callable[..., int] = lambda last, queries, keys: max(0, last + keys - queries),
     rounded: Callable[..., int] = lambda seen, block_k: -(-seen // block_k),
 ) -> Callable[[int, int, int, int], int]:
-    """Return `count(queries, keys, block_q, block_k)`, the number of tiles of a causal pass.
+    """Return a function that counts the tiles of causal attention, optionally with a mistake.
 
-    Each query block needs the tiles up to the last key that the block's last query may attend to.
-    The default arguments are right, and other arguments introduce a mistake.
+    A tile is a query block and a key block. Each query block needs the tiles up to the last key
+    that the block's last query may attend to.
+
+    Args:
+        last, seen, rounded: Steps of the computation. The defaults are right, and other functions
+            introduce a mistake.
+
+    Returns:
+        Function of (queries, keys, block_q, block_k) that returns the number of tiles.
     """
 
     def count(queries: int, keys: int, block_q: int, block_k: int) -> int:
@@ -453,11 +488,15 @@ def tile_count(
     ),
 )
 def check_causal_tiles(queries: int, keys: int, block_q: int, block_k: int) -> int:
-    """Check `function(queries, keys, block_q, block_k)`, the tile count of a causal pass.
+    """Check the learner's count of the tiles that causal attention must compute.
 
-    The function returns the number of tiles that contain at least one score that the causal mask
-    allows. This body computes the right answer. The mask is aligned at the bottom right, so the
-    last query may attend to all keys.
+    A tile is a query block and a key block. It counts if the causal mask allows at least one of its
+    scores. The mask is aligned at the bottom right, so the last query may attend to all keys. The
+    function computes the right answer, and the decorator `numbers` turns it into a check.
+
+    Args:
+        queries, keys: Number of queries and of keys.
+        block_q, block_k: Number of queries and of keys per block.
     """
     mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     parts = [part for rows in mask.split(block_q) for part in rows.split(block_k, 1)]
@@ -481,7 +520,12 @@ KERNEL_MISTAKES = {
 
 @exercise()
 def check_kernel(run: Any) -> Verdict:
-    """Check `run(q, k, v)`, which returns (o, lse) of one head from the learner's Triton kernel."""
+    """Check the learner's Triton kernel for the forward pass of flash attention.
+
+    Args:
+        run: Function that is called as `run(q, k, v)` for one head, and returns the output and the
+            log-sum-exp of each query.
+    """
     if _is_untouched(run):
         return not_answered()
     try:
@@ -539,7 +583,17 @@ def _is_untouched(run: Any) -> bool:
 def merge_parts(
     *parts: Tensor, weigh: Callable = lambda part, lse, other: (part - lse).exp()
 ) -> list[Tensor]:
-    """Return [o, lse] of all keys from [o1, lse1, o2, lse2]; another `weigh` makes a mistake."""
+    """Merge the attention outputs of two parts of the keys, optionally with a mistake.
+
+    Args:
+        parts: Tensors o1, lse1, o2 and lse2: the output and the log-sum-exp for each part of the
+            keys.
+        weigh: Function of the log-sum-exps of a part, of all keys and of the other part, which
+            returns the weight of the part. The default is right.
+
+    Returns:
+        The output and the log-sum-exp for all keys.
+    """
     o1, lse1, o2, lse2 = parts
     lse = torch.logaddexp(lse1, lse2)
     one, two = weigh(lse1, lse, lse2), weigh(lse2, lse, lse1)
@@ -586,7 +640,12 @@ def _two_parts(
 
 @exercise()
 def check_merge(function: Any) -> Verdict:
-    """Check `function(o1, lse1, o2, lse2)`, which returns (o, lse) for both parts of the keys."""
+    """Check the learner's function that merges the attention outputs of two parts of the keys.
+
+    Args:
+        function: Function that is called as `function(o1, lse1, o2, lse2)`, with the output and the
+            log-sum-exp for each part. It returns both for all keys.
+    """
     q, k, v, *_ = one_head(40, 56, 16, torch.float64)
     q[::5] /= 400
     parts, wanted = _two_parts(q, k, v, 17)
@@ -628,11 +687,14 @@ def check_merge(function: Any) -> Verdict:
 
 
 def triton_here() -> tuple[ModuleType | None, ModuleType | SimpleNamespace, Callable]:
-    """Return Triton, `triton.language` and `triton.jit`, or stand-ins if Triton is missing.
+    """Return the modules `triton` and `triton.language`, and the decorator `triton.jit`.
+
+    If Triton is not installed, a line is printed, and the results are None, a stand-in for
+    `triton.language`, and a decorator that does nothing.
 
     Raises:
-        RuntimeError: Triton was imported before the lesson turned on its interpreter, and there is
-            no GPU.
+        RuntimeError: There is no GPU, and Triton was imported before the lesson could turn on
+            Triton's interpreter.
     """
     try:
         import triton

@@ -19,10 +19,12 @@ _KINDS = {"standard": (_STANDARD, "o"), "checkpointed": ("#57606A", "s"), "flash
 
 
 def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
-    """Draw the running maximum and sum after each block; mark blocks that raise the maximum.
+    """Draw the running maximum and the running sum of an online softmax after each block.
+
+    Blocks that raise the maximum are marked.
 
     Args:
-        maxima, sums: Values after each block.
+        maxima, sums: Maximum and sum after each block.
     """
     rises = [n for n in range(1, len(maxima)) if maxima[n] > maxima[n - 1]]
     alt = "{blocks} blocks. The maximum rises at the blocks {rises}."
@@ -52,7 +54,7 @@ _PASSES = {
 
 
 def draw_passes() -> "Figure":
-    """Draw the order of tiles in the forward and the backward pass of attention."""
+    """Draw the order in which flash attention computes its tiles, in forward and in backward."""
     alt = (
         "A grid of tiles: three blocks of queries and four key blocks. Forward: one block of"
         " queries passes over the key blocks and updates m, the sum and the output. Backward: each"
@@ -88,11 +90,11 @@ def draw_passes() -> "Figure":
 
 
 def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "Figure":
-    """Draw saved bytes against the sequence length on log axes, which show the slopes.
+    """Draw the bytes that attention saves for backward against the sequence length, on log axes.
 
     Args:
         lengths: Sequence lengths N.
-        saved: Dict from "standard" and "flash" to the saved bytes at each N.
+        saved: Dict from "standard" and "flash" to the saved bytes at each sequence length.
     """
     title = "Twice the tokens need nearly four times the bytes, or with flash only twice"
     drawn, ax = figure(title, height=3.2)
@@ -116,11 +118,13 @@ def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "F
 def draw_roofline(
     devices: Mapping[str, tuple[float, float]], reached: Mapping[str, float]
 ) -> "Figure":
-    """Draw the FLOP/s that each device can reach against arithmetic intensity, on log axes.
+    """Draw rooflines: the FLOP/s that devices can reach against arithmetic intensity, on log axes.
 
     Args:
-        devices: Dict from the name of a device to (FLOP/s, bytes/s).
-        reached: Dict from a kind of attention to its FLOPs per byte.
+        devices: Dict from the name of a device to (peak FLOP/s, memory bandwidth in bytes per
+            second).
+        reached: Dict from a kind of attention, which is marked on each roofline, to its FLOPs per
+            byte.
     """
     rows = [{"name": name, "x": round(x)} for name, x in reached.items()]
     title = "The size of the block limits flash attention, and the L2 cache raises the limit"
@@ -144,10 +148,10 @@ def draw_roofline(
 
 
 def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
-    """Draw kinds of attention as points, with the peak on x and FLOPs on y.
+    """Draw three kinds of attention as points: peak on the x axis, FLOPs on the y axis.
 
     Args:
-        costs: Dict from "standard", "checkpointed" and "flash" to (MB, GFLOPs).
+        costs: Dict from "standard", "checkpointed" and "flash" to (peak in MB, GFLOPs).
     """
     rows = [{"name": n, "peak": f"{x:.1f}", "flops": f"{y:.2f}"} for n, (x, y) in costs.items()]
     title = "Checkpointed attention has the FLOPs of flash, but four times its peak"
@@ -163,7 +167,10 @@ def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
 
 
 def draw_causal_tiles() -> "Figure":
-    """Draw the tiles that a causal pass computes, in order, for 8 query and 8 key blocks."""
+    """Draw the tiles that causal attention computes, for 8 query blocks and 8 key blocks.
+
+    The tiles are numbered in the order in which they are computed.
+    """
     alt = (
         "An 8 by 8 grid of tiles. Tiles on the diagonal need the mask, the 28 tiles below it do"
         " not, and those above it are skipped."
@@ -181,9 +188,15 @@ def draw_causal_tiles() -> "Figure":
 
 
 def costs_of_both_passes(sequence: int, head_dim: int) -> Table:
-    """Return a table of FLOPs, moved bytes and least times of attention of one head in bf16.
+    """Return a table of FLOPs, moved bytes and times of attention for one head in bf16.
 
-    The rows are forward and backward. Times are for an A100's rates, 312 TFLOP/s and 2.0 TB/s.
+    There is one row for each pass, forward or backward, of standard and of flash attention. The
+    times are lower bounds for computation and for memory traffic, on an A100 with 312 TFLOP/s and
+    2.0 TB/s.
+
+    Args:
+        sequence: Sequence length.
+        head_dim: Head size.
     """
     kinds = {
         "standard, forward": {"kind": "standard"},

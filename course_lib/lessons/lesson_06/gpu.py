@@ -29,7 +29,11 @@ from course_lib.teaching.experiments import AttentionKernels, Part, compare_vari
 def attention_forward_and_backward(
     device: torch.device, *, sequence: int, heads: int, head_dim: int
 ) -> Iterator[Part]:
-    """Measure PyTorch's fused kernels that run on the device; a note names the default kernel."""
+    """Measure forward and backward of causal attention with each kernel that runs on the device.
+
+    The kernels are standard attention, PyTorch's fused kernels and the course's flash attention. A
+    note has the names of the kernels that PyTorch chooses by default.
+    """
     shape = (2, heads, sequence, head_dim)
     inputs = [
         torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True)

@@ -16,7 +16,12 @@ from course_lib.teaching.exercises import draw_case
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Return the output, (n, d), and the log-sum-exp, (n,), from all scores at once."""
+    """Compute standard attention of one head, with all scores in memory at once.
+
+    Returns:
+        The output, of shape (n, d), and the log-sum-exp of the scores, of shape (n,), for n queries
+        of d features.
+    """
     scores = q @ k.T * q.shape[1] ** -0.5
     return [scores.softmax(1) @ v, scores.logsumexp(1)]
 
@@ -36,12 +41,16 @@ def fold(
     output: Step = lambda old, shrink, added: old * shrink + added,
     result: Callable = lambda o, total, largest: (o / total, largest + total.log()),
 ) -> list[Tensor]:
-    """Return the output, (n, d), and the log-sum-exp, (n,), of a block of queries.
+    """Compute attention of a block of n queries with an online softmax, one tile after the other.
 
     Args:
-        tiles: Scores, (n, keys), and values, (keys, d), of each tile.
-        start, of_rows, larger, factor, weigh, total, output, result: Steps of the online softmax;
-            other arguments than the defaults introduce a mistake.
+        tiles: One pair per key block: the scores, of shape (n, keys), and the values, of shape
+            (keys, d).
+        start, of_rows, larger, factor, weigh, total, output, result: Steps of the online softmax.
+            The defaults are right, and other values introduce a mistake.
+
+    Returns:
+        The output, of shape (n, d), and the log-sum-exp, of shape (n,).
     """
     largest, sums, o = torch.tensor(start), torch.tensor(0.0), torch.tensor(0.0)
     for scores, value in tiles:
@@ -56,9 +65,15 @@ def fold(
 def forward_in_tiles(
     q: Tensor, k: Tensor, v: Tensor, block_q: int, block_k: int, **mistake: Any
 ) -> list[Tensor]:
-    """Return the output and the log-sum-exp of `attention`, computed in tiles.
+    """Compute attention of one head in tiles of queries and keys, optionally with a mistake.
 
-    Arguments in `mistake` replace steps of `fold`; without them the result is right.
+    Args:
+        q, k, v: Queries, keys and values, each of shape (length, d).
+        block_q, block_k: Number of queries and of keys per tile.
+        mistake: Arguments of `fold` that introduce a mistake. Without them, the result is right.
+
+    Returns:
+        The output, of shape (n, d), and the log-sum-exp, of shape (n,), for n queries.
     """
     blocks = list(zip(k.split(block_k), v.split(block_k), strict=True))
     parts = [
@@ -82,13 +97,20 @@ def backward_in_tiles(
     gradient: Step = lambda p, dp, d: p * (dp - d),
     adds: tuple[bool, bool, bool] = (True, True, True),
 ) -> list[Tensor]:
-    """Return dQ, dK and dV, with the shapes of q, k and v.
+    """Compute the gradients of attention in tiles of queries and keys, optionally with a mistake.
 
     Args:
-        q: Shape (n, d), like o and its gradient `grad_o`. k and v may have another length.
-        lse: Log-sum-exp of each query, (n,).
+        q, k, v: Queries, keys and values, each of shape (length, d). k and v may have another
+            length than q.
+        o, grad_o: Output of attention and its gradient, with the shape of q.
+        lse: Log-sum-exp of each query's scores, of shape (n,).
+        block_q, block_k: Number of queries and of keys per tile.
+        weigh: Function that returns the probabilities P from the scores and `lse`.
         gradient: Function that returns dS from P, dP and D, the row sums of dO ∘ O.
-        adds: Whether each tile adds to dQ, dK and dV.
+        adds: Whether each tile adds to dQ, dK and dV. False is a mistake: the tile overwrites.
+
+    Returns:
+        dQ, dK and dV, with the shapes of q, k and v.
     """
     scale, dots = q.shape[1] ** -0.5, (grad_o * o).sum(1, keepdim=True)
     found = [torch.zeros_like(x) for x in (q, k, v)]
@@ -118,11 +140,12 @@ def _waves(*lengths: int, d: int, dtype: torch.dtype) -> list[Tensor]:
 def large_and_small(
     queries: int, keys: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v of one head with 16 features, equal on every machine.
+    """Return queries, keys and values of one head with very large and very small scores.
 
     In some rows all scores are near 1000 or −1000. In other rows the scores rise or fall by
-    hundreds from the first key to the last. All numbers are multiples of 1/16, small enough for
-    matrix products that are exact in TF32 too.
+    hundreds from the first key to the last. The tensors have 16 features and are equal on every
+    machine. All numbers are small multiples of 1/16, so that matrix products are exact in TF32,
+    too.
     """
     waves = _waves(queries, keys, keys, d=16, dtype=torch.float32)
     q, k, v = ((x * 24).round() / 16 for x in waves)
@@ -134,9 +157,14 @@ def large_and_small(
 
 
 def one_head(queries: int, keys: int, d: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return q, k, v, o, lse and an uneven gradient of o, equal on every machine.
+    """Return q, k, v, o, lse and a gradient of o for the attention of one head.
 
-    Every fifth query has scores of 1000 and more.
+    The tensors are equal on every machine. Every fifth query has scores of 1000 and more.
+
+    Args:
+        queries, keys: Number of queries and of keys.
+        d: Head size.
+        dtype: dtype of all tensors.
     """
     waves = _waves(queries, keys, keys, queries, d=d, dtype=dtype)
     q, k, v, grad_o = (x * 1.5 for x in waves)

@@ -31,12 +31,12 @@ LAYERS = 8  # of the course's decoder
 
 
 def make_model() -> Decoder:
-    """Build the course's decoder."""
+    """Build the course's decoder, with 8 layers and a hidden size of 256."""
     return Decoder(vocabulary=2048, hidden=256, heads=8, layers=LAYERS, sequence=128)
 
 
 def make_batch() -> torch.Tensor:
-    """Return eight sequences of 129 tokens: 128 inputs and the token that follows."""
+    """Return eight sequences of 129 tokens: 128 inputs, and the token that follows them."""
     return random_tokens(8, 128, 2048)
 
 
@@ -63,10 +63,13 @@ def _tokens(sizes: _Sizes) -> torch.Tensor:
 
 @exercise()
 def check_peak_without_memory(function: Any) -> Verdict:
-    """Check `function(make_model, make_batch)`, which returns the second step's peak in bytes.
+    """Check the learner's function that predicts a training step's peak with symbolic tensors.
 
-    The function must use symbolic tensors. One test decoder has its peak in backward, the other in
-    the optimizer step, so the whole step must be measured.
+    Two decoders are tried. One has its peak in backward, the other in the optimizer step.
+
+    Args:
+        function: Function that is called as `function(make_model, make_batch)`, and returns the
+            peak of the second step with Adam, in bytes.
     """
     for sizes in cases(_SIZES, _draw_sizes, count=1):
         verdict = _verdict_on_peak(function, sizes)
@@ -177,7 +180,14 @@ def _draw_two_costs(rng: random.Random) -> tuple[SimpleNamespace, SimpleNamespac
     place="",
 )
 def check_break_even(first: Any, second: Any) -> float:
-    """Check `function(first, second)`: FLOP per byte at which two estimates take equally long."""
+    """Check the learner's formula for the machine on which two training steps take the same time.
+
+    The learner's function and this one return the ratio of compute rate to link bandwidth, in FLOP
+    per byte. The decorator `numbers` turns this function into a check.
+
+    Args:
+        first, second: Estimates of the two steps, with `flops` and `moved_bytes`.
+    """
     return (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
 
 
@@ -186,17 +196,27 @@ def check_break_even(first: Any, second: Any) -> float:
 
 @exercise()
 def check_same_flops(recipe: Any) -> Verdict:
-    """Check a recipe with a peak of at most 160 MB, the baseline's FLOPs and no moved bytes."""
+    """Check a recipe: the learner's choice of techniques for a training step.
+
+    The peak may be at most 160 MB. The FLOPs must be those of the step without techniques, and no
+    bytes may be moved.
+
+    Args:
+        recipe: The learner's `Recipe`.
+    """
     found = _fitting_estimate(recipe, 160_000_000, most_flops=1.0)
     return say.right("same_flops.right", mb=_mb(found.peak_bytes))
 
 
 @exercise()
 def check_keeps_clipping(recipe: Any) -> Verdict:
-    """Check a recipe with a peak of at most 120 MB that allows gradient clipping.
+    """Check a recipe (the learner's choice of techniques for a training step) that allows clipping.
 
-    FLOPs may be at most 1.19 times the baseline's, and no bytes may be moved. The norm of all
-    gradients must be known before the update.
+    The norm of all gradients must be known before the update. The peak may be at most 120 MB, and
+    the FLOPs at most 1.19 times those of the step without techniques. No bytes may be moved.
+
+    Args:
+        recipe: The learner's `Recipe`.
     """
     in_backward = isinstance(recipe, Recipe) and recipe.in_backward
     say.reject_if(in_backward, "keeps_clipping.in_backward")
@@ -211,9 +231,13 @@ def check_keeps_clipping(recipe: Any) -> Verdict:
 
 @exercise()
 def check_fifty(recipe: Any) -> Verdict:
-    """Check a recipe with a peak of at most 50 MB.
+    """Check a recipe: the learner's choice of techniques for a training step.
 
-    FLOPs and moved bytes are not limited; fp32, Adam and one rank are required.
+    The peak may be at most 50 MB. FLOPs and moved bytes are not limited. The step must be in fp32,
+    with Adam, on one rank.
+
+    Args:
+        recipe: The learner's `Recipe`.
     """
     found = _fitting_estimate(recipe, 50_000_000)
     return say.right("fifty.right", mb=_mb(found.peak_bytes))
@@ -261,7 +285,7 @@ def _fitting_estimate(recipe: Any, budget: int, most_flops: float | None = None)
 
 
 def peak_phase(found: Estimate) -> str:
-    """Return the phase of the step in which the estimated peak occurs."""
+    """Return the phase in which an estimated step has its peak, such as "backward"."""
     return max(found.phase_peaks, key=found.phase_peaks.get)
 
 
@@ -287,16 +311,25 @@ def _draw_layer(rng: random.Random) -> tuple[int, ...]:
 
 
 def adapted_layer(frozen: nn.Module, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """Return the output of a frozen linear layer with an adapter."""
+    """Return the output of a frozen linear layer with a LoRA adapter.
+
+    Args:
+        frozen: The linear layer.
+        x: Input, of shape (..., inputs).
+        down, up: Matrices of the adapter, of shape (rank, inputs) and (outputs, rank).
+    """
     return frozen(x) + x @ down.T @ up.T
 
 
 @exercise()
 def check_adapted_layer(function: Any) -> Verdict:
-    """Check `function(frozen, x, down, up)`, the output of a linear layer with an adapter.
+    """Check the learner's linear layer with a LoRA adapter.
 
     The gradients of `x`, `down` and `up` must be right, and no tensor as large as the frozen weight
-    may be made.
+    may be created.
+
+    Args:
+        function: Function that is called as `function(frozen, x, down, up)`, like `adapted_layer`.
     """
     for tokens, inputs, outputs, rank in cases(_LAYERS, _draw_layer, count=1):
         shapes = (2, tokens, inputs), (rank, inputs), (outputs, rank)

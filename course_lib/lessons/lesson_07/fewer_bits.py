@@ -21,9 +21,10 @@ from course_lib.memory import MemoryMeter
 
 @cache
 def nf4_levels() -> tuple[float, ...]:
-    """Return the 16 levels of NF4, quantiles of a normal distribution scaled to [-1, 1].
+    """Return the 16 levels of NF4 (4-bit NormalFloat).
 
-    Source: Dettmers et al. 2023, QLoRA, arXiv:2305.14314, section 3 and appendix E.
+    The levels are quantiles of a normal distribution, scaled to [-1, 1]. Source: Dettmers et al.
+    2023, QLoRA, arXiv:2305.14314, section 3 and appendix E.
     """
     highest = 0.9677083
     normal = NormalDist()
@@ -55,10 +56,10 @@ class _FourBitMatmul(torch.autograd.Function):
 
 
 class FourBitLinear(nn.Module):
-    """Frozen linear layer whose weight has 4 bits per element and one fp32 scale per 64 elements.
+    """Frozen linear layer with a 4-bit weight, and one fp32 scale per 64 elements of the weight.
 
     Args:
-        linear: Layer to round. The number of its weights must be a multiple of 64.
+        linear: Layer to quantize. The number of its weights must be a multiple of 64.
     """
 
     BLOCK = 64
@@ -82,7 +83,7 @@ class FourBitLinear(nn.Module):
         return self
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the rounded weight as a new tensor of the given dtype."""
+        """Return the weight, which was rounded to 4 bits, as a new tensor of the given dtype."""
         levels = torch.tensor(nf4_levels(), dtype=torch.float32)
         codes = torch.stack([self.codes // 16, self.codes % 16], dim=-1).flatten(1)
         weight = levels[codes.int()] * self.scales
@@ -93,9 +94,10 @@ class FourBitLinear(nn.Module):
 
 
 class Adam8bit(Adam8bitState):
-    """AdamW whose moments have 8 bits per element and one fp32 scale per 256 elements.
+    """AdamW with 8-bit moments, and one fp32 scale per 256 elements of a moment.
 
-    The levels are a geometric series. bitsandbytes has finer levels, in tables of the same size.
+    The levels to which moments are rounded are a geometric series. bitsandbytes has finer levels,
+    in tables of the same size.
     """
 
     BETAS = (0.9, 0.999)
@@ -108,7 +110,11 @@ class Adam8bit(Adam8bitState):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        """Update all parameters that have gradients, and ignore `closure`."""
+        """Update all parameters that have gradients.
+
+        Args:
+            closure: Ignored.
+        """
         super().step()  # creates the state of new parameters
         for p, state in self.state.items():
             if p.grad is None:
@@ -153,14 +159,14 @@ def _moment_levels(signed: bool) -> Tensor:
 def run_in_8_bits(
     make_model: Callable[[], nn.Module], make_batch: Callable[[], Tensor], recipe: Recipe
 ) -> MemoryMeter:
-    """Run two steps with 8-bit moments, and return the meter of the second step.
+    """Run two training steps with 8-bit AdamW, and return the meter of the second one.
 
-    Unlike the update of bitsandbytes, the update of `Adam8bit` creates temporaries. The peak of
-    both is the same if the peak occurs in the backward pass.
+    The update of `Adam8bit` creates temporary tensors, which the update of bitsandbytes does not.
+    If the peak occurs in backward, it is the same for both.
 
     Args:
         make_model, make_batch: Functions that return the model and the batch.
-        recipe: Recipe of the step, apart from its optimizer.
+        recipe: Techniques of the step. Its `optimizer` is ignored.
     """
     model, _ = build(make_model, recipe)
     adam = Adam8bit(model.parameters())

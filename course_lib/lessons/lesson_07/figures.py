@@ -87,10 +87,13 @@ _CHANGED_HERE = (
 
 
 def recipe_fields(others: bool = False) -> Table:
-    """Show a table of the fields of a recipe: meaning, and the baseline's value.
+    """Return a table of the fields of `Recipe`, the class for a training step's techniques.
+
+    Each row has the name of a field, its default and its meaning.
 
     Args:
-        others: Whether to show the fields that the core of the lesson does not use.
+        others: Whether to show the fields that the main part of the lesson does not use, instead of
+            those that it uses.
     """
     shown = [field for field in fields(Recipe) if (field.name in _CHANGED_HERE) != others]
     rows = [(f"`{field.name}={field.default!r}`", FIELDS[field.name]) for field in shown]
@@ -103,12 +106,15 @@ def what_fills(
     *,
     guesses: Sequence[float | None] | None = None,
 ) -> Table:
-    """Show a table of each recipe's peak by category, in MB, and the phase of the peak.
+    """Return a table of the peaks of training steps, by category of bytes, in MB.
+
+    The last column is the phase of the step in which the peak occurs.
 
     Args:
-        names: Labels of the recipes.
-        estimates: Estimate of each recipe.
-        guesses: Guessed peaks of the first recipes, in MB; None for a guess that is missing.
+        names: Label of each step.
+        estimates: Estimate of each step.
+        guesses: The learner's guesses of the peaks in MB, for the first steps. None in the sequence
+            is a missing guess. By default, the table has no column for guesses.
     """
     estimates = list(estimates)
     shown = [
@@ -143,16 +149,17 @@ def waterfall_picture(
     *,
     title: str,
 ) -> "Figure":
-    """Draw predicted and measured peaks on the path from the baseline to a recipe.
+    """Draw predicted and measured peaks of training steps to which techniques are added one by one.
 
     Predicted peaks are stacked bars, labeled with the added FLOPs and moved bytes. Measured peaks
     are points.
 
     Args:
-        names: Labels of the steps.
+        names: Label of each step. The first step is the baseline.
         estimates: Estimate of each step.
-        measured: Peak of each step in bytes.
-        budget_bytes: The budget, drawn as a line.
+        measured: Measured peak of each step in bytes.
+        budget_bytes: Memory budget, drawn as a line.
+        title: Title of the figure.
     """
     sizes = [f"{found.peak_bytes / 1e6:,.0f}" for found in estimates]
     peaks = [text("{name} {peak}", name=n, peak=p) for n, p in zip(names, sizes, strict=True)]
@@ -170,12 +177,14 @@ def waterfall_picture(
 
 
 def draw_break_even(first: Estimate, second: Estimate, names: Sequence[str]) -> "Figure":
-    """Draw the times of two recipes against the FLOPs a machine does while it copies one byte.
+    """Draw the times of two training steps against the ratio of compute rate to link bandwidth.
+
+    The ratio is in FLOP per byte. The two times are equal at one ratio, which is marked.
 
     Args:
-        first, second: Estimates of one step; the estimate with more FLOPs must have fewer moved
-            bytes.
-        names: Labels of the two estimates.
+        first, second: Estimates of the two steps. The estimate with more FLOPs must have fewer
+            moved bytes.
+        names: Labels of the two steps.
     """
     equal = (first.flops - second.flops) / (second.moved_bytes - first.moved_bytes)
     ratios, least = [10 * 1.06**n for n in range(60)], min(first.flops, second.flops)
@@ -205,15 +214,19 @@ _MARKERS = {
 
 
 def draw_recipes(points: Sequence[RecipeCosts], budget: int = 60, intensity: int = 100) -> "Figure":
-    """Plot the recipes' seconds against their peaks, and mark the budget.
+    """Draw the times and peaks of many training steps with different recipes as points.
 
-    Recipes to the left of the budget fit. The figure names the fastest recipe that fits.
+    A recipe is a choice of memory-saving techniques. The recipes to the left of the budget fit into
+    it. The figure names the fastest of them.
 
     Args:
-        points: Result of `stored_estimates`.
-        budget: Budget in MB.
-        intensity: Compute rate divided by link rate (FLOP per byte); the compute rate is 100
+        points: Costs of the recipes, as `stored_estimates` returns them.
+        budget: Memory budget in MB.
+        intensity: Compute rate divided by link bandwidth, in FLOP per byte. The compute rate is 100
             GFLOP/s.
+
+    Raises:
+        ValueError: `points` is empty.
     """
     if not points:
         raise ValueError("points must contain at least one stored estimate, got none")
@@ -259,7 +272,11 @@ def draw_recipes(points: Sequence[RecipeCosts], budget: int = 60, intensity: int
 
 
 def recipes_playground(points: Sequence[RecipeCosts]) -> None:
-    """Show `draw_recipes` with two sliders."""
+    """Show `draw_recipes` with one slider for the memory budget, and one for FLOP per byte.
+
+    Args:
+        points: Costs of the recipes, as `stored_estimates` returns them.
+    """
     steady = {"continuous_update": False}
     playground(
         lambda budget, intensity: draw_recipes(points, budget, intensity),

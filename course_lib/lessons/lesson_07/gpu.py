@@ -42,10 +42,10 @@ RECIPES = {
     },
 )
 def three_recipes(device: torch.device, *, batch: int, **sizes: int) -> Iterator[Part]:
-    """Measure the course's step by three recipes.
+    """Measure the peak of a decoder's training step with three combinations of techniques.
 
-    On a GPU the last recipe pins some 20 GB of host memory. The recipe needs 14 bytes per
-    parameter, and torch rounds blocks up to powers of two.
+    On a GPU the last combination pins about 20 GB of host memory. It needs 14 bytes per parameter,
+    and PyTorch rounds blocks up to powers of two.
     """
 
     def make_batch() -> torch.Tensor:

@@ -15,7 +15,14 @@ from .exercises import make_batch, make_model
 
 
 class RecipeCosts(NamedTuple):
-    """A recipe, and the costs of every step after the first by this recipe."""
+    """A recipe (the techniques of a training step), and the costs of every step after the first.
+
+    Attributes:
+        recipe: The recipe.
+        peak_bytes: Most bytes that are live at once.
+        flops: FLOPs per step.
+        moved_bytes: Bytes per step that are moved to and from the lower tier.
+    """
 
     recipe: Recipe
     peak_bytes: int
@@ -24,10 +31,10 @@ class RecipeCosts(NamedTuple):
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the possible recipes of the grid.
+    """Yield 64 recipes: combinations of the techniques of a training step.
 
-    Recipes combine attention, checkpoints, micro-batches or an optimizer step in backward,
-    offloaded optimizer state, offloaded activations, and pages.
+    The recipes combine kinds of attention, checkpoints, micro-batches or an optimizer step in
+    backward, offloaded optimizer state, and offloaded activations.
     """
     # 0 micro-batches mean an optimizer step in backward
     combinations = product(
@@ -47,7 +54,7 @@ def recipes() -> Iterator[Recipe]:
 
 @cache
 def stored_estimates() -> tuple[RecipeCosts, ...]:
-    """Return the stored costs of all recipes of the grid."""
+    """Return the stored costs of all recipes that the function `recipes` yields."""
     return tuple(RecipeCosts(recipe, *row) for recipe, row in zip(recipes(), _ROWS, strict=True))
 
 
@@ -121,7 +128,7 @@ _ROWS: tuple[tuple[int, int, int], ...] = (
 
 
 def print_rows() -> None:
-    """Compute all estimates again and print them in the form of `_ROWS`."""
+    """Compute the costs of all recipes again, and print them in the form of `_ROWS`."""
     for recipe in recipes():
         found = estimate(make_model, make_batch, recipe)
         print(f"    ({found.peak_bytes}, {found.flops}, {found.moved_bytes}),")

@@ -14,12 +14,20 @@ from .fewer_bits import FourBitLinear
 
 
 def in_four_bits(decoder: Decoder) -> Decoder:
-    """Freeze the decoder and round the weights of all linear layers in its blocks to 4 bits."""
+    """Freeze a decoder, and round the weights of all linear layers in its blocks to 4 bits.
+
+    The decoder is changed and returned.
+    """
     return replace_linear(decoder.requires_grad_(False), FourBitLinear)
 
 
 def replace_linear(decoder: Decoder, replace: Callable[[Any], nn.Module]) -> Decoder:
-    """Replace each linear layer, in fp32 or in 4 bits, of the decoder's blocks."""
+    """Replace each linear layer in a decoder's blocks, and return the decoder.
+
+    Args:
+        decoder: The decoder, which is changed.
+        replace: Function that takes an `nn.Linear` or a `FourBitLinear`, and returns the new layer.
+    """
     for layer in decoder.layers:
         for parent in (layer.attention, layer.feedforward):
             for name, child in list(parent.named_children()):
@@ -29,7 +37,14 @@ def replace_linear(decoder: Decoder, replace: Callable[[Any], nn.Module]) -> Dec
 
 
 def compare_gradients(make_model: Callable[[], Decoder], make_batch: Callable[[], Tensor]) -> Table:
-    """Show a table of differences in the gradients of adapters, on two sequences of the batch."""
+    """Return a table that compares gradients of LoRA and QLoRA adapters with reference gradients.
+
+    The table also has the relative rounding error of the 4-bit weights.
+
+    Args:
+        make_model: Function that returns a new decoder.
+        make_batch: Function that returns the batch. Its first two sequences are used.
+    """
 
     def make_two() -> Tensor:
         return make_batch()[:2]
@@ -59,12 +74,17 @@ def compare_roundings(
     *,
     guesses: Mapping[float, float | None],
 ) -> Table:
-    """Show how much of the update of two AdamW steps arrives in weights that are kept in bf16.
+    """Return a table of how much of an AdamW update remains in weights that are rounded to bf16.
+
+    The model is trained for two steps with each of three learning rates.
 
     Args:
         make_model, make_batch: Functions that return the model and the batch.
-        roundings: Label -> rounding. The first one also gives the fraction of unchanged weights.
-        guesses: Learning rate -> guess of this fraction in percent; None if it is missing.
+        roundings: Dict from a label to a rounding: a function of the exact weights that returns the
+            weights in bf16 and the rest that the next update adds. The fraction of unchanged
+            weights is shown for the first rounding.
+        guesses: Dict from a learning rate to the learner's guess of the fraction of unchanged
+            weights, in percent. None is a missing guess.
     """
 
     def master(exact: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,10 +62,15 @@ def _draw_ranks(rng: random.Random) -> tuple[int, int]:
     blank=(None, ..., 0),
 )
 def check_held(psi: int, n: int) -> dict[str, float]:
-    """Check `function(psi, n)`, which returns the bytes per rank for each ZeRO stage.
+    """Check the learner's formulas for the bytes of training state per rank, for each ZeRO stage.
 
-    The function counts the bytes of weights, gradients and Adam's state for psi parameters and n
-    ranks. They are in fp32, also for FSDP2 in mixed precision, whose shards stay in fp32.
+    The training state consists of weights, gradients and Adam's state in fp32. FSDP2 with mixed
+    precision also stores its shards in fp32. The function computes the right answer, and the
+    decorator `numbers` turns it into a check.
+
+    Args:
+        psi: Number of parameters.
+        n: Number of ranks.
     """
     return {
         "DDP": 16 * psi,
@@ -93,9 +98,10 @@ def check_held(psi: int, n: int) -> dict[str, float]:
     place="place",
 )
 def check_seven_billion() -> dict[str, float]:
-    """Check the bytes per rank for each ZeRO stage.
+    """Check the learner's bytes of training state per rank, for each ZeRO stage.
 
-    The model has 7e9 parameters and is trained in mixed precision on 8 ranks.
+    The model has 7e9 parameters and is trained in mixed precision on 8 ranks. The function computes
+    the right answer, and the decorator `numbers` turns it into a check.
     """
     psi, n = 7e9, 8
     return {
@@ -139,10 +145,15 @@ class _RecordingAdam(Adam):
 
 @exercise()
 def check_sharded_step(answer: Any) -> Verdict:
-    """Check `answer(weights, gradients, adams, wire)`, a sharded step, on 2 and on 4 ranks.
+    """Check the learner's sharded optimizer step for data parallelism.
 
-    After each of three steps, the weights are compared with the result of Adam on the mean
-    gradient.
+    Each rank updates a shard of the weights. The step runs on 2 and on 4 ranks within one process.
+    After each of three steps, the weights must be those of Adam with the mean gradient.
+
+    Args:
+        answer: Function that is called as `answer(weights, gradients, adams, wire)`. The first
+            three arguments are lists with one item per rank, and `wire` has the collectives. It
+            returns the new weights of all ranks.
     """
     for n in (2, 4):
         _reject_unless_adam(answer, n)
@@ -240,9 +251,14 @@ _ERRORS = {
 
 @exercise(errors=_ERRORS)
 def check_gathered_linear(function: Any) -> Verdict:
-    """Check a Linear layer with a sharded weight, `function(x, shard, wire)`.
+    """Check the learner's linear layer whose weight is sharded over several ranks.
 
-    The answer may be an `autograd.Function`. It runs as rank 2 of 4 and as rank 0 of 2.
+    The layer must gather the weight for forward, release it, and gather it again for backward. The
+    layer is tried as rank 2 of 4 and as rank 0 of 2.
+
+    Args:
+        function: Function that is called as `function(x, shard, wire)`, or an `autograd.Function`
+            whose `apply` is called in this way. `wire` has the collectives.
     """
     for rank, ranks in ((2, 4), (0, 2)):
         _reject_unless_linear(getattr(function, "apply", function), rank, ranks)
@@ -333,10 +349,14 @@ def _is_unchanged(given: Any, psi: int, root: int) -> bool:
     blank=_is_unchanged,
 )
 def check_sent(psi: int, root: int) -> dict[str, int]:
-    """Check `function(psi, root)`, which returns bytes communicated per step and rank.
+    """Check the learner's formulas for the bytes that a rank communicates per training step.
 
-    The function returns one number for DDP, FSDP2, and FSDP2 in bf16. `psi` is the number of all
-    parameters, `root` the number of parameters outside the layers.
+    There is one number for each of DDP, FSDP2, and FSDP2 in bf16. The function computes the right
+    answer, and the decorator `numbers` turns it into a check.
+
+    Args:
+        psi: Number of all parameters.
+        root: Number of parameters outside the layers, which FSDP2 gathers only once.
     """
     return {
         "DDP": 8 * psi,
@@ -381,9 +401,15 @@ def _break_even_tokens(factor: Callable[[int], float]) -> Callable[[int, int, fl
     blank=(None, ..., 0),
 )
 def check_second_machine(psi: int, gpus: int, rate: float, network: float) -> float:
-    """Check `function(psi, gpus, rate, network)`, which returns the break-even tokens per step.
+    """Check the learner's formula for the tokens per step at which a second machine starts to help.
 
-    At this number of tokens, a step of FSDP2 in bf16 takes equally long on one machine and on two.
-    `rate` is in FLOP/s per GPU, and `network` is in bytes/s per machine.
+    With this number of tokens, a step of FSDP2 in bf16 takes equally long on one machine and on
+    two. The function computes the right answer, and the decorator `numbers` turns it into a check.
+
+    Args:
+        psi: Number of parameters. The answer does not depend on it.
+        gpus: Number of GPUs per machine.
+        rate: FLOP/s per GPU.
+        network: Bytes per second between the machines.
     """
     return (2 * gpus - 1) * 2 / 3 * rate / network

@@ -44,10 +44,13 @@ _COLORS = {
 
 
 def held_by(run: Mapping[str, Any]) -> int:
-    """Return the most bytes that one rank of a run holds during the optimizer step.
+    """Return the most bytes of training state that one rank stores during the optimizer step.
 
-    Weights, gradients and optimizer state are counted. For `fsdp-keep`, the gathered weights are
-    added, which a rank holds between forward and backward.
+    Weights, gradients and optimizer state are counted. For the mode "fsdp-keep", in which a rank
+    keeps gathered weights between forward and backward, these weights are added.
+
+    Args:
+        run: Result of `course_lib.distributed.launch`.
     """
     held = max(map(sum, zip(*run["measured"].values(), strict=True)))
     return held + (run["taken"][0]["at_peak"]["gathered"] if run["mode"] == "fsdp-keep" else 0)
@@ -56,12 +59,14 @@ def held_by(run: Mapping[str, Any]) -> int:
 def draw_ranks(
     lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]
 ) -> "Figure":
-    """Draw a rank's held bytes, and its communicated bytes per step, against the number of ranks.
+    """Draw the stored bytes and the communicated bytes of a rank against the number of ranks.
+
+    Lines are predictions, and points are measured.
 
     Args:
-        lines: Dict from the number of ranks to a dict from the ZeRO stage to held bytes, by the
+        lines: Dict from the number of ranks to a dict from the ZeRO stage to stored bytes, by the
             learner's formulas.
-        runs: Results of `launch`.
+        runs: Results of `course_lib.distributed.launch` for several modes and numbers of ranks.
     """
     title = "Sharded bytes fall to 1/n per rank, but the communication volume stays the same"
     drawn, (left, right) = figure(title, columns=2, width=8.6, height=3.7)
@@ -105,11 +110,12 @@ _STACK = ("parameter", "optimizer", "gradient", "activation", "temporary", "inpu
 
 
 def draw_peaks(variants: Mapping[str, Mapping[str, int]], title: str) -> "Figure":
-    """Draw the bytes at the peak of each variant as stacked bars by category.
+    """Draw the live bytes at the peak of several training steps as stacked bars by category.
 
     Args:
-        variants: Dict from a label to a dict from the category to bytes. "gathered" is added to the
-            parameters.
+        variants: Dict from a label to a dict from the category to bytes at the peak. The category
+            "gathered" is drawn as part of the parameters.
+        title: Title of the figure.
     """
     drawn, ax = figure(title, height=0.9 + 0.46 * len(variants), width=8.2)
     bars = {
@@ -133,12 +139,12 @@ def draw_peaks(variants: Mapping[str, Mapping[str, int]], title: str) -> "Figure
 
 
 def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figure":
-    """Draw a device that stops at its budget, next to ranks that stay within their budgets.
+    """Draw a device whose training step exceeds its memory budget, and ranks whose steps do not.
 
     Args:
-        alone: Error `MemoryBudgetExceeded` of the device.
-        run: Result of `launch` with a budget.
-        device_bytes: Budget of the device.
+        alone: Error `MemoryBudgetExceeded` of the step on one device.
+        run: Result of `course_lib.distributed.launch` with a budget per rank.
+        device_bytes: Budget of the device in bytes.
     """
     title = "One device runs out of memory, but four smaller ones process the whole batch"
     drawn, ax = figure(title, height=2.9, width=8.2)
@@ -181,10 +187,13 @@ def _one_rank() -> Iterator[None]:
 
 
 def ddp_peak(tokens: int, *, view: bool) -> int:
-    """Return the peak in bytes of DDP's third step on 2 sequences on one rank.
+    """Return the peak in bytes of a training step with DDP, for 2 sequences on one rank.
+
+    The third step is measured, because DDP rebuilds its buckets in the second one.
 
     Args:
-        view: Whether to use `gradient_as_bucket_view`.
+        tokens: Number of tokens per sequence.
+        view: Value of DDP's option `gradient_as_bucket_view`.
     """
     task = task_of(batch=2, sequence=tokens)
     with _one_rank():
@@ -206,12 +215,14 @@ def claims_table(
     alone: Mapping[str, int],
     saved: tuple[int, int],
 ) -> Table:
-    """Return a table of the lesson's claims, and of the measured numbers that test them.
+    """Return a table of claims about data parallelism, each with the measured number that tests it.
 
     Args:
-        runs: Dict from the mode to the result of `launch` on 2 ranks.
+        runs: Dict from a mode, such as "ddp", to the result of `course_lib.distributed.launch` on 2
+            ranks.
         alone: Dict from the category to bytes at the peak of one device with 4 sequences.
-        saved: Bytes by which the bucket view lowers the peak, with 128 and with 16 tokens.
+        saved: Bytes by which DDP's option `gradient_as_bucket_view` lowers the peak, with 128 and
+            with 16 tokens per sequence.
     """
     sent = [runs[mode]["communicated"]["measured"] for mode in ("ddp", "zero1")]
     whole, part = held_by(runs["ddp"]), held_by(runs["fsdp"])

@@ -33,20 +33,25 @@ MACHINES, GPUS = 8, 8  # machines, and GPUs in each of them
 
 
 def seventy_billion() -> Shapes:
-    """Return the shapes of lesson 01's decoder with 70 billion parameters; nothing is allocated."""
+    """Return the shapes of the parameters of a decoder with 70 billion parameters.
+
+    The decoder is built on symbolic tensors, so no memory is allocated.
+    """
     sizes = {"vocabulary": 32000, "hidden": 8192, "heads": 64, "layers": 80, "sequence": 2048}
     with symbolic():
         return shapes_of(Decoder(**sizes, fused=True))
 
 
 def compare_splits(shapes: Shapes, link: float) -> Table:
-    """Show a table of held and sent bytes for three ways to split a model over 8 machines.
+    """Return a table of three ways to split the training of a model over 64 GPUs in 8 machines.
 
-    Held bytes are per GPU, and sent bytes are between machines, both with FSDP2 in bf16. The row of
-    tensor parallelism counts every parameter as divided, although `parallelize` leaves some whole.
-    These are less than 1% of this model.
+    Each row has the bytes of training state per GPU, the bytes that leave a machine per step, and
+    the time that sending them takes. All ways use FSDP2; sent bytes are those of FSDP2 in bf16. The
+    row of tensor parallelism counts all parameters as divided, although less than 1% of this
+    model's parameters are not.
 
     Args:
+        shapes: Shapes of the model's parameters.
         link: Bytes per second of a network card, in each direction.
     """
     ranks = MACHINES * GPUS
@@ -82,14 +87,15 @@ def draw_machines(
     machines: Mapping[int, Rates],
     pays: Mapping[int, float],
 ) -> "Figure":
-    """Draw the seconds of a step against its tokens, on one machine and on two machines.
+    """Draw the time of a training step against its number of tokens, on one machine and on two.
 
     Args:
-        seconds: Function (machines, tokens, rates) -> seconds.
+        seconds: Function of the number of machines, the number of tokens and the rates that returns
+            the time in seconds.
         machines: Dict from the number of network cards per machine, 8 and 1, to the machine's
             rates.
-        pays: Dict from the number of network cards to the least number of tokens at which two
-            machines are as fast as one.
+        pays: Dict from the number of network cards per machine to the least number of tokens at
+            which two machines are as fast as one.
     """
     drawn, ax = figure("A second machine pays only if a step has enough tokens", width=8.2)
     most = 2.2 * max(pays.values()) or 1.0  # if nothing is solved yet, axes of some width
@@ -122,10 +128,16 @@ def draw_machines(
 def tensor_rows(
     task: Task, runs: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, float | None, float]]:
-    """Return rows (label, predicted, measured) of the costs of tensor parallelism on one rank.
+    """Return predicted and measured costs of tensor parallelism on one rank.
+
+    The costs are bytes: training state, communication per step, and peak.
 
     Args:
+        task: Model, batch and loss of the runs.
         runs: Results printed by `course_lib.distributed.tensor_parallel`.
+
+    Returns:
+        Rows (label, predicted bytes, measured bytes).
     """
     shapes, rows = shapes_of(task.make_model()), []
     activation = 4 * BATCH * SEQUENCE * DECODER["hidden"]
@@ -150,10 +162,14 @@ def tensor_rows(
 
 
 def kept_per_layer(mode: str, ranks: int) -> int:
-    """Return the bytes of activations that one layer keeps for backward on one of several ranks.
+    """Return the bytes of activations that one rank saves for backward in one decoder layer.
 
     The result is the difference between a decoder of two layers and a decoder of one layer,
     estimated on symbolic tensors.
+
+    Args:
+        mode: "tp" for tensor parallelism, or "tp-sp" for tensor and sequence parallelism.
+        ranks: Number of ranks.
     """
     task, sizes = task_of(), {**DECODER, "sequence": SEQUENCE}
     one, two = (
@@ -170,7 +186,14 @@ def kept_per_layer(mode: str, ranks: int) -> int:
 
 
 def sync_table(taken: Mapping[str, RankUsage]) -> Table:
-    """Show a table of communicated bytes and peak for ways to reduce micro-batches' gradients."""
+    """Return a table of the memory and the communication of one rank with gradient accumulation.
+
+    The rows differ in when gradients are reduced over the ranks: after each micro-batch, or only
+    after the last one.
+
+    Args:
+        taken: Dict from the label of a row to the usage of one rank.
+    """
     rows = []
     for way, usage in taken.items():
         counts = usage.sent_bytes, usage.at_peak["gradient"], usage.peak_bytes

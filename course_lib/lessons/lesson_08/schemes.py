@@ -24,7 +24,10 @@ _SHADES = ("#4477AA", "#66CCEE", "#CCBB44", "#AA3377")  # one color per rank, fo
 
 
 def draw_stages() -> "Figure":
-    """Draw the tensors that four ranks hold under DDP and ZeRO, as whole bars or quarters."""
+    """Draw the training state that four ranks store under DDP and under each stage of ZeRO.
+
+    A tensor that a rank stores completely is a whole bar. A sharded tensor is a quarter of a bar.
+    """
     title = "DDP stores everything on each of four ranks; each stage of ZeRO shards one more part"
     drawn, axes = figure(title, columns=4, width=8.6)
     outline = {"facecolor": "none", "edgecolor": "#BBBBBB", "linewidth": 0.8}
@@ -49,7 +52,7 @@ def draw_stages() -> "Figure":
 
 
 def draw_collectives() -> "Figure":
-    """Draw a reduce-scatter and an all-gather of four ranks' tensors, cut into four shards each."""
+    """Draw a reduce-scatter and an all-gather on four ranks, with tensors cut into four shards."""
     title = "A reduce-scatter followed by an all-gather makes an all-reduce"
     drawn, axes = figure(title, columns=3, width=8.6)
     names = ("before", "after the reduce-scatter", "after the all-gather")
@@ -148,7 +151,10 @@ PARALLELISMS = (
 
 
 def parallelisms() -> Table:
-    """Show a table of the tensors that kinds of parallelism divide, and of their collectives."""
+    """Return a table of kinds of parallelism.
+
+    The columns are the tensors that each kind divides, its communication per step, and a source.
+    """
     columns = [
         "kind",
         "weights",

@@ -58,33 +58,42 @@ class _ByteCounter:
 
 
 class Wire(_ByteCounter):
-    """Collectives that take a list with one tensor per rank, and return a list of this kind."""
+    """Collectives for ranks that are simulated within one process.
+
+    Each method takes a list with one tensor per rank, and returns a list with one tensor per rank.
+    """
 
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the shards of the sum of all tensors; rank r gets the r-th shard."""
+        """Add up the tensors of all ranks, and return the r-th shard of the sum for each rank r."""
         self._record(tensors[0])
         return [shard.clone() for shard in torch.stack([*tensors]).sum(0).chunk(len(tensors))]
 
     def all_gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return the concatenation of all shards, once for each rank."""
+        """Concatenate the shards of all ranks, and return a copy of the result for each rank."""
         whole = torch.cat([*shards])
         self._record(whole)
         return [whole.clone() for _ in shards]
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sum of all tensors on each rank: a reduce-scatter, then an all-gather."""
+        """Add up the tensors of all ranks, and return a copy of the sum for each rank.
+
+        For the attribute `sent_bytes`, the call counts as a reduce-scatter and an all-gather.
+        """
         return self.all_gather(self.reduce_scatter(tensors))
 
 
 class RankWire(_ByteCounter):
-    """Collectives as one rank calls them, with its own tensor as the argument.
+    """Collectives as a single rank calls them.
+
+    The tensors of the other ranks are fixed at creation. Each method takes the tensor of the
+    calling rank, and returns the result for this rank.
 
     Args:
-        rank: Number of the rank that calls the collectives.
-        shards: Shards of a weight, one per rank, cut along the first dimension. The shard of `rank`
-            is replaced by the argument of `all_gather`.
-        gradients: Gradients of the whole weight, one per rank. The gradient of `rank` is replaced
-            by the argument of `reduce_scatter`.
+        rank: Number of the calling rank.
+        shards: Shards of a weight, one per rank, cut along the first dimension. `all_gather` uses
+            those of the other ranks.
+        gradients: Gradients of the whole weight, one per rank. `reduce_scatter` and `all_reduce`
+            use those of the other ranks.
     """
 
     def __init__(self, rank: int, shards: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -93,7 +102,14 @@ class RankWire(_ByteCounter):
         self._others = sum(each for r, each in enumerate(gradients) if r != rank)
 
     def all_gather(self, shard: Tensor) -> Tensor:
-        """Return the concatenated shards of all ranks."""
+        """Return the concatenated shards of all ranks.
+
+        Args:
+            shard: The calling rank's shard.
+
+        Raises:
+            ValueError: The shape is not that of the rank's shard.
+        """
         own = self._shards[self._rank]
         if shard.shape != own.shape:
             shapes = tuple(shard.shape), tuple(own.shape)
@@ -107,13 +123,29 @@ class RankWire(_ByteCounter):
         return whole.detach()
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return this rank's shard of the sum over all ranks."""
+        """Return the calling rank's shard of the sum of the gradients of all ranks.
+
+        Args:
+            tensor: The calling rank's gradient of the whole weight.
+
+        Raises:
+            ValueError: The shape is not that of the whole weight.
+        """
         total = self._sum(tensor)
         self._record(total)
         return total.chunk(self._ranks)[self._rank].clone()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all ranks: a reduce-scatter, then an all-gather."""
+        """Return the sum of the gradients of all ranks.
+
+        For the attribute `sent_bytes`, the call counts as a reduce-scatter and an all-gather.
+
+        Args:
+            tensor: The calling rank's gradient of the whole weight.
+
+        Raises:
+            ValueError: The shape is not that of the whole weight.
+        """
         total = self._sum(tensor)
         self._record(total)
         self._record(total)
@@ -130,9 +162,9 @@ class RankWire(_ByteCounter):
 
 
 class Adam:
-    """Adam on a shard of the weights: `adam(shard, gradient)` returns the updated shard.
+    """Adam for one shard of the weights. `adam(shard, gradient)` returns the updated shard.
 
-    The two moments have the shape of the first shard.
+    The moments are created in the first call, with the shape of the shard.
     """
 
     def __init__(self, lr: float = 1e-3) -> None:

@@ -43,7 +43,13 @@ CONFIG_8B = json.loads(CONFIG_OF_LLAMA_3_8B.read_text("utf-8"))
 
 
 def model_of(config: Mapping[str, Any]) -> nn.Module:
-    """Build the transformers model of a configuration; each call draws the same weights."""
+    """Build a `transformers` causal language model from a configuration, without a download.
+
+    Each call initializes the same weights.
+
+    Args:
+        config: Dict with the fields of the configuration, including "model_type".
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -51,10 +57,16 @@ def model_of(config: Mapping[str, Any]) -> nn.Module:
 
 
 def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor]:
-    """Return a batch of passages from the course's English text, different ones for each step.
+    """Return a batch of random passages from the course's English text.
+
+    Args:
+        step: Number of the training step, the seed of the random choice.
+        samples: Number of passages.
+        length: Number of characters per passage.
 
     Returns:
-        {"input_ids": tokens, one per character, of shape (samples, length), "labels": the same}.
+        Dict with "input_ids", of shape (samples, length) with one token per character, and
+        "labels", which are equal.
     """
     whole = " ".join(corpus.prose())
     starts = torch.randint(
@@ -65,12 +77,12 @@ def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor
 
 
 def llama_8b() -> nn.Module:
-    """Build Llama 3 8B from its configuration."""
+    """Build Llama 3 8B from its configuration, with random weights."""
     return model_of(CONFIG_8B)
 
 
 def tokens_8b() -> dict[str, Tensor]:
-    """Return a batch of one sequence of 4096 tokens, whose values do not matter to estimates."""
+    """Return a batch with one sequence of 4096 tokens, which are all 0."""
     tokens = torch.zeros(1, 4096, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens}
 
@@ -111,7 +123,12 @@ MISTAKES = (
 
 
 def parameters_of(config: Mapping[str, Any], *mistakes: str) -> int:
-    """Return the number of parameters of a Llama, or the wrong number that `mistakes` give."""
+    """Return the number of parameters of a Llama, optionally with mistakes.
+
+    Args:
+        config: Dict with the fields of the model's configuration.
+        mistakes: Names in `MISTAKES`. Without mistakes, the result is right.
+    """
     hidden, width = config["hidden_size"], config["intermediate_size"]
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_size = 1 if "size_of_a_head" in mistakes else hidden // heads
@@ -169,7 +186,11 @@ def _reasons(config: Mapping[str, Any]) -> dict[float, str]:
 
 @exercise()
 def check_parameters(function: Any) -> Verdict:
-    """Check `function(config)`, which returns the number of parameters of a Llama."""
+    """Check the learner's function that counts the parameters of a Llama from its configuration.
+
+    Args:
+        function: Function that is called with a dict of the configuration's fields.
+    """
     tied = {**UNTIED, "tie_word_embeddings": True}
     configs = (UNTIED, tied, LLAMA, CONFIG_8B)
     for config in cases(configs, _draw_config):
@@ -191,7 +212,7 @@ BUDGET = 200_000_000
 
 @cache
 def estimate_recipe(recipe: Recipe) -> Estimate:
-    """Return the estimate of a recipe's training step, for the lesson's model and batch."""
+    """Estimate a training step of the lesson's Llama model with the techniques in a recipe."""
     return estimate(lambda: model_of(LLAMA), lambda: passages(0), recipe)
 
 
@@ -214,7 +235,14 @@ def _techniques_of(recipe: Recipe) -> set[str]:
 
 @exercise()
 def check_recipe(recipe: Any) -> Verdict:
-    """Check a recipe with a peak of at most 200 MB that trains like the baseline."""
+    """Check a recipe: the learner's choice of techniques for a training step.
+
+    The peak may be at most 200 MB. Precision, optimizer and number of ranks must be those of the
+    step without techniques.
+
+    Args:
+        recipe: The learner's `Recipe`.
+    """
     say.reject_if(not isinstance(recipe, Recipe), "recipe.no_recipe")
     same = recipe.precision in (None, Recipe().precision) and recipe.optimizer == Recipe().optimizer
     say.reject_if(not same, "recipe.another_training")
@@ -348,10 +376,14 @@ def _draw_adapters(rng: random.Random) -> tuple[Mapping[str, Any], int]:
     place="place",
 )
 def check_qlora_bytes(config: Mapping[str, Any], rank: int) -> dict[str, float]:
-    """Check `function(config, rank)`, which returns the bytes that QLoRA keeps between steps.
+    """Check the learner's formula for the bytes that QLoRA stores between training steps.
 
-    The matrices of the layers are quantized to NF4, all of them have adapters in fp32, and the
-    optimizer is Adam.
+    All matrices of the layers are quantized to NF4 and have adapters in fp32. The optimizer is
+    Adam. The function computes the right answer, and the decorator `numbers` turns it into a check.
+
+    Args:
+        config: Dict with the fields of a Llama's configuration.
+        rank: Rank of the adapters.
     """
     return _bytes_of_qlora(config, rank)
 

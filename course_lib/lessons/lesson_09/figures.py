@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def draw_techniques(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure":
-    """Draw the peak of each recipe as a stacked bar, with the budget as a line.
+    """Draw estimated peaks of training steps as stacked bars, and a memory budget as a line.
 
     Args:
         found: Dict from a label to an estimate.
@@ -46,10 +46,10 @@ def draw_techniques(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure
 
 
 def on_a_card(found: Mapping[str, Estimate]) -> Table:
-    """Return a table of the memory that steps need on a GPU, and their maximal host memory.
+    """Return a table of GPU memory, host memory and moved bytes of training steps, in GB.
 
     Args:
-        found: Dict from a label to an estimate with the tier "host".
+        found: Dict from a label to an estimate of a step that offloads to host memory.
     """
     rows = []
     for name, each in found.items():
@@ -61,7 +61,7 @@ def on_a_card(found: Mapping[str, Estimate]) -> Table:
 
 
 def claims_table(plain: Estimate, kept: Estimate, flash: Estimate) -> Table:
-    """Return a table of the lesson's claims, and of the numbers that test them.
+    """Return a table of claims about training memory, each with the estimated number that tests it.
 
     Args:
         plain: Estimate of the baseline.

@@ -24,7 +24,7 @@ VIT = {
 
 
 def pictures(samples: int = 8) -> dict[str, Tensor]:
-    """Return random images of 224 x 224 pixels in three colors, and a random class per image."""
+    """Return random images of 224 x 224 pixels in three colors, each with a random class."""
     generator = torch.Generator().manual_seed(0)
     return {
         "pixel_values": torch.rand(samples, 3, 224, 224, generator=generator),
@@ -39,13 +39,14 @@ def run_predicted(
     *,
     guess: float | None = None,
 ) -> Table:
-    """Run a step of each estimated recipe; show a table of predicted and measured peaks.
+    """Run training steps whose peaks were estimated, and return a table of both peaks in bytes.
 
     Args:
-        make_model: Function that returns a new model, whose own loss is used.
+        make_model: Function that returns a new model. The loss that the model computes is used.
         make_batch: Function that returns the batch.
-        predicted: Dict from a label to an estimate.
-        guess: The learner's guess of the first peak in MB, which is shown in the first row.
+        predicted: Dict from a label to the estimate of a step.
+        guess: The learner's guess of the first step's peak in MB, shown in an additional row. None
+            shows no guess.
     """
     rows: list[tuple[str, float | None, float]] = []
     for name, each in predicted.items():
@@ -57,10 +58,10 @@ def run_predicted(
 
 
 def guesses(rows: Iterable[tuple[str, float | None, int]]) -> Table:
-    """Return a table of guesses next to estimates.
+    """Return a table of the learner's guesses of peaks next to estimated peaks, in MB.
 
     Args:
-        rows: (label, guess in MB or None, estimate in bytes).
+        rows: Rows (label, guess in MB or None if it is missing, estimated peak in bytes).
     """
     shown = [
         (name, "–" if guess is None else f"{guess:,.1f}", f"{count / 1e6:,.1f}")
@@ -70,14 +71,19 @@ def guesses(rows: Iterable[tuple[str, float | None, int]]) -> Table:
 
 
 def weights(model: nn.Module) -> Tensor:
-    """Return all weights of a model as one vector in fp64."""
+    """Return all weights of a model as one vector in float64."""
     return torch.cat([p.detach().flatten() for p in model.parameters()]).double()
 
 
 def difference(found: Tensor, expected: Tensor, update: Tensor) -> str:
-    """Return the distance of two weight vectors, divided by the norm of `update`, as text.
+    """Return the relative distance of two vectors of weights as text.
 
-    Rounding differs between CPUs, so a small distance is shown as an upper bound.
+    The result is "0" for equal vectors, "< 0.0005" for a difference by rounding, and "✗" otherwise.
+    The exact distance is not shown, because it differs between CPUs.
+
+    Args:
+        found, expected: Weights of a model as vectors.
+        update: Norm by which the distance is divided, as a tensor without dimensions.
     """
     error = ((found - expected).norm() / update).item()
     return "0" if error == 0 else "< 0.0005" if error < 5e-4 else "✗"

@@ -57,7 +57,11 @@ for step in range(steps):
 
 
 class MissingResult(Exception):
-    """Error for a result of an earlier section that this section could not compute."""
+    """Error for a section of the project that needs a result which no earlier section has computed.
+
+    Args:
+        name: Name of the result, a key of `SECTIONS`.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -66,11 +70,11 @@ class MissingResult(Exception):
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of a recipe's gradients from those of the baseline.
+    """Difference between the gradients of a step with techniques and those of the baseline.
 
     Attributes:
         relative: Norm of the difference, divided by the norm of the baseline's gradients.
-        training: Whether the model was in training mode.
+        training: Whether the model was in training mode. In evaluation mode there is no dropout.
     """
 
     relative: float
@@ -84,17 +88,17 @@ class Difference:
 
 
 class Sheet:
-    """Results of the project, from which the rows of the sheet to hand in are filled in.
+    """Results of the learner's project, which `hand_in` shows as a table.
 
     Results are attributes, such as `sheet.plain = estimate(...)`. Reading a result that no section
     has computed raises `MissingResult`, which `part` shows as a verdict.
 
     Args:
         make_model: Function that returns a new model.
-        make_batch: Function that takes the number of a step and returns the batch of that step.
-        loss_sum: Function that takes (model, batch) and returns (sum of losses, weight), or None to
-            use the model's own loss.
-        budget_bytes: Limit in bytes for the step.
+        make_batch: Function that takes the number of a training step and returns its batch.
+        loss_sum: Function that takes (model, batch) and returns (sum of losses, weight). None for
+            the loss that the model computes.
+        budget_bytes: Memory budget of the training step in bytes.
     """
 
     def __init__(
@@ -116,9 +120,13 @@ class Sheet:
 
     @contextmanager
     def part(self, section: str) -> Iterator[None]:
-        """Run a section of the project; an error ends the section and is shown as a verdict.
+        """Run a section of the project in a `with` block.
 
-        First, results that an earlier run stored for this or later sections are removed.
+        Results that an earlier run stored for this or later sections are removed first. An error
+        ends the block and is shown as a verdict.
+
+        Args:
+            section: Number of the section, such as "10.2".
         """
         for name, computed_in in SECTIONS.items():
             if computed_in >= section:
@@ -136,11 +144,14 @@ class Sheet:
             _show(Verdict(False, say("common.failed", error=error_text(error))))
 
     def show(self, shown: Any) -> None:
-        """Display a result below the cell."""
+        """Display an object below the notebook cell."""
         _show(shown)
 
     def show_guess(self, guess: float | None) -> None:
-        """Show the learner's guess in MB, the predicted peak and the measured one."""
+        """Display the learner's guess of the baseline's peak, in MB.
+
+        The table also has the predicted and the measured peak.
+        """
         rows = [(text("your guess of the peak (MB)"), "–" if guess is None else f"{guess:,}")]
         rows += [(text("peak, predicted (bytes)"), f"{self.plain.peak_bytes:,}")]
         rows += [(text("peak, measured (bytes)"), f"{self.measured.peak_bytes:,}")]
@@ -149,7 +160,7 @@ class Sheet:
     # ---- the techniques that the model allows, and the bytes that each saves
 
     def techniques(self) -> list[Recipe]:
-        """Return one recipe per technique, which uses this technique alone."""
+        """Return a list of recipes (settings of a training step), each with a single technique."""
         samples = samples_in(self.make_batch(0)) or 2
         return [
             replace(AS_IT_IS, checkpoint="layers"),
@@ -161,7 +172,7 @@ class Sheet:
 
     @contextmanager
     def attempt(self, recipe: Recipe) -> Iterator[None]:
-        """Try a recipe. If the model does not allow it, keep the reason in `excluded`."""
+        """Try a recipe in a `with` block. If an error is raised, store it in `excluded`."""
         try:
             with warnings.catch_warnings():
                 # If none of a model's activations is large enough, offloading has no effect.
@@ -171,7 +182,7 @@ class Sheet:
             self.excluded[name_of(recipe)] = error_text(error)
 
     def show_savings(self) -> None:
-        """Show the peak of each technique alone, or why it cannot be used."""
+        """Display the peak of each technique alone, or the reason why it cannot be used."""
         base = self.plain.peak_bytes
         rows: list[Sequence] = [
             (name_of(each.recipe), _mb(each.peak_bytes), _mb(base - each.peak_bytes), "")
@@ -183,11 +194,12 @@ class Sheet:
     # ---- the gradients
 
     def gradients(self, recipe: Recipe, training: bool = True, seed: int = 0) -> dict[str, Tensor]:
-        """Return the gradients of one step on the learner's batch, by the name of the parameter.
+        """Run one training step, and return a dict from the name of a parameter to its gradient.
 
         The optimizer is SGD with a learning rate of 0, so the weights do not change.
 
         Args:
+            recipe: Techniques of the step.
             training: Whether the model is in training mode. In evaluation mode, dropout is off.
             seed: Seed of the step. The model's weights always have the same seed.
         """
@@ -208,10 +220,13 @@ class Sheet:
         return seen
 
     def gradient_error(self, recipe: Recipe) -> Difference:
-        """Compare the gradients of a recipe with those of the baseline.
+        """Measure how much the gradients of a training step differ from those of the baseline.
 
-        Micro-batches draw other random numbers than the whole batch. If the recipe has
-        micro-batches, a model that draws random numbers is compared in evaluation mode.
+        Micro-batches draw other random numbers than the whole batch. Therefore a model that draws
+        random numbers is compared in evaluation mode if the recipe has micro-batches.
+
+        Args:
+            recipe: Techniques of the step.
         """
         training = recipe.micro_batches == 1 or not self.is_random
         found, expected = (self.gradients(each, training) for each in (recipe, AS_IT_IS))
@@ -223,25 +238,32 @@ class Sheet:
 
     @cached_property
     def is_random(self) -> bool:
-        """Whether the gradients of the baseline depend on the seed of the step."""
+        """Whether the baseline's gradients depend on the random seed of the training step."""
         first, second = (self.gradients(AS_IT_IS, seed=seed) for seed in (0, 1))
         return any(not torch.equal(first[name], second[name]) for name in first)
 
     def show_errors(self, errors: dict[Recipe, Difference]) -> None:
-        """Show how far the gradients of recipes are from those of the baseline."""
+        """Display a table of the relative differences of gradients from those of the baseline.
+
+        Args:
+            errors: Dict from a recipe to the difference of its gradients.
+        """
         rows = [(name_of(recipe), str(error)) for recipe, error in errors.items()]
         self.show(table(["technique", "difference of the gradients (relative)"], rows))
 
     # ---- the result
 
     def show_run(self) -> None:
-        """Show the predicted and the measured peak of the recipe, and its gradients."""
+        """Display the predicted and the measured peak of the chosen recipe.
+
+        A second table has the relative difference of its gradients from those of the baseline.
+        """
         rows = [(name_of(self.recipe), self.reduced.peak_bytes, self.taken.peak_bytes)]
         self.show(predictions(rows, unit="bytes"))
         self.show_errors({self.recipe: self.error})
 
     def lines(self, framework: str) -> str:
-        """Return lines of code that apply the recipe in another training script.
+        """Return lines of code that use the chosen recipe's techniques in another training script.
 
         Args:
             framework: "torch" for a hand-written loop, "trainer" for Hugging Face's Trainer, or
@@ -257,11 +279,11 @@ class Sheet:
         return _LOOP.format(recipe=repr(recipe), loss=loss)
 
     def hand_in(self, why: str, wrong_guess: str) -> Verdict:
-        """Show the sheet with the learner's own two sentences, and return whether it is complete.
+        """Display the table of all results, and return a verdict on whether it is complete.
 
         Args:
-            why: Why the recipe uses these techniques and no others.
-            wrong_guess: A guess that turned out to be wrong.
+            why: The learner's reason why the recipe uses these techniques and no others.
+            wrong_guess: A guess of the learner that turned out to be wrong.
         """
         rows, complete = [], _is_right(self)
         for name, fill in _ROWS.items():
@@ -365,7 +387,7 @@ _ROWS: dict[str, Callable[[Sheet], str]] = {
 
 
 def name_of(recipe: Recipe) -> str:
-    """Return the techniques that a recipe adds to the baseline, as a label."""
+    """Return the techniques that a recipe adds to the baseline as a label, or "no technique"."""
     plain = technique_labels(AS_IT_IS)
     added = [word for word in technique_labels(recipe) if word not in plain]
     return join_labels(added) if added else text("no technique")

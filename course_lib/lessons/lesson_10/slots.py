@@ -25,15 +25,15 @@ Make = Callable[..., Any]
 def verdict_on(make_model: Make, make_batch: Make, loss_sum: Make | None = None) -> Verdict:
     """Check that a learner's own model, batch and loss work with the library's tools.
 
-    The model is built three times. One step runs on symbolic tensors and one for real, so the
-    baseline must fit into this machine's memory.
+    The model is built three times. One step runs on symbolic tensors and one for real, so the step
+    without any technique must fit into this machine's memory.
 
     Args:
         make_model: Function that returns a new module.
-        make_batch: Function that takes the number of a step and returns the batch of that step:
-            tensors, alone or in tuples and dictionaries.
-        loss_sum: Function that takes (model, batch) and returns (sum of losses, weight), or None to
-            use the model's own loss.
+        make_batch: Function that takes the number of a step and returns the batch of that step: a
+            tensor, or tuples and dictionaries of tensors.
+        loss_sum: Function that takes (model, batch) and returns (sum of losses, weight). None for
+            the loss that the model computes.
     """
     return _check_slots((make_model, make_batch, loss_sum))
 
@@ -162,7 +162,12 @@ def _check_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Ve
 
 
 def first_difference(predicted: Trace, taken: Trace) -> str:
-    """Return a sentence that names the first operator at which two traces of a step differ."""
+    """Return a sentence about the first operator at which two traces of a training step differ.
+
+    Args:
+        predicted: Trace of the step on symbolic tensors.
+        taken: Trace of the step with real tensors.
+    """
     pairs = zip(predicted.operators, taken.operators, strict=False)
     for point, ((expected, _), (ran, _)) in enumerate(pairs):
         place = {

@@ -17,12 +17,12 @@ VOCABULARY = 128
 
 
 def prose() -> list[str]:
-    """Return the paragraphs of `prose.txt`, each with at least 20 characters."""
+    """Return paragraphs of English text from the course, each with at least 20 characters."""
     return _lines("prose.txt")
 
 
 def code() -> list[str]:
-    """Return the lines of Python in `code.txt`, indented as in their cells."""
+    """Return lines of Python code from the course, with their indentation."""
     return _lines("code.txt")
 
 
@@ -31,9 +31,10 @@ def _lines(name: str) -> list[str]:
 
 
 def pad_texts(texts: Sequence[str], most: int) -> Tensor:
-    """Return a tensor of the texts' ASCII numbers, 1 to 127; shorter texts are padded with 0.
+    """Return texts as a tensor of ASCII numbers, 1 to 127. Shorter texts are padded with 0.
 
     Args:
+        texts: The texts.
         most: Number of characters after which a text is cut.
 
     Returns:

@@ -25,13 +25,14 @@ _MISCALLED = re.compile(
 
 
 class Exercise:
-    """A check, made by `exercise`: a function of an answer that returns a `Verdict` for any answer.
+    """The check of an exercise. Calling it with an answer returns a `Verdict` for any answer.
+
+    The decorator `exercise` creates it.
 
     Attributes:
-        accepted: Whether the last answer was right. A solution cell reads this before it overwrites
-            the learner's names.
-        tries: Number of wrong answers in this process that were shown with one of the exercise's
-            hints.
+        accepted: Whether the last answer was right. A notebook cell with the solution reads this
+            before it overwrites the learner's names.
+        tries: Number of wrong answers so far for which the verdict showed a hint of the exercise.
     """
 
     def __init__(
@@ -89,30 +90,34 @@ class Exercise:
 def exercise(
     *, errors: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[Any], Verdict]], Exercise]:
-    """Turn a function `check_NAME` into a check, which returns a `Verdict` for any answer.
+    """Turn a function `check_NAME` into the check of an exercise.
 
-    The messages of the check are in the table NAME of the lesson's `messages.toml` (see
-    `Messages`). The message `hint` is shown after the first wrong answer. The optional message
-    `later_hint` is shown after later wrong answers. No hint is shown in these cases:
+    The check never raises an error. `check_NAME` takes the learner's answer. It returns
+    `say.right(...)`, or rejects the answer with `say.reject`, `say.reject_if` or `say.wrong`. `say`
+    is a `Messages` instance with the messages of the lesson's `messages.toml`. The table NAME of
+    this file has these messages of the check:
 
-    - No answer was tried yet.
-    - The message names the mistake (`exact`), or has a hint of its own.
+    - `hint` is shown after the first wrong answer.
+    - `later_hint`, if it exists, is shown after later wrong answers.
+    - `raised`, if it exists, is shown after an error. Its placeholder {error} is the error.
+
+    No hint is shown in these cases:
+
+    - The cell is unchanged.
+    - The message names the mistake (`exact`), or has its own hint.
     - The library raised a ValueError or TypeError.
     - The answer has a typing mistake: a name that does not exist, or a call with wrong arguments.
 
-    `check_NAME` is not called with `None` or `...`, which mean that a cell is not answered yet. If
-    the answer is a function that returns one of these, `check_NAME` must return `not_answered()`.
-    For other answers it returns `say.right(...)`, or ends with `say.reject`, `say.reject_if` or
-    `say.wrong`. Compare numbers with `expect_number`, because `==` treats True as 1 and raises an
-    error for some arrays.
+    The answers None and `...` mean that the cell is unchanged, and `check_NAME` is not called. If
+    the answer is a function that returns None or `...`, `check_NAME` must return `not_answered()`.
 
-    An error that `check_NAME` raises counts as a wrong answer. If the error passed through the
-    learner's code, the verdict shows the last line of this code. Otherwise it shows the message
-    `raised` of the table NAME, if the table has one, with `{error}` replaced by the error.
+    An error counts as a wrong answer. If it passed through the learner's code, the verdict shows
+    the last line of this code instead of the message `raised`. Compare numbers with
+    `expect_number`, because `==` treats True as 1 and raises an error for some arrays.
 
     Args:
         errors: Dict from a part of an error's first line to the name of the message that explains
-            the error.
+            the error. By default, no error is explained.
     """
     return lambda check: Exercise(check, *messages_of(check, errors or {}))
 
@@ -120,10 +125,14 @@ def exercise(
 def messages_of(
     check: Callable, errors: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], str], dict[str, str]]:
-    """Return a check's hints, its message for errors, and the explanations of known errors.
+    """Return the messages of a check as a tuple (hints, message for errors, explanations).
 
-    The message is a function of an error's text. The explanations are a dict from a part of an
-    error's first line to a message.
+    The message for errors is a function of an error's text. The explanations are a dict from a part
+    of an error's first line to a message.
+
+    Args:
+        check: The function `check_NAME` that the decorator `exercise` turns into a check.
+        errors: Dict from a part of an error's first line to the name of a message.
     """
     say, table = Messages(inspect.getfile(check)), table_of(check)
     hints: list[str] = [say(f"{table}.hint")]
@@ -139,7 +148,7 @@ def messages_of(
 
 
 def table_of(check: Callable) -> str:
-    """Return the table of a check's messages: the check's name without `check_` or `_check_`."""
+    """Return the name of the table with a check's messages: NAME for a function `check_NAME`."""
     return check.__name__.removeprefix("_").removeprefix("check_")
 
 
@@ -151,7 +160,10 @@ def _error_repr(error: Exception) -> str:
 
 
 def error_text(error: Exception) -> str:
-    """Return an error as a label, with the last line of the learner's code that was running."""
+    """Return an error as a label: its type, its message, and the line of the learner's code.
+
+    If no code of the learner was running, the line is left out.
+    """
     message = verbatim(f"{type(error).__name__}: {_first_line(error, 1000)}")
     return _own_line(error, None, 1000) or message
 

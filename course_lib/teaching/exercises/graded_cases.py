@@ -12,14 +12,14 @@ Case = TypeVar("Case")
 
 
 def draw_case(page: Case, draw: Callable[[random.Random], Case]) -> Case:
-    """Return the fixed case, or a random one while notebooks are graded.
+    """Return the fixed test case of an exercise, or a random one while notebooks are graded.
 
-    Random cases detect an answer that only repeats the known results of the fixed case. The same
-    seed draws the same case.
+    Random cases detect an answer that only repeats the known results of the fixed case. The
+    environment variable COURSE_GRADING_SEED turns on grading. Its value is the seed.
 
     Args:
         page: The fixed case, such as a size or the seed of random tensors.
-        draw: Function that draws a case in which every right answer passes.
+        draw: Function of a random generator that draws a case in which every right answer passes.
     """
     return draw(random.Random(seed)) if seed else page
 
@@ -27,10 +27,16 @@ def draw_case(page: Case, draw: Callable[[random.Random], Case]) -> Case:
 def cases(
     page: Sequence[Case], draw: Callable[[random.Random], Case], count: int = 2
 ) -> list[Case]:
-    """Return the fixed cases, followed by `count` random ones while notebooks are graded."""
+    """Return the fixed test cases of an exercise. While notebooks are graded, add random ones.
+
+    Args:
+        page: The fixed cases.
+        draw: Function of a random generator that draws a case in which every right answer passes.
+        count: Number of random cases.
+    """
     return [*page, *draw_case([], lambda rng: [draw(rng) for _ in range(count)])]
 
 
 def seed_of(page: int) -> int:
-    """Return the fixed seed for random tensors, or a random seed while notebooks are graded."""
+    """Return a seed for random tensors: `page`, or a random seed while notebooks are graded."""
     return draw_case(page, lambda rng: page + rng.randrange(10**6))

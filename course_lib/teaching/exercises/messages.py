@@ -21,13 +21,17 @@ from .verdicts import Verdict, WrongAnswer, right
 
 
 class Messages:
-    """Messages of one lesson. Calling an instance with "table.name" returns the message as a label.
+    """Messages of a lesson's exercises, from its `messages.toml`.
+
+    Calling an instance with a name, such as `say("checkpoint.right")`, returns the message as a
+    label. The name is that of a table in the file and of a message in this table.
 
     Args:
         file: `__file__` of a module in the lesson's folder.
 
     Raises:
-        LabelError: A message lacks a language, or its placeholders differ between the languages.
+        LabelError: A message is missing in one language, or its placeholders differ between the
+            languages.
     """
 
     def __init__(self, file: str | Path) -> None:
@@ -48,18 +52,28 @@ class Messages:
         return pair(*self._messages[name], **values)
 
     def fill(self, name: str, /, **values: object) -> Label:
-        """Return a message as a label. Values without a placeholder in the message are ignored."""
+        """Return a message as a label, with values for its placeholders.
+
+        Unlike a call of the instance, the method ignores values that have no placeholder in the
+        message.
+
+        Args:
+            name: Table and name of the message, such as "checkpoint.right".
+            values: Values of the placeholders.
+        """
         wanted = placeholders(self._messages[name][0]) if name in self else ()
         return self(name, **{each: values[each] for each in wanted})
 
     def reasons(self, table: str, mistakes: Mapping[str, Any]) -> dict[float, str]:
-        """Return a dict from wrong number to message, for `wrong_answers` of `expect_number`.
+        """Return the messages about wrong numbers, as a dict from number to message.
+
+        The dict can be passed to `expect_number` as `wrong_answers`.
 
         Args:
-            table: Table of the messages.
+            table: Name of the table with the messages.
             mistakes: Dict from the name of a message to the wrong number that the message explains,
-                or to a tuple of wrong numbers. If two mistakes have the same number, the first one
-                is named.
+                or to a tuple of wrong numbers. If two messages have the same number, the first one
+                is used.
         """
         found: dict[float, str] = {}
         for name, numbers in mistakes.items():
@@ -68,11 +82,20 @@ class Messages:
         return found
 
     def right(self, name: str, /, **values: object) -> Verdict:
-        """Return the verdict on a right answer."""
+        """Return the verdict "right" with a message.
+
+        Args:
+            name: Table and name of the message, such as "checkpoint.right".
+            values: Values of the message's placeholders.
+        """
         return right(self(name, **values))
 
     def reject(self, name: str, /, **values: object) -> NoReturn:
-        """Reject the answer with a message that names the precise mistake. No hint is shown.
+        """Reject the learner's answer with a message that names the mistake, without a hint.
+
+        Args:
+            name: Table and name of the message, such as "common.kept".
+            values: Values of the message's placeholders.
 
         Raises:
             WrongAnswer: Always.
@@ -80,15 +103,26 @@ class Messages:
         raise WrongAnswer(self(name, **values), exact=True)
 
     def reject_if(self, mistake: object, name: str, /, **values: object) -> None:
-        """Reject the answer, as `reject` does, if `mistake` is true."""
+        """Reject the learner's answer, as `reject` does, if a condition is true.
+
+        Args:
+            mistake: The condition.
+            name: Table and name of the message, such as "common.kept".
+            values: Values of the message's placeholders.
+
+        Raises:
+            WrongAnswer: The condition is true.
+        """
         if mistake:
             self.reject(name, **values)
 
     def wrong(self, name: str, /, *, hint: str | None = None, **values: object) -> NoReturn:
-        """Reject the answer with a message and a hint.
+        """Reject the learner's answer with a message and a hint.
 
         Args:
-            hint: Name of the hint's message; by default the exercise's own hints.
+            name: Table and name of the message, such as "common.kept".
+            hint: Table and name of the hint. By default, the hint of the exercise is shown.
+            values: Values of the message's placeholders.
 
         Raises:
             WrongAnswer: Always.
@@ -98,7 +132,15 @@ class Messages:
 
 @cache
 def read(file: Path) -> dict[str, tuple[str, str]]:
-    """Return a dict from "table.name" to the message (English, Chinese), read from a file."""
+    """Read the messages of a lesson's `messages.toml`.
+
+    Returns:
+        Dict from "table.name" to a pair (English, Chinese).
+
+    Raises:
+        LabelError: A message is missing in one language, or its placeholders differ between the
+            languages.
+    """
     found = {}
     for table, messages in tomllib.loads(file.read_text("utf-8")).items():
         for name, message in messages.items():

@@ -41,17 +41,18 @@ def largest_that_fits(
     budget_bytes: int,
     not_a_size: str,
 ) -> tuple[int, int, int | None]:
-    """Check that the answer is the largest size whose peak is within the budget.
+    """Check that the learner's answer is the largest size whose peak is within a budget.
 
     Args:
         answer: The learner's answer.
         sizes: Allowed sizes in ascending order.
-        peak: Function of a size that returns its peak in bytes.
-        budget_bytes: The budget.
-        not_a_size: Message if the answer is not one of the sizes.
+        peak: Function that returns the peak in bytes for a size.
+        budget_bytes: Budget in bytes.
+        not_a_size: Message for an answer that is not one of the sizes.
 
     Returns:
-        The answer, its peak, and the peak of the next size, or None if there is no next size.
+        The answer, its peak in bytes, and the peak of the next size. The latter is None if there is
+        no next size.
 
     Raises:
         WrongAnswer: The answer is wrong.
@@ -90,18 +91,18 @@ def expect_number(
     why: str | None = None,
     in_bytes: bool = False,
 ) -> Verdict:
-    """Check a number. Never raises, whatever the answer is.
+    """Compare the learner's answer with a number, and return a verdict. No answer raises an error.
 
     Args:
-        answer: A number of any type, including a tensor with one element. `None` and `...` mean
-            that the cell is not answered yet.
+        answer: Number of any type, including a tensor with one element. None and `...` mean that
+            the cell is unchanged. Anything else is a wrong answer.
         expected: The right answer.
         tolerance: Relative tolerance, for the right answer and for the wrong ones.
         wrong_answers: Dict from a wrong number to the explanation of the mistake. If the answer is
-            one of these numbers, the verdict is `exact`.
+            one of these numbers, the verdict has the explanation and no hint (`exact`).
         why: Reason why the right answer is right. It is shown only if the answer is right.
-        in_bytes: Whether bytes are expected. The right answer in another unit, such as MB or GiB,
-            exact or rounded, then gets its own message.
+        in_bytes: Whether the right answer is in bytes. An answer that is right in another unit,
+            such as MB or GiB, then gets its own message.
     """
     if answer is None or answer is ...:
         return not_answered()
@@ -169,14 +170,17 @@ _Answers = list[tuple[tuple, Any]]
 
 @dataclass(frozen=True)
 class each:
-    """A mistake that can be made in each row of a table, such as elements instead of bytes.
+    """A mistake that can be made in every row of an answer, such as elements instead of bytes.
 
-    Each row is compared alone, so the mistake is named even if the other rows are right.
+    An answer to an exercise may be a dict of numbers, and a row is one of its keys. A single number
+    is one row. Each row is compared alone, so that the mistake is named even if the other rows are
+    right. For use in the argument `mistakes` of `numbers`.
 
     Attributes:
-        of: Function of a row's right number, followed by the arguments of the case if there are
-            cases. It returns the wrong number, a tuple of variants, or None if the row cannot have
-            the mistake.
+        of: Function that returns the wrong number of a row, or a tuple of several wrong numbers.
+            None means that the row cannot have the mistake. The arguments are the right number of
+            the row, followed by those with which the learner's function is called, if the answer is
+            a function.
     """
 
     of: Callable[..., Any]
@@ -184,15 +188,18 @@ class each:
 
 @dataclass(frozen=True)
 class throughout:
-    """A mistake that is named only if it explains the answer's numbers in all rows and all cases.
+    """A mistake that is named only if it explains all numbers of the learner's answer.
 
-    This form is for mistakes that give the right number, or the number of another mistake, in some
-    cases. It is named before mistakes that explain a single number.
+    The numbers are those of all calls of the learner's function, and of all keys of a dict. This
+    form suits a mistake that gives the right number, or the number of another mistake, in some
+    calls. The mistake is named before mistakes that explain a single number. For use in the
+    argument `mistakes` of `numbers`.
 
     Attributes:
-        mistake: The mistake, in another form that `numbers` accepts. It must cover all rows.
-        tolerance: Relative tolerance of the mistake's numbers. The exercise's tolerance is not
-            used.
+        mistake: The mistake, in another form that `numbers` accepts. It must give a number for
+            every key.
+        tolerance: Relative tolerance of the wrong numbers, instead of the tolerance of the
+            exercise.
     """
 
     mistake: Any
@@ -296,12 +303,13 @@ class _Table:
 
 
 class Numbers(Exercise):
-    """Exercise whose answer is a number, a dict of numbers, or a function that returns these.
+    """The check of an exercise whose answer is a number, a dict of numbers, or a function.
 
-    The decorator `numbers` creates it.
+    The function returns a number or a dict of numbers. The decorator `numbers` creates this check.
 
     Attributes:
-        mistakes: Table of mistakes, in the form of the argument of `numbers`.
+        mistakes: Dict from the name of a message to the wrong numbers that it explains (see
+            `numbers`).
     """
 
     def __init__(
@@ -350,15 +358,14 @@ class Numbers(Exercise):
         return join_labels((self._say(self._full_name(name)) for name in names.split()), " ")
 
     def right_answer(self) -> Any:
-        """Return a right answer.
-
-        It is the function that computes the numbers, or, without cases, the result of this
-        function.
-        """
+        """Return a right answer to the exercise: a number, a dict of numbers, or a function."""
         return self._numbers.compute() if self._numbers.cases is None else self._numbers.compute
 
     def wrong_answers(self) -> Iterator[tuple[Any, str]]:
-        """Yield one wrong answer per mistake and variant, with the message of the mistake."""
+        """Yield pairs of a wrong answer and the message about its mistake, for each known mistake.
+
+        A mistake with several wrong numbers yields a pair for each of them.
+        """
         for name in self.mistakes:
             for answer in self._numbers.wrong_answers(name):
                 yield answer, self._message(name)
@@ -534,11 +541,11 @@ def numbers(
     right_values: Callable[[_Answers], Mapping[str, Any]] | None = None,
     otherwise: str | None = None,
 ) -> Callable[[Callable[..., Any]], Numbers]:
-    """Decorate a function `check_NAME`, which computes the right answer, as a check.
+    """Turn a function `check_NAME`, which computes the right answer, into the check of an exercise.
 
-    The function returns a number, or a dictionary from row to number. If `cases` are given, it
-    takes the arguments of a case, and the learner's answer must be a function of the same
-    arguments. For example:
+    The function returns a number, or a dict of numbers. A key of this dict is called a row. If the
+    argument `cases` is given, the learner's answer must be a function. The answer and `check_NAME`
+    are called with the arguments of each case. For example:
 
         @numbers(
             {
@@ -550,21 +557,23 @@ def numbers(
         def check_gradient_bytes(n: int) -> dict[str, int]:
             return {"fp32": 4 * n, "bf16": 6 * n}
 
-    The table NAME of the lesson's `messages.toml` has the messages `hint` and `right`. The message
-    of each mistake is in this table or in the table `common`. The table NAME may also have
-    `later_hint`, and `keys`, which is shown if the answer's dictionary has wrong keys.
+    The table NAME of the lesson's `messages.toml` has the messages `hint` and `right`. It may also
+    have `later_hint`, and `keys` for an answer whose dict has wrong keys. The message about a
+    mistake is in this table, or in the table `common`.
 
     Args:
         mistakes: Dict from the name of a message to the wrong number that the message explains, or
-            to a dict from row to wrong number. A tuple of numbers lists variants. If there are
-            cases, the value may also be a function of a case that returns one of these, or None if
-            the mistake makes no difference in this case. `each` stands for a mistake in any row,
-            and `throughout` for one that must explain all numbers. If two mistakes have the same
-            number, the first one is named. A name "a b" stands for the two messages a and b.
+            to a dict from row to wrong number. A tuple lists several wrong numbers of one mistake.
+            If there are cases, the value may also be a function of a case that returns a number, a
+            tuple or a dict. None means that the mistake makes no difference in this case. `each` is
+            for a mistake in any row, and `throughout` for one that must explain all numbers. If two
+            mistakes have the same number, the first one is named. A name "a b" joins the messages a
+            and b.
         cases: Iterable with the arguments of each case (a tuple or a single argument), or a
             function that returns such an iterable. The function can call `graded_cases.cases`,
-            which also draws random cases while notebooks are graded.
-        also: Numbers that are right as well, in the same form as the wrong numbers of a mistake.
+            which adds random cases while notebooks are graded. None means that the answer is not a
+            function.
+        also: Numbers that are right as well, in the form of a value of `mistakes`.
         tolerance: Relative tolerance of right and wrong numbers, or a function of a case that
             returns it.
         in_bytes: Whether the answer is in bytes (see `expect_number`), or the names of the rows in
@@ -573,19 +582,20 @@ def numbers(
             are the case's arguments, {row} and {message}. By default, "For k = 3: " and "`row`: "
             are written before the message. With "", nothing is added, which suits cases that are
             long texts.
-        hint_below: Name of the hint for all rows after the first.
-        blank: Values that mean that the cell is not answered yet. Or a function of the numbers that
-            the answer returned for a case, followed by the arguments of this case, that returns
-            whether the cell is unchanged.
-        elsewhere: Name of a message on a row whose number is wrong in one case and right in another
-            case. Its placeholders are {row}, {right} (the case in which it is right) and {wrong}.
-            If this argument is set, no other message names the case.
-        within: Function that returns a context manager in which the answer runs for a case, such as
-            one that limits the answer's work.
-        right_values: Function of a list of pairs (a case, and what the answer returned for it). It
-            returns the values of the placeholders in the message `right`.
-        otherwise: Name of a message on a number that no mistake explains. It replaces "too small"
-            and "too large". Its placeholders are the case's arguments, {row}, {given} and {wanted}.
+        hint_below: Name of the hint for all rows after the first. By default, all rows have the
+            same hint.
+        blank: Values that mean that the cell is unchanged. Or a function that returns whether the
+            cell is unchanged. Its arguments are the result of the answer for a case, followed by
+            the arguments of this case.
+        elsewhere: Name of a message for a row that is wrong in one case and right in another. Its
+            placeholders are {row}, {right} (the case in which the row is right) and {wrong}. If
+            this argument is given, no other message names the case.
+        within: Function that returns a context manager for each call of the learner's function,
+            such as one that limits its work.
+        right_values: Function that returns the values of the placeholders in the message `right`.
+            Its argument is a list of pairs: a case, and the result of the answer for this case.
+        otherwise: Name of a message for a number that no mistake explains, instead of "too small"
+            or "too large". Its placeholders are the case's arguments, {row}, {given} and {wanted}.
     """
     return lambda compute: Numbers(
         compute,
@@ -605,7 +615,10 @@ def numbers(
 
 
 class Largest(Exercise):
-    """An exercise that asks for the largest size within a budget in bytes. `largest` creates it."""
+    """The check of an exercise that asks for the largest size whose peak is within a budget.
+
+    The decorator `largest` creates it.
+    """
 
     def __init__(
         self,
@@ -620,7 +633,7 @@ class Largest(Exercise):
         self._say = Messages(inspect.getfile(peak))
 
     def wrong_answers(self) -> Iterator[tuple[int, str]]:
-        """Yield each wrong size of the table of mistakes, with the message of its mistake."""
+        """Yield pairs of a wrong size and the message about its mistake, for each known mistake."""
         for name, sizes in self.mistakes.items():
             for size in _several(sizes):
                 yield size, self._say(f"{self._table}.{name}")
@@ -639,16 +652,17 @@ class Largest(Exercise):
 def largest(
     sizes: Sequence[int], budget_bytes: int, mistakes: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[[int], int]], Largest]:
-    """Decorate a function `check_NAME`, which returns the peak of a size in bytes, as a check.
+    """Turn a function `check_NAME` into the check of an exercise about the largest possible size.
 
-    The right answer is the largest size whose peak is within the budget. The table NAME of the
-    lesson's messages has `hint`, `right` and `not_a_size`. The message `right` may have the
-    placeholders {size} and {here}, for the answer and its peak, and {next} and {above}, for the
+    `check_NAME` takes a size, such as a batch size, and returns the peak in bytes. The right answer
+    is the largest size whose peak is within the budget. The table NAME of the lesson's
+    `messages.toml` has the messages `hint`, `right` and `not_a_size`. The message `right` may have
+    four placeholders: {size} and {here} for the answer and its peak, {next} and {above} for the
     next size and its peak.
 
     Args:
         sizes: Allowed sizes in ascending order.
-        budget_bytes: The budget.
+        budget_bytes: Budget in bytes.
         mistakes: Dict from the name of a message to the wrong size that the message explains, or to
             a tuple of wrong sizes.
     """

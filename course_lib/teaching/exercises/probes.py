@@ -14,9 +14,12 @@ from .messages import Messages
 def is_close(
     found: Any, wanted: Any, *, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
 ) -> bool:
-    """Return whether numbers or tensors, or sequences of them, are close.
+    """Return whether two results are close: numbers, tensors, or sequences of numbers and tensors.
 
-    None is not close to a number or a tensor. If `equal_nan` is true, nan is close to nan.
+    Args:
+        found, wanted: The results. None in `found` is not close to anything.
+        rtol, atol: Relative and absolute tolerance, as for `torch.allclose`.
+        equal_nan: Whether nan in a tensor is close to nan.
     """
     options: dict[str, Any] = {"rtol": rtol, "atol": atol, "equal_nan": equal_nan}
     if isinstance(wanted, Sequence):
@@ -38,14 +41,15 @@ def reject_mistakes(
     within: str | None = None,
     **tolerance: Any,
 ) -> None:
-    """Reject a result that equals the result of a known mistake.
+    """Reject the learner's answer if its result is that of a known mistake.
 
     Args:
         say: The lesson's messages.
-        found: The answer's result: a number, a tensor, or a sequence of tensors.
-        mistakes: Dict from the name of a message to the result of the mistake, or to a tuple of
-            results.
-        within: Name of a message in which {reason} is replaced by the message of the mistake.
+        found: Result of the answer: a number, a tensor, or a sequence of tensors.
+        mistakes: Dict from the name of a message to the result of the mistake that the message
+            explains, or to a tuple of results.
+        within: Name of a message to show, in which {reason} is replaced by the message about the
+            mistake. By default, the message about the mistake is shown.
         tolerance: `rtol`, `atol` and `equal_nan` of `is_close`.
 
     Raises:
@@ -60,9 +64,9 @@ def reject_mistakes(
 
 
 def run_forward(function: Callable, *inputs: Any) -> tuple[Any, int]:
-    """Run a learner's function under a meter; return its output, and the bytes that it keeps.
+    """Run a learner's function, and return its output and how many other bytes stay live.
 
-    The bytes are those live after the call, without those of the output if it is a tensor.
+    These bytes are, for example, those of tensors that autograd has saved for backward.
 
     Raises:
         NotImplementedError: The function returned None or `...`, so the cell is unchanged.
@@ -76,5 +80,5 @@ def run_forward(function: Callable, *inputs: Any) -> tuple[Any, int]:
 
 
 def uneven_gradient(like: Tensor) -> Tensor:
-    """Return a gradient with the shape of `like`, whose elements differ and have both signs."""
+    """Return a gradient with the shape of `like` whose elements all differ and have both signs."""
     return torch.linspace(-1, 2, like.numel()).view_as(like)

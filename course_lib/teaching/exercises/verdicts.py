@@ -11,14 +11,15 @@ UNANSWERED = "Not answered yet."
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a check, as labels. It displays itself, and is true if the answer is right.
+    """The result of a check, which a notebook displays.
+
+    `bool(verdict)` is whether the answer is right.
 
     Args:
-        correct: Whether the answer is right; None if it is not judged, such as a reason in words.
-        message: First line of the verdict.
-        hint: Shown below the message.
-        exact: Whether the message names the precise mistake, so that no hint of the exercise is
-            added.
+        correct: Whether the answer is right. None if it is not judged, such as a reason in words.
+        message: Label, the first line of the verdict.
+        hint: Label, shown below the message. None shows no hint.
+        exact: Whether the message names the precise mistake. No hint of the exercise is added then.
     """
 
     correct: bool | None
@@ -48,25 +49,32 @@ class Verdict:
 
 
 def right(message: str) -> Verdict:
-    """Return the verdict on a right answer."""
+    """Return a verdict that an answer is right."""
     return Verdict(True, message)
 
 
 def wrong(message: str, *, hint: str | None = None, exact: bool = False) -> Verdict:
-    """Return the verdict on a wrong answer.
+    """Return a verdict that an answer is wrong.
 
-    If `hint` is given, it replaces the exercise's own hint. If `exact` is true, no hint is added.
+    Args:
+        message: Label, the first line of the verdict.
+        hint: Label, shown instead of the hint of the exercise. None shows the hint of the exercise.
+        exact: Whether the message names the precise mistake. No hint of the exercise is shown then.
     """
     return Verdict(False, message, hint, exact)
 
 
 def not_answered() -> Verdict:
-    """Return the verdict on an unchanged cell, which has no hint."""
+    """Return the verdict "Not answered yet." for a cell that the learner has not changed."""
     return wrong(UNANSWERED, exact=True)
 
 
 def returns_none(case: str) -> Verdict:
-    """Return the verdict on a function that returns None for `case`, but answers other cases."""
+    """Return a verdict on a learner's function that returns None in some test cases only.
+
+    Args:
+        case: Label of a case in which the function returns None, such as "k = 3".
+    """
     return wrong(
         text("Your function returns None for {case}. Every branch needs a `return`.", case=case),
         exact=True,
@@ -74,7 +82,10 @@ def returns_none(case: str) -> Verdict:
 
 
 class WrongAnswer(Exception):
-    """Error that ends a check with the verdict that `wrong` returns for the same arguments."""
+    """Error that ends a check because the learner's answer is wrong.
+
+    Its attribute `verdict` is the result of `wrong(message, hint=hint, exact=exact)`.
+    """
 
     def __init__(self, message: str, *, hint: str | None = None, exact: bool = False) -> None:
         super().__init__(message)

@@ -41,13 +41,18 @@ RANGES = (
 
 
 def hanzi() -> str:
-    """Return all 6763 characters of GB2312, levels 1 and 2 (rows 16 to 87 of the standard)."""
+    """Return the 6763 Chinese characters of the standard GB2312, levels 1 and 2 (rows 16 to 87)."""
     cells = (bytes((row + 0xA0, cell + 0xA0)) for row in range(16, 88) for cell in range(1, 95))
     return b"".join(cells).decode("gb2312", errors="ignore")  # row 55 ends with five empty cells
 
 
 def build(collection: Path, output: Path) -> None:
-    """Write the subset of the collection's Simplified Chinese face to `output`."""
+    """Write the course's font: a subset of the Simplified Chinese font in a font collection.
+
+    Args:
+        collection: Path of the font collection.
+        output: Path of the file to write.
+    """
     fonts = TTCollection(collection).fonts
     font = next(font for font in fonts if font["name"].getDebugName(4) == "Noto Sans CJK SC")
 
