@@ -53,7 +53,7 @@ from course_lib import _check
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Costs of one pass of attention.
+    """FLOPs and bytes moved of one forward or backward pass of attention.
 
     Attributes:
         flops: Floating-point operations of the matrix products; a multiplication and an addition
@@ -69,8 +69,8 @@ class AttentionCost:
     def arithmetic_intensity(self) -> float:
         """FLOPs per byte moved.
 
-        If this is below the ridge of a GPU's roofline (peak FLOP/s divided by bandwidth), the
-        memory bandwidth limits the speed. Otherwise the arithmetic limits it.
+        If this number is below the ridge of a GPU's roofline (peak FLOP/s divided by bandwidth),
+        the memory bandwidth limits the speed. Otherwise the arithmetic limits the speed.
         """
         return self.flops / self.moved_bytes
 
@@ -87,32 +87,34 @@ def attention_cost(
     dtype_bytes: int = 2,
     tile_passes: int = 1,
 ) -> AttentionCost:
-    """Count the FLOPs and the bytes moved of one pass of attention.
+    """Count the FLOPs and the bytes moved of a forward or backward pass of attention, by formula.
 
-    The attention is not causal, with equal numbers of queries and keys. The module docstring
-    derives the formulas.
+    The attention is not causal and has as many queries as keys. The module docstring derives the
+    formulas.
 
     Args:
-        sequence: Number of queries, and of keys (N in the formulas).
+        sequence: Number of queries, and also of keys (N in the formulas).
         head_dim: Features per head (d in the formulas).
-        batch, heads: Number of samples, and of heads per sample; both costs are multiplied by them.
-        kind: "standard" or "flash".
+        batch: Number of samples. The costs are multiplied by this number.
+        heads: Number of heads per sample. The costs are multiplied by this number.
+        kind: "standard" for attention that writes all scores to memory, or "flash" for
+            FlashAttention.
         pass_: "forward" or "backward".
         sram_bytes: Bytes of fast memory that one thread block can use; on an A100, 163 KiB of its
             192 KiB. Actual kernels use less: 64 or 128 queries with d = 64 occupy 32 or 64 KiB.
         dtype_bytes: Bytes per element; 2 in half precision.
-        tile_passes: Number of times that the backward pass of "flash" iterates over the tiles: 1,
-            or 2 if one loop computes dK and dV and another one dQ, as in this package's Triton
-            kernels.
+        tile_passes: Number of times that the backward pass of "flash" iterates over the tiles. It
+            is 1 if one loop computes all gradients. It is 2 if one loop computes dK and dV and
+            another one dQ, as in this package's Triton kernels.
 
     Returns:
         FLOPs and bytes of all samples and heads together.
 
     Raises:
         TypeError: A count is not a whole number.
-        ValueError: A count is not positive, `kind` or `pass_` is unknown, sram_bytes is too small
-            for one row of each block, or tile_passes is neither 1 nor 2. It must be 1 unless
-            `kind` is "flash" and `pass_` is "backward".
+        ValueError: A count is not positive, or `kind` or `pass_` is unknown. `sram_bytes` is too
+            small for one row of each block. `tile_passes` is neither 1 nor 2, or it is 2 for
+            another pass than the backward pass of "flash".
 
     Example:
         >>> standard, flash = (

@@ -38,9 +38,9 @@ def standard_attention(
 ) -> Tensor:
     """Compute softmax(scale * Q K^T) V with all scores in memory at once.
 
-    Autograd saves Q, K, V and the probabilities P, which have n_q x n_k entries per head.
-    The arguments, the result and the errors are those of `flash_attention`, except that there
-    are no arguments `block_q`, `block_k` and `backend`.
+    Autograd saves Q, K, V and the probabilities P, which have n_q x n_k entries per head. The
+    arguments, the result and the errors are those of `flash_attention`, which has three more
+    arguments: `block_q`, `block_k` and `backend`.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
     """
@@ -89,21 +89,22 @@ def flash_attention(
     """Compute softmax(scale * Q K^T) V in tiles, without all scores in memory at once.
 
     In forward and in backward, only a few tiles of the n_q x n_k scores are in memory at a time.
-    For backward, Q, K, V, the output and one log-sum-exp per row are saved. They are in
-    `saved_tensors` of the output's `grad_fn`, in this order and with their leading dimensions.
+    For backward, autograd saves Q, K, V, the output and one log-sum-exp per row of scores. These
+    five tensors are in `saved_tensors` of the output's `grad_fn`, in this order and with their
+    leading dimensions.
 
     The arguments are named as in `F.scaled_dot_product_attention`, but arbitrary masks and dropout
     are not supported. Under `torch.autocast` the inputs are first cast to the autocast dtype, as
-    PyTorch does for that function. Sums and the log-sum-exp are in float32 (float64 for float64
-    inputs). A second derivative and `torch.vmap` raise an error.
+    PyTorch does for `F.scaled_dot_product_attention`. Sums and the log-sum-exp are in float32
+    (float64 for float64 inputs). A second derivative and `torch.vmap` raise an error.
 
     Args:
         q: Queries, of shape (batch, heads, n_q, d), in float32, float64, bfloat16 or float16. q, k
             and v may have any strides, and dimensions may be 0. The number of leading dimensions
             may differ, as in (n_q, d), (batch, n_q, d) and (a, b, heads, n_q, d). k and v must then
             have the same leading dimensions as q, except for the number of heads. With more than
-            four dimensions, those before the heads are merged, which copies a tensor whose strides
-            do not allow a view.
+            four dimensions, the dimensions before the heads are merged. A tensor whose strides do
+            not allow this as a view is copied.
         k: Keys, of shape (batch, kv_heads, n_k, d). kv_heads must divide heads, and query head h
             uses head h // (heads / kv_heads) of K and V. This is grouped-query attention, or
             multi-query attention if kv_heads is 1. With fewer than four dimensions there are no
@@ -113,26 +114,28 @@ def flash_attention(
             attends to all keys, like `torch.nn.attention.bias.causal_lower_right`. The output of a
             query without keys is zero.
         is_causal: Whether query i attends only to keys up to i, as in
-            `F.scaled_dot_product_attention`.
+            `F.scaled_dot_product_attention`. Cannot be combined with `causal`.
         scale: Number by which the scores are multiplied, by default 1 / sqrt(d).
         enable_gqa: If False, kv_heads must be equal to heads, as in PyTorch. None and True allow
             any kv_heads that divides heads.
-        block_q, block_k: Number of rows (queries) and of columns (keys) of a tile, by default
-            chosen by the backend. They need not divide n_q and n_k. Triton allows 16, 32, 64 and
-            128.
-        backend: "torch", "triton" or "auto". "auto" uses Triton for CUDA tensors if it can run, and
-            otherwise torch. For symbolic tensors "auto" counts the bytes and FLOPs of the backend
-            that real tensors would use, without running the loops over tiles.
-        attn_mask, dropout_p: Must be None and 0. They exist so that code written for PyTorch's
-            function gets an error that explains what is not supported.
+        block_q: Number of rows (queries) of a tile, which need not divide n_q. By default the
+            backend chooses it. Triton allows 16, 32, 64 and 128.
+        block_k: Number of columns (keys) of a tile, which need not divide n_k. By default the
+            backend chooses it. Triton allows 16, 32, 64 and 128.
+        backend: "torch", "triton" or "auto". "auto" uses Triton for CUDA tensors if Triton can run,
+            and otherwise plain torch. For symbolic tensors "auto" counts the bytes and FLOPs of the
+            backend that real tensors would use, without running the loops over tiles.
+        attn_mask, dropout_p: Must be None and 0. These arguments exist so that code written for
+            PyTorch's function gets an error that explains what is not supported.
 
     Returns:
-        (batch, heads, n_q, d_v), in the dtype of q and with the leading dimensions of q.
+        The output, of shape (batch, heads, n_q, d_v), in the dtype of q and with the leading
+        dimensions of q.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value, or shapes, dtypes or devices
             do not match.
-        RuntimeError: backend is "triton", but Triton cannot run on these tensors or this machine.
+        RuntimeError: `backend` is "triton", but Triton cannot run on these tensors or this machine.
             The message gives the reason.
 
     Source: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.

@@ -73,11 +73,12 @@ def tile_of(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return pointers to the entries of a tile of one head, and a mask of those that exist.
+    """Return pointers to the entries of a tile, and a mask of the entries that exist.
 
-    The tensor is (batch, heads, n, D), and the tile has the rows `first` to `first + BLOCK - 1`.
-    Both results are (BLOCK, BLOCK_D), where BLOCK_D is D rounded up to a power of two, as Triton
-    requires. An entry exists if its row is below n and its column below D.
+    The tensor has the shape (batch, heads, n, D). The tile consists of the rows `first` to `first +
+    BLOCK - 1` of one head. Both results have the shape (BLOCK, BLOCK_D), where BLOCK_D is D rounded
+    up to a power of two, as Triton requires. An entry exists if its row is below n and its column
+    is below D.
     """
     # The offset of a head is computed in 64 bits, because it may exceed 2^31. Offsets within a head
     # are computed in 32 bits, and `launch` copies tensors for which these are not enough.
@@ -92,10 +93,11 @@ def load_tile(
     tensor, strides, batch, head, first, n,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """Load the tile (BLOCK, BLOCK_D) that `tile_of` describes.
+    """Load a tile of shape (BLOCK, BLOCK_D) from a tensor of shape (batch, heads, n, D).
 
-    Entries that do not exist are zero. If WHOLE, the caller guarantees that all rows exist, so the
-    load needs no mask.
+    The tile begins at row `first` of one head. Entries outside the tensor are zero. BLOCK_D is D
+    rounded up to a power of two. WHOLE states that all rows of the tile exist, so that the load
+    needs no mask for rows.
     """
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
     if WHOLE and D == BLOCK_D:
@@ -117,20 +119,24 @@ def store_tile(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store a tile where `tile_of` describes it; entries that do not exist are not stored."""
+    """Store a tile of shape (BLOCK, BLOCK_D) in a tensor of shape (batch, heads, n, D).
+
+    The tile begins at row `first` of one head. BLOCK_D is D rounded up to a power of two. Entries
+    outside the tensor are not stored.
+    """
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
     tl.store(pointers, tile.to(tensor.dtype.element_ty), mask=exists)
 
 
 @jit
 def row_offset(batch, head, heads, n):
-    """Return the offset of the first row of one head in a contiguous tensor (batch, heads, n)."""
+    """Return the offset of the element [batch, head, 0] in a contiguous tensor (..., heads, n)."""
     return (tl.cast(batch, tl.int64) * heads + head) * n
 
 
 @jit
 def product(a, b, accumulator=None):
-    """Return the matrix product a b in fp32, added to `accumulator` if it is not None."""
+    """Return the matrix product of a and b in fp32, plus `accumulator` if it is not None."""
     if WIDEN:
         # Triton's interpreter would multiply the bits of bf16 numbers as if they were integers.
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -142,9 +148,9 @@ def product(a, b, accumulator=None):
 
 @jit
 def last_key(queries, n_k, shift, CAUSAL: tl.constexpr):
-    """Return the index of the last key that each query attends to.
+    """Return, for each query, the index of the last key to which the query attends.
 
-    With CAUSAL this is at most query + shift.
+    Without CAUSAL this is n_k - 1. With CAUSAL it is the smaller of query + shift and n_k - 1.
     """
     return tl.minimum(queries + shift, n_k - 1) if CAUSAL else tl.zeros_like(queries) + n_k - 1
 
@@ -153,10 +159,13 @@ def last_key(queries, n_k, shift, CAUSAL: tl.constexpr):
 def key_range(
     first_q, n_k, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return (inner, end), the limits of the keys over which a block of queries iterates.
+    """Return (inner, end), which divide the keys for a block of queries into three ranges.
 
-    Keys before `inner` form whole tiles, to which every query of the block attends. Tiles from
-    `inner` to `end` need a mask. No query of the block attends to key `end` or a later one.
+    The block has BLOCK_Q queries, starting at `first_q`. A tile has BLOCK_K keys.
+
+    - Keys before `inner` form whole tiles, to which every query of the block attends.
+    - Keys from `inner` to `end` (exclusive) form tiles that need a mask.
+    - No query of the block attends to key `end` or a later key.
     """
     if CAUSAL:
         seen_by_first = tl.minimum(tl.maximum(first_q + 1 + shift, 0), n_k)
@@ -170,14 +179,18 @@ def key_range(
 def query_range(
     first_k, n_q, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return (start, inner, outer), the limits of the queries over which a block of keys iterates.
+    """Return (start, inner, outer), which divide the queries for a block of keys into four ranges.
 
-    Queries before `start` attend to no key of the block. Queries from `inner` to `outer` form whole
-    tiles, which attend to all keys of the block. The tiles from `start` to `inner`, and from
-    `outer` to the last query, need a mask.
+    The block has BLOCK_K keys, starting at `first_k`. A tile has BLOCK_Q queries.
 
-    Keys at n_k or later, which do not exist, need no mask here: they only affect their own rows of
-    dK and dV, which are not stored.
+    - Queries before `start` attend to no key of the block.
+    - Queries from `start` to `inner` (exclusive) form tiles that need a mask.
+    - Queries from `inner` to `outer` (exclusive) form whole tiles, which attend to all keys of the
+      block.
+    - Queries from `outer` on, if there are any, form a tile that needs a mask.
+
+    Keys at n_k or later do not exist, but need no mask here. They only affect their own rows of dK
+    and dV, which are not stored.
     """
     start, inner, outer = 0, 0, n_q // BLOCK_Q * BLOCK_Q
     if CAUSAL:
@@ -214,7 +227,11 @@ def forward_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute o and lse; one instance handles BLOCK_Q queries of one head.
+    """Compute the output o of attention and the log-sum-exp lse of each row of scores.
+
+    One program instance handles BLOCK_Q queries of one head. If CAUSAL, query i attends to keys up
+    to i + shift. `group` is the number of query heads per key-value head, and `scale_log2` is the
+    scale of the scores times log2(e). Only Triton's tuner reads `tuning_key`.
 
     Reads:   q (BLOCK_Q, D) once; k and v (n_k, D) in tiles (BLOCK_K, D), up to the diagonal if
              causal.
@@ -284,14 +301,16 @@ def rows_kernel(
     n_q, padded_q,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Compute the two numbers per row that both backward kernels need, for BLOCK_Q queries.
+    """Compute the two numbers per query that both backward kernels need, row_dots and lse_log2.
+
+    One program instance handles BLOCK_Q queries of one head. Both results have padded_q numbers per
+    head, a multiple of any block size, so they can be read without a mask.
 
     Reads:   grad_o and o (BLOCK_Q, D), lse (BLOCK_Q,).
-    Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o), which the softmax's gradient subtracts from
+    Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o), which the gradient of softmax subtracts from
              the gradient of every weight in a row;
-             lse_log2 (BLOCK_Q,) = lse * log2(e), for powers of two. Both have padded_q rows per
-             head, a multiple of any BLOCK_Q, so they can be read without a mask.
-    On chip: both blocks.
+             lse_log2 (BLOCK_Q,) = lse * log2(e), the log-sum-exp to the base 2.
+    On chip: the tiles of grad_o and o.
     """
     first_q, head, batch = tl.program_id(0) * BLOCK_Q, tl.program_id(1), tl.program_id(2)
     rows = first_q + tl.arange(0, BLOCK_Q)
@@ -339,9 +358,11 @@ def keys_backward_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute grad_k and grad_v; one instance handles BLOCK_K keys of one key-value head.
+    """Compute the gradients of keys and values, grad_k and grad_v.
 
-    The instance sums over all query heads that share these keys.
+    One program instance handles BLOCK_K keys of one key-value head. It sums over the `group` query
+    heads that share these keys. `lse_log2` and `row_dots` come from `rows_kernel`. The other
+    arguments are those of `forward_kernel`.
 
     Reads:   k and v (BLOCK_K, D) once; for each of `group` query heads, q and grad_o (n_q, D) in
              tiles (BLOCK_Q, D), and lse_log2 and row_dots (n_q,) in blocks (BLOCK_Q,). If causal,
@@ -436,7 +457,10 @@ def queries_backward_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute grad_q; one instance handles BLOCK_Q queries of one head.
+    """Compute the gradient of the queries, grad_q.
+
+    One program instance handles BLOCK_Q queries of one head. `lse_log2` and `row_dots` come from
+    `rows_kernel`. The other arguments are those of `forward_kernel`.
 
     Reads:   q and grad_o (BLOCK_Q, D), lse_log2 and row_dots (BLOCK_Q,), once; k and v (n_k, D) in
              tiles (BLOCK_K, D), up to the diagonal if causal.

@@ -234,10 +234,14 @@ def _block_size_error(error: Any, kernel: Any, block_q: int, block_k: int, d: in
 
 
 def unsupported_reason(q: Tensor, v: Tensor) -> str | None:
-    """Return why the kernels cannot run on tensors like `q` and `v`, or None if they can.
+    """Return why the Triton kernels cannot run on tensors like `q` and `v`, or None if they can.
 
-    Conditions on tensors that apply to every backend are checked in `flash.py`, and `_launch`
-    checks the block sizes. Sequences may have any length.
+    Other functions check the conditions that apply to every backend (`flash.py`) and the block
+    sizes. Sequences may have any length.
+
+    Args:
+        q: Queries, of shape (batch, heads, n_q, d).
+        v: Values, of shape (batch, kv_heads, n_k, d_v).
     """
     if triton is None:
         return "Triton is not installed"
@@ -266,20 +270,22 @@ def unsupported_reason(q: Tensor, v: Tensor) -> str | None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return softmax(scale * q k^T) v, and the log-sum-exp of each row of scores.
+    """Return the output of attention and the log-sum-exp of each row of scores, with Triton.
 
     Args:
         q: Queries, of shape (batch, heads, n_q, d), in fp32, fp16 or bf16, with any strides.
-        k, v: Keys and values, of shape (batch, kv_heads, n_k, d), in q's dtype. kv_heads divides
-            heads.
-        options: Options. Both block sizes must be 16, 32, 64, 128 or None. If both are None on a
-            GPU, they are looked up in `MEASURED_SETTINGS`. If that table has no row for these
-            tensors, a call whose lengths round up to new powers of two measures several settings,
-            which takes seconds and memory. Exclude that call from measurements.
+        k, v: Keys and values, of shape (batch, kv_heads, n_k, d), in the dtype of q. kv_heads
+            divides heads.
+        options: Mask, scale and block sizes. Each block size must be 16, 32, 64, 128 or None. If
+            both are None on a GPU, `MEASURED_SETTINGS` gives the block sizes. If that table has no
+            entry for these tensors, Triton's tuner measures several block sizes in the first call
+            with these sequence lengths. The tuning takes seconds and memory, so exclude that call
+            from measurements.
 
     Returns:
-        The output o, of shape (batch, heads, n_q, d), contiguous and in q's dtype, and the natural
-        logarithms lse, of shape (batch, heads, n_q) and in fp32.
+        A tuple (o, lse). The output o is softmax(scale * q k^T) v, of shape (batch, heads, n_q, d),
+        contiguous and in the dtype of q. The log-sum-exp lse (natural logarithm) has the shape
+        (batch, heads, n_q), in fp32.
     """
     (batch, heads, n_q, _), (_, kv_heads, n_k, _) = q.shape, k.shape
     shift, scale = options.shift, options.scale
@@ -318,12 +324,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, contiguous, in their shapes and dtypes.
+    """Return the gradients (dq, dk, dv) of attention, computed with Triton.
+
+    The gradients are contiguous, and have the shapes and dtypes of q, k and v.
 
     Args:
         q, k, v, options: Arguments of `forward`.
-        o, lse: Results of `forward`.
-        grad_o: Gradient of o, in its shape.
+        o, lse: Output and log-sum-exp that `forward` returned.
+        grad_o: Gradient of o, in the shape of o.
     """
     (batch, heads, n_q, d), (_, kv_heads, n_k, _) = q.shape, k.shape
     shift, scale = options.shift, options.scale

@@ -48,7 +48,12 @@ def _flops_of_tiles(like, nbytes, flops, operator, **_) -> int:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return symbolic results like those of `tiled.forward`, with its memory and FLOPs."""
+    """Return symbolic results of FlashAttention's forward pass, without running all tiles.
+
+    `tiled.forward` has the same arguments and results. The results have shapes but no values. A
+    `MemoryMeter` or FLOP counter counts the peak bytes and FLOPs that real tensors would need. In a
+    symbolic mode of kind "cuda", the bytes are those that the Triton kernels need.
+    """
     o, lse = (
         q.new_empty(*q.shape[:3], v.shape[3]),
         q.new_empty(q.shape[:3], dtype=tiled.work_dtype(q)),
@@ -68,7 +73,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return symbolic results like those of `tiled.backward`, with its memory and FLOPs."""
+    """Return symbolic gradients of FlashAttention, without running all tiles.
+
+    `tiled.backward` has the same arguments and results. The results have shapes but no values. A
+    `MemoryMeter` or FLOP counter counts the peak bytes and FLOPs that real tensors would need. In a
+    symbolic mode of kind "cuda", the bytes are those that the Triton kernels need.
+    """
     row_buffers = []
     if _kernels_would_run(q, v):
         rows = math.ceil(q.shape[2] / PADDED_ROWS) * PADDED_ROWS

@@ -24,12 +24,16 @@ MIN_SCORES_FOR_THREADS = 2**18
 
 
 def thread_count(x: Tensor, scores: int, at_once: int) -> int:
-    """Return the number of threads for a forward or backward pass.
+    """Return the number of threads that a forward or backward pass of attention uses.
+
+    The result is 1 if the pass runs on a GPU or has few scores. The result is also 1 while a
+    dispatch mode, the profiler or the compiler observes this thread, because operators in other
+    threads would not be observed.
 
     Args:
         x: A tensor on the device of the pass.
         scores: Number of scores that the pass computes.
-        at_once: Number of heads that are in memory at a time, an upper limit of the threads.
+        at_once: Number of heads that are processed at a time. The result is at most this number.
     """
     if x.device.type != "cpu" or scores < MIN_SCORES_FOR_THREADS or _operators_observed():
         return 1
@@ -37,9 +41,12 @@ def thread_count(x: Tensor, scores: int, at_once: int) -> int:
 
 
 def run_parts(function: Callable, parts: Iterable, count: int) -> None:
-    """Call `function(*part)` for each part, in `count` threads or in this one if `count` is 1.
+    """Call `function(*part)` for each part, in one or several threads.
 
-    In other threads the function runs without gradients.
+    Args:
+        function: Function to call. In other threads than the caller's it runs without gradients.
+        parts: Iterable of tuples or lists of arguments, one per call.
+        count: Number of threads. With 1, all calls run in the caller's thread.
     """
     if count == 1:
         for part in parts:

@@ -30,12 +30,13 @@ LOG2_E = math.log2(math.e)
 
 
 class Options(NamedTuple):
-    """Options of attention that all backends share.
+    """Options of FlashAttention that all backends share.
 
     Attributes:
         shift: Offset of the causal mask: query i attends to keys up to i + shift. None for no mask.
         scale: Number by which the scores are multiplied.
-        block_q, block_k: Rows and columns of a tile, or None for the backend's default.
+        block_q: Number of queries per tile of scores; None for the backend's default.
+        block_k: Number of keys per tile of scores; None for the backend's default.
     """
 
     shift: int | None
@@ -47,9 +48,9 @@ class Options(NamedTuple):
 def online_softmax(scores: Tensor, block: int) -> Tensor:
     """Compute a softmax over the last dimension, with one loop for the maximum and the sum.
 
-    After each block of columns, m is the maximum so far and total is the sum of exp(score - m) so
-    far. If a block raises m, the old total is multiplied by exp(old m - new m). A row in which all
-    scores are -inf gives zeros, whereas `torch.softmax` gives NaN.
+    The loop goes over blocks of columns. After each block, m is the maximum so far, and total is
+    the sum of exp(score - m) so far. If a block raises m, the old total is multiplied by exp(old m
+    - new m). A row in which all scores are -inf gives zeros, whereas `torch.softmax` gives NaN.
 
     Args:
         scores: A floating-point tensor of shape (..., n).
@@ -60,8 +61,8 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
         differentiable.
 
     Raises:
-        TypeError: scores is not a floating-point tensor, or block is not a whole number.
-        ValueError: block is less than 1.
+        TypeError: `scores` is not a floating-point tensor, or `block` is not a whole number.
+        ValueError: `block` is less than 1.
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3.
 
@@ -96,9 +97,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         options: Mask, scale and block sizes.
 
     Returns:
-        The output o, of shape (batch, heads, n_q, d_v) and in the dtype of q, and the natural
-        logarithms lse, of shape (batch, heads, n_q) and in float32 (float64 for float64 inputs). A
-        query that attends to no key has output zero and lse -inf.
+        A tuple (o, lse). The output o has the shape (batch, heads, n_q, d_v) and the dtype of q.
+        The log-sum-exp lse (natural logarithm) has the shape (batch, heads, n_q), in float32, or in
+        float64 for float64 inputs. A query that attends to no key has output zero and lse -inf.
     """
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=work_dtype(q))
     _run_tiles(forward_tiles, (q, o, lse), (k, v), options)
@@ -108,12 +109,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, grad_o: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients dq, dk and dv, in the shapes and dtypes of q, k and v.
+    """Return the gradients (dq, dk, dv) of attention, in the shapes and dtypes of q, k and v.
 
     Args:
         q, k, v, options: Arguments of `forward`.
-        o, lse: Results of `forward`.
-        grad_o: Gradient of o, in its shape.
+        o, lse: Output and log-sum-exp that `forward` returned.
+        grad_o: Gradient of o, in the shape of o.
     """
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     _run_tiles(backward_tiles, (q, o, lse, grad_o, dq), (k, v, dk, dv), options)
@@ -121,10 +122,17 @@ def backward(
 
 
 def forward_tiles(q, o, lse, k, v, options) -> None:
-    """Compute attention tile by tile, and write the results to o and lse.
+    """Compute attention tile by tile, and write the results to `o` and `lse`.
 
-    There are h key heads with g query heads each. Shapes: q (h, g, n_q, d), o (h, g, n_q, d_v), lse
-    (h, g, n_q), k (h, n_k, d), v (h, n_k, d_v).
+    Below, h is the number of key heads, and g is the number of query heads per key head.
+
+    Args:
+        q: Queries, of shape (h, g, n_q, d).
+        o: Output of shape (h, g, n_q, d_v), which is overwritten.
+        lse: Log-sum-exp of shape (h, g, n_q), which is overwritten.
+        k: Keys, of shape (h, n_k, d).
+        v: Values, of shape (h, n_k, d_v).
+        options: `Options` in which both block sizes are given.
     """
     shift, scale, block_q, block_k = options
     work = lse.dtype
@@ -158,10 +166,19 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
 
 
 def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
-    """Compute the gradients tile by tile, and write them to dq, dk and dv.
+    """Compute the gradients of attention tile by tile, and write them to `dq`, `dk` and `dv`.
 
-    The shapes are those of `forward_tiles`. A tile has keys as rows and queries as columns, so that
-    dV and dK, which are sums over queries, are matrix products without a transposed tile.
+    Below, h is the number of key heads, and g is the number of query heads per key head. A tile has
+    keys as rows and queries as columns. dV and dK, which are sums over queries, are therefore
+    matrix products without a transposed tile.
+
+    Args:
+        q, dq: Queries and their gradient, of shape (h, g, n_q, d). `dq` is overwritten.
+        o, grad_o: Output and its gradient, of shape (h, g, n_q, d_v).
+        lse: Log-sum-exp of each row of scores, of shape (h, g, n_q).
+        k, dk: Keys and their gradient, of shape (h, n_k, d). `dk` is overwritten.
+        v, dv: Values and their gradient, of shape (h, n_k, d_v). `dv` is overwritten.
+        options: `Options` in which both block sizes are given.
     """
     shift, scale, block_q, block_k = options
     work = lse.dtype
@@ -196,18 +213,29 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
 def with_blocks(options: Options, q: Tensor, k: Tensor) -> Options:
     """Return the options with default block sizes instead of None.
 
-    A tile stacks all query heads that share keys. The more heads share them, the fewer queries per
-    head it has by default.
+    A tile contains the queries of all query heads that share a key head. The more query heads share
+    a key head, the fewer queries per head a tile has by default.
+
+    Args:
+        options: Options whose block sizes may be None.
+        q: Queries, of shape (batch, heads, n_q, d).
+        k: Keys, of shape (batch, kv_heads, n_k, d).
     """
     block_q = options.block_q or max(1, BLOCK * k.shape[1] // max(1, q.shape[1]))
     return options._replace(block_q=block_q, block_k=options.block_k or BLOCK)
 
 
 def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
-    """Return how many key heads are processed at a time.
+    """Return the number of key heads, counted over the whole batch, that are processed at a time.
 
-    The number depends only on the shapes and the type of device, so without threads attention needs
-    the same bytes on every machine. Threads divide these heads among them.
+    The number depends only on the shapes and the type of device. Therefore attention in a single
+    thread needs the same bytes on every machine. Several threads divide these heads among
+    themselves.
+
+    Args:
+        q: Queries, of shape (batch, heads, n_q, d).
+        k: Keys, of shape (batch, kv_heads, n_k, d).
+        options: `Options` in which both block sizes are given.
     """
     (batch, heads, n_q), (kv_heads, n_k) = q.shape[:3], k.shape[1:3]
     tile = heads // max(1, kv_heads) * min(options.block_q, n_q) * min(options.block_k, n_k)
@@ -216,11 +244,19 @@ def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
 
 
 def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]]:
-    """Yield views of groups of `size` key heads, together with their query heads.
+    """Split tensors into groups of key heads with their query heads, and yield each group.
 
-    Each item is one list. Views of `queries` have shape (h, g, n_q, ...), and those of `keys` have
-    shape (h, n_k, ...). An input whose batch and heads cannot be merged into one dimension is
-    copied first, which costs n d elements per head.
+    A group is a list of tensors in the order of the arguments. Below, h is the number of key heads
+    in the group, and g is the number of query heads per key head. The tensors are views, unless the
+    batch and the heads of a tensor cannot be merged into one dimension. Such a tensor is copied
+    first.
+
+    Args:
+        queries: Tensors of shape (batch, heads, n_q, ...). In a group they have the shape (h, g,
+            n_q, ...).
+        keys: Tensors of shape (batch, kv_heads, n_k, ...). In a group they have the shape (h, n_k,
+            ...).
+        size: Number of key heads per group.
     """
     (batch, heads), kv_heads = queries[0].shape[:2], keys[0].shape[1]
     flat = [x.reshape(batch * kv_heads, heads // max(1, kv_heads), *x.shape[2:]) for x in queries]
@@ -256,5 +292,5 @@ def _exp_(x: Tensor) -> Tensor:
 
 
 def work_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which attention computes for inputs like `x`."""
+    """Return the dtype of the arithmetic for inputs like `x`: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

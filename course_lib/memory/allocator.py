@@ -23,13 +23,16 @@ _RECORD_PREFIX = "course_lib.memory: "
 
 
 def allocator_peak(run: Callable, device: torch.device) -> int:
-    """Return the allocator's peak during a step, in bytes above those allocated before the step.
+    """Run a step and return its peak memory in bytes, as PyTorch's allocator counts it.
 
-    No dispatch mode is active during the run.
+    The bytes that were allocated when the step began are subtracted from the peak. No dispatch mode
+    is active, because a mode would change which tensors autograd creates.
 
     Args:
-        run: Function that takes context managers as arguments and runs the step inside them.
-        device: Device whose allocator is measured.
+        run: Function that takes context managers as positional arguments, enters them, and runs the
+            step inside them.
+        device: Device whose allocator is measured. Any device other than a CUDA device means the
+            CPU.
     """
     if device.type == "cuda":
         found: list[tuple[int, int]] = []
@@ -40,15 +43,22 @@ def allocator_peak(run: Callable, device: torch.device) -> int:
 
 
 def workspace_by_operator(run: Callable, device: torch.device) -> dict[str, int]:
-    """Run a step and return a dict from operator name to its workspace in bytes, largest first.
+    """Run a step and return the largest workspace of each operator, in bytes.
 
     The workspace is memory that an operator allocates and frees internally. For one call it is the
-    peak during the call minus the larger of the bytes allocated before and after it. The dict has
-    the largest workspace of all calls.
+    allocator's peak during the call, minus the bytes allocated before or after the call, whichever
+    is larger.
 
     Args:
-        run: Function that takes context managers as arguments and runs the step inside them.
-        device: Device whose allocator is measured.
+        run: Function that takes context managers as positional arguments, enters them, and runs the
+            step inside them.
+        device: Device whose allocator is measured. Any device other than a CUDA device means the
+            CPU.
+
+    Returns:
+        A dict from operator name, such as "aten.mm.default", to the largest workspace of all its
+        calls. The operator with the largest workspace comes first. Operators without a workspace
+        are left out.
     """
     if device.type == "cuda":
         mode = _CudaWorkspace(device)

@@ -52,15 +52,17 @@ _FROM_STORAGE = (
 
 
 class CategoryTracker:
-    """Record which storages each operator reads and makes, and which the autograd graph keeps.
+    """Collect the data that decide whether a storage is a parameter, an activation, and so on.
 
-    The meter calls `inputs` before each operator and `outputs` after it. The records in `tracker`
-    then determine the category of each storage at each point.
+    `MemoryMeter` calls `inputs` before each operator and `outputs` after it. Both methods record
+    which storages the operator reads and creates, and which storages the autograd graph keeps for
+    backward. From these data, `Record.spans` derives the category of each storage at each time of
+    the step.
 
     Args:
-        tracker: Holds the records of all storages.
-        leaves_are_parameters: Whether a leaf that requires a gradient counts as a parameter even if
-            it is not an `nn.Parameter`. The meter sets this if it was given no model.
+        tracker: `StorageTracker` with one `Record` per storage. The methods update its records.
+        leaves_are_parameters: Whether a leaf tensor that requires a gradient counts as a parameter
+            even if it is not an `nn.Parameter`. The value is True for a meter without a model.
     """
 
     def __init__(self, tracker: StorageTracker, leaves_are_parameters: bool):
@@ -92,12 +94,14 @@ class CategoryTracker:
         Call this method before the operator runs.
 
         Args:
-            func, args, kwargs: The operator's call, as a dispatch mode receives it.
-            node: Autograd node that runs the operator; None in the forward pass.
+            func, args, kwargs: Operator and its arguments, as `__torch_dispatch__` receives them.
+            node: Autograd node that runs the operator; None outside a backward pass.
 
         Returns:
-            The pass to which the operator belongs ("forward", "recomputation" or "elsewhere"), and
-            the addresses of its input storages. Pass both to `outputs`.
+            A tuple (pass, addresses); `outputs` needs both. The pass is "forward" outside a
+            backward pass, "recomputation" in a backward pass with gradients enabled, and
+            "elsewhere" in the rest of a backward pass. The addresses are those of the operator's
+            input storages.
         """
         self.settle()
         thread = threading.get_ident()
@@ -138,7 +142,15 @@ class CategoryTracker:
         return made_in, sources
 
     def note_read(self, records: Iterable[Record], node: Any) -> None:
-        """Record that a node of the backward pass reads storages, which were kept for backward."""
+        """Record that an autograd node reads storages during backward.
+
+        A storage that backward reads was kept for backward. Therefore the storage counts as an
+        activation until the last node that reads it has finished.
+
+        Args:
+            records: Records of the storages that the node reads.
+            node: Autograd node that is running.
+        """
         for record in records:
             if record.read_by is not node:
                 # If the graph did not save the storage, other code kept it, such as a checkpoint.
@@ -161,14 +173,15 @@ class CategoryTracker:
         )
 
     def outputs(self, func, result, sources: set[int], made_in: str) -> None:
-        """Count the new storages in an operator's result, and update those that were resized.
+        """Count the new storages in an operator's result, and update the sizes of resized storages.
 
         Call this method after the operator has returned.
 
         Args:
-            func: The operator.
-            result: The value that it returned.
-            sources, made_in: Input storages and pass of the operator, as `inputs` returned them.
+            func: Operator that has run.
+            result: Value that the operator returned.
+            sources: Addresses of the operator's input storages, as `inputs` returned them.
+            made_in: Pass to which the operator belongs, as `inputs` returned it.
         """
         tracker = self.tracker
         tensors = [t for t in tensors_among((result,)) if not self._is_only_a_shape(t)]
@@ -213,10 +226,11 @@ class CategoryTracker:
         return mode is not self.fake_mode and not isinstance(mode, Symbolic)
 
     def settle(self) -> None:
-        """Record the tensors that the last operator's autograd node saved or accumulated.
+        """Record which tensors the last operator saved for backward, and which gradient it wrote.
 
-        Saved tensors and accumulated gradients become visible only after the operator has returned.
-        Therefore the next operator, or a method that reads the results, calls this method.
+        PyTorch shows saved tensors and accumulated gradients only after the operator has returned.
+        Therefore `inputs` calls this method before the next operator, and the meter calls it before
+        it computes results.
         """
         now = len(self.tracker.operators) - 1
         output = self._output and self._output()
@@ -230,9 +244,10 @@ class CategoryTracker:
             self.tracker.assign(self.node.variable.grad, "gradient", now)
 
     def forget_output(self) -> None:
-        """Drop the weak reference to the last output.
+        """Drop the weak reference to the output of the last operator.
 
-        `torch.utils.swap_tensors` rejects tensors to which there are weak references.
+        The meter calls this method before `torch.utils.swap_tensors`, which rejects tensors that
+        have weak references.
         """
         self.settle()
         self._output = None
@@ -249,7 +264,7 @@ class CategoryTracker:
         return oldest <= node._sequence_nr() < self._newest
 
     def finish(self) -> None:
-        """Complete the records at the end of the meter's block."""
+        """Complete the records of all storages when the meter's `with` block ends."""
         self.settle()
         self._finish_node()
         self.node = None
@@ -263,28 +278,31 @@ class CategoryTracker:
     def overwritten_input(self, func, args, kwargs) -> Record | None:
         """Return the record of the input that autograd would overwrite without a dispatch mode.
 
-        Without a dispatch mode, autograd writes in place when it adds two gradients for the same
-        node, and when some gradient formulas fill a tensor of zeros. With one, such as the meter,
-        autograd calls operators that make a new tensor instead (`IN_PLACE_WITHOUT_MODES`). The
-        meter is to report the bytes of the program without the meter. It therefore counts the first
-        argument of such an operator as released before the operator runs.
+        Without a dispatch mode, autograd writes in place in two cases: when it adds two gradients
+        that reach the same node, and when some gradient formulas fill a tensor of zeros. While a
+        dispatch mode such as the meter is active, autograd calls the operators
+        `IN_PLACE_WITHOUT_MODES` instead, which create a new tensor. The meter must report the bytes
+        of the program without the meter. Therefore the meter counts the first argument of these
+        operators as released before the operator runs.
 
-        An operator counts as such a call if all of these conditions hold:
+        The method returns a record under these conditions:
 
-        - No Python function called the operator.
-        - The first argument is the only tensor in its storage, and it fills the storage.
-        - The storage is released when the call returns (`StorageTracker.count_as_released`).
-        - A tensor of zeros was made by the autograd node that is running.
-        - The first argument of a sum is older than that node's operators, unless two gradients of
-          that node are added.
+        - Autograd's engine, not a Python function, called the operator.
+        - The first argument is the only tensor in its storage, and fills the storage.
+        - If the first argument is a tensor of zeros, the running autograd node created it.
+        - If the operator adds two gradients, the first one existed before the running node began,
+          or both gradients come from this node.
+
+        The caller then checks that the storage is released after the call
+        (`StorageTracker.count_as_released`).
 
         Args:
-            func, args, kwargs: The operator's call, as a dispatch mode receives it. The operator is
-                one of `IN_PLACE_WITHOUT_MODES`.
+            func, args, kwargs: Operator and its arguments, as `__torch_dispatch__` receives them.
+                The operator is one of `IN_PLACE_WITHOUT_MODES`.
 
         Returns:
-            The record of the first argument's storage, or None if autograd would make a new tensor
-            without a dispatch mode too.
+            The `Record` of the first argument's storage, or None if autograd would create a new
+            tensor without a dispatch mode too.
 
         Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`), and
         `areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp.
@@ -356,10 +374,14 @@ _WRAPPERS = (__name__, *WRAPPERS)
 
 
 class OptimizerPhase:
-    """Detect which operators belong to an optimizer's step, and find the optimizer's state.
+    """Detect which operators run inside an optimizer's `step()`, and which tensors are its state.
 
-    If the step of one optimizer calls the step of another, only the outer optimizer begins and ends
-    the phase.
+    A new object registers hooks on the steps of all optimizers. After each step, the optimizer's
+    state tensors get the category "optimizer" in the tracker. If the step of one optimizer calls
+    the step of another, operators belong to the outer step until it ends.
+
+    Args:
+        tracker: `StorageTracker` whose records are updated.
     """
 
     def __init__(self, tracker: StorageTracker):
@@ -376,16 +398,20 @@ class OptimizerPhase:
         )
 
     def is_running(self, node) -> bool:
-        """Return whether an operator that this autograd node runs belongs to an optimizer's step.
+        """Return whether the current operator belongs to an optimizer's step.
 
-        `node` is None if no backward pass is running.
+        Operators of a closure that the step calls, as with `torch.optim.LBFGS`, do not belong to
+        the step.
+
+        Args:
+            node: Autograd node that runs the operator; None if no backward pass is running.
         """
         # A step may call a closure, as that of LBFGS does. The closure's forward pass runs with
         # gradients enabled, and its backward pass runs other nodes.
         return self._outermost is not None and node is self._node and not torch.is_grad_enabled()
 
     def remove(self) -> None:
-        """Remove the hooks from all optimizers."""
+        """Remove the hooks that the object has registered on the steps of all optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._outermost = self._node = None

@@ -31,11 +31,15 @@ _ALLOCATION_FUNCTIONS = (
 def buffers_of_generated_code(
     mode: TorchDispatchMode, on_buffer: Callable[[UntypedStorage], None]
 ) -> Iterator[None]:
-    """Call `on_buffer(storage)` for each buffer that compiled code allocates in a `with` block.
+    """Call `on_buffer` for each buffer that compiled code allocates inside a `with` block.
 
-    Buffers are reported only while `mode` is active. The buffers of code that is C++ as a whole
-    (Inductor's option `cpp_wrapper`) and of replayed CUDA graphs are not reported, because they are
-    not allocated from Python.
+    Compiled code is code that `torch.compile` has generated. Two kinds of buffers are not reported,
+    because they are not allocated from Python: buffers of code that is C++ as a whole (Inductor's
+    option `cpp_wrapper`), and buffers of replayed CUDA graphs.
+
+    Args:
+        mode: Dispatch mode that must be active for a buffer to be reported.
+        on_buffer: Function that is called with the storage of each new buffer.
     """
 
     def wrap(allocate: Callable) -> Callable:
@@ -68,10 +72,11 @@ def buffers_of_generated_code(
 
 
 class BuffersForBackward:
-    """Buffers that compiled functions have allocated in the forward pass, as storage records.
+    """Buffers that compiled functions have allocated and may keep for backward.
 
-    If a buffer is still live when the backward pass of the same compiled function begins, it was
-    kept for this backward pass and counts as an activation.
+    A buffer that is still live when the backward pass of its compiled function begins was kept for
+    this backward pass. It counts as an activation. Each buffer is represented by the `Record` of
+    its storage.
     """
 
     def __init__(self) -> None:
@@ -83,17 +88,29 @@ class BuffersForBackward:
         return bool(self._records_by_node)
 
     def add(self, record: Any, made_in: str) -> None:
-        """Add the record of a new buffer. `made_in` is the pass in which the buffer was made."""
+        """Add a new buffer.
+
+        Args:
+            record: `Record` of the buffer's storage.
+            made_in: Pass in which the buffer was allocated: "forward", "recomputation" or
+                "elsewhere". With "elsewhere", the buffer is not added.
+        """
         if made_in != "elsewhere":
             # An `autograd.Function` makes its node immediately before its forward pass runs.
             number = torch.autograd._get_sequence_nr() - 1 if made_in == "forward" else None
             self._records_by_node.setdefault(number, []).append(record)
 
     def pop_kept_for(self, node: Any, made_in: str) -> list[Any]:
-        """Remove and return the records of live buffers that were kept for this autograd node.
+        """Remove the buffers that were kept for an autograd node, and return their records.
 
-        `made_in` says in which pass the node runs, as `CategoryTracker.inputs` returns it. Only
-        "elsewhere", which includes backward, has such buffers.
+        The method removes the buffers that the node's compiled function allocated in the forward
+        pass, and all buffers that were allocated in a recomputation. The records of buffers that
+        are no longer live are not returned.
+
+        Args:
+            node: Autograd node that is about to run.
+            made_in: Pass in which the node runs, as `CategoryTracker.inputs` returns it. For
+                "forward" and "recomputation", the method does nothing and returns an empty list.
         """
         numbers = (node._sequence_nr(), None) if made_in == "elsewhere" else ()
         records = [record for number in numbers for record in self._records_by_node.pop(number, ())]
@@ -102,7 +119,10 @@ class BuffersForBackward:
 
 @contextmanager
 def compiled_calls(on_call: Callable[[], None]) -> Iterator[None]:
-    """Call `on_call()` whenever a function made by `torch.compile` is called in a `with` block."""
+    """Inside a `with` block, call `on_call()` whenever a compiled function is called.
+
+    A compiled function is a function that `torch.compile` has made.
+    """
     # This loads Dynamo. The first operator of a meter would load it anyway.
     dynamo = load_eval_frame()
     chosen = dynamo._callback_from_stance

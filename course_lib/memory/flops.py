@@ -58,11 +58,14 @@ _BITSANDBYTES_FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
-    """Return the FLOPs of one call of an operator; 0 if it has no formula.
+    """Return the FLOPs of one operator call; 0 if no formula exists for the operator.
+
+    The function uses the formulas of PyTorch's `FlopCounterMode`, with the changes that
+    `own_formulas` returns.
 
     Args:
-        func, args, kwargs: The operator's call, as a dispatch mode receives it.
-        result: The value that the operator returned.
+        func, args, kwargs: Operator and its arguments, as `__torch_dispatch__` receives them.
+        result: Value that the operator returned.
     """
     if isinstance(func, HigherOrderOperator):
         # Compiled code calls an operator that draws random numbers through a higher-order operator,
@@ -94,13 +97,14 @@ def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
 
 
 def own_formulas() -> dict[Any, Callable[..., int]]:
-    """Return the formulas by which `flops_of` differs from a plain `FlopCounterMode`.
+    """Return the FLOP formulas that this library adds to PyTorch's `FlopCounterMode` or changes.
 
-    They are formulas for fused attention and for the matrix products of bitsandbytes. Pass the
-    result to `FlopCounterMode` as its argument `custom_mapping`.
+    The formulas are for fused attention and, if bitsandbytes has been imported, for the matrix
+    products of bitsandbytes. Pass the dict to `FlopCounterMode` as its argument `custom_mapping`.
 
     Returns:
-        A dict from operator packet to a function that returns FLOPs.
+        A dict from operator packet, such as `torch.ops.aten.mm`, to a function that takes the
+        operator's arguments and returns FLOPs.
     """
 
     def formula(packet: Any) -> Callable[..., int]:

@@ -14,19 +14,22 @@ _BYTES_PER_PARAMETER = {
 
 
 def training_state_bytes(parameters: int, recipe: str) -> dict[str, int]:
-    """Return the bytes of weights, gradients and optimizer state, whatever the batch size is.
+    """Return the bytes of a model's weights, gradients and optimizer state in training.
+
+    The batch size does not change these bytes.
 
     Args:
         parameters: Number of parameters.
-        recipe: "fp32-sgd", "fp32-momentum", "fp32-adam" or "mixed-adam". The last takes 16 bytes
-            per parameter: half-precision weights and gradients, and in the optimizer fp32 master
-            weights and both moments.
+        recipe: "fp32-sgd", "fp32-momentum" (SGD with momentum), "fp32-adam" or "mixed-adam". With
+            "mixed-adam", weights and gradients have half precision, and the optimizer state
+            consists of fp32 master weights and two fp32 moments. The total is 16 bytes per
+            parameter.
 
     Returns:
         {"parameter": bytes, "gradient": bytes, "optimizer": bytes}
 
     Raises:
-        TypeError, ValueError: The count is not a positive whole number, or the recipe is unknown.
+        TypeError, ValueError: `parameters` is not a positive whole number, or `recipe` is unknown.
 
     Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, section 3.1.
 
@@ -68,17 +71,17 @@ def transformer_activation_bytes(
         sequence: Tokens per sample (s).
         batch: Samples in the batch (b).
         hidden: Features per token (h).
-        heads: Attention heads (a).
+        heads: Number of attention heads (a).
         layers: Number of layers.
-        recompute: Activations that are recomputed in backward. "none" saves all of them.
-            "selective" recomputes the core of the attention (scores, softmax and dropout), which
-            leaves 34*s*b*h bytes per layer. "full" saves only the input of each layer, which is
-            2*s*b*h bytes.
+        recompute: Activations that are recomputed in backward instead of being saved. "none" means
+            that all activations are saved. With "selective", the scores, the softmax and the
+            dropout of attention are recomputed, which leaves 34*s*b*h bytes per layer. With "full",
+            only the input of each layer is saved, which takes 2*s*b*h bytes.
         dtype_bytes: Bytes of one element of an activation; 2 in half precision.
         mask_bytes: Bytes of one element of a dropout mask: 1 for `native_dropout`, `dtype_bytes`
             for `F.dropout` on a CPU, 0 without dropout.
-        statistic_bytes: Bytes of each of the four LayerNorm statistics per token. The paper omits
-            them.
+        statistic_bytes: Bytes of one LayerNorm statistic. Each layer saves four statistics per
+            token, which the paper omits.
 
     Returns:
         Bytes of all layers, without embeddings and the output head.
@@ -120,23 +123,25 @@ def attention_saved_bytes(
     kv_heads: int | None = None,
     kind: str = "standard",
 ) -> dict[str, int]:
-    """Return the bytes of each tensor that attention, without its projections, saves for backward.
+    """Return the bytes of each tensor that attention saves for backward.
 
-    Standard attention keeps Q, K, V and the probabilities P. It does not keep the scores S, because
-    the gradient of softmax needs only its output. FlashAttention keeps Q, K, V, the output O and
-    one fp32 log-sum-exp per query and head.
+    The projections before and after attention are not counted. Standard attention saves Q, K, V and
+    the probabilities P. It does not save the scores S, because the gradient of softmax needs only
+    the output of softmax. FlashAttention saves Q, K, V, the output O and one fp32 log-sum-exp per
+    query and head.
 
     Args:
         sequence: Tokens per sample.
         batch: Samples in the batch.
-        heads: Query heads.
+        heads: Number of query heads.
         head_dim: Features per head.
         dtype_bytes: Bytes of one element of Q, K, V, P and O.
         kv_heads: Number of heads of K and V, for grouped-query attention. The default is `heads`.
-        kind: "standard" or "flash".
+        kind: "standard", or "flash" for FlashAttention.
 
     Returns:
-        A dict from "q", "k", "v" and "p", or from "q", "k", "v", "o" and "lse", to bytes.
+        A dict from the name of each tensor to its bytes. The names are "q", "k", "v" and "p" for
+        standard attention, and "q", "k", "v", "o" and "lse" for FlashAttention.
 
     Raises:
         TypeError, ValueError: A count is not a positive whole number, `kv_heads` does not divide

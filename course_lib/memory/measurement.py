@@ -43,23 +43,24 @@ class Measurement(Table):
     """Memory, FLOPs and time of a training step, as `measure` returns them.
 
     Attributes:
-        peak_bytes: The largest number of bytes of tensors live at once, including model and
-            optimizer if they are given.
-        allocator_peak_bytes: The same peak, in bytes, as the allocator reports it; None for a
-            symbolic step, and if no timed runs were requested (`repeats=0`).
-        workspace_bytes: `allocator_peak_bytes` minus `peak_bytes`: memory that operators allocate
-            and free internally. None if `allocator_peak_bytes` is None. If the value is negative,
-            `notes` give the reason.
-        flops: Floating-point operations of the step's matrix products and convolutions.
+        peak_bytes: Largest number of bytes of tensors that are live at once, including the tensors
+            of the model and the optimizer if `measure` received them.
+        allocator_peak_bytes: Peak in bytes that PyTorch's allocator reports. None for a step on
+            symbolic or meta tensors, and for `repeats=0`.
+        workspace_bytes: Memory in bytes that operators allocate and free internally:
+            `allocator_peak_bytes` minus `peak_bytes`. None if `allocator_peak_bytes` is None. If
+            the number is negative, `notes` give the reason.
+        flops: Floating-point operations of the step's matrix products, convolutions and fused
+            attention.
         seconds: Median time of the timed runs; None if `allocator_peak_bytes` is None.
         device: Device whose bytes are counted: "cpu", "cuda:0", ...
-        at_peak: Dict from category to bytes at the peak.
-        workspace_by_operator: Dict from operator to the largest workspace of one call in bytes,
-            largest first.
+        at_peak: Dict from category, such as "activation", to its live bytes at the peak.
+        workspace_by_operator: Dict from operator name to the largest workspace of one call in
+            bytes, largest first. Empty if `allocator_peak_bytes` is None.
         changed_parameters: Number of parameters that the step changed and that `measure` could not
-            restore, because their model was not given.
-        notes: Sentences on facts that matter when these numbers are compared. They are shown below
-            the table.
+            restore, because it did not receive their model.
+        notes: Sentences below the displayed table that state limits of these numbers, for example
+            that two runs of the step differed.
     """
 
     peak_bytes: int
@@ -103,10 +104,10 @@ def measure(
 ) -> Measurement:
     """Run a training step several times and return its memory, FLOPs and time.
 
-    The step runs in this order:
+    The runs are, in this order:
 
-    1. `warmup` runs. They create the optimizer's state, so that no variant in a comparison includes
-       this cost.
+    1. `warmup` runs, which create the optimizer's state. Its creation is then not part of the
+       results.
     2. Up to four runs under a `MemoryMeter`, until two consecutive runs have the same operators and
        the same peak. The first runs may differ; DDP, for example, arranges its buckets in the
        second run.
@@ -118,33 +119,35 @@ def measure(
     Garbage collection is off, so that the numbers are reproducible.
 
     **Restored state.** Afterwards parameters, buffers, gradients, optimizer state and random number
-    generators are in their original state, even if the step fails. For this, `measure` holds copies
+    generators are in their original state, even if the step fails. For this, `measure` makes copies
     of parameters, buffers and optimizer state, which the results do not include. If `model` and
-    `optimizer` are not given, `measure` restores only the gradients of the parameters that the step
-    uses, and the generators. `Measurement.changed_parameters` is then the number of parameters that
-    the step has changed (except through `.data`).
+    `optimizer` are not given, `measure` restores only the random number generators and the
+    gradients of the parameters that the step uses. `Measurement.changed_parameters` is then the
+    number of parameters that the step has changed. Changes through `.data` are not detected.
 
     **Compiled code.** Functions that `torch.compile` has compiled run compiled in each of these
     runs, and afterwards too. `Measurement.notes` then states that compiled code was called. The
     allocator's peak is that of the compiled step. The peak of live tensors may lack some buffers of
-    compiled code (see `MemoryMeter`); these are part of `workspace_bytes`. A matrix product inside
-    a kernel that the compiler generated counts as 0 FLOPs.
+    compiled code (see `MemoryMeter`). The missing buffers are part of `workspace_bytes`. A matrix
+    product inside a kernel that the compiler generated counts as 0 FLOPs.
 
     Args:
         step: Function without arguments that runs one training step: forward, backward and, if
             wanted, the optimizer's step.
         model: The model that is trained. Its bytes are part of the peak.
         optimizer: One optimizer or several that train the model. Their state is part of the peak.
-        warmup: Number of warm-up runs. With 0, each run is the first step of a training, before the
-            optimizer has created its state. `optimizer` is then needed if the step uses one.
-        repeats: Number of timed runs. With 0, only bytes and FLOPs are measured.
-        needs_gradient: Whether the step must run a backward pass. False allows steps without one,
-            such as inference.
+        warmup: Number of warm-up runs. With 0, each run is the first step of training, in which the
+            optimizer creates its state. `optimizer` must then be given if the step uses an
+            optimizer.
+        repeats: Number of timed runs. With 0, runs 3 to 5 are left out, and only live bytes and
+            FLOPs are measured.
+        needs_gradient: Whether the step must run a backward pass. False allows steps without a
+            backward pass, such as inference.
         device: The device whose bytes are counted. The default is the first accelerator that the
             step uses, or else the CPU.
 
     Raises:
-        ValueError: The step runs no backward pass, so that it leaves no gradient.
+        ValueError: The step runs no backward pass, although `needs_gradient` is True.
         TypeError, ValueError: An argument has a wrong type or value.
     """
     _check.function("step", step, "a function without arguments that runs one training step")
@@ -357,10 +360,10 @@ def _returns_tensors(func: Any) -> bool:
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return a FLOP counter that can be combined with a meter.
+    """Return a `FlopCounterMode` that can be active together with a `MemoryMeter`.
 
-    Unlike a plain `FlopCounterMode`, it keeps no tensor alive, and compiled functions run compiled
-    under it. It counts by the same formulas as the meter.
+    PyTorch's own `FlopCounterMode` keeps tensors alive and makes compiled functions run uncompiled.
+    The returned counter does neither, and has the same FLOP formulas as the meter.
     """
     counter = _FlopCounter(display=False, custom_mapping=own_formulas())
     counter.mod_tracker = _NoModuleTracker()  # pyrefly: ignore[bad-assignment]

@@ -61,14 +61,14 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class MemoryBudgetExceeded(RuntimeError):
-    """Error raised when an operator takes the live bytes over the meter's budget.
+    """Error raised when an operator takes the live bytes over the budget of a `MemoryMeter`.
 
     Attributes:
-        operator: The operator's name, for example "aten.mm.default". If model and optimizer alone
+        operator: Name of the operator, for example "aten.mm.default". If model and optimizer alone
             exceed the budget, it is "(model and optimizer on entry)".
-        live_bytes: Bytes live before the operator.
-        wanted_bytes: Bytes that the operator allocated in addition.
-        budget_bytes: The meter's argument `budget_bytes`.
+        live_bytes: Bytes that were live before the operator ran.
+        wanted_bytes: Bytes that the operator added to `live_bytes`.
+        budget_bytes: Budget of the meter, its argument `budget_bytes`.
     """
 
     def __init__(self, operator: str, live_bytes: int, wanted_bytes: int, budget_bytes: int):
@@ -85,27 +85,28 @@ class MemoryBudgetExceeded(RuntimeError):
 
 
 class MeterResults:
-    """Results of a `MemoryMeter`.
+    """Results of a `MemoryMeter`, which inherits from this class.
 
-    They can be read inside the meter's block and after it. All except `peak_bytes_by_device`
-    concern one device.
+    The results can be read inside the meter's `with` block and after it. All results except
+    `peak_bytes_by_device` concern a single device, `device`.
     """
 
     @property
     def peak_bytes(self) -> int:
-        """The largest number of bytes live at once."""
+        """The largest number of bytes that were live at once on `device`."""
         return self._tracker.main.peak_bytes
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of the model's and the optimizer's tensors when the block was entered."""
+        """Bytes of the model's and the optimizer's tensors when the meter's block was entered."""
         return self._tracker.main.entry_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Bytes live now.
+        """Bytes that are live now on `device`.
 
-        After the end of the block the number still falls when a tensor from the block is released.
+        After the meter's block has ended, the number still falls when a tensor from the block is
+        released.
         """
         with self._tracker.lock:
             self._tracker.confirm_released()
@@ -113,15 +114,15 @@ class MeterResults:
 
     @property
     def device(self) -> torch.device:
-        """The device of all results except `peak_bytes_by_device`."""
+        """The device that all results except `peak_bytes_by_device` concern."""
         return self._tracker.main.device
 
     @property
     def peak_bytes_by_device(self) -> dict[torch.device, int]:
-        """Dict from device to the largest number of bytes live at once on it.
+        """Dict from device to the largest number of bytes that were live on it at once.
 
-        Devices without live bytes are left out. The devices may reach their peaks at different
-        points.
+        Devices without counted tensors are left out. The devices may reach their peaks at different
+        times.
         """
         return {
             account.device: account.peak_bytes
@@ -130,23 +131,27 @@ class MeterResults:
         }
 
     def series(self) -> dict[str, np.ndarray]:
-        """Return a dict from category to its live bytes at each sample of the timeline.
+        """Return the live bytes of each category after each operator.
 
-        The values are int64 arrays with one element per sample.
+        Returns:
+            A dict from category, such as "activation", to an int64 array with one element per
+            sample of `timeline`.
         """
         return {name: values[1:] for name, values in self._history().items()}
 
     @property
     def flops(self) -> int:
-        """FLOPs of matrix products and convolutions so far, by `FlopCounterMode`'s formulas."""
+        """FLOPs of the operators that have run so far, by the formulas of `FlopCounterMode`."""
         return sum(self._tracker.flops.values())
 
     def trace(self, *, events: bool = True) -> Trace:
-        """Return the trace of the block so far. Its first point is the state on entry.
+        """Return a `Trace`: the operators that have run so far, and the live bytes after each.
+
+        The first point of the trace is the state on entry, before any operator.
 
         Args:
-            events: Whether to include the creation and the release of each storage. Without them
-                the trace has only the bytes per category, and making it takes less time.
+            events: Whether to include the creation and the release of each storage. With False, the
+                trace has only the live bytes of each category, and making it takes less time.
         """
         history = self._history()
         with self._tracker.lock:
@@ -161,22 +166,28 @@ class MeterResults:
             )
 
     def save_snapshot(self, path: str | os.PathLike) -> None:
-        """Write the step to a file for PyTorch's memory viewer (see `Trace.save_snapshot`)."""
+        """Write the metered step to a file for PyTorch's memory viewer, pytorch.org/memory_viz.
+
+        `Trace.save_snapshot` describes the file.
+
+        Args:
+            path: File to write.
+        """
         self.trace().save_snapshot(path)
 
     @property
     def points(self) -> int:
-        """The number of points that `trace` would have now, including the state on entry."""
+        """Length of the trace that `trace()` would return now, including the state on entry."""
         return len(self._tracker.operators)
 
     @property
     def operator_count(self) -> int:
-        """The number of operators that have run inside the block."""
+        """Number of operators that have run inside the meter's block."""
         others = (NO_OPERATOR, COMPILED_CODE)
         return sum(operator not in others for operator, _ in self._tracker.operators[1:])
 
     def phases(self) -> list[str]:
-        """Return the phase of each sample of the timeline; each is one of `PHASES`."""
+        """Return the phase of each sample of `timeline`: "forward", "backward" or "optimizer"."""
         return [phase for _, phase in self._tracker.operators[1:]]
 
     @property
@@ -184,23 +195,23 @@ class MeterResults:
         """Sequence of one `Sample` per operator.
 
         A sample has the operator's name, its phase, and the live bytes of each category right after
-        it. A storage that no operator makes, such as the state of a random number generator, has
-        its own sample, which is named "(no operator)".
+        the operator. A storage that no operator creates, such as the state of a random number
+        generator, has its own sample, which is named "(no operator)".
         """
         return Timeline(self._tracker.operators[1:], self.series())
 
     def at_peak(self) -> dict[str, int]:
-        """Return a dict from category to its bytes when `peak_bytes` was first reached."""
+        """Return a dict from category to its live bytes when `peak_bytes` was first reached."""
         return {
             name: int(values[self._tracker.main.peak_index])
             for name, values in self._history().items()
         }
 
     def plot(self, ax=None):
-        """Draw the timeline and mark the peak.
+        """Plot the live bytes of each category over the operators, and mark the peak.
 
         Args:
-            ax: Matplotlib axes; None for new ones.
+            ax: Matplotlib axes to draw on; None creates new axes.
 
         Returns:
             The axes.
@@ -225,54 +236,61 @@ class MeterResults:
 class MemoryMeter(MeterResults, ObserverMode):
     """Context manager that counts the bytes of live tensors, operator by operator.
 
-    A storage counts once, however many views it has, from its creation inside the block until its
-    last reference is released. Storages from before the block count only if they belong to `model`
-    (parameters, buffers and their gradients) or to `optimizer` (its state, and master weights that
-    it steps instead of parameters).
+    A storage counts once, however many views it has. A storage that is created inside the `with`
+    block counts until its last reference is released. A storage from before the block counts only
+    if it belongs to `model` (parameters, buffers, gradients) or to `optimizer` (state, master
+    weights).
 
     The categories are:
 
     - "parameter", "buffer" and "gradient": the model's tensors, and the gradients of parameters
-      once they are accumulated. A quantized weight of bitsandbytes is counted with the state of its
-      quantization.
-    - "optimizer": the optimizer's state and master weights.
-    - "activation": tensors kept for backward. Either the graph saved them, or the forward pass made
-      them and backward reads them, as with tensors that checkpointing keeps. A gradient that is
-      passed to `backward` as an argument is also an activation.
-    - "input": tensors that an operator without input tensors made in the block, such as a batch.
+      once they are accumulated. The quantization state of a bitsandbytes weight counts as
+      "parameter", as the weight itself does.
+    - "optimizer": the optimizer's state, and its master weights, which it updates instead of the
+      parameters.
+    - "activation": tensors kept for backward. Either the autograd graph saved them, or the forward
+      pass created them and backward reads them, like the tensors that checkpointing keeps. A
+      gradient that is passed to `backward` as an argument is also an activation.
+    - "input": tensors that an operator without input tensors creates in the block, such as a batch.
     - "temporary": all other tensors.
 
-    The meter does not count memory that an operator allocates and frees internally (the workspace,
-    which `measure` reports), tensors made in threads that you start yourself, and memory that is
-    allocated without an operator, such as that of `torch.from_numpy` or a bare
-    `torch.UntypedStorage`. Exceptions, which it does count, are the states of random number
-    generators, copies by `copy.deepcopy`, and storages that FSDP empties and fills.
+    The meter does not count:
+
+    - memory that an operator allocates and frees internally (its workspace, which `measure`
+      reports);
+    - tensors made in threads that you start yourself;
+    - memory that is allocated without an operator, such as that of `torch.from_numpy` or a bare
+      `torch.UntypedStorage`. The exceptions, which are counted, are states of random number
+      generators, copies by `copy.deepcopy`, and storages that FSDP empties and fills.
 
     A function that `torch.compile` has compiled runs compiled inside the block, and afterwards too.
     The meter counts the outputs of the operators that the compiled code calls, and the buffers that
-    TorchInductor's code allocates in Python. The timeline names these "(compiled code)". The meter
-    does not count the buffers of code that is C++ as a whole (Inductor's option `cpp_wrapper`) or
-    that is replayed as a CUDA graph (mode "reduce-overhead"). It does not count what the compiler
-    itself allocates when it compiles, so call the function once before the block. In a `symbolic()`
-    context a compiled function runs uncompiled, and its uncompiled operators are counted.
+    TorchInductor's code allocates in Python. The timeline names these buffers "(compiled code)".
+    The meter does not count the buffers of two kinds of code: code that is C++ as a whole
+    (Inductor's option `cpp_wrapper`), and replayed CUDA graphs (mode "reduce-overhead"). The memory
+    of the compilation itself is not counted either, so call the function once before the block. In
+    a `symbolic()` context a compiled function runs uncompiled, and its uncompiled operators are
+    counted.
 
-    While a meter, or any other dispatch mode, is active, the backward passes of `prod` and
-    `cumprod` use another formula, which makes a few tensors more than the formula without a mode.
-    The meter counts these tensors.
+    While a dispatch mode such as the meter is active, the backward passes of `prod` and `cumprod`
+    use another formula. It makes a few more tensors than the usual formula, and the meter counts
+    these tensors.
 
-    All results except `peak_bytes_by_device` concern one device. On a GPU, for example, they do not
-    include tensors that the step keeps in host memory. Fake tensors of a mode that is entered
-    inside the block hold no memory and count as 0 bytes. DTensor uses such tensors to find shapes.
+    All results except `peak_bytes_by_device` concern one device. For example, results for a GPU do
+    not include tensors in host memory. Fake tensors count as 0 bytes if their fake mode is entered
+    inside the block, as DTensor does.
 
     Args:
-        model, optimizer: The model and one optimizer or several, counted from the start as
-            described above. The meter releases them at the end of the block.
-        budget_bytes: The largest number of bytes that may be live.
+        model: Model whose tensors are counted from the start of the block; None for no model. The
+            meter releases its reference at the end of the block.
+        optimizer: One optimizer or several, whose state is counted from the start of the block;
+            None for no optimizer. The meter releases its references at the end of the block.
+        budget_bytes: The largest number of bytes that may be live; None for no limit.
         device: The device whose bytes are counted. The default is the first accelerator with a
             tensor that counts, and the CPU as long as there is none. "meta" tensors count only with
             `device="meta"`.
-        block_bytes: Granularity in bytes. The bytes of each storage are rounded up to a multiple of
-            it. The CUDA allocator rounds to multiples of 512.
+        block_bytes: Granularity in bytes. The size of each storage is rounded up to a multiple of
+            this number. The CUDA allocator rounds to multiples of 512.
         module_paths: Whether `trace` shows in which module of `model` each operator ran. An
             operator of the backward pass has the module of its forward operator.
         source_lines: Whether `trace` shows the line of your own code that ran each operator. An
@@ -483,9 +501,10 @@ class MemoryMeter(MeterResults, ObserverMode):
 
 
 class UnguardedMeter(MemoryMeter):
-    """Meter for symbolic steps that slows down each operator less than `MemoryMeter`.
+    """`MemoryMeter` for symbolic steps, with less overhead per operator.
 
-    It lacks the guards against compilation that PyTorch puts around a dispatch mode.
+    Unlike `MemoryMeter`, this class has no guard that keeps `torch.compile` from compiling the
+    meter itself. A symbolic step, which has shapes but no data, calls no compiled code.
     """
 
     @classmethod

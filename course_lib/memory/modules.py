@@ -18,19 +18,21 @@ from .._torch.autograd import AccumulateGrad
 
 
 class ModulePaths(AbstractContextManager):
-    """Context manager that records which module runs, and finds the module of an operator.
+    """Context manager that finds the module to which each operator belongs.
 
-    Calling the object with the autograd node of the current operator (None in the forward pass)
-    returns the path of the operator's module, or "" outside the model.
+    Inside the `with` block, call the object with the autograd node that runs the current operator,
+    or with None in the forward pass. The result is the path of the operator's module, such as
+    "layers.0.attention", or "" outside the model.
 
-    Autograd numbers the nodes of the graph as they are made. Whenever a module's forward pass
-    begins or ends, the next number is recorded, so that the number of a node determines the module
-    that made it. Each thread has its own numbers, and these are of the thread of the forward pass.
-    On a GPU, backward runs in another thread, so operators that a checkpoint recomputes there may
-    be attributed to another module.
+    Autograd numbers the nodes of its graph in the order in which they are made. The object records
+    the next number whenever a module's forward pass begins or ends. The number of a node therefore
+    determines the module that made the node. Autograd numbers the nodes of each thread separately,
+    and this class records the numbers in the thread of the forward pass. On a GPU, backward runs in
+    another thread, so operators that a checkpoint recomputes there may be attributed to another
+    module.
 
     Args:
-        model: The model whose modules are named.
+        model: The model whose modules are found.
     """
 
     def __init__(self, model: nn.Module):

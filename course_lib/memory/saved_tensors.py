@@ -24,13 +24,14 @@ class SavedTensor:
     """One tensor that the autograd graph keeps for backward.
 
     Attributes:
-        operator: Autograd node that holds the tensor, for example "AddmmBackward0".
-        argument: Name of the tensor in this node, such as "mat1" or "result".
+        operator: Name of the autograd node that holds the tensor, for example "AddmmBackward0".
+        argument: Name under which this node saves the tensor, such as "mat1" or "result".
         shape: Shape of the saved tensor, which may be a view.
-        dtype: Dtype of its elements.
+        dtype: Dtype of the tensor's elements.
         bytes: Bytes of the storage that the tensor keeps alive. For a view this is the whole
             storage.
-        shared_with: Index of the first row with the same storage; None if this row is the first.
+        shared_with: Index, in `SavedTensors`, of the first tensor with the same storage. None if
+            this tensor is the first.
     """
 
     operator: str
@@ -42,13 +43,13 @@ class SavedTensor:
 
 
 class SavedTensors(Table, tuple):
-    """Tuple of `SavedTensor` rows, in the order in which the tensors were saved.
+    """Tuple of `SavedTensor` objects in the order of saving, displayed as a table.
 
     Attributes:
-        total_bytes: Bytes that the tensors keep alive; a storage that several tensors share counts
+        total_bytes: Bytes that the tensors keep alive. A storage that several tensors share counts
             once.
-        packed_bytes: Sum of the bytes of all tensors, even if they share storages. A pack hook that
-            adds up the bytes of its tensors gets this number.
+        packed_bytes: Sum of the bytes of all tensors. A storage that several tensors share counts
+            several times. A pack hook that adds up the bytes of its tensors gets the same number.
     """
 
     columns = ("#", "operator", "argument", "shape", "dtype", "bytes", "shared with")
@@ -86,22 +87,24 @@ def saved_tensors(
     """Run `function(*args, **kwargs)` and list the tensors that its result keeps for backward.
 
     Args:
-        function: A module or a function that returns tensors with a graph. The tensors may be in
-            lists, tuples, mappings and dataclasses, such as the outputs of Hugging Face models.
-        args, kwargs: Arguments of `function`, which are listed if they are saved for backward.
-        parameters: Whether to list parameters too, and the buffers of modules. They are identified
-            by their storage, because a Linear layer saves a view of its weight, not the weight
-            itself.
+        function: A module or a function that returns tensors with an autograd graph. The tensors
+            may be in lists, tuples, mappings and dataclasses, such as the outputs of Hugging Face
+            models.
+        args, kwargs: Arguments of `function`. Tensors among them are listed if they are saved for
+            backward.
+        parameters: Whether to list saved parameters and buffers too. A saved tensor counts as a
+            parameter if it has the storage of a parameter. For example, a Linear layer saves a view
+            of its weight.
 
     Returns:
-        The rows and their sums. They do not include tensors that code inside the function packs
-        with its own saved-tensor hooks, as non-reentrant checkpointing and offloading do, because
-        the graph does not hold these tensors. They do not include attributes of an
-        `autograd.Function`'s `ctx` either.
+        A table of the saved tensors, with sums of their bytes. Tensors that the autograd graph does
+        not hold are not listed. Examples are attributes of an `autograd.Function`'s `ctx`, and
+        tensors that code inside the function packs with its own saved-tensor hooks, as offloading
+        does.
 
     Raises:
         TypeError: `function` is not callable.
-        ValueError: Nothing in the result requires a gradient.
+        ValueError: No tensor in the result requires a gradient.
     """
     _check.function("function", function, "a module or a function that returns tensors")
     # The references are weak, so that tensors which the graph has released are not listed.

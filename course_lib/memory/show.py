@@ -41,7 +41,8 @@ def _labels() -> ModuleType:
 def bytes_text(count: int) -> Label:
     """Return a number of bytes as text, such as "1,234,567 bytes (1.23 MB)".
 
-    1 MB is 10**6 bytes. Numbers below 10,000 are shown without MB.
+    1 MB is 10**6 bytes. Numbers below 10,000 are shown without MB. The text is a label, which is
+    displayed in English or Chinese.
     """
     text = _labels().text
     if abs(count) < 10_000:
@@ -50,16 +51,19 @@ def bytes_text(count: int) -> Label:
 
 
 def bytes_in_english(count: int) -> str:
-    """Return the English text of `bytes_text` as a plain string.
+    """Return a number of bytes as an English string, such as "1,234,567 bytes (1.23 MB)".
 
-    This function does not import `course_lib.labels`, so error messages can use it.
+    The function returns the English text of `bytes_text`. Error messages use this function, because
+    it does not import `course_lib.labels`.
     """
     megabytes = "" if abs(count) < 10_000 else f" ({count / 1e6:,.2f} MB)"
     return f"{count:,} bytes{megabytes}"
 
 
 def decimal(value: float) -> str:
-    """Return a number with three decimals, or with three significant digits if it is below 0.01.
+    """Return a number as text with three decimals, or three significant digits if it is small.
+
+    A number is small if its absolute value is below 0.01 and it is not 0.
 
     Example:
         >>> decimal(158.94), decimal(0.0000123), decimal(0)
@@ -71,11 +75,11 @@ def decimal(value: float) -> str:
 
 
 class Table:
-    """Base class of results that are displayed as a table, as text or in a notebook.
+    """Base class of results that are displayed as a table: as text, or as HTML in a notebook.
 
-    A subclass defines `columns`, `rows` and, if wanted, `caption`. The names of the columns and the
-    caption are labels, which are shown in the page's language. A cell is shown in that language if
-    it is a label that `course_lib.labels.text` has made. Other cells are shown unchanged.
+    A subclass sets `columns`, defines `rows`, and may define `caption`. The column names and the
+    caption are displayed in the current language, English or Chinese. A cell is translated only if
+    it is a label that `course_lib.labels.text` has made. Other cells are displayed unchanged.
 
     Attributes:
         columns: Names of the columns.
@@ -84,11 +88,11 @@ class Table:
     columns: Sequence[str] = ()
 
     def rows(self) -> list[Sequence]:
-        """Return the rows; each is a sequence with one cell per column."""
+        """Return the rows of the table. Each row is a sequence with one cell per column."""
         raise NotImplementedError
 
     def caption(self) -> str:
-        """Return the line below the table; an empty string for none."""
+        """Return the text below the table. An empty string means that there is no caption."""
         return ""
 
     def __str__(self) -> str:
@@ -104,7 +108,7 @@ class Table:
     __repr__ = __str__
 
     def frame(self):
-        """Return the rows as a `pandas.DataFrame`."""
+        """Return the table as a `pandas.DataFrame`."""
         import pandas as pd
 
         return pd.DataFrame(self.rows(), columns=list(self.columns), dtype=object)
@@ -181,9 +185,10 @@ def draw_timeline(history: Mapping[str, np.ndarray], peak_index: int, ax=None):
     The horizontal axis is the number of the operator. 1 MB is 10**6 bytes.
 
     Args:
-        history: Dict from category to an array of its live bytes, on entry and after each operator.
+        history: Dict from each of `CATEGORIES` to an array of its live bytes. Element 0 is the
+            state on entry, and each further element is the state after one operator.
         peak_index: Index of the peak in these arrays.
-        ax: Matplotlib axes; None for new ones.
+        ax: Matplotlib axes to draw on; None creates new axes.
 
     Returns:
         The axes.

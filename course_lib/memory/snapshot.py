@@ -18,13 +18,13 @@ class Snapshot:
     """Saved state of a model, its gradients, its optimizers and the random number generators.
 
     Making a snapshot saves the current state and removes the gradients from the parameters, so that
-    a step starts without any. All parameters and buffers are copied, even if a step does not change
-    them: version counters do not show every change, because neither batch norm's kernel nor a
-    change through `.data` increases them.
+    a step starts without gradients. All parameters and buffers are copied, even those that a step
+    does not change. Version counters cannot show which tensors have changed, because batch norm's
+    kernel and changes through `.data` do not increase the counters.
 
     Args:
-        model: The model. With None, no parameters and buffers are saved.
-        optimizers: The optimizers.
+        model: Model whose parameters and buffers are saved; None if there is no model.
+        optimizers: Optimizers whose state and settings are saved.
     """
 
     def __init__(self, model: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]):
@@ -62,20 +62,21 @@ class Snapshot:
             self.stash_gradient(parameter)
 
     def stash_gradient(self, parameter: torch.Tensor) -> None:
-        """Save a parameter's gradient for `restore`, and remove it from the parameter.
+        """Save a parameter's gradient for `restore`, and set `parameter.grad` to None.
 
-        If the gradient was saved before, do nothing.
+        A second call with the same parameter does nothing.
         """
         if parameter not in self._gradients:
             self._gradients[parameter] = (parameter.grad, parameter._version)
             parameter.grad = None
 
     def start_over(self, *, first_step: bool) -> None:
-        """Prepare another run: remove all gradients and restore the random number generators.
+        """Prepare the next run: remove gradients and restore the random number generators.
 
         Args:
-            first_step: Whether to restore the optimizers' state too, so that the run is the first
-                step of a training again.
+            first_step: Whether to restore the optimizers' state too. With True, each run is the
+                first step of training. With False, a run continues with the optimizer state that
+                the previous run left.
         """
         for parameter in self._gradients:
             parameter.grad = None
@@ -84,7 +85,7 @@ class Snapshot:
         self._random.restore()
 
     def restore(self) -> int:
-        """Restore the state that the snapshot has saved.
+        """Restore the state that was saved when the snapshot was made.
 
         Returns:
             The number of parameters that have changed and cannot be restored, because they did not

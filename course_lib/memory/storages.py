@@ -22,12 +22,12 @@ from ..symbolic.quantization import quantization_state
 def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
     """Return the storages that hold a tensor's bytes.
 
-    Most tensors have one. Sparse, nested and quantized tensors and wrapper subclasses may have
-    several.
+    Most tensors have one storage. Sparse, nested and quantized tensors and wrapper subclasses may
+    have several.
 
     Raises:
-        NotImplementedError: The storages cannot be found: the tensor has oneDNN's opaque layout, or
-            it is a wrapper that does not hold its tensors in its attributes.
+        NotImplementedError: The storages cannot be found. The tensor has oneDNN's opaque layout, or
+            it is a wrapper subclass whose attributes contain no tensors.
     """
     if not (type(tensor) is Tensor or type(tensor) is nn.Parameter or owns_storage(type(tensor))):
         # This case includes jagged tensors, which are wrappers with the layout `torch.jagged`, and
@@ -84,7 +84,8 @@ def _inner_tensors(tensor: Tensor) -> list[Any]:
 def owns_storage(tensor_type: type) -> bool:
     """Return whether tensors of this type have a storage of their own.
 
-    All do, except wrapper subclasses, whose bytes are in the storages of their inner tensors.
+    The result is False only for wrapper subclasses, whose bytes are in the storages of their inner
+    tensors.
     """
     if tensor_type is FakeTensor or tensor_type is Tensor:
         return True
@@ -95,7 +96,11 @@ def owns_storage(tensor_type: type) -> bool:
 def belongings(
     model: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]
 ) -> Iterator[tuple[Tensor, str]]:
-    """Yield pairs (tensor, category) of the tensors that a model and its optimizers hold."""
+    """Yield (tensor, category) for each tensor of a model and its optimizers.
+
+    The categories are "parameter", "gradient", "buffer" and "optimizer". A gradient is yielded if
+    the parameter has one now. `held_by` determines the tensors of an optimizer.
+    """
     if model is not None:
         for parameter in model.parameters():
             yield parameter, "parameter"
@@ -113,14 +118,15 @@ def belongings(
 def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterator[Tensor]:
     """Yield the tensors of an optimizer: its state and its master weights.
 
-    Master weights are parameters in its groups that it updates instead of the model's parameters.
-    If the optimizer has a method `held_tensors`, as `OffloadedOptimizer` does, the result of that
-    method is yielded instead.
+    Master weights are tensors in the optimizer's parameter groups that the optimizer updates
+    instead of the model's parameters. If the optimizer has a method `held_tensors`, as
+    `OffloadedOptimizer` does, the tensors that this method returns are yielded instead.
 
     Args:
         optimizer: The optimizer.
-        of_groups: Whether to yield only the state of the parameters that are in its groups now.
-            That takes less time for an optimizer whose groups hold a few parameters at a time.
+        of_groups: Whether to yield only the state of parameters that are in the parameter groups
+            now. With True, the search takes less time if the groups contain only a few parameters
+            at a time.
     """
     if hasattr(optimizer, "held_tensors"):
         yield from optimizer.held_tensors()
@@ -141,16 +147,20 @@ def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterat
 def hooks_active() -> bool:
     """Return whether saved-tensor hooks are active.
 
-    Non-reentrant checkpointing and offloading, for example, set such hooks.
+    Non-reentrant checkpointing and offloading, for example, set such hooks with
+    `torch.autograd.graph.saved_tensors_hooks`.
     """
     return top_saved_tensors_hooks(False) is not None
 
 
 @cache
 def saved_tensor_names(kind: type) -> tuple[str, ...]:
-    """Return the names of the tensors that an autograd node of this class saves.
+    """Return the names under which autograd nodes of a class save tensors.
 
-    For the node of `torch.mm`, for example, they are "mat2" and "self".
+    For the class of the node that `torch.mm` makes, for example, the names are "mat2" and "self".
+
+    Args:
+        kind: Class of the autograd nodes.
     """
     return tuple(name[len("_raw_saved_") :] for name in dir(kind) if name.startswith("_raw_saved_"))
 
@@ -158,11 +168,12 @@ def saved_tensor_names(kind: type) -> tuple[str, ...]:
 def saved_by(node) -> list[Tensor]:
     """Return the tensors that a node of the autograd graph has saved for backward.
 
-    The list is empty if the node has released its tensors, or if one of them was changed in place.
+    The list is empty if the node has released its tensors, or if a saved tensor was changed in
+    place.
 
     Args:
-        node: A `grad_fn` that was made outside saved-tensor hooks. Otherwise reading the tensors
-            would run the hooks.
+        node: A `grad_fn` that was made while no saved-tensor hooks were active. If hooks were
+            active, reading the tensors would run them.
     """
     try:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -179,11 +190,11 @@ def check_model_and_optimizer(model, optimizer) -> tuple[torch.optim.Optimizer, 
 
     Args:
         model: A module or None.
-        optimizer: One optimizer, an iterable of several, or None.
+        optimizer: One optimizer, an iterable of optimizers, or None.
 
     Raises:
-        TypeError: `model` is neither a module nor None, or one of the optimizers is not an
-            optimizer.
+        TypeError: `model` is neither a module nor None, or `optimizer` is or contains an object
+            that is not a `torch.optim.Optimizer`.
     """
     kind("model", model, (nn.Module, type(None)), "a torch.nn.Module or None")
     wanted = "a torch.optim.Optimizer, several of them or None"
@@ -199,15 +210,17 @@ def check_model_and_optimizer(model, optimizer) -> tuple[torch.optim.Optimizer, 
 def storages_without_operators(
     mode: TorchDispatchMode, on_new: Callable, on_resize: Callable
 ) -> Iterator[None]:
-    """Report storages that Python code makes or resizes without an operator in a `with` block.
+    """Inside a `with` block, report storages that are made or resized without an operator.
 
-    Such storages are the states of random number generators (5,056 bytes, which a checkpoint keeps
-    until backward), copies by `copy.deepcopy`, and the storages that FSDP empties and fills.
+    Three kinds of storages are reported: the states of random number generators, copies by
+    `copy.deepcopy`, and the storages that FSDP empties and fills. For example, a checkpoint keeps
+    the 5,056 bytes of a generator's state until backward.
 
     Args:
-        mode: Storages are reported only in threads in which this mode is active.
-        on_new: Called as `on_new(storage)` for a new storage.
-        on_resize: Called as `on_resize(storage, was_empty)` after a storage was resized.
+        mode: Dispatch mode. Storages are reported only in threads in which this mode is active.
+        on_new: Function that is called as `on_new(storage)` for a new storage.
+        on_resize: Function that is called as `on_resize(storage, was_empty)` after a storage was
+            resized. `was_empty` states whether its size was 0 bytes before.
     """
 
     def wrap(function: Callable, report: Callable) -> Callable:

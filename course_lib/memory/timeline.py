@@ -34,8 +34,9 @@ class Sample:
 
     Attributes:
         operator: Name of the operator, such as "aten.addmm.default".
-        phase: One of `PHASES`.
-        bytes: Dict from each of `CATEGORIES` to its bytes.
+        phase: "forward", "backward" or "optimizer".
+        bytes: Dict from category, such as "activation", to its live bytes. The keys are
+            `CATEGORIES`.
     """
 
     operator: str
@@ -44,17 +45,21 @@ class Sample:
 
     @property
     def live_bytes(self) -> int:
-        """Live bytes of all categories together."""
+        """Sum of the live bytes of all categories."""
         return sum(self.bytes.values())
 
 
 class Timeline(Sequence):
-    """Sequence of one `Sample` per operator.
+    """Sequence of `Sample` objects, one per operator.
 
-    The sample objects are made when they are read, because a step may have many thousands.
+    A step may have many thousands of operators, so a sample is created only when it is read.
+
+    Args:
+        operators: List of pairs (operator, phase), one per sample.
+        series: Dict from category to an array of its live bytes, with one element per sample.
 
     Attributes:
-        operators: Pair (operator, phase) of each sample.
+        operators: List of pairs (operator, phase), one per sample.
     """
 
     def __init__(self, operators: list[tuple[Any, str]], series: dict[str, np.ndarray]):
@@ -78,11 +83,13 @@ class Account:
     """Running count of the bytes that are live on one device.
 
     Attributes:
-        entry_bytes: Bytes live when the meter's block was entered.
-        before_bytes: Bytes live before the current operator.
-        live_bytes: Bytes live now.
-        peak_bytes: The largest number of bytes live so far.
-        peak_index: Number of the point at which `peak_bytes` was first reached.
+        device: Device whose bytes are counted.
+        entry_bytes: Bytes that were live when the `with` block of the `MemoryMeter` was entered.
+        before_bytes: Bytes that were live before the current operator.
+        live_bytes: Bytes that are live now.
+        peak_bytes: The largest number of bytes that were live at once so far.
+        peak_index: Index in `StorageTracker.operators` of the operator after which `peak_bytes` was
+            first reached; 0 if it was on entry.
     """
 
     def __init__(self, device: torch.device):
@@ -95,27 +102,34 @@ class Account:
 class Record(weakref.ref):
     """Weak reference to a storage, with the points at which its category changes.
 
-    A point is the time right after an operator, given by its number. The reference's callback
-    reports that the storage has been freed.
-    Only later operators show whether a storage is an activation or a temporary. Therefore a record
-    stores points, and `spans` derives the categories from them.
+    A point is the time right after an operator, given by the operator's number. Point 0 is the
+    entry of the meter's block. Only later operators show whether a storage is an activation or a
+    temporary. Therefore a record stores points, and `spans` derives the categories from them.
+
+    Args:
+        storage: Storage to which the record refers.
+        callback: Function that is called with the record when the storage has been freed.
+        account: `Account` of the storage's device.
+        block_bytes: Granularity in bytes. The attribute `bytes` is rounded up to a multiple of this
+            number.
+        born, role, made_in: Values of the attributes with these names.
 
     Attributes:
-        account: Account of the storage's device.
+        account: `Account` of the storage's device.
         key: Address of the storage, by which `StorageTracker.find` finds the record.
         nbytes: Size of the storage in bytes.
-        bytes: `nbytes`, rounded up to a multiple of the meter's `block_bytes`.
+        bytes: `nbytes`, rounded up to a multiple of `block_bytes`.
         born: Point at which the storage was made.
-        died: Point from which it is freed; None as long as it is live.
-        role: "parameter", "buffer", "gradient", "optimizer" or "input"; None for an activation or
-            a temporary.
-        since: Point from which the storage has this role.
-        made_in: Pass that made it: "forward", "recomputation" (in backward, with gradients enabled)
-            or "elsewhere".
-        saved: Point from which the storage is kept for backward; None if it is not.
-        released: Point from which backward does not need the storage any more, because the last
-            autograd node that read it has ended; None if no node has.
-        read_by: Autograd node that is reading the storage now.
+        died: First point at which the storage is no longer live; None while it is live.
+        role: "parameter", "buffer", "gradient", "optimizer" or "input"; None for an activation or a
+            temporary.
+        since: First point at which the storage has the role `role`.
+        made_in: Pass in which the storage was made: "forward", "recomputation" (in backward, with
+            gradients enabled) or "elsewhere".
+        saved: First point at which the storage is kept for backward; None if it is not kept.
+        released: First point at which backward no longer needs the storage, because the last
+            autograd node that read it has finished. None if there is no such point yet.
+        read_by: Autograd node that is reading the storage now; None if no node is reading it.
     """
 
     __slots__ = ("account", "born", "bytes", "died", "key", "made_in",
@@ -151,11 +165,12 @@ class Record(weakref.ref):
     def spans(self, end: int) -> Iterator[tuple[int, int, str]]:
         """Yield (start, stop, category) for each period in which the storage is in one category.
 
-        Args:
-            end: Number of points so far, which is the last `stop` of a storage that is still live.
+        `start` and `stop` are numbers of points, that is, of times right after an operator. `stop`
+        is exclusive.
 
-        Yields:
-            `start` and `stop` are numbers of points; `stop` is exclusive.
+        Args:
+            end: Number of points so far. A period that has not ended yet gets this number as its
+                `stop`.
         """
         end = end if self.died is None else self.died
         starts = [(self.born, "temporary")]
@@ -173,10 +188,12 @@ class Record(weakref.ref):
 
 
 def category_spans(tracker: StorageTracker) -> Iterator[tuple[int, int, str, int, int]]:
-    """Yield the periods in which the storages of the main account are in one category.
+    """Yield the periods in which each storage on the reported device has one category.
 
     Yields:
         Tuples (storage number, bytes, category, start, stop), as in `course_lib.memory.trace.Span`.
+        A point is the time right after an operator. `start` is the number of the first point of the
+        period, and `stop` is the number of the first point after it.
     """
     end = len(tracker.operators)
     for number, record in enumerate(tracker.records):
@@ -185,30 +202,35 @@ def category_spans(tracker: StorageTracker) -> Iterator[tuple[int, int, str, int
 
 
 class StorageTracker:
-    """Records of all storages that a meter counts, and the running counts of live bytes.
+    """Records of all storages that a meter counts, and the number of live bytes per device.
+
+    A point is the time right after an operator. Point 0 is the entry of the meter's `with` block.
 
     Args:
-        block_bytes: The bytes of each storage are rounded up to a multiple of this number.
+        block_bytes: Granularity in bytes. The size of each storage is rounded up to a multiple of
+            this number.
         device: Device whose bytes are reported. With None it is the first accelerator that has a
             counted tensor, or the CPU if there is none.
 
     Attributes:
-        operators: Pair (operator, phase) of each point. Number 0 is the state on entry.
-        accounts: Dict from device to its account.
-        named: Whether `device` was given.
-        main: Account of the device whose bytes are reported.
-        flops: Dict from operator number to FLOPs, for operators that have any.
-        modules: Dict from operator number to the path of its module, if `paths` is set.
-        paths: Function that returns the path of the module that runs, or None if paths are not
-            recorded.
-        lines: Dict from operator number to (file, line, function) of the user's own code that
-            called it.
-        records: Records of all storages.
-        repeated: List of (number of the first point, int64 array of shape (points, categories)).
-            The array contains the bytes of temporaries without records: those of stages that did
-            not run, because an equal stage did (`course_lib.budget.traces.equal_stages`).
+        operators: List of pairs (operator, phase), one per point. The first pair is ("(entry)",
+            "forward").
+        accounts: Dict from device to the `Account` that counts its live bytes.
+        named: Whether the argument `device` was given.
+        main: `Account` of the device whose bytes are reported.
+        flops: Dict from point to the FLOPs of the operator. Operators without FLOPs have no entry.
+        modules: Dict from point to the path of the module that ran the operator. Empty if `paths`
+            is None.
+        paths: Function that takes an autograd node and returns the path of the running module. None
+            if paths are not recorded.
+        lines: Dict from point to (file, line, function) of the user's own code that ran the
+            operator.
+        records: List of the `Record` of each storage, including storages that have been freed.
+        repeated: List of pairs (first point, int64 array of shape (points, categories)). Each array
+            contains the bytes of temporaries in a stage of the step that did not run, because an
+            equal stage ran (`course_lib.budget.traces.equal_stages`).
         lock: Lock for the attributes above, because autograd runs one thread per device.
-        closed: Whether the meter's block has ended.
+        closed: Whether the meter's `with` block has ended.
     """
 
     def __init__(self, block_bytes: int, device: torch.device | str | None):
@@ -237,8 +259,8 @@ class StorageTracker:
     def account(self, device: torch.device) -> Account:
         """Return the `Account` that counts the live bytes of a device.
 
-        The first call for a device creates its account. The account of the first accelerator
-        becomes the main one, unless a device was named.
+        The first call for a device creates its account. If the tracker was made without a device,
+        the first accelerator becomes the device whose bytes are reported (`main`).
         """
         device = CPU if device.type == "cpu" else device  # a symbolic tensor can be on "cpu:0"
         if device not in self.accounts:
@@ -248,15 +270,19 @@ class StorageTracker:
         return self.accounts[device]
 
     def find(self, storage) -> Record | None:
-        """Return the record of a live storage, or None if the storage is not counted."""
+        """Return the `Record` of a live storage, or None if the storage is not counted."""
         record = self._by_address.get(storage._cdata)
         # A new storage can have the address of a storage whose release was not yet processed.
         return record if record is not None and record() is storage else None
 
     def add(self, storage, account: Account, role: str | None, made_in: str) -> None:
-        """Count a new storage from the current point on.
+        """Count a new storage, starting right after the current operator.
 
-        The arguments `role` and `made_in` are explained in `Record`.
+        Args:
+            storage: The storage.
+            account: `Account` of the storage's device.
+            role: Role of the storage, such as "parameter"; None for an activation or a temporary.
+            made_in: Pass in which the storage was made: "forward", "recomputation" or "elsewhere".
         """
         record = Record(
             storage,
@@ -271,10 +297,11 @@ class StorageTracker:
         self._add_to_account(record)
 
     def add_all(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
-        """Count the tensors that exist when the meter's block is entered.
+        """Count the tensors that exist when the meter's `with` block is entered.
 
         Args:
-            tensors: Pairs (tensor, role), with the roles of `Record`.
+            tensors: Pairs (tensor, role). A role is "parameter", "buffer", "gradient" or
+                "optimizer".
         """
         for tensor, role in tensors:
             for storage in storages_of(tensor):
@@ -284,9 +311,15 @@ class StorageTracker:
             account.entry_bytes = account.peak_bytes = account.live_bytes
 
     def assign(self, tensor: Tensor, role: str, since: int = 0) -> None:
-        """Set the role of a tensor's storages from point `since` on.
+        """Set the role of a tensor's storages, such as "gradient".
 
-        A role other than "input" is not replaced.
+        A storage that already has a role other than "input" keeps its old role.
+
+        Args:
+            tensor: Tensor whose storages get the role.
+            role: New role: "parameter", "buffer", "gradient" or "optimizer".
+            since: Index in `operators` of the operator after which the storages have the role; 0
+                means from the start.
         """
         for storage in storages_of(tensor):
             record = self.find(storage)
@@ -294,11 +327,11 @@ class StorageTracker:
                 record.role, record.since = role, max(since, record.born)
 
     def close(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
-        """Complete the records at the end of the meter's block.
+        """Complete the records at the end of the meter's `with` block.
 
         Args:
             tensors: Pairs (tensor, role) of tensors whose role is determined only now, such as
-                parameters that were replaced inside the block.
+                parameters that were replaced inside the block. A role is, for example, "parameter".
         """
         self.confirm_released()
         for tensor, role in tensors:
@@ -306,10 +339,10 @@ class StorageTracker:
         self.closed = True
 
     def add_storage(self, storage) -> None:
-        """Count a storage that no operator made, at a point of its own.
+        """Count a storage that no operator made, and add an entry for it to `operators`.
 
-        Without its own point, the storage would seem to be live at the same time as storages that
-        were released between the last operator and its creation.
+        Without an entry of its own, the storage would seem to be live at the same time as storages
+        that were released before it was made.
         """
         with self.lock:
             self._add_point()
@@ -319,12 +352,13 @@ class StorageTracker:
     def resize_storage(self, storage, was_empty: bool | None = None) -> None:
         """Count a resized storage as released and then allocated with its new size.
 
-        A storage that is not yet counted is counted as a new one if it was empty.
+        A storage that was empty and is not yet counted is counted as a new storage.
 
         Args:
             storage: The storage, after it was resized.
-            was_empty: Whether it was empty before. None if an operator resized it; otherwise the
-                change has its own point.
+            was_empty: Whether the storage was empty before, if no operator resized it. An entry for
+                the change is then added to `operators`. None means that an operator resized the
+                storage.
         """
         with self.lock:
             record = self.find(storage)
@@ -345,10 +379,10 @@ class StorageTracker:
         self.operators.append((NO_OPERATOR, "forward" if node is None else "backward"))
 
     def confirm_released(self) -> None:
-        """Remove the storages that have been released since the last point from the live bytes.
+        """Subtract the bytes of storages that have been released since the last call.
 
-        If `count_as_released` counted a storage as released and it is still live, it is counted as
-        live again.
+        If `count_as_released` counted a storage as released and the storage is still live, this
+        method counts it as live again.
         """
         if self._to_verify is not None:
             expected, self._to_verify = self._to_verify, None
@@ -364,8 +398,8 @@ class StorageTracker:
     def count_as_released(self, record: Record) -> None:
         """Count a storage as released before the current operator, the last one in `operators`.
 
-        The storage is released soon after the call. If it is still live at the next call of
-        `confirm_released`, it is counted as live again.
+        The caller expects the storage to be released soon after the operator. If the storage is
+        still live at the next call of `confirm_released`, that call counts it as live again.
         """
         self._remove_from_account(record, len(self.operators) - 1)
         self._to_verify = record
@@ -376,9 +410,10 @@ class StorageTracker:
                 account.peak_bytes, account.peak_index = account.live_bytes, len(self.operators) - 1
 
     def history(self) -> dict[str, np.ndarray]:
-        """Return a dict from category to the main account's live bytes at each point.
+        """Return the live bytes of each category on the reported device, after each operator.
 
-        The values are int64 arrays with one element per point.
+        Returns:
+            A dict from category to an int64 array with one element per pair in `operators`.
         """
         if self._final is not None:
             return self._final

@@ -26,12 +26,14 @@ ENTRY = "(model and optimizer on entry)"
 
 
 class Span(NamedTuple):
-    """Period in which a storage is in one category.
+    """Period in which a storage has one category.
+
+    A point is the time right after an operator. Points are given by their index in a trace.
 
     Attributes:
         storage: Number that identifies the storage.
         bytes: Bytes of the storage.
-        category: One of `CATEGORIES`.
+        category: One of `CATEGORIES`, such as "activation".
         start: First point of the period.
         stop: First point after the period.
     """
@@ -45,20 +47,21 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """Creation or release of a storage.
+    """Creation or release of a storage in a trace.
 
     A storage that changes its category has two events at the same point: a release from the old
     category and a birth in the new one.
 
     Attributes:
-        point: Number of the point in the trace.
-        kind: "birth" if the storage is live from this point on; "release" if it was live up to the
-            point before.
+        point: Index in the trace of the point (the time right after an operator).
+        kind: "birth" at the first point at which the storage is live in this category, and
+            "release" at the first point after this period.
         storage: Number that identifies the storage.
         bytes: Bytes of the storage.
-        category: One of `CATEGORIES`.
-        operator, phase, module: The operator of the point, its phase and its module, as in the
-            trace.
+        category: One of `CATEGORIES`, such as "activation".
+        operator: Name of the operator at this point, such as "aten.mm.default".
+        phase: "forward", "backward" or "optimizer".
+        module: Path of the module that ran the operator; "" if it was not recorded.
     """
 
     point: int
@@ -72,21 +75,30 @@ class Event:
 
 
 class Trace:
-    """Record of a training step: the live bytes on entry and after each operator (the points).
+    """Record of a training step: the live bytes on entry and right after each operator.
+
+    Each of these times is a point of the trace. In a trace from `MemoryMeter.trace`, point 0 is the
+    state on entry, and point n is the time right after operator n. In such a trace, `bytes_down`,
+    `bytes_up` and `sent_bytes` are 0, because only estimates count these bytes.
 
     Attributes:
-        operators: Pair (operator, phase) of each point.
+        operators: List of pairs (operator, phase), one per point.
         live: Live bytes of each category at each point: an int64 array (points, categories), with
             the categories in the order of `CATEGORIES`.
-        flops_at: Dict from point to FLOPs, without points that have none.
-        flops: FLOPs of the whole step, by the formulas of `FlopCounterMode`. They include
+        flops_at: Dict from point to the FLOPs of its operator. Operators without FLOPs have no
+            entry.
+        flops: FLOPs of the whole step, by the formulas of `FlopCounterMode`. The number includes
             micro-batches that did not run because an equal micro-batch represents them.
-        modules: Dict from point to the path of the module that ran, if it was recorded.
-        lines: Dict from point to (file, line, function) of the user's own code, if it was recorded.
-        spans: Periods of all storages in each category; None if they were not recorded.
+        modules: Dict from point to the path of the module that ran the operator. Empty if modules
+            were not recorded.
+        lines: Dict from point to (file, line, function) of the user's code that ran the operator.
+            Empty if lines were not recorded.
+        spans: List of `Span` objects, one for each period in which a storage has one category. None
+            if the trace was made without events.
         bytes_down: Bytes offloaded to host memory or disk.
         bytes_up: Bytes copied from host memory or disk back to the device.
-        sent_bytes: Bytes that one rank communicates.
+        sent_bytes: Bytes that one rank communicates, as `course_lib.distributed.sent_bytes` counts
+            them.
     """
 
     def __init__(
@@ -157,14 +169,15 @@ class Trace:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest number of bytes live at one point."""
+        """The largest number of bytes that are live at once."""
         return int(self.live_bytes.max(initial=0))
 
     @property
     def peak_index(self) -> int:
-        """Number of the first operator at which the peak is reached.
+        """Index of the first operator in `operators` at which the peak is reached.
 
-        It is 0, the point of the state on entry, if no operator reaches that many bytes.
+        The index is 0, which is the state on entry, if more bytes are live on entry than after any
+        operator.
         """
         live, begins = self.live_bytes, self._first_operator_index
         found = begins + int(live[begins:].argmax()) if len(live) > begins else 0
@@ -177,7 +190,7 @@ class Trace:
 
     @property
     def peak_operator(self) -> str:
-        """Name of the operator at `peak_index`."""
+        """Name of the operator at which the peak is first reached."""
         return str(self.operators[self.peak_index][0])
 
     def at_peak(self) -> dict[str, int]:
@@ -185,7 +198,12 @@ class Trace:
         return dict(zip(CATEGORIES, self.live[self.peak_index].tolist(), strict=True))
 
     def phase_peaks(self) -> dict[str, int]:
-        """Return a dict from phase to its peak, the most bytes live after one of its operators."""
+        """Return the peak of each phase: the most bytes live right after one of its operators.
+
+        Returns:
+            A dict from "forward", "backward" and "optimizer" to bytes; 0 for a phase without
+            operators.
+        """
         peaks = dict.fromkeys(PHASES, 0)
         begins = self._first_operator_index
         for (_, phase), count in zip(
@@ -199,7 +217,7 @@ class Trace:
         return dict(zip(CATEGORIES, self.live.T, strict=True))
 
     def flops_by_operator(self) -> dict[str, int]:
-        """Return a dict from operator to the FLOPs of all its calls, largest first."""
+        """Return a dict from operator name to the FLOPs of all its calls, largest first."""
         found: dict[str, int] = {}
         for point, flops in self.flops_at.items():
             name = str(self.operators[point][0])
@@ -207,12 +225,13 @@ class Trace:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def events(self) -> Iterator[Event]:
-        """Yield the births and releases of storages in order.
+        """Yield the births and releases of storages as `Event` objects, in order of time.
 
-        At each point, releases come before births.
+        At each point, releases come before births. A storage that changes its category has a
+        release and a birth.
 
         Raises:
-            ValueError: The trace was made without events.
+            ValueError: `spans` is None, because the trace was made with `events=False`.
         """
         self._check_spans()
         found = [(span.start, "birth", span) for span in self.spans]
@@ -223,7 +242,13 @@ class Trace:
             yield Event(point, kind, *span[:3], str(operator), phase, module)
 
     def replay(self) -> np.ndarray:
-        """Compute `live` from the events alone, to check that both agree."""
+        """Return an array like `live`, computed from `events()` alone.
+
+        The result equals `live` if the events and the live bytes agree.
+
+        Raises:
+            ValueError: `spans` is None, because the trace was made with `events=False`.
+        """
         change = np.zeros((len(self) + 1, len(CATEGORIES)), dtype=np.int64)
         for event in self.events():
             sign = 1 if event.kind == "birth" else -1
@@ -235,14 +260,16 @@ class Trace:
     def allocations(self) -> Iterator[tuple]:
         """Yield the allocations and releases in the form that `CachingAllocator.replay` accepts.
 
-        A change of a storage's category is not an event here.
+        Unlike in `events`, a storage that changes its category appears only when it is made and
+        when it is released.
 
         Yields:
-            ("birth", storage, bytes, frames) and ("release", storage, bytes), in order. The frames
-            are those of `frames_at` for the point at which the storage was made.
+            ("birth", storage, bytes, frames) and ("release", storage, bytes), in order of time.
+            `storage` is a number that identifies the storage. `frames` is the result of `frames_at`
+            for the point at which the storage was made.
 
         Raises:
-            ValueError: The trace was made without events.
+            ValueError: `spans` is None, because the trace was made with `events=False`.
         """
         self._check_spans()
         # Maps each storage to its bytes, and to the first and the last point of all its spans.
@@ -264,9 +291,13 @@ class Trace:
     def frames_at(self, point: int) -> list[dict]:
         """Return the call stack that a memory viewer shows for the storages made at a point.
 
+        Args:
+            point: Index of the operator in `operators`.
+
         Returns:
-            Frames in the form of PyTorch's snapshots, innermost first: the operator with its phase,
-            then the module and the line of the user's own code, if they were recorded.
+            Frames in the format of PyTorch's memory snapshots, innermost first. The first frame is
+            the operator with its phase. Frames for the module and for the line of the user's own
+            code follow, if the meter recorded these.
         """
         operator, phase = self.operators[point]
         frames = [{"filename": phase, "line": 0, "name": str(operator)}]
@@ -280,17 +311,19 @@ class Trace:
     def allocator(
         self, expandable_segments: bool = False, *, record_history: bool = False
     ) -> CachingAllocator:
-        """Return a simulated GPU allocator that has replayed this trace.
+        """Return a simulated GPU allocator that has allocated and freed the storages of this trace.
 
-        Its `memory_stats()` contain the peaks of allocated and of reserved bytes. The storages that
-        exist on entry are allocated first, one after another.
+        The method `memory_stats` of the allocator returns the peaks of allocated and of reserved
+        bytes, among others. The storages that exist on entry are allocated first, one after
+        another.
 
         Args:
-            expandable_segments: As in `CachingAllocator`.
-            record_history: Whether to keep each event for a snapshot.
+            expandable_segments: Whether the allocator simulates PyTorch's option
+                `expandable_segments`.
+            record_history: Whether the allocator stores each event, which a snapshot needs.
 
         Raises:
-            ValueError: The trace was made without events.
+            ValueError: `spans` is None, because the trace was made with `events=False`.
         """
         from course_lib.caching_allocator import CachingAllocator
 
@@ -303,20 +336,22 @@ class Trace:
     def save_snapshot(self, path: str | os.PathLike, expandable_segments: bool = False) -> None:
         """Write the step to a file for PyTorch's memory viewer, pytorch.org/memory_viz.
 
-        The file has the format of `torch.cuda.memory._dump_snapshot`. Bytes are those of the
-        tensors. Segments and addresses are those of `CachingAllocator`. Each allocation names its
-        operator and, if the meter recorded them, its module and line.
+        The file has the format of `torch.cuda.memory._dump_snapshot`. The file contains the sizes
+        of the tensors' storages. Segments and addresses come from a simulated allocator
+        (`CachingAllocator`). Each allocation names its operator and, if the meter recorded them,
+        its module and its line of code.
 
-        Tests read the snapshot with `torch.cuda._memory_viz` and compare its numbers with the
-        meter's. The fields are those that the source of the web page reads; the page itself was not
-        tested.
+        Tests read the file with `torch.cuda._memory_viz` and compare its numbers with the meter's.
+        The file has the fields that the source code of the web page reads, but the page itself was
+        not tested.
 
         Args:
             path: File to write.
-            expandable_segments: As in `CachingAllocator`.
+            expandable_segments: Whether the allocator simulates PyTorch's option
+                `expandable_segments`.
 
         Raises:
-            ValueError: The trace was made without events.
+            ValueError: `spans` is None, because the trace was made with `events=False`.
         """
         allocator = self.allocator(expandable_segments, record_history=True)
         allocator.save_snapshot(path)

@@ -116,36 +116,41 @@ class _Streams(Device):
 class SimulatedDevice(_Streams):
     """Simulated GPU that runs operators on the CPU and detects races; used as a context manager.
 
-    Inside the block, `Device.of_tensor` finds the device's tensors: those that `move` and `up`
-    return, results of operators on them, and new tensors made without an input tensor
-    (`torch.zeros(3)`). Host tensors are those made before the block, those that `pinned` returns,
-    and results of operators on host tensors. A tensor with a single element can be combined with
-    both, as on CUDA. All tensors report the CPU as their device, so `.cpu()` and `.to(device)` copy
-    nothing. The program must copy through the methods of `Device`.
+    A race is two accesses to the same bytes, at least one of them a write, if neither waits for the
+    other. If the program waits wherever it must, all results are correct bit for bit. A missing
+    wait is reported as a race, but the results may still be correct by chance. Each of the
+    following options changes the order of operators and copies as far as the program's waits allow.
+    A missing wait then makes results wrong:
 
-    If the program waits wherever it must, all results are correct bit for bit. A missing wait is
-    reported as a race, but the results may still be correct by chance. With one of the following
-    options, operators and copies run in another order that the program's waits allow, so that a
-    missing wait also makes results wrong:
+    - `late`: Copies run as late as possible. Code gets wrong results if it uses the result of a
+      copy too early, or reuses the memory of the copy's source too early.
+    - `early`: Operators, copies and reads by the host run as early as possible. If one of them does
+      not wait for a write, it reads the value from before that write. Code gets wrong results if it
+      uses the result of an operator or copy too early.
 
-    - `late`: Copies run as late as possible. Code gets wrong results if it uses a copy, or reuses
-      the memory of the copy's source, too early.
-    - `early`: Operators, copies and reads by the host run as early as possible: they read the
-      values that their tensors had before any write that they do not wait for. Code gets wrong
-      results if it uses the result of an operator or copy too early.
+    All tensors report the CPU as their device, so `.cpu()` and `.to(device)` copy nothing. The
+    program must copy through the methods of `course_lib.offload.Device`. Inside the block, a tensor
+    belongs either to the device or to the host:
+
+    - Device tensors are results of `move` and `up`, results of operators on device tensors, and
+      tensors made without an input tensor, as by `torch.zeros(3)`.
+    - Host tensors are tensors made before the block, tensors that `pinned` returns, and results of
+      operators on host tensors.
+    - A tensor with a single element can be combined with both kinds, as on CUDA.
 
     The simulation has these limits:
 
-    - Operators never run late. If code writes to memory that an operator is still reading, this is
-      reported, but the numbers stay correct.
+    - Operators never run late. If code writes to memory that an operator is still reading, a race
+      is reported, but the results stay correct.
     - An access covers a tensor from its first byte to its last, so different columns of one matrix
       count as the same memory.
     - Only the thread that entered the block is observed: its operators, the methods `tolist` and
       `numpy`, and printing. In hooks during a backward pass, these methods and printing are not
-      observed. Accesses through a storage, such as those of `torch.save` and pickle, are not
-      observed, and neither are later accesses through an array that `numpy` returned. Making a view
-      does not count as a read, except if an index selects a single element of a host tensor, as in
-      `x[0]`.
+      observed.
+    - Accesses through a storage, such as those of `torch.save` and pickle, are not observed. Later
+      accesses through an array that `numpy` returned are not observed either.
+    - Making a view does not count as a read. The exception is an index that selects a single
+      element of a host tensor, as in `x[0]`.
     - Each thread of the host is treated like a stream. Synchronization between threads is not
       observed. When a thread makes its first access, everything that other threads have done so far
       counts as ordered before it.
@@ -154,27 +159,29 @@ class SimulatedDevice(_Streams):
       operator that indexes a tensor counts as reading all of it.
 
     Args:
-        late, early: Whether to change the order as described above; at most one can be True.
+        late: Whether copies run as late as possible. Cannot be combined with `early`.
+        early: Whether operators, copies and reads by the host run as early as possible.
         memory_bytes: Size of the device memory in bytes, and also of the pinned host memory. Only
             the part that is used takes memory of this machine.
         flops_per_second, bytes_per_second: Rates of the device. An operator takes the time of its
             FLOPs or of the bytes that it reads and writes, whichever is longer. FLOPs are counted
             by PyTorch's formulas, for matrix products, convolutions and attention. An expanded
             tensor counts with its bytes in memory. By default an operator takes no time.
-        up_bytes_per_second: Rate of copies from the host to the device (H2D). By default they take
-            no time.
-        down_bytes_per_second: Rate of copies from the device to the host (D2H). By default they
-            take no time.
+        up_bytes_per_second: Rate of copies from the host to the device (H2D). By default these
+            copies take no time.
+        down_bytes_per_second: Rate of copies from the device to the host (D2H). By default these
+            copies take no time.
         host_flops_per_second, host_bytes_per_second: Rates of operators on host tensors, such as an
             optimizer update on the host. A device task that the host starts after such an operator
             begins after it. By default these operators take no time.
 
     Attributes:
-        races: One sentence per race. If you expect races, clear this list before the block ends.
-        spans: One `Span` per operator or copy that took simulated time. The stream of a host
-            operator is "host".
-        samples: Pairs (simulated seconds, live bytes of device memory), one after each operator
-            that allocated device memory.
+        races: List with one sentence per race. If you expect races, clear this list before the
+            block ends.
+        spans: List with one `Span` per operator or copy that took simulated time. The stream of a
+            host operator is "host".
+        samples: List of pairs (simulated time in seconds, live bytes of device memory). Each
+            operator that allocated device memory adds one pair.
         seconds: Simulated time in seconds at which all tasks so far are finished.
         live_bytes: Bytes of device memory that are live now.
         peak_bytes: Largest number of bytes of device memory that were live at once.
@@ -235,30 +242,29 @@ class SimulatedDevice(_Streams):
 
     @property
     def seconds(self) -> float:
-        """Simulated time in seconds at which all tasks so far are finished."""
+        """Simulated time in seconds at which all tasks that were started so far are finished."""
         return max(actor.seconds for actor in self.log.actors)
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of device memory that are live now."""
+        """Bytes of simulated device memory that are live now."""
         self.memory.collect()
         return self.memory.live_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Largest number of bytes of device memory that were live at once."""
+        """Largest number of bytes of simulated device memory that were live at once."""
         return self.memory.peak_bytes
 
     def move(self, thing: Any) -> Any:
-        """Copy a module's parameters and buffers, or tensors, to device memory.
-
-        A module is changed in place.
+        """Copy a module's parameters and buffers, or tensors, to the simulated device memory.
 
         Args:
             thing: A module, a tensor, or a nested container of tensors.
 
         Returns:
-            The module itself, or the copies in containers of the same form.
+            The module itself, whose parameters and buffers are now on the device. For a tensor or a
+            container, a copy with the same structure.
         """
         if not isinstance(thing, nn.Module):
             return map_tensors(
@@ -272,7 +278,7 @@ class SimulatedDevice(_Streams):
         """Draw one lane per stream that shows when the stream was busy.
 
         Args:
-            ax: Matplotlib axes; by default new ones.
+            ax: Matplotlib axes to draw on; None creates new axes.
             since: Simulated time in seconds at which the plot begins.
 
         Returns:
@@ -284,7 +290,7 @@ class SimulatedDevice(_Streams):
         """Draw the live bytes of device memory over simulated time, on the time axis of `plot`.
 
         Args:
-            ax: Matplotlib axes; by default new ones.
+            ax: Matplotlib axes to draw on; None creates new axes.
             since: Simulated time in seconds at which the plot begins.
 
         Returns:

@@ -28,12 +28,12 @@ LANE_NAMES = {
 def draw_lanes(spans: Iterable[Span], ax: Any, since: float) -> Any:
     """Draw one lane per stream with a bar for each operator or copy, and return the axes.
 
-    The streams of `LANE_NAMES` come first, in that order. The color of a bar shows the kind of work
-    (see `Span.kind`), whichever stream did it.
+    The streams in `LANE_NAMES` come first, in the order of that dict. The color of a bar shows the
+    kind of work (`Span.kind`), whichever stream did the work.
 
     Args:
         spans: Operators and copies with their simulated times.
-        ax: Matplotlib axes; None for new ones.
+        ax: Matplotlib axes to draw on; None creates new axes.
         since: Simulated time in seconds at which the plot begins.
     """
     ax = ax or _new_axes()
@@ -55,9 +55,10 @@ def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float, unti
     """Draw live megabytes (10**6 bytes) over simulated time as a step plot, and return the axes.
 
     Args:
-        samples: Pairs (simulated seconds, live bytes).
-        ax: Matplotlib axes; None for new ones.
-        since, until: Simulated times in seconds at which the plot begins and ends.
+        samples: Pairs (simulated time in seconds, live bytes), in any order.
+        ax: Matplotlib axes to draw on; None creates new axes.
+        since: Simulated time in seconds at which the plot begins.
+        until: Simulated time in seconds at which the plot ends.
     """
     ax = ax or _new_axes()
     # The samples are in the order in which the host called the operators. That may differ from the

@@ -28,13 +28,13 @@ HOST_READS = {
 
 
 class HostReads(TorchFunctionMode):
-    """Function mode that reports the methods by which the host reads a tensor without an operator.
+    """Function mode that reports reads of a tensor's values that run no operator.
 
-    If such a method, for example `tolist`, reads device memory, the host waits for the current
-    stream, as on CUDA.
+    The methods in `HOST_READS`, for example `tolist` and `numpy`, read values in this way. If one
+    of them reads device memory, the host waits for the current stream, as on CUDA.
 
     Args:
-        device: The simulated device.
+        device: The `SimulatedDevice` to whose access log the reads are reported.
     """
 
     def __init__(self, device: Any):
@@ -58,13 +58,14 @@ class HostReads(TorchFunctionMode):
 
 
 class Operators(TorchDispatchMode):
-    """Dispatch mode that runs each operator as a task of the simulated device or of the host.
+    """Dispatch mode that runs each operator as a task of a simulated device or of the host.
 
     An operator on device tensors is a task of the current stream, and its results are put into
-    device memory. An operator on host tensors is a task of the host.
+    device memory. An operator on host tensors is a task of the host. An operator without input
+    tensors runs on the device.
 
     Args:
-        device: The simulated device.
+        device: The `SimulatedDevice` that runs the operators.
     """
 
     def __init__(self, device: Any):

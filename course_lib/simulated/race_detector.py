@@ -41,13 +41,15 @@ COPIES = {"up": "a host-to-device copy (H2D)", "down": "a device-to-host copy (D
 
 @dataclass(frozen=True)
 class Event:
-    """Point in an actor's sequence of tasks, for which other actors can wait, as a CUDA event is.
+    """Point in the tasks of a stream or host thread for which other streams can wait.
+
+    The class corresponds to a CUDA event.
 
     Attributes:
-        actor: The actor that recorded the event.
+        actor: `Actor` (a stream or a host thread) that recorded the event.
         position: Number of tasks that were submitted to the actor before the event.
-        clock: The actor's vector clock at the event.
-        seconds: Simulated time in seconds at which the actor finishes these tasks.
+        clock: Vector clock of the actor when the event was recorded (see `Actor`).
+        seconds: Simulated time in seconds at which the actor finishes the tasks before the event.
     """
 
     actor: Actor
@@ -57,19 +59,20 @@ class Event:
 
 
 class Actor:
-    """A stream or a thread of the host, which runs its tasks in order.
+    """A simulated stream or a thread of the host, which runs its tasks in order.
 
     Args:
-        name: Name of the stream, or `HOST`.
+        name: Name of the stream, or `HOST` for a thread.
         index: Index of the actor in `AccessLog.actors`.
 
     Attributes:
         seconds: Simulated time in seconds at which the actor finishes its tasks so far.
-        clock: Vector clock. `clock[i]` is the number of tasks of actor i for which this actor has
-            waited; for its own index it is the number of its own tasks. Tasks are counted when
-            `AccessLog.record_access` records them.
-        pending: Tasks that were submitted and have not run yet.
-        submitted, finished: Numbers of tasks that were submitted, and that have run.
+        clock: Vector clock, an array of numbers of tasks. `clock[i]` is the number of tasks of
+            actor i for which this actor has waited. At the actor's own index it is the number of
+            its own tasks. A task is counted when `AccessLog.record_access` records it.
+        pending: Queue of the tasks that were submitted and have not run yet.
+        submitted: Number of tasks that were submitted.
+        finished: Number of tasks that have run.
     """
 
     def __init__(self, name: str, index: int):
@@ -80,22 +83,34 @@ class Actor:
         self.submitted = self.finished = 0
 
     def event(self) -> Event:
-        """Record an event after all tasks that were submitted so far."""
+        """Record and return an `Event` after all tasks that were submitted so far."""
         return Event(self, self.submitted, self.clock.copy(), self.seconds)
 
     def wait_for(self, event: Event) -> None:
-        """Make all later tasks of this actor run after an event of another actor."""
+        """Make all later tasks of this actor run after an event of another actor.
+
+        An actor is a simulated stream or a host thread.
+        """
         np.maximum(self.clock, event.clock, out=self.clock)
         self.seconds = max(self.seconds, event.seconds)
         self.submit(partial(event.actor.run, event.position))
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Append a task, which `run` will run."""
+        """Append a task to the queue; a later call of `run` runs it.
+
+        Args:
+            task: Function without arguments.
+        """
         self.pending.append(task)
         self.submitted += 1
 
     def run(self, until: int | None = None) -> None:
-        """Run pending tasks in order until `until` tasks have run in total; by default run all."""
+        """Run pending tasks in the order in which they were submitted.
+
+        Args:
+            until: Total number of tasks that have run at the end, including those that ran earlier.
+                None runs all pending tasks.
+        """
         while self.finished < (self.submitted if until is None else until):
             self.finished += 1
             self.pending.popleft()()
@@ -103,13 +118,14 @@ class Actor:
 
 @dataclass
 class Block:
-    """Part of an arena that holds a tensor.
+    """Part of an arena (a simulated memory) that holds a tensor.
 
     Attributes:
-        start, nbytes: Position of the block in the arena, and its size in bytes.
+        start: Position of the block's first byte in the arena.
+        nbytes: Size of the block in bytes.
         pool: Number of the pool to which the block returns when it is freed: 0 for the host, else
             the index of the stream that allocated it.
-        used_by: Other streams that use the block. It is reused only after these streams have
+        used_by: Other streams that use the block. The block is reused only after these streams have
             finished the tasks that were submitted to them before the block was freed.
     """
 
@@ -120,12 +136,13 @@ class Block:
 
 
 class Access(NamedTuple):
-    """An actor's last access to some bytes of an arena.
+    """Last access of a stream or host thread to some bytes of an arena (a simulated memory).
 
     Attributes:
-        start, end: First byte in the arena, and first byte after the access.
-        actor: The actor.
-        position: Number of the task that made the access, as the actor's vector clock counts tasks.
+        start: Position of the first accessed byte in the arena.
+        end: Position after the last accessed byte.
+        actor: `Actor` (a stream or a host thread) that made the access.
+        position: Number of the task that made the access, among the tasks of this actor.
         name: Name of the operator or copy.
     """
 
@@ -136,22 +153,23 @@ class Access(NamedTuple):
     name: str
 
     def is_concurrent_with(self, actor: Actor) -> bool:
-        """Return whether another actor has not waited for this access."""
+        """Return whether an actor (a stream or a host thread) has not waited for this access."""
         return self.position > actor.clock[self.actor.index]
 
 
 class Arena:
-    """Simulated memory: allocates and reuses blocks, and stores the last accesses to each byte.
+    """Simulated memory that allocates and reuses blocks, and stores the last accesses to each byte.
 
-    A freed block returns to its pool. Before an actor reuses the block, it waits for the streams in
-    `Block.used_by`. All blocks that begin at the same position have the same rounded size, so
-    accesses are stored by the start of their block.
+    A freed block returns to its pool, the free blocks of one stream or of the host. Before an actor
+    (a stream or a host thread) reuses the block, it waits for the streams in `Block.used_by`. All
+    blocks that begin at the same position have the same rounded size, so accesses are stored by the
+    start of their block.
 
     Args:
         name: Name of the memory in messages.
         nbytes: Size of the memory in bytes.
-        keeps_old_values: Whether to keep the value of each byte from before its last write, which
-            `AccessLog.run_early` needs.
+        keeps_old_values: Whether to store the value that each byte had before its last write.
+            `AccessLog.run_early` needs these values.
     """
 
     def __init__(self, name: str, nbytes: int, keeps_old_values: bool = False):
@@ -173,13 +191,13 @@ class Arena:
         self.reads: dict[int, list[Access]] = {}
 
     def block(self, nbytes: int, actor: Actor, pool: int) -> Tensor:
-        """Allocate a block and return it as a tensor of bytes.
+        """Allocate a block of memory and return it as a tensor of bytes.
 
         Args:
             nbytes: Size of the tensor in bytes.
-            actor: Actor that uses the block. If the block is reused, this actor first waits until
-                the streams that used it have finished.
-            pool: Number of the pool from which the block is taken.
+            actor: `Actor` (a stream or a host thread) that will use the block. If the block was
+                used before, the actor first waits for the streams that used it.
+            pool: Number of the pool of free blocks from which the block is taken.
 
         Raises:
             torch.OutOfMemoryError: The memory is full, and the pool has no free block of this size.
@@ -224,12 +242,12 @@ class Arena:
             self.free.setdefault((block.pool, size), []).append((block.start, events))
 
     def block_of(self, tensor: Tensor) -> Block | None:
-        """Return the block that holds a tensor's storage, or None if it is not in this arena."""
+        """Return the `Block` that holds a tensor's storage, or None if it is not in this arena."""
         storage = tensor.untyped_storage()
         return self.blocks.get(storage.data_ptr() - self.origin) if storage.nbytes() else None
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the same bytes that does not keep its block from being freed.
+        """Return a tensor on the same bytes that does not prevent its block from being freed.
 
         A tensor that is not in this arena is returned unchanged.
         """
@@ -244,8 +262,8 @@ class Arena:
     def extent(self, tensor: Tensor) -> tuple[int, int] | None:
         """Return the range (start, end) of a tensor's bytes in this arena.
 
-        The range goes from the tensor's first to its last byte, including bytes that its strides
-        skip. The result is None if the tensor is empty or not in this arena.
+        `end` is exclusive. The range goes from the tensor's first to its last byte, including bytes
+        that its strides skip. The result is None if the tensor is empty or not in this arena.
         """
         if not tensor.numel() or self.block_of(tensor) is None:
             return None
@@ -253,7 +271,12 @@ class Arena:
         return first, first + elements_spanned(tensor) * tensor.itemsize
 
     def concurrent_writes(self, tensor: Tensor, actor: Actor) -> list[Access]:
-        """Return the last writes to a tensor's bytes for which an actor has not waited."""
+        """Return the last writes to a tensor's bytes for which an actor has not waited.
+
+        Args:
+            tensor: Tensor; if it is not in this arena, the list is empty.
+            actor: `Actor` (a stream or a host thread) that wants to access the tensor.
+        """
         if (extent := self.extent(tensor)) is None:
             return []
         written = _clip_accesses(self.writes.get(self.block_of(tensor).start, ()), *extent)
@@ -262,17 +285,17 @@ class Arena:
     def record(
         self, tensor: Tensor, actor: Actor, name: str, writes: bool
     ) -> list[tuple[Access, str]]:
-        """Record an access to a tensor, and return the earlier accesses with which it is a race.
+        """Record an access to a tensor, and return the earlier accesses that form a race with it.
 
         Args:
-            tensor: The tensor. If it is not in this arena, nothing is recorded.
-            actor: The actor that accesses it.
+            tensor: Tensor that is accessed. If it is not in this arena, nothing is recorded.
+            actor: `Actor` (a stream or a host thread) that accesses the tensor.
             name: Name of the operator or copy.
             writes: Whether the access is a write.
 
         Returns:
-            Pairs (earlier access, "written" or "read"): at most one write, and at most one read per
-            actor.
+            Pairs (earlier `Access`, "written" or "read"). There is at most one write, and at most
+            one read per actor.
         """
         if (extent := self.extent(tensor)) is None:
             return []
@@ -319,12 +342,13 @@ def _remove_range(accesses: Iterable[Access], start: int, end: int) -> list[Acce
 
 @dataclass(frozen=True)
 class Span:
-    """Period in which a stream or the host runs an operator or a copy.
+    """Period of simulated time in which a stream or the host runs an operator or a copy.
 
     Attributes:
         stream: Name of the stream; "host" for every thread of the host.
         name: Name of the operator, or one of the values of `COPIES`.
-        start, end: Simulated times in seconds.
+        start: Simulated time in seconds at which the period begins.
+        end: Simulated time in seconds at which the period ends.
     """
 
     stream: str
@@ -334,22 +358,27 @@ class Span:
 
     @property
     def kind(self) -> str:
-        """Kind of work: "up" (H2D copy), "down" (D2H copy), "host" or "compute"."""
+        """Kind of work: "up" (H2D copy), "down" (D2H copy), "host" or "compute".
+
+        "host" is an operator on the host, and "compute" an operator on the device.
+        """
         kind = HOST_LANE if self.stream == HOST_LANE else "compute"
         return {name: direction for direction, name in COPIES.items()}.get(self.name, kind)
 
 
 class AccessLog:
-    """Record of all actors, of their accesses to memory, and of their simulated times.
+    """Record of all streams and host threads, their accesses to memory, and their simulated times.
+
+    A stream or a host thread is an `Actor`.
 
     Args:
-        arenas: Memories in which accesses are recorded.
+        arenas: Simulated memories in which accesses are recorded.
 
     Attributes:
-        lock: Lock that a caller holds while it changes the log or an arena.
-        actors: All actors, by their index.
-        races: One sentence per race that was found.
-        spans: One `Span` per task that took simulated time.
+        lock: Lock that a caller must acquire before it changes the log or an arena.
+        actors: List of all actors, in the order of their indices.
+        races: List with one sentence per race that was found.
+        spans: List with one `Span` per task that took simulated time.
     """
 
     def __init__(self, arenas: list[Arena]):
@@ -361,18 +390,22 @@ class AccessLog:
 
     @property
     def host(self) -> Actor:
-        """The `Actor` that stands for the current host thread. It is created at the first use."""
+        """The `Actor` that represents the current host thread. It is created at the first use."""
         if not hasattr(self._local, "host"):
             self._local.host = self.actor(HOST)
         return self._local.host
 
     def actor(self, name: str) -> Actor:
-        """Create an actor.
+        """Create and return an `Actor`, which represents a stream or a host thread.
 
-        Everything that the host's threads have done so far is ordered before its first task.
+        The first task of the new actor runs after everything that the host's threads have done so
+        far.
+
+        Args:
+            name: Name of the stream, or `HOST` for a thread.
 
         Raises:
-            RuntimeError: There are too many actors.
+            RuntimeError: `MAX_ACTORS` actors exist already.
         """
         with self.lock:
             if len(self.actors) == MAX_ACTORS:
@@ -388,10 +421,16 @@ class AccessLog:
             return actor
 
     def new(self, arena: Arena, actor: Actor, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Return a new tensor in an arena, with values that are not defined.
+        """Return a new tensor with undefined values in an arena (a simulated memory).
 
         The allocation counts as a write by `actor`, so other actors must wait for it before they
         use the tensor.
+
+        Args:
+            arena: Memory in which the tensor is allocated.
+            actor: `Actor` (a stream or a host thread) that allocates the tensor.
+            shape: Shape of the tensor.
+            dtype: Dtype of the tensor.
         """
         with self.lock, disable_current_modes():
             pool = 0 if actor.name == HOST else actor.index
@@ -405,17 +444,18 @@ class AccessLog:
     def run_early(
         self, actor: Actor, tensors: list[Tensor], written: list[Tensor]
     ) -> Iterator[None]:
-        """Run a `with` block as if the actor ran it as early as its waits allow.
+        """Simulate that an actor runs a `with` block as early as its waits allow.
 
-        Inside the block, tensors have the values from before the writes for which the actor has not
-        waited. At the end of the block the values of these writes are restored, because the writes
-        count as later. They replace values that the block wrote to the same bytes. If the arenas
-        keep no old values, this method does nothing.
+        An actor is a stream or a host thread. Inside the block, the tensors have the values from
+        before the writes for which the actor has not waited. At the end of the block, the values of
+        these writes are restored, because the writes count as later than the block. The restored
+        values replace values that the block wrote to the same bytes. If the arenas store no old
+        values, this method does nothing.
 
         Args:
-            actor: The stream or thread that runs the block.
+            actor: `Actor` that runs the block.
             tensors: All tensors that the block reads or writes.
-            written: The tensors that the block writes.
+            written: Tensors that the block writes.
         """
         later_writes = []
         for arena in self.arenas if self.keeps_old_values else ():
@@ -441,12 +481,16 @@ class AccessLog:
         writes: list[Tensor],
         seconds: float = 0.0,
     ) -> None:
-        """Record the accesses of a task, add its races to `races`, and advance the actor's time.
+        """Record the memory accesses of a task, report its races, and advance the simulated time.
+
+        A race is added to `races` as a sentence.
 
         Args:
-            actor: The stream or thread that runs the task.
+            actor: `Actor` (a stream or a host thread) that runs the task, and whose simulated time
+                is advanced.
             name: Name of the operator or copy.
-            reads, writes: Tensors that the task reads and writes.
+            reads: Tensors that the task reads.
+            writes: Tensors that the task writes.
             seconds: Simulated duration of the task in seconds.
         """
         actor.clock[actor.index] += 1

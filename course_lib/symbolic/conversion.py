@@ -52,15 +52,16 @@ class _ConvertOnce:
 
 
 def apply_to_module(module: nn.Module, function: Callable, recurse: bool = True) -> nn.Module:
-    """Convert the parameters and buffers of a module, of which some may be symbolic.
+    """Convert a module's parameters and buffers with a function, as `Module._apply` does.
 
-    `symbolic()` installs this function as `Module._apply`, which `module.to` calls. PyTorch's own
+    The tensors may be symbolic, that is, have a shape and a dtype but no values. PyTorch's own
     `_apply` replaces the data of each tensor in place, which is not possible for a symbolic tensor.
-    Here a new tensor replaces it in the module.
+    This function puts a new tensor into the module instead. `symbolic()` installs this function as
+    `Module._apply`, which `module.to` calls.
 
     Args:
         module: The module.
-        function: Function that converts a tensor.
+        function: Function that takes a tensor and returns the converted tensor.
         recurse: Whether to convert submodules too.
 
     Returns:
@@ -85,10 +86,10 @@ def apply_to_module(module: nn.Module, function: Callable, recurse: bool = True)
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert a module's floating-point parameters and buffers, as `module.to(dtype)` does.
 
-    The tensors may be symbolic. Weights that bitsandbytes has quantized are left unchanged. Complex
-    tensors are left unchanged unless `dtype` is complex, because they would lose their imaginary
-    parts. In a symbolic module, new tensors without gradients replace the old ones, so create the
-    optimizer after the conversion.
+    Two kinds of tensors are left unchanged: weights that bitsandbytes has quantized, and complex
+    tensors unless `dtype` is complex, because they would lose their imaginary parts. If the tensors
+    are symbolic (with shapes but without values), new tensors without gradients replace them. In
+    this case create the optimizer after the conversion.
 
     Args:
         module: Module with real or symbolic parameters and buffers.

@@ -52,15 +52,19 @@ def with_real_strides(
     *,
     kind: str = "cpu",
 ) -> Any:
-    """Run an operator on symbolic tensors and return its result with the CPU kernel's strides.
+    """Run an operator on symbolic tensors and return a result with the strides of the CPU kernel.
 
-    The storages of the result have the sizes that the CPU kernel allocates.
+    Symbolic tensors have shapes and storages, but no values. The storages of the result have the
+    sizes that the CPU kernel allocates.
 
     Args:
         symbolically: Function that runs this operator as PyTorch runs it on symbolic tensors.
-        dispatch: Function that runs any operator. Rules use it to make corrected results.
-        func, types, args, kwargs: The call, as a dispatch mode receives it.
-        kind: Kind of device, "cpu" or "cuda". The rules in `CPU_RULES` apply to "cpu" only.
+        dispatch: Function that runs any operator on symbolic tensors, which is used to make
+            corrected results.
+        func, types, args, kwargs: Arguments of `__torch_dispatch__`: the operator, the tensor
+            types, and the operator's arguments.
+        kind: Kind of device, "cpu" or "cuda". With "cuda", the rules for CPU kernels in `CPU_RULES`
+            are not applied.
     """
     if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         return _grouped_mm(dispatch, func, args, kwargs)
@@ -82,10 +86,10 @@ def make_result(
 
     Args:
         dispatch: Function that runs operators on symbolic tensors.
-        size: Shape of the tensor.
-        strides: Its strides; None for a contiguous tensor.
-        like: Tensor with the device and, by default, the dtype of the new tensor.
-        dtype: Dtype of the new tensor.
+        size: Shape of the new tensor.
+        strides: Strides of the new tensor; None for a contiguous tensor.
+        like: Tensor whose device and, by default, dtype the new tensor has.
+        dtype: Dtype of the new tensor; None for the dtype of `like`.
     """
     options = {"dtype": dtype or like.dtype, "device": like.device}
     if strides is None:
@@ -695,11 +699,14 @@ CPU_RULES: dict[OpOverload, Rule] = {
 
 
 class Inexact(NamedTuple):
-    """Explanation for the user that the bytes of an operator are not exact on symbolic tensors.
+    """Explanation of why an operator's bytes are not exact on symbolic tensors, with advice.
+
+    The user sees the message "{operator} {reason}; {remedy}".
 
     Attributes:
-        reason: Verb phrase about the operator. The message is "{operator} {reason}; {remedy}".
-        remedy: Advice in the imperative.
+        reason: Verb phrase, with the operator as its subject, that explains why the bytes are not
+            exact.
+        remedy: Advice to the user, in the imperative.
     """
 
     reason: str

@@ -46,12 +46,14 @@ INSTALLED = int(_major), int(_minor)
 
 @dataclass(frozen=True)
 class Gpu:
-    """Compute capability and PyTorch version, which determine the attention kernel that runs.
+    """GPU and PyTorch version for which a step is estimated.
+
+    The GPU's compute capability and the PyTorch version determine which attention kernel runs.
 
     Attributes:
         capability: Compute capability, as `torch.cuda.get_device_capability` returns it. The
             default is that of the H100 and H200.
-        torch: Version of PyTorch whose rules apply; the default is the installed one.
+        torch: PyTorch version as (major, minor). The default is the installed version.
     """
 
     capability: tuple[int, int] = (9, 0)
@@ -69,10 +71,12 @@ class Call:
     """A call of `scaled_dot_product_attention`: its arguments, and the GPU on which it runs.
 
     Attributes:
-        query, key, value, mask, dropout, causal: Arguments of the call. The mask may be None, and
-            `dropout` is a probability.
-        grouped: Whether fewer key and value heads than query heads are allowed (`enable_gqa`).
-        gpu: The GPU.
+        query, key, value: Input tensors of the call.
+        mask: Argument `attn_mask` of the call, a tensor or None.
+        dropout: Dropout probability.
+        causal: Whether attention is causal (`is_causal`).
+        grouped: Whether key and value may have fewer heads than the query (`enable_gqa`).
+        gpu: `Gpu` on which the call runs.
     """
 
     query: Tensor
@@ -86,12 +90,12 @@ class Call:
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value."""
+        """The three input tensors: query, key and value."""
         return self.query, self.key, self.value
 
     @property
     def head_sizes(self) -> tuple[int, ...]:
-        """Features per head of query, key and value."""
+        """Features per head of query, key and value, as three numbers."""
         return tuple(x.shape[-1] for x in self.inputs)
 
     @property
@@ -100,27 +104,37 @@ class Call:
         return torch.is_grad_enabled() and any(x.requires_grad for x in self.inputs)
 
     def has_dtype(self, *allowed: torch.dtype) -> bool:
-        """Return whether query, key and value have the same dtype, one of those allowed."""
+        """Return whether query, key and value have the same dtype, and `allowed` contains it."""
         return {x.dtype for x in self.inputs} <= {*allowed} and len(
             {x.dtype for x in self.inputs}
         ) == 1
 
     def last_strides_are_1(self) -> bool:
-        """Return whether the last stride of query, key, value and mask is 1."""
+        """Return whether query, key, value and mask have a last stride of 1.
+
+        The mask may be None.
+        """
         masks = () if self.mask is None else (self.mask,)
         return all(x.stride(-1) == 1 for x in (*self.inputs, *masks))
 
     def last_strides_are_1_or_one_element(self) -> bool:
-        """Return whether all last strides are 1; with a head size of 1, only the mask's counts."""
+        """Return whether query, key, value and mask have a last stride of 1.
+
+        The mask may be None. If the query has a head size of 1, only the mask is tested.
+        """
         one = self.query.shape[-1] == 1 and (self.mask is None or self.mask.stride(-1) == 1)
         return one or self.last_strides_are_1()
 
     def heads_fit(self, *, grouped: bool, equal_kv: bool = True) -> bool:
-        """Return whether the batch sizes are equal and a kernel accepts the numbers of heads.
+        """Return whether an attention kernel accepts the batch sizes and the numbers of heads.
+
+        The batch sizes of query, key and value must be equal. The numbers of heads must be equal
+        too, unless the call allows grouped heads and the kernel supports them. In that case the
+        numbers of key heads and of value heads must divide the number of query heads.
 
         Args:
             grouped: Whether the kernel supports fewer key and value heads than query heads.
-            equal_kv: Whether key and value must then have equally many heads.
+            equal_kv: Whether the kernel requires as many key heads as value heads.
         """
         (b, q), (b_k, k), (b_v, v) = (x.shape[:2] for x in self.inputs)
         if not b == b_k == b_v:
@@ -130,7 +144,11 @@ class Call:
         return q % k == 0 and q % v == 0 and (k == v or not equal_kv)
 
     def mask_broadcasts(self) -> bool:
-        """Return whether cuDNN accepts the mask: one that broadcasts and needs no gradient."""
+        """Return whether cuDNN's attention kernel accepts the mask.
+
+        A mask must not require a gradient. It must have 2 or 4 dimensions and broadcast to the
+        shape of the attention scores. A call without a mask is always accepted.
+        """
         if self.mask is None:
             return True
         full = (*self.query.shape[:-1], self.key.shape[-2])
@@ -142,7 +160,10 @@ class Call:
         )
 
     def alignment(self) -> int:
-        """Return the number that must divide the head sizes in the memory-efficient kernel."""
+        """Return the alignment that the memory-efficient kernel requires, in elements.
+
+        Each head size must be a multiple of this number.
+        """
         elements = 16 // self.query.itemsize  # tensor cores read 16 bytes at once
         if self.gpu.capability >= (8, 0):
             return max(4, elements)
@@ -151,18 +172,17 @@ class Call:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """One of the conditions that a call must meet so that an attention kernel may run.
+    """Condition that a call of `scaled_dot_product_attention` must meet for certain kernels to run.
 
     Attributes:
-        kernels: Kernels that require the condition.
+        kernels: Names of the kernels that require the condition: "cudnn", "flash" or "efficient".
         condition: The condition in words.
-        holds: Function that returns whether a call meets the condition.
-        function: Function of PyTorch that checks the condition.
-        file: File with this function, in the folder that `SOURCE` names.
-        since: First version of PyTorch that checks the condition. (2, 11) stands for that version
-            or an earlier one.
-        measured: Whether the condition was confirmed by steps on an H200 with torch 2.11 whose
-            kernel depended on it.
+        holds: Function that returns whether a `Call` meets the condition.
+        function: Name of the C++ function of PyTorch that checks the condition.
+        file: Source file of this function, in the folder that `SOURCE` names.
+        since: First version of PyTorch that checks the condition, as (major, minor). (2, 11) means
+            version 2.11 or an earlier one.
+        measured: Whether measurements on an H200 with torch 2.11 have confirmed the condition.
     """
 
     kernels: tuple[str, ...]
@@ -374,9 +394,9 @@ _LITTLE_SHARED_MEMORY = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
 def kernels_in_order(gpu: Gpu) -> tuple[str, ...]:
     """Return the names of the fused attention kernels in the order in which PyTorch tries them.
 
-    cuDNN's kernel comes first on GPUs of compute capability 9.x and 10.x; before torch 2.13 only on
-    9.0, 9.3, 10.0 and 10.3. On other GPUs it is left out, because there PyTorch tries it only after
-    the unfused operators, which always run.
+    cuDNN's kernel comes first on GPUs of compute capability 9.x and 10.x. Before torch 2.13 this
+    holds only for 9.0, 9.3, 10.0 and 10.3. On other GPUs cuDNN's kernel is left out. PyTorch tries
+    it there only after the unfused operators, which can always run.
 
     Source: cuda/sdp_utils.cpp, `check_prefer_cudnn_attention` and `priority_order`.
     """
@@ -386,7 +406,12 @@ def kernels_in_order(gpu: Gpu) -> tuple[str, ...]:
 
 
 def may_run(kernel: str, call: Call) -> bool:
-    """Return whether a call meets all conditions of a fused attention kernel."""
+    """Return whether a call meets all conditions of a fused attention kernel.
+
+    Args:
+        kernel: "cudnn", "flash" or "efficient".
+        call: The call of `scaled_dot_product_attention`.
+    """
     return all(
         rule.holds(call)
         for rule in ATTENTION_RULES
@@ -395,11 +420,11 @@ def may_run(kernel: str, call: Call) -> bool:
 
 
 def attention_kernel(call: Call) -> str:
-    """Return the attention kernel that PyTorch runs for a call.
+    """Return the name of the attention kernel that PyTorch runs for a call.
 
     Returns:
-        "cudnn", "flash" or "efficient" for a fused kernel; "math" for several unfused operators,
-        which save the attention probabilities for backward.
+        "cudnn", "flash" or "efficient" for a fused kernel. "math" stands for several unfused
+        operators, which save the attention probabilities for backward.
     """
     kernels = kernels_in_order(call.gpu)
     return next((kernel for kernel in kernels if may_run(kernel, call)), "math")
@@ -419,10 +444,10 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run the attention operator that PyTorch would choose on the symbolic mode's GPU.
+    """Run attention on symbolic tensors with the operator that PyTorch would choose on a GPU.
 
-    This function replaces PyTorch's function with the same arguments. `ATTENTION_RULES` determines
-    the operator.
+    This function replaces PyTorch's function of the same name inside `Symbolic(kind="cuda")`, and
+    has the same arguments. `ATTENTION_RULES` and the mode's attribute `gpu` determine the operator.
 
     Source: attention.cpp (`scaled_dot_product_attention`), in `SOURCE`.
     """
@@ -495,9 +520,11 @@ def _align_mask(mask: Tensor) -> Tensor:
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Run dropout with `native_dropout`, which saves a mask of one byte per element, as on CUDA.
+    """Run dropout with `native_dropout`, the operator that PyTorch runs on CUDA.
 
-    This function replaces `F.dropout`.
+    The operator saves a mask of one byte per element for backward. Inside `Symbolic(kind="cuda")`
+    this function replaces `F.dropout`, which would run other operators because symbolic tensors
+    report the CPU as their device.
 
     Source: aten/src/ATen/native/Dropout.cpp (`is_fused_kernel_acceptable`).
     """
@@ -514,9 +541,11 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """Run RMSNorm as one fused operator, which saves its input and one fp32 number per row.
+    """Run RMSNorm as a single fused operator, as PyTorch does on CUDA.
 
-    This function replaces `F.rms_norm`, which runs several operators on a CPU.
+    For backward, the operator saves its input, its weight and one fp32 number per normalized row.
+    Inside `Symbolic(kind="cuda")` this function replaces `F.rms_norm`, which runs several operators
+    on a CPU.
 
     Source: aten/src/ATen/native/layer_norm.cpp (`rms_norm_symint`).
     """
@@ -549,7 +578,11 @@ class _RmsNorm(torch.autograd.Function):
 
 @contextmanager
 def choose_operators_as_on_cuda(gpu: Gpu) -> Iterator[None]:
-    """Let functions of `torch.nn.functional` run the operators for CUDA in a `with` block.
+    """Let attention, dropout and RMSNorm run PyTorch's operators for CUDA in a `with` block.
+
+    In the block, the functions `scaled_dot_product_attention`, `dropout` and `rms_norm` of this
+    module replace those of `torch.nn.functional`. PyTorch's own functions would run other
+    operators, because symbolic tensors report the CPU as their device.
 
     Args:
         gpu: GPU for which an attention kernel is chosen.

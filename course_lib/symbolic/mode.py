@@ -61,22 +61,22 @@ _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_im
 
 
 class Symbolic(FakeTensorMode):
-    """Dispatch mode in which all tensors are symbolic, except small ones of integers and booleans.
+    """Dispatch mode in which tensors are symbolic: they have shapes and storages, but no values.
 
-    Tensors of integers or booleans on the CPU are real if they take at most 4 MiB, because steps
-    read their values. For example, Hugging Face models drop an attention mask that is all ones, but
-    they do not test a symbolic mask.
+    Tensors of integers or booleans on the CPU are real if they take at most 4 MiB, because training
+    steps read their values. For example, Hugging Face models drop an attention mask that is all
+    ones, but they do not test a symbolic mask.
 
     - If all inputs of an operator are real and its outputs are small tensors of integers or
       booleans, the operator runs on real tensors.
-    - If one of its inputs is symbolic, its outputs are symbolic. If it writes them into a real
-      tensor, the values of that tensor are unknown from then on, and reading them raises the same
-      error as reading a symbolic tensor.
+    - If an input of an operator is symbolic, its outputs are symbolic. If the operator writes its
+      output into a real tensor, the values of that tensor are unknown from then on. Reading them
+      raises the same error as reading a symbolic tensor.
 
     Two kinds of symbolic floating-point tensors have known values:
 
-    - A tensor whose single element is a random number or was computed from real tensors, and a
-      result of `torch.linspace` or a view of it. `item` returns the value, as for the symbolic
+    - A tensor with a single element that is a random number or was computed from real tensors, and
+      results of `torch.linspace` and their views. `item` returns the value, as for the symbolic
       tensor `torch.tensor(0.5)` in PyTorch.
     - The result of `torch.ones`, `torch.zeros` or `torch.full`, and its upper or lower triangle,
       until it is written to. Comparing such tensors with each other or with numbers, or converting
@@ -86,12 +86,12 @@ class Symbolic(FakeTensorMode):
         kind: Kind of device for which bytes are estimated, "cpu" or "cuda". All tensors report the
             CPU as their device. With "cuda", operators save for backward the tensors that they save
             on CUDA (see `cuda_kernels`).
-        gpu: GPU that determines which attention kernels run, if the kind is "cuda". The default is
-            an H100 or H200.
+        gpu: GPU that determines which attention kernels run if `kind` is "cuda". The default is an
+            H100 or H200.
 
     Attributes:
-        looks: Number of times that values of a real tensor were read so far. If a step reads none,
-            its operators do not depend on the values in the batch's tensors.
+        looks: Number of times that the values of a real tensor were read so far. If a step does not
+            increase this number, its operators do not depend on the values in the batch's tensors.
     """
 
     @classmethod
@@ -181,9 +181,10 @@ class Symbolic(FakeTensorMode):
         return self._run_with_placeholders(func, types, args, kwargs)
 
     def has_known_values(self, tensor: Tensor) -> bool:
-        """Return whether the values of a tensor are known.
+        """Return whether a tensor is real and its values are known.
 
-        This is the case if it is real and nothing symbolic has been written into its storage.
+        The values of a real tensor are unknown if an operator has written a symbolic tensor into
+        its storage.
         """
         return not isinstance(tensor, FakeTensor) and (
             tensor.untyped_storage() not in self._unknown
@@ -342,13 +343,13 @@ def _is_integer_or_bool(value: Tensor | torch.dtype | None) -> bool:
 def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
     """Return a context in which tensors are symbolic: they have shapes and storages, but no values.
 
-    Symbolic tensors take no memory. A model can be built and trained for a step inside the context,
-    and a `MemoryMeter` inside it counts the bytes that the same step needs on real tensors.
+    Symbolic tensors take no memory. A model can be built and trained for a step inside the context.
+    A `MemoryMeter` in the context counts the bytes that the same step needs on real tensors.
     Everything that the step uses must be made inside the context, except for tensors of integers.
 
-    - **Integers.** Tensors of integers and booleans, such as tokens, labels and masks, are real if
-      they are on the CPU and take at most 4 MiB each. A step that reads their values then takes the
-      same branches as the real step: for example, it drops a mask that is all ones.
+    - **Integers.** Tensors of integers and booleans, such as tokens and masks, are real if they are
+      on the CPU and take at most 4 MiB each. A step that reads their values then takes the same
+      branches as the real step: for example, it drops a mask that is all ones.
     - **Other values** are unknown. Reading them raises PyTorch's own error, which names the
       operator.
     - **Random numbers.** Where a model drops layers at random, the random numbers are drawn, and
@@ -358,9 +359,9 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
       inside the context, and run compiled again after it.
 
     Args:
-        mode: The mode to enter. By default a new `Symbolic()`. Pass the mode that an earlier
-            `with symbolic() as mode` returned to continue with its tensors, or pass a new one, such
-            as `Symbolic(kind="cuda")`.
+        mode: The mode to enter. By default a new `Symbolic()` for the CPU. Pass
+            `Symbolic(kind="cuda")` to estimate the bytes on a GPU. To continue with the tensors of
+            an earlier context, pass the mode that `with symbolic() as mode` returned there.
 
     PyTorch's own counterpart of a meter in this context is
     `torch.distributed._tools.mem_tracker.MemTracker`.

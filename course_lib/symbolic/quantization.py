@@ -32,7 +32,10 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 @contextmanager
 def parameter_subclasses() -> Iterator[None]:
-    """Inside a `with` block, let subclasses of `nn.Parameter` be made from symbolic tensors."""
+    """Inside a `with` block, allow subclasses of `nn.Parameter` to be made from symbolic tensors.
+
+    Outside the block, `Tensor._make_subclass`, which these classes call, rejects symbolic tensors.
+    """
     with ExitStack() as stack:
 
         def make(cls: type, data: Tensor, requires_grad: bool = False, **options: Any) -> Tensor:
@@ -74,15 +77,15 @@ def copy_parameter_subclasses(
 ) -> None:
     """Add symbolic copies of parameters of `nn.Parameter` subclasses to a memo of `copy.deepcopy`.
 
-    Call this function inside a mode that makes the copies of `copy.deepcopy` symbolic, before the
-    model is copied. The mode alone does not suffice, because a subclass may copy its parameters
-    without the operators that the mode sees.
+    Call this function before `copy.deepcopy` copies the model, inside a dispatch mode that makes
+    these copies symbolic. The mode alone does not suffice, because a subclass may copy its
+    parameters without calling operators.
 
     Args:
-        symbolic: Function that returns a symbolic tensor with the properties of a real one.
+        symbolic: Function that returns a symbolic tensor with the shape and dtype of a real tensor.
         parameters: Parameters of any class. Plain `nn.Parameter` objects are ignored.
-        memo: Memo of `copy.deepcopy`. The symbolic copies, with copies of the parameters'
-            attributes, are added to it.
+        memo: Memo of `copy.deepcopy`: a dict from the `id` of an object to its copy. The symbolic
+            copies are added to it, with copies of the parameters' attributes.
     """
     for parameter in parameters:
         if is_parameter_subclass(type(parameter)) and id(parameter) not in memo:
@@ -98,7 +101,7 @@ def copy_parameter_subclasses(
 def is_parameter_subclass(cls: type) -> bool:
     """Return whether a class is a proper subclass of `nn.Parameter`.
 
-    The classes of uninitialized parameters, which lazy modules have, do not count.
+    The result is False for the classes of uninitialized parameters, which lazy modules have.
     """
     lazy = nn.parameter.UninitializedTensorMixin
     return issubclass(cls, nn.Parameter) and cls is not nn.Parameter and not issubclass(cls, lazy)
@@ -121,17 +124,17 @@ def _symbolic_class(cls: type[nn.Parameter]) -> type:
 def is_quantized(tensor: Tensor) -> bool:
     """Return whether a tensor is a weight that bitsandbytes has quantized.
 
-    The dtype does not show this, because the quantized bits may be stored in a floating-point
-    dtype.
+    The dtype does not show whether a weight is quantized, because bitsandbytes may store the
+    quantized bits in a floating-point dtype.
     """
     return getattr(tensor, "bnb_quantized", False)
 
 
 def quantization_state(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that bitsandbytes keeps in addition to a model's quantized weights.
+    """Yield the tensors that bitsandbytes stores in addition to a model's quantized weights.
 
-    They are the scales (the largest magnitude of each block or row), with double quantization also
-    the scales of the quantized scales, and the tables of codes.
+    These tensors are the scales (the largest magnitude of each block or row) and the tables of
+    codes. With double quantization, the scales of the quantized scales are yielded too.
     """
     if "bitsandbytes" in sys.modules:
         for module in model.modules():

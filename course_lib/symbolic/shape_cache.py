@@ -46,9 +46,13 @@ class Outline(NamedTuple):
     """Description of a tensor that an operator returns, from which an equal tensor can be made.
 
     Attributes:
-        of: Index, among the operator's input tensors, of the tensor whose storage the result
-            shares; None if its storage is new.
-        size, stride, offset, dtype, device: As those of the tensor; `offset` is in elements.
+        of: Index of the operator's input tensor whose storage the result shares; None if the result
+            has a new storage.
+        size: Shape of the tensor.
+        stride: Strides of the tensor, in elements.
+        offset: Offset of the tensor in its storage, in elements.
+        dtype: Dtype of the tensor.
+        device: Device that the tensor reports.
     """
 
     of: int | None
@@ -62,13 +66,15 @@ class Outline(NamedTuple):
 def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     """Run an operator on symbolic tensors and return its result, from the cache if possible.
 
-    The result has the storages and the strides that the real result has. `FakeTensorMode` runs the
-    calls that are not in the cache and those that cannot be cached here, such as calls with sparse,
-    quantized or constant tensors. PyTorch's cache for such calls has larger keys than this one.
+    Symbolic tensors have shapes and storages, but no values. The result has the strides of the real
+    result, and storages of the same sizes. PyTorch's `FakeTensorMode` runs calls that are not in
+    the cache. It also runs calls that cannot be cached, such as those with sparse, quantized or
+    constant tensors.
 
     Args:
         mode: The symbolic mode, an instance of `course_lib.symbolic.Symbolic`.
-        func, types, args, kwargs: The call, as a dispatch mode receives it.
+        func, types, args, kwargs: Arguments of `__torch_dispatch__`: the operator, the tensor
+            types, and the operator's arguments.
     """
     if func is _LIFT and type(args[0]) is Tensor and args[0].dim() == 0:
         return _make_constant(mode, args[0])
@@ -250,7 +256,11 @@ def _storage_address(tensor: Tensor) -> int:
 
 
 def extent(tensor: Tensor) -> int:
-    """Return the bytes of the smallest storage that can hold a tensor with these strides."""
+    """Return the number of bytes that a tensor's elements span, including gaps between them.
+
+    The result is the size of the smallest storage that can hold the tensor with its strides, and 0
+    for an empty tensor.
+    """
     return elements_spanned(tensor) * tensor.itemsize if tensor.numel() else 0
 
 
@@ -270,12 +280,15 @@ def _recreate(mode: FakeTensorMode, entry: tuple, inputs: list[Tensor]) -> Any:
 
 
 def make_fake(mode: FakeTensorMode, outline: Outline, inputs: list[Tensor]) -> FakeTensor:
-    """Return a new `FakeTensor`, made in a quarter of the time that PyTorch's constructor takes.
+    """Return a new `FakeTensor` with the properties in an `Outline`.
+
+    The function takes a quarter of the time of PyTorch's constructor.
 
     Args:
         mode: The symbolic mode.
         outline: Description of the tensor.
-        inputs: Tensors to which `outline.of` refers.
+        inputs: Input tensors of the operator, to which the index `outline.of` refers. Not used if
+            `outline.of` is None.
     """
     with DisableTorchDispatch():
         if outline.of is None:
