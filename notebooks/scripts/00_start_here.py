@@ -11,16 +11,16 @@
 #
 # <div lang="en">
 #
-# `CUDA out of memory` (OOM) usually means that the training step needed more memory at one point than the GPU has. The small decoder on this page has eight layers and 27.5 MB of weights. At its **peak**, the point with the most bytes, its training step needs 277.7 MB.
+# `CUDA out of memory` (OOM) usually means that at some point, the training step needed more memory than the GPU has. The small decoder on this page has eight layers and 27.5 MB of weights. The most memory that its training step needs at any point is 277.7 MB. This maximum is called the **peak**.
 #
-# If you wrap each layer in one function call, the peak falls, but every bit of the gradients stays the same. How far does the peak fall, and at what cost? You guess, then measure, with or without a GPU.
+# If you wrap each layer in one function call, the peak falls, but every bit of the gradients stays the same. How far does the peak fall, and at what cost? You guess both numbers and then measure them, with or without a GPU.
 #
 # </div>
 # <div lang="zh">
 #
 # 训练时遇到 `CUDA out of memory`（显存不足，俗称爆显存、OOM），通常说明训练步在某一刻需要的显存超过了 GPU 的容量。本页的小解码器有八层，权重共 27.5 MB。它的训练步在内存占用最多的那一刻，要占 277.7 MB。这个最大值就叫做**峰值**。
 #
-# 只要给每一层套上一个函数调用，峰值就会降低，而梯度的每个比特都不变。峰值能降多少？代价又是什么？你先猜，然后在自己的机器上测出来，有没有 GPU 都行。
+# 只要给每一层套上一个函数调用，峰值就会降低，而梯度的每个比特都不变。峰值能降多少？代价又是什么？这两个数你都先猜，再在自己的机器上测出来，不需要 GPU。
 #
 # </div>
 
@@ -67,9 +67,9 @@ from course_lib.teaching import table, timelines
 #
 # <div lang="en">
 #
-# We train a decoder on a batch of 8 sequences. During the forward pass, autograd keeps the tensors that the backward pass will need. Apart from the weights, these tensors are called **activations**.
+# We train a decoder on a batch of 8 sequences. During the forward pass, autograd keeps the tensors that the backward pass will need. These tensors, except the weights, are called **activations**.
 #
-# **Activation checkpointing**, also called gradient checkpointing or recomputation, keeps only the input of each layer. When backward reaches a layer, it runs the layer's forward pass again to get the other activations back. (These checkpoints are not files of model weights.) In PyTorch, you call `checkpoint` once per layer:
+# **Activation checkpointing**, also called gradient checkpointing or recomputation, keeps only the input of each layer. When backward reaches a layer, it runs the layer's forward pass again to recompute the layer's other activations. (These checkpoints are not files of model weights.) In PyTorch, you call `checkpoint` once per layer:
 #
 # </div>
 # <div lang="zh">
@@ -106,7 +106,7 @@ forgetful = with_checkpoints(8)
 # %% [markdown] slide={"en": "**Guess first.** The baseline's peak is 277.7 MB, including 82.5 MB of weights and optimizer state.\n\nPeak with checkpoints? How many times the FLOPs?", "zh": "**先猜**：基线的峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态。\n\n用检查点，峰值是多少？FLOPs 是基线的几倍？"}
 # <div lang="en">
 #
-# **Guess first.** The baseline, which is the step without any technique, has a peak of 277.7 MB. Of these, 82.5 MB are weights and optimizer state, which checkpoints cannot reduce. What will the peak be with checkpoints, in MB? Each layer's forward now runs twice. How many times the baseline's floating-point operations (FLOPs) will the step need? Write both guesses below, for example 200 and 2.0.
+# **Guess first.** The baseline, which is the step without any technique, has a peak of 277.7 MB. Weights and optimizer state take 82.5 MB of this peak, and checkpoints cannot reduce them. What will the peak be with checkpoints, in MB? Each layer's forward now runs twice. How many times the baseline's floating-point operations (FLOPs) will the step need? Write both guesses below, for example 200 and 2.0.
 #
 # </div>
 # <div lang="zh">
@@ -146,7 +146,7 @@ table(["gradients", "equal to the last bit"], [("all", all(torch.equal(a, b) for
 # %% [markdown]
 # <div lang="en">
 #
-# The gradients are equal. After every operator, `MemoryMeter` counts the bytes of all **live** tensors, the tensors still in use. It also counts the step's FLOPs. Adam creates its state in the first step, so we measure the second step.
+# The gradients are equal. After every operator, `MemoryMeter` counts the bytes of all **live** tensors, which are the tensors that are still in use. `MemoryMeter` also counts the step's FLOPs. Adam creates its state in the first step, so we measure the second step.
 #
 # </div>
 # <div lang="zh">
@@ -178,14 +178,14 @@ figures.peak_table(meters)
 # %% [markdown]
 # <div lang="en">
 #
-# Each position on the horizontal axis is one operator. In the upper timeline, the activations (green) grow until forward ends. The peak follows at the start of backward, before any gradient exists. In the lower timeline, each tooth is one layer: its activations are recomputed, used and released.
+# Each position on the horizontal axis is one operator. In the upper timeline, the activations (green) grow until forward ends. The peak comes at the start of backward, before any gradient exists. In the lower timeline, each tooth of the curve is one layer, whose activations are recomputed, used and released.
 #
-# With checkpoints, the peak is near the end of backward, when 23.2 MB of gradients are in memory. All teeth are about equally high, but later teeth start higher, because each layer's gradients have more bytes than its released input.
+# With checkpoints, the peak is near the end of backward, when 23.2 MB of gradients are in memory. All teeth are about equally high, but each tooth starts higher than the tooth before it. The reason is that backward adds each layer's gradients and releases the layer's input, which has fewer bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# 时间线的横轴上，一格是一个算子。上图中，绿色的激活值一路增加，到前向结束为止。紧接着反向开始，梯度还没有产生，内存就达到了峰值。下图的每个锯齿对应一层，反向把这一层的激活值重新算出来，用完就释放。
+# 时间线的横轴上，一格是一个算子。上图中，绿色的激活值一路增加，到前向结束为止。紧接着反向开始，梯度还没有产生，内存就达到了峰值。下图曲线的每个锯齿对应一层，反向把这一层的激活值重新算出来，用完就释放。
 #
 # 用上检查点，峰值移到了反向快结束的时候，那一刻内存里已有 23.2 MB 的梯度。各个锯齿差不多一样高，但越靠后的锯齿，起点越高，因为每处理完一层，新增的梯度都比释放的这一层输入大。
 #
@@ -203,11 +203,11 @@ table(["", "your guess", "measured"], shown)
 # %% [markdown]
 # <div lang="en">
 #
-# The peak falls to 0.48 times the baseline's peak, and the FLOPs rise to 1.21 times the baseline's FLOPs. Why don't the FLOPs double? For each matrix product in forward, backward computes two, for the gradients of the input and of the weight. So a step costs about three forward passes, and a fourth one adds about a third.
+# The peak falls to 0.48 times the baseline's peak, and the FLOPs rise to 1.21 times the baseline's FLOPs. Why don't the FLOPs double? For each matrix product in forward, backward computes two matrix products: one for the gradient of the input, and one for the gradient of the weight. So a step costs about as much as three forward passes, and a fourth forward pass adds about a third.
 #
-# Here recomputation adds less than a third, for two reasons. The output head, the last matrix product, makes the logits and is not recomputed. And each layer's recomputation stops before the layer's last matrix product, because backward does not need the result.
+# Here recomputation adds less than a third, for two reasons. First, the output head, which computes the logits, is not recomputed. Second, each layer's recomputation stops before the layer's last matrix product, because backward does not need the result of this product.
 #
-# In other models, recomputation can add more, for example about a half if most weights are frozen, because such a step costs only about two forward passes.
+# In other models, recomputation can add more. For example, it adds about a half if most weights are frozen, because a step with frozen weights costs only about as much as two forward passes.
 #
 # </div>
 # <div lang="zh">
@@ -225,7 +225,7 @@ table(["", "your guess", "measured"], shown)
 #
 # <div lang="en">
 #
-# Every lesson has this order: **predict** a number, **build** the idea, check that the gradients are **equal**, **measure**. The check comes before measuring, because a technique that changes the result is useless. From lesson 01 on, a table tests **claims** that you may have read elsewhere. The [glossary](GLOSSARY.md) explains terms, and letters in formulas.
+# Every lesson has this order: **predict** a number, **build** the idea, check that the gradients are **equal**, and **measure**. We check before we measure, because a technique that changes the result is useless. From lesson 01 on, a table tests **claims** that you may have read elsewhere. The [glossary](GLOSSARY.md) explains terms, and letters in formulas.
 #
 # An **exercise** is a cell with a gap, often `None` or `0`. Fill in your answer and run the cell to check it. Below the cell, a click<span class="lab-only"> on the three dots</span> opens the solution.
 #
@@ -271,19 +271,29 @@ figures.peak_table(steps, heading="layers with a checkpoint, MB at the peak")
 # %% [markdown] slide={"en": "Four of eight checkpoints bring more than half of the reduction.\n\nThe step has two high points. The peak is the higher one.", "zh": "八层中只给四层加检查点，峰值的降幅就已过半。\n\n一步里有两个高点，峰值是其中较高的一个。"}
 # <div lang="en">
 #
-# Checkpoints on four of the eight layers already bring more than half of the reduction that eight bring. This step has two high points, and the peak is the higher one. At the start of backward, each checkpoint lowers the memory by 19.93 MB, so four checkpoints lower it from 277.7 MB to 197.9 MB. With four, this is the peak. Near the end of backward, the memory is 134.0 MB with four or eight checkpoints. With eight, this is the peak, so the other four lower it by only 63.9 MB. Lesson 02 asks which layers should have checkpoints.
+# Checkpoints on four of the eight layers already bring more than half of the reduction that eight checkpoints bring. The reason is that the memory of this step has two high points, and the peak is the higher point.
+#
+# - The first high point is at the start of backward. There each checkpoint saves 19.93 MB, so four checkpoints lower this point from 277.7 MB to 197.9 MB. With four checkpoints, the first point is the peak.
+# - The second high point is near the end of backward. It is 134.0 MB, both with four and with eight checkpoints. With eight checkpoints, the second point is the peak. So the last four checkpoints lower the peak by only 63.9 MB.
+#
+# Lesson 02 asks which layers should have checkpoints.
 #
 # </div>
 # <div lang="zh">
 #
-# 只给八层中的四层加检查点，峰值的降幅就已超过八层都加时的一半。原因是这一步的内存有两个高点，峰值是其中较高的一个。第一个高点在反向开始时，每个检查点让它降低 19.93 MB，所以加四个检查点，它就从 277.7 MB 降到 197.9 MB。加四个时，峰值就是第一个高点。第二个高点在反向快结束时，无论加四个还是八个检查点，它都是 134.0 MB。加八个时，峰值移到了第二个高点，所以后加的四个检查点只让峰值再降低 63.9 MB。检查点该加在哪些层上，第 02 课会讨论。
+# 只给八层中的四层加检查点，峰值的降幅就已超过八层都加时的一半。原因是这一步的内存有两个高点，峰值是其中较高的一个。
+#
+# - 第一个高点在反向开始时。每个检查点让它降低 19.93 MB，所以加四个检查点，它就从 277.7 MB 降到 197.9 MB。加四个检查点时，峰值就是第一个高点。
+# - 第二个高点在反向快结束时。无论加四个还是八个检查点，它都是 134.0 MB。加八个检查点时，峰值就是第二个高点，所以后加的四个检查点只让峰值再降低 63.9 MB。
+#
+# 检查点该加在哪些层上，第 02 课会讨论。
 #
 # </div>
 
 # %% [markdown] slide={"en": "Every lesson uses this step again.\n\nThe course's **ledger**: the peak of this step, one row per technique.", "zh": "每一课都会再用到这个训练步。\n\n课程的**账本**：这个训练步的峰值，每种技术占一行。"}
 # <div lang="en">
 #
-# Every lesson uses this training step, and adds a row to the course's **ledger**: the peak of the step with only that lesson's technique. The first row is the baseline:
+# Every lesson uses this training step, and adds a row to the course's **ledger**. The row states the peak of the step with only that lesson's technique. The first row is the baseline:
 #
 # </div>
 # <div lang="zh">
@@ -306,7 +316,7 @@ figures.about_this_machine()
 #
 # You don't need a GPU. The course counts bytes and FLOPs, which are the same on every CPU with the same PyTorch version. Some cells also show seconds, which depend on the machine.
 #
-# A GPU differs in two ways. Some operators keep other tensors for backward on a GPU than on a CPU. And on a GPU, the default Adam creates one temporary tensor per weight tensor, all at the same time and together as large as all weights. The lessons say where these differences matter, and measure them if you have a GPU.
+# A GPU differs from a CPU in two ways. First, some operators keep different tensors for backward on a GPU. Second, the default Adam on a GPU creates one temporary tensor per weight tensor. All these temporary tensors exist at the same time, and together they are as large as all weights. The lessons say where these differences matter, and measure them if you have a GPU.
 #
 # If a cell raises an error, or your GPU is not found, see [Troubleshooting](../docs/installing.md#troubleshooting).
 #
@@ -338,14 +348,14 @@ figures.course_map()
 # | more time | 00 to 09 in order, with the exercises |
 # | a model that must fit today | the command below, then the [project](10_your_model.ipynb); with an error message, [CUDA out of memory: what now?](../docs/out_of_memory.md) |
 #
-# This command, typed in the course's folder, checks whether a decoder with 3B parameters can be trained on 4 samples of 2048 tokens on a card of 24 GiB (25.8 GB):
+# Type this command in the course's folder. It checks whether a card of 24 GiB (25.8 GB) can train a decoder with 3B parameters on 4 samples of 2048 tokens:
 #
 # ```
 # .venv/bin/python -m course_lib.budget --parameters 3B --sequence 2048 --batch 4 \
 #   --device "RTX 4090" --quick
 # ```
 #
-# The command needs no GPU. It adds one technique after the other until the step fits:
+# The command needs no GPU. It adds one technique after another until the training step fits into the card's memory:
 #
 # | step | peak (MB) | × FLOPs | GB moved |
 # |---|---:|---:|---:|
@@ -353,7 +363,7 @@ figures.course_map()
 # | + 4 micro-batches | 54,459.5 | 1.00 | 0.000 |
 # | + optimizer offloaded | 17,859.0 | 1.00 | 12.200 |
 #
-# With `--config config.json`, the command reads a Hugging Face model's configuration file. The [project](10_your_model.ipynb) makes such estimates for a model in your own code.
+# With `--config config.json`, the command reads a Hugging Face model's configuration file. The [project](10_your_model.ipynb) shows how to estimate the peak of a model that you wrote yourself.
 #
 # </div>
 # <div lang="zh">

@@ -79,7 +79,7 @@ from course_lib.teaching import category_label, predictions, table, timelines
 #
 # The bytes of the first three kinds don't depend on the data, unless gradients are sparse. For each weight, Adam keeps two **moments**, the running means of the gradient and of its square. All numbers here are fp32, with 4 bytes per number.
 #
-# First count the weights, with hidden size $h = 256$. Each of the 8 layers has four matrices, $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$, each with a bias as long as its output, and two LayerNorms with $2h$ numbers each. Outside the layers, the decoder has embeddings of 2048 words and of 128 positions, with $h$ numbers each, and a last LayerNorm. The output head is **tied** to the word embedding: both use the same tensor.
+# First count the weights, with hidden size $h = 256$. Each of the 8 layers has four matrices: $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$. Each matrix has a bias that is as long as the matrix's output. Each layer also has two LayerNorms with $2h$ numbers each. Outside the layers, the decoder has one embedding of $h$ numbers for each of 2048 words and 128 positions, and a last LayerNorm. The output head is **tied** to the word embedding: both use the same tensor.
 #
 # </div>
 # <div lang="zh">
@@ -101,7 +101,7 @@ from course_lib.teaching import category_label, predictions, table, timelines
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 1.** How many weights does the decoder have, and how many bytes do parameters, gradients and optimizer state take? Fill in a count (`weights`) and three numbers of bytes. If the cell raises a `NameError`, run all cells above it first<span class="lab-only"> (*Run → Run All Above Selected Cell*)</span>.
+# **Exercise 1.** How many weights does the decoder have, and how many bytes do parameters, gradients and optimizer state take? Fill in the number of weights (`weights`) and the bytes of the other three. If the cell raises a `NameError`, run all cells above it first<span class="lab-only"> (*Run → Run All Above Selected Cell*)</span>.
 #
 # </div>
 # <div lang="zh">
@@ -163,9 +163,9 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 # %% [markdown] slide={"en": "$4 + 4 + 8 = 16$ bytes per parameter, in fp32.\n\n7 billion parameters: 112 GB before the first activation.", "zh": "fp32：每个参数 $4 + 4 + 8 = 16$ 字节。\n\n70 亿个参数：还没算激活值，就要 112 GB。"}
 # <div lang="en">
 #
-# The measured optimizer state has 400 more bytes, because Adam has a step counter of 4 bytes for each of the 100 weight tensors.
+# The measured optimizer state is 400 bytes larger than the two moments, because Adam also keeps a step counter of 4 bytes for each of the 100 weight tensors.
 #
-# In fp32, the three kinds take $4 + 4 + 8 = 16$ bytes per parameter. In mixed precision, three ways of counting are used:
+# In fp32, parameters, gradients and optimizer state take $4 + 4 + 8 = 16$ bytes per parameter. In mixed precision, three ways of counting are used:
 #
 # | bytes per parameter | weights, gradients, the rest | used by |
 # |---|---|---|
@@ -173,12 +173,12 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 # | 18 | $6 + 4 + 8$: weights in both precisions, fp32 gradient, two moments | Hugging Face; Megatron, with its fp32 gradients |
 # | 20 | $2 + 2 + 16$: as for 16, plus an fp32 copy of the gradient | Ultra-Scale Playbook, with gradients accumulated in fp32 |
 #
-# So 7 billion parameters need 112, 126 or 140 GB before the first activation, although their bf16 weights take only 14 GB. If you read such a number, ask how it was counted.
+# With these three ways, a model of 7 billion parameters needs 112, 126 or 140 GB before the first activation, although its bf16 weights take only 14 GB. If you read such a number, ask which way of counting was used.
 #
 # </div>
 # <div lang="zh">
 #
-# 优化器状态的实测值比你算出的多 400 字节，因为 Adam 还为 100 个权重张量各记一个步数，每个步数占 4 字节。
+# 优化器状态的实测值比两个矩多 400 字节，因为 Adam 还为 100 个权重张量各记一个步数，每个步数占 4 字节。
 #
 # 在 fp32 下，这三类合起来是每个参数 $4 + 4 + 8 = 16$ 字节。混合精度下，每个参数的字节数有三种常见的计法：
 #
@@ -199,9 +199,9 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 #
 # The bytes of a tensor are in its **storage**, and a view shares the storage of the original tensor. A storage is new if an operator returns it but did not receive it as an argument. The meter adds the bytes of each new storage, and subtracts them when the storage is released.
 #
-# In PyTorch, every operator passes through the **dispatcher**. If a `TorchDispatchMode` is active, the dispatcher calls the mode, and the mode calls the operator. So the mode sees the arguments and the result. `exercises.storages(values)` returns the storages of all tensors in `values`, as a dictionary from address to storage. `weakref.finalize(storage, function, argument)` calls `function(argument)` when the storage is released.
+# In PyTorch, every operator passes through the **dispatcher**. If a `TorchDispatchMode` is active, the dispatcher calls the mode, and the mode calls the operator. So the mode sees each operator's arguments and result. `exercises.storages(values)` returns the storages of all tensors in `values`, as a dictionary from address to storage. `weakref.finalize(storage, function, argument)` calls `function(argument)` when the storage is released.
 #
-# **Exercise 2.** One condition is missing in this meter. Replace `None`, so that the meter counts new storages and no others. The check tries views, in-place operators, operators that write into `out=`, and tensors that are released.
+# **Exercise 2.** One condition is missing in this meter. Replace `None`, so that the meter counts only new storages. The check tries views, in-place operators, operators that write into `out=`, and tensors that are released.
 #
 # </div>
 # <div lang="zh">
@@ -269,7 +269,7 @@ table(["meter", "bytes"], [("`TinyMeter`", tiny.peak), ("`MemoryMeter`", full.pe
 # %% [markdown] slide={"en": "A mean squared error is one number.\n\n**Guess first.** Its input has 4,194,304 bytes. How many bytes does the loss keep in memory? And `loss.detach()`?", "zh": "均方误差是一个数。\n\n**先猜**：它的输入有 4,194,304 字节。这个损失在内存里占多少字节？`loss.detach()` 呢？"}
 # <div lang="en">
 #
-# The two meters agree to the byte. The library's `MemoryMeter` also records the kinds of bytes, the phases of a step and the operators. (Section 1.12 has the whole meter, and shows what it leaves out.)
+# The two meters agree to the byte. The library's `MemoryMeter` also records the kinds of bytes, the phases of a step and the operators. (Section 1.12 shows the whole meter, and what a meter leaves out.)
 #
 # The loss below is one number, which needs 4 bytes. The input of the loss has 4,194,304 bytes. **Guess first**: how many bytes does the loss keep in memory, and how many does `loss.detach()` keep?
 #
@@ -291,7 +291,7 @@ table(["tensor", "elements", "bytes of storage"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# This loss keeps as many bytes as its input has, because PyTorch writes all squared differences into the storage of the result before it takes their mean. A training loop that collects such losses in a list keeps 4.2 MB more per step. `loss.detach()` shares the storage, so it still keeps all 4,194,304 bytes. Collect `loss.item()` or `loss.detach().clone()` instead. On this CPU, `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` also keep such a storage, even with `reduction="sum"`, but `cross_entropy` does not.
+# This loss keeps as many bytes as its input has, because PyTorch writes all squared differences into the storage of the result before it takes their mean. A training loop that collects such losses in a list keeps 4.2 MB more per step. `loss.detach()` shares the storage, so it still keeps all 4,194,304 bytes. Collect `loss.item()` or `loss.detach().clone()` instead. On this CPU, `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` also keep a storage as large as their input, even with `reduction="sum"`, but `cross_entropy` does not.
 #
 # </div>
 # <div lang="zh">
@@ -305,7 +305,7 @@ table(["tensor", "elements", "bytes of storage"], rows)
 #
 # <div lang="en">
 #
-# Many online memory calculators add up weights, gradients, optimizer state and activations. Here the first three kinds take 110.0 MB, and the activations at most 178.4 MB, so the sum is 288.4 MB. But the measured peak is 277.7 MB:
+# Many online memory calculators add up weights, gradients, optimizer state and activations. Here weights, gradients and optimizer state take 110.0 MB, and the activations take at most 178.4 MB. The sum is 288.4 MB, but the measured peak is only 277.7 MB:
 #
 # </div>
 # <div lang="zh">
@@ -320,7 +320,7 @@ timelines({"one step": meter}, title="Activations are released before the gradie
 # %% [markdown]
 # <div lang="en">
 #
-# At the peak, no parameter has its gradient yet. The next figure shows the eight operators around the peak that change the live bytes by 1 MB or more. Bytes that are in memory at all eight operators are not drawn.
+# At the peak, no parameter has its gradient yet. The next figure shows the eight operators around the peak that change the live bytes by 1 MB or more. Bytes that stay in memory during all eight operators are not drawn.
 #
 # </div>
 # <div lang="zh">
@@ -335,9 +335,9 @@ figures.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
 # %% [markdown]
 # <div lang="en">
 #
-# The peak is at the start of backward, when three tensors of the logits' size are in memory. The result of the log-softmax is an activation (in the figure yellow until autograd has saved it, then green). Backward has computed the gradient of this result, and from it the gradient of the logits. Both gradients are temporaries. All other activations are still in memory. After the peak, backward releases the activations of one layer after the other, and creates the layer's gradients.
+# The peak is at the start of backward, when three tensors of the logits' size are in memory. The first tensor, the result of the log-softmax, is an activation. (In the figure, it is yellow until autograd has saved it, and then green.) The second tensor is the gradient of this result, and the third tensor is the gradient of the logits. Both gradients are temporaries. All other activations are still in memory. After the peak, backward goes from layer to layer. In each layer, it releases the activations and creates the gradients.
 #
-# With a vocabulary of 2048 words, these three tensors make up 9% of the peak. Real vocabularies are larger. (In the next cell, `symbolic()` makes **symbolic** tensors: they have shapes but no data.)
+# With a vocabulary of 2048 words, these three tensors make up 9% of the peak. Real vocabularies are larger. (In the next cell, `symbolic()` makes **symbolic** tensors, which have shapes but no data.)
 #
 # </div>
 # <div lang="zh">
@@ -360,7 +360,7 @@ table(["vocabulary", "peak (MB)", "share of the logits", "kinds added up (MB)"],
 # %% [markdown]
 # <div lang="en">
 #
-# The sum of the kinds is 4% above the peak with 2048 words, and 28% below it with 32768 words. The sum adds gradients and activations that are never in memory together, and leaves out the temporaries. With 32768 words, the three tensors are more than half of the peak. (Lesson 02 computes the loss in chunks.)
+# With 2048 words, the sum of the kinds is 4% above the peak. With 32768 words, it is 28% below the peak. The sum is wrong because it adds gradients and activations that are never in memory together, and leaves out the temporaries. With 32768 words, the three tensors of the logits' size take more than half of the peak. (Lesson 02 computes the loss in chunks.)
 #
 # </div>
 # <div lang="zh">
@@ -405,16 +405,16 @@ peak.phase, peak.operator, single.at_peak()["activation"]
 # %% [markdown]
 # <div lang="en">
 #
-# At this peak, no activations are in memory, so the sum of all kinds, 132.3 MB, is 16% too high. The operator `add` adds the two gradients of the tied weight tensor. Backward computes the head's gradient first and the embedding's gradient last. Both are as large as the weight tensor, 2.1 MB, and so is their sum. These three tensors are in memory together with all other gradients.
+# At this peak, no activations are in memory. So the sum of all kinds, 132.3 MB, is 16% higher than the peak. The operator that runs at the peak is `add`. It adds the two gradients of the tied weight tensor. Backward computes the head's gradient first and the embedding's gradient last. Each of the two gradients takes 2.1 MB, and their sum takes 2.1 MB more. These three tensors are in memory together with all other gradients.
 #
-# The place of the peak decides which technique lowers it. Checkpoints cannot lower this peak.
+# Which technique lowers a peak depends on where the peak is. Checkpoints cannot lower this peak, because it contains no activations.
 #
 # </div>
 # <div lang="zh">
 #
 # 这个峰值里没有激活值，所以把各类相加得到的 132.3 MB 偏高 16%。此刻运行的算子是 `add`，它把绑定的权重张量的两个梯度相加。反向最先算出输出头那一份梯度，最后才算出词嵌入那一份。两个梯度都与权重张量一样大（2.1 MB），它们的和也一样大。所以这一刻除了其余的全部梯度，内存里还有三个这么大的张量。
 #
-# 峰值在哪里，决定了什么技术能降低它。检查点完全不能降低这个峰值。
+# 什么技术能降低峰值，取决于峰值在哪里。检查点完全不能降低这个峰值，因为其中没有激活值。
 #
 # </div>
 
@@ -449,7 +449,7 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 # %% [markdown]
 # <div lang="en">
 #
-# Apart from 8,256 bytes of token numbers, these 178,413,636 bytes are the activations of the timeline.
+# These 178,413,636 bytes consist of the timeline's activations and 8,256 bytes of token numbers.
 #
 # </div>
 # <div lang="zh">
@@ -461,7 +461,7 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (50 minutes). You can measure the bytes of each kind in a step, the operator at the peak, and the tensors that autograd keeps. The second sitting asks *why* autograd keeps these tensors, and ends with the whole peak by hand.
+# **End of the first sitting** (50 minutes). You can now measure the bytes of each kind in a step, the operator at the peak, and the tensors that autograd keeps. The second sitting asks *why* autograd keeps these tensors. At its end, you compute the whole peak by hand.
 #
 # </div>
 # <div lang="zh">
@@ -479,7 +479,7 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 #
 # - $y = x W$: $dW = x^\top dy$ and $dx = dy\, W^\top$ need $x$ and the weight matrix, but not $y$.
 # - $P = \mathrm{softmax}(S)$: $dS = P \odot (dP - \ldots)$ needs $P$, but not $S$.
-# - $y = x + z$ passes its gradient on and needs no tensor, even if $z$ is a mask. Division by a plain number, as in `/ d**0.5`, keeps no tensor either. (Division by a tensor that needs a gradient keeps both inputs.)
+# - $y = x + z$ passes on the gradient unchanged and needs no tensor, even if $z$ is a mask. Division by a plain number, as in `/ d**0.5`, keeps no tensor either. (Division by a tensor that needs a gradient keeps both inputs.)
 # - The derivative of GELU needs GELU's input. LayerNorm needs its input and two statistics per token, the mean and the reciprocal of the standard deviation.
 #
 # </div>
@@ -497,7 +497,7 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 # %% [markdown]
 # <div lang="en">
 #
-# A layer consists of these eight lines, for $b$ sequences of $s$ tokens. For each sequence, the attention scores $S$ and probabilities $P$ have $s \times s$ numbers in each of the $a$ heads:
+# A layer consists of these eight lines. Its input is $b$ sequences of $s$ tokens. Per sequence and per head, the attention scores $S$ and the probabilities $P$ have $s \times s$ numbers each, and there are $a$ heads:
 #
 # ```python
 # y = norm1(x)             # LayerNorm
@@ -510,7 +510,7 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 # x = x + down(gelu(u))    # Linear: 4h → h
 # ```
 #
-# **Exercise 3.** How many bytes does a layer keep? Complete the function, for any $b$, $s$, $h$ and $a$. The rows `norms` (the inputs of the two LayerNorms) and `statistics` (their means and reciprocal deviations) are done. `attention` counts the tensors kept from `y` to the input of `out`, except P. `probabilities` counts P, and `feed-forward` the tensors kept from `z` on. Weights don't count.
+# **Exercise 3.** How many bytes does a layer keep? Complete the function, for any $b$, $s$, $h$ and $a$. The rows `norms` (the inputs of the two LayerNorms) and `statistics` (their means and reciprocal deviations) are already filled in. `attention` counts the tensors that are kept from `y` to the input of `out`, except P. `probabilities` counts P. `feed-forward` counts the tensors that are kept from `z` on. Weights don't count.
 #
 # </div>
 # <div lang="zh">
@@ -567,7 +567,7 @@ exercises.check_layer_formula(saved_by_one_layer)
 # %% [markdown]
 # <div lang="en">
 #
-# Compare your rows with the list of `saved_tensors`, which uses the same two hooks. The last columns name the tensor and your row. (`Addmm` is a Linear layer, and `mat1` is its input. `Bmm` is one matrix product per sequence and head, 64 in all.)
+# Compare your rows with the list below. The function `saved_tensors` makes it with the same two hooks. The last columns name the tensor and your row. (`Addmm` is a Linear layer, and `mat1` is its input. `Bmm` is one matrix product per sequence and head, 64 in all.)
 #
 # </div>
 # <div lang="zh">
@@ -587,9 +587,9 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 # %% [markdown] slide={"en": "Your formula is exact.\n\nIn elements: $16 s b h + a s^2 b$, plus $4 s b$ for the statistics.", "zh": "你的公式一字节不差。\n\n按元素个数是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。"}
 # <div lang="en">
 #
-# Your formula is exact. Counted in elements, it is $16 s b h + a s^2 b$, plus $4 s b$ for the statistics. (In half precision and with dropout, the same count gives the formula of Korthikanti et al., section 1.14.)
+# Your formula is exact. Counted in elements, it is $16 s b h + a s^2 b$, plus $4 s b$ for the statistics. (In section 1.14, the same count gives the formula of Korthikanti et al. for half precision with dropout.)
 #
-# One row of the list is marked as seen before, because softmax and the matrix product with V keep the same storage, that of P. If you added up tensors instead of storages, the sum would be 20% too high.
+# One row of the list is marked as seen before, because softmax and the matrix product with V both keep the storage of P. If you added up tensors instead of storages, the sum would be 20% too high.
 #
 # </div>
 # <div lang="zh">
@@ -605,7 +605,7 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 #
 # <div lang="en">
 #
-# Per sequence, P has $s^2$ elements per head, and every other term of your formula is proportional to $s$. **Guess first**, in tokens: for this layer, with $h = 256$ and 8 heads, above which length is P larger than all other terms together? (Set $a s^2 b$ equal to $16 s b h$.) In the figure, lines are your formula, and points are measurements.
+# P has $s^2$ elements per sequence and head, and every other term of your formula is proportional to $s$. This layer has $h = 256$ and 8 heads. **Guess first**, in tokens: above which length is P larger than all other terms together? (Set $a s^2 b$ equal to $16 s b h$.) In the figure, the lines show your formula, and the points show measurements.
 #
 # </div>
 # <div lang="zh">
@@ -621,7 +621,7 @@ figures.draw_lengths(saved_by_one_layer, my_length)
 # %% [markdown]
 # <div lang="en">
 #
-# P and the rest cross at $s = 16 h / a = 512$, which is sixteen times the head size, here 32. With heads of size 128, as in many large models, they cross at 2048 tokens. In longer sequences, most of a layer's activations are P, if P is kept.
+# The line of P crosses the line of all other terms at $s = 16 h / a = 512$. This is sixteen times the head size, which is 32 here. With heads of size 128, as in many large models, the lines cross at 2048 tokens. In longer sequences, P makes up most of a layer's activations, if P is kept.
 #
 # </div>
 # <div lang="zh">
@@ -642,7 +642,7 @@ figures.draw_lengths(saved_by_one_layer, my_length)
 # - **`scaled_dot_product_attention`** (SDPA) is one fused operator for all of attention (lesson 06). It keeps Q, K, V and its output. Instead of P, it keeps one fp32 number per query and head, the log-sum-exp (LSE). (With dropout on a CPU, it keeps P.)
 # - **SwiGLU** is a feed-forward network with three matrices. It multiplies two projections of width $f$.
 #
-# Here is this layer from Hugging Face's `transformers`, with the ratios of Llama 3 8B, $f = 3.5 h$ and $a = 4 n$, but smaller: $h = 256$ and $a = 8$. **Guess first**: how far off is your formula for this layer, at 128 and at 2048 tokens?
+# The next cell takes this layer from Hugging Face's `transformers`. It has the ratios of Llama 3 8B, $f = 3.5 h$ and $a = 4 n$, but smaller sizes, $h = 256$ and $a = 8$. **Guess first**: how far off is your formula for this layer, at 128 and at 2048 tokens?
 #
 # </div>
 # <div lang="zh">
@@ -680,7 +680,7 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Your formula is 11% too low for the short sequences. For the long ones, it gives more than three times the measured bytes. The layer consists of these lines:
+# Your formula is 11% too low for the short sequences. For the long sequences, it gives more than three times the measured bytes. The layer consists of these lines:
 #
 # ```python
 # m = x * rsqrt(mean(x**2))     # RMSNorm: keeps x, and the result of rsqrt
@@ -693,7 +693,7 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # x = x + down(silu(gate(z)) * up(z))         # h → f twice, then f → h
 # ```
 #
-# **Exercise 4.** Write the same five rows for this layer. `norms` counts `x` and `m` of both norms, `statistics` the results of `rsqrt`, and `probabilities` the numbers that SDPA keeps instead of P. Leave out cos and sin, which all layers share.
+# **Exercise 4.** Write the same five rows for this layer. `norms` counts `x` and `m` of both norms. `statistics` counts the results of `rsqrt`. `probabilities` counts the numbers that SDPA keeps instead of P. Leave out cos and sin, which all layers share.
 #
 # </div>
 # <div lang="zh">
@@ -749,9 +749,9 @@ predictions([(f"s = {s}", llama[s], measured[s]) for s in measured], unit="bytes
 # %% [markdown]
 # <div lang="en">
 #
-# The missing bytes are cos and sin, two tables of $s \times d$ numbers. So your formula is exact for a layer, and has no $s^2$ term any more.
+# The missing bytes are cos and sin, two tables of $s \times d$ numbers. So your formula is exact for the layer itself, and it no longer has an $s^2$ term.
 #
-# Here RMSNorm keeps more bytes than LayerNorm, although it computes less, because it consists of several operators that each keep their own inputs. A formula holds only for the operators that it counts. Before you trust a calculator, ask which layer it assumes.
+# Here RMSNorm computes less than LayerNorm but keeps more bytes. The reason is that RMSNorm consists of several operators, and each operator keeps its own inputs. A formula holds only for the operators that it counts. Before you trust a memory calculator, ask which layer it assumes.
 #
 # </div>
 # <div lang="zh">
@@ -767,9 +767,9 @@ predictions([(f"s = {s}", llama[s], measured[s]) for s in measured], unit="bytes
 #
 # <div lang="en">
 #
-# Section 1.3 showed one part of the peak of lesson 00's decoder: **three tensors of the logits' size**, one activation and two temporaries. Token numbers and targets are not part of it: the batch existed before the meter started, and the loss's own copy of the targets was released before the peak.
+# Section 1.3 showed one part of the peak of lesson 00's decoder: **three tensors of the logits' size**, one activation and two temporaries. Token numbers and targets are not part of the peak. The batch existed before the meter started, and the loss released its own copy of the targets before the peak.
 #
-# **Exercise 5.** Fill in the four parts of the peak, in bytes. `state` is the bytes that existed before the step, and `layers` is what the eight layers keep in total. `norm and head` is what the last LayerNorm and the head keep apart from the logits. `logits` is all tensors of the logits' size.
+# **Exercise 5.** Fill in the four parts of the peak, in bytes. `state` is the bytes that existed before the step, and `layers` is what the eight layers keep in total. `norm and head` is what the last LayerNorm and the head keep, except the logits. `logits` is all tensors of the logits' size.
 #
 # </div>
 # <div lang="zh">
@@ -805,7 +805,7 @@ predictions([("the whole peak", my_sum, meter.peak_bytes)], unit="bytes")
 # %% [markdown] slide={"en": "The 8 bytes: the loss and its gradient.\n\nEvery other byte of the peak has a name, and a reason.", "zh": "这 8 个字节是损失和它的梯度。\n\n峰值里的其他每个字节，都说得出是什么、为什么在。"}
 # <div lang="en">
 #
-# The missing 8 bytes are the loss and its gradient. You have computed the peak by hand, and every byte has a name.
+# The missing 8 bytes are the loss and its gradient. You have computed the peak by hand, and you know what every byte is for.
 #
 # </div>
 # <div lang="zh">
@@ -819,7 +819,7 @@ predictions([("the whole peak", my_sum, meter.peak_bytes)], unit="bytes")
 #
 # <div lang="en">
 #
-# `MemTracker` is PyTorch's own meter. It runs on a CPU, as do `torch.profiler` and the hooks.
+# `MemTracker` is PyTorch's own meter. Like `torch.profiler` and the hooks, it also runs on a CPU.
 #
 # </div>
 # <div lang="zh">
@@ -873,7 +873,7 @@ table(["meter", "bytes"], [("`MemTracker`", found), ("`MemoryMeter`", meter.peak
 #
 # <div lang="en">
 #
-# This step tests three common claims. For the second and third claim, it runs under `torch.autocast`, with bf16 operators and fp32 weights.
+# We test three common claims on this training step. For the second and third claim, the step runs under `torch.autocast`, with bf16 operators and fp32 weights.
 #
 # </div>
 # <div lang="zh">
@@ -913,8 +913,8 @@ figures.parts_of_the_peak(meter, one_layer)
 #
 # - With Adam, parameters, gradients and optimizer state take 16 bytes per parameter in fp32, and 16, 18 or 20 bytes in mixed precision. Only activations and temporaries depend on the batch.
 # - The five kinds are not all in memory together, because backward releases activations while it creates gradients. In this decoder, the peak is at the start of backward, with three tensors of the logits' size. With one sequence, the peak is at the end of backward.
-# - An operator keeps what its derivative needs. Count storages, not tensors.
-# - A layer like GPT's keeps $16 s b h + a s^2 b$ elements and its statistics. If $s > 16 h / a$, P is larger than the rest. Llama's layer with fused attention keeps no P.
+# - An operator keeps the tensors that its derivative needs. Count storages, not tensors.
+# - A layer like GPT's keeps $16 s b h + a s^2 b$ elements and its statistics. If $s > 16 h / a$, P is larger than all other terms together. Llama's layer with fused attention keeps no P.
 #
 # **Next:** in [lesson 02](02_checkpointing.ipynb), activations are computed again instead of kept.
 #
@@ -935,7 +935,7 @@ figures.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# The other lessons don't need anything from here on. Each section can be read alone, and uses only names that are defined above.
+# The other lessons don't need the sections below. You can read each of these sections alone. It uses only names that are defined above this line.
 #
 # </div>
 # <div lang="zh">
@@ -949,7 +949,7 @@ figures.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# **Exercise 6.** Write the whole meter of section 1.2, without `exercises.storages`. `tree_leaves(values)` lists what is in nested lists, tuples and dictionaries. `tensor.untyped_storage()` is a tensor's storage, and `_cdata` is its address, which is the same for every view. The check also tries results that share a storage or don't fill it.
+# **Exercise 6.** Write the whole meter of section 1.2, without `exercises.storages`. `tree_leaves(values)` lists what is in nested lists, tuples and dictionaries. `tensor.untyped_storage()` is a tensor's storage, and `_cdata` is its address, which is the same for every view. The check also tries results that share a storage, and a result that does not fill its storage.
 #
 # </div>
 # <div lang="zh">
@@ -1004,10 +1004,10 @@ exercises.check_meter(WholeMeter)
 #
 # A meter's result can differ from the allocator's for two reasons:
 #
-# - An operator may allocate **workspace**, and release it before it returns. Convolutions may need a lot, and the amount depends on the machine.
-# - **Measuring changes the result.** If a tensor receives several gradients, autograd adds each new gradient to the first one in place. While a dispatch mode is active, autograd makes a new tensor for the sum instead. `MemoryMeter` counts as if no mode were active, and `TinyMeter` does not. (The gradients of a Linear's weight are transposed views, so their sum is a new tensor in any case, as in section 1.3.)
+# - An operator may allocate **workspace**, and release it before it returns. Convolutions may need a large workspace, and its size depends on the machine.
+# - **Measuring changes the result.** If a tensor receives several gradients, autograd adds each new gradient to the first one in place. While a dispatch mode is active, autograd makes a new tensor for the sum instead. `MemoryMeter` corrects this, and counts as if no mode were active. `TinyMeter` does not correct it. (The gradients of a Linear's weight are transposed views, so their sum is a new tensor in any case, as in section 1.3.)
 #
-# `measure` runs the same function under the meter and again without a dispatch mode, where it reads the CPU allocator's peak.
+# `measure` runs the same function twice. The first run is under the meter. The second run is without a dispatch mode, and `measure` reads the CPU allocator's peak.
 #
 # </div>
 # <div lang="zh">
@@ -1055,7 +1055,7 @@ table(["step", *headings], rows)
 #
 # <div lang="en">
 #
-# In `symbolic()`, a step runs all of its operators on tensors without data (PyTorch's `FakeTensorMode`), and the meter counts the bytes that these tensors would take. First we add layers. Each layer keeps its own tensors, so the kept bytes grow linearly with the number of layers. The slope of this line is your sum for one layer. The intercept is what a decoder without layers would keep: the inputs of the last norm and the head, the statistics, the log-softmax, and 16,452 bytes for the token numbers, the targets and one scalar that the loss keeps.
+# In `symbolic()`, a step runs all of its operators on tensors without data (PyTorch's `FakeTensorMode`), and the meter counts the bytes that these tensors would take. First we add layers. Each layer keeps its own tensors, so the kept bytes grow linearly with the number of layers. The slope of this line is your sum for one layer. The intercept is what a decoder without layers would keep. This includes the inputs of the last norm and the head, the statistics, and the log-softmax. Another 16,452 bytes are the token numbers, the targets and one scalar that the loss keeps.
 #
 # </div>
 # <div lang="zh">
@@ -1076,7 +1076,7 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# So this computer can also count the bytes of a step of a model with 6.6 billion parameters. We take the same kind of decoder in bf16, with fused attention, and one sequence of 2048 tokens. Adam keeps fp32 master weights and updates one parameter tensor after the other. Your formula still works if you leave out P, take 2 bytes per number, and add one fp32 number per query and head.
+# So this computer can also count the bytes that a model with 6.6 billion parameters needs for a step. We take the same kind of decoder in bf16, with fused attention, and one sequence of 2048 tokens. Adam keeps fp32 master weights and updates one parameter tensor after the other. Your formula still works if you leave out P, take 2 bytes per number, and add one fp32 number per query and head.
 #
 # At 16 bytes per parameter, this model (hidden size $h$ 4096, 32 heads, 32 layers) takes 105.3 GB. **Guess first**: what is its peak, in GB, and in which phase? (The table calls this model 7 B.)
 #
@@ -1122,7 +1122,7 @@ table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak
 # %% [markdown]
 # <div lang="en">
 #
-# You derived your formula from a model of 6.9 million parameters, and it also gives the 8.8 GB of activations of a model with 6.6 billion. But these activations add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer's step. Apart from 16 bytes per parameter, the peak has only three fp32 temporaries, each as large as the largest parameter tensor. In the 1 B model, the peak is still in backward, while activations are in memory. (This holds for one sequence, and for Adam in a loop over the parameters. Try `batch=8`.)
+# You derived your formula from a model of 6.9 million parameters, and it also gives the 8.8 GB of activations of a model with 6.6 billion parameters. But these activations add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer's step. Apart from 16 bytes per parameter, the peak has only three fp32 temporaries, each as large as the largest parameter tensor. In the 1 B model, the peak is still in backward, while activations are in memory. (This holds for one sequence, and for Adam in a loop over the parameters. Try `batch=8`.)
 #
 # **Exercise 7.** Lesson 00's decoder is trained with Adam and may use 1,300 MB. What is the largest batch of 128-token sequences? Two measurements determine a line, if both peaks are at the same place in the step (section 1.3). (`answer`: number of sequences.)
 #
@@ -1159,7 +1159,7 @@ exercises.check_largest_batch(answer)
 #
 # <div lang="en">
 #
-# An update in a loop over the parameters has at most three temporaries at once, each as large as one parameter tensor. `foreach=True`, the default of `torch.optim.Adam` on CUDA, makes a list of temporaries, one per parameter tensor. These temporaries are live together and take as much as all parameters, which is 28 GB for 7 billion parameters in fp32. `fused=True`, the default of Hugging Face's `Trainer`, needs no temporaries.
+# If Adam updates the parameters in a loop, at most three temporaries exist at once, each as large as one parameter tensor. `foreach=True`, the default of `torch.optim.Adam` on CUDA, makes a list of temporaries, one per parameter tensor. These temporaries are live together and take as much as all parameters, which is 28 GB for 7 billion parameters in fp32. `fused=True`, the default of Hugging Face's `Trainer`, needs no temporaries.
 #
 # </div>
 # <div lang="zh">
@@ -1183,7 +1183,7 @@ table(["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequenc
 #
 # With one sequence, `foreach` moves the peak into the optimizer's step and raises it by a fifth.
 #
-# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink, and with one sequence even the activations do not. Weights in bf16 halve all bytes here, but without fp32 master weights, rounding loses small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes all weights, and trains two thin matrices next to each adapted layer, here next to both Linears of each attention. So hardly any gradients and optimizer state are left. Most activations stay. Only the inputs of frozen Linears without an adapter are no longer kept, because only the gradients of their weights needed these inputs.
+# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink. With one sequence, even the activations do not shrink. If the weights are in bf16 too, all bytes are halved here. But without fp32 master weights, rounding removes small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes all weights, and trains two thin matrices next to each adapted layer. Here the adapted layers are both Linears of each attention. So hardly any gradients and optimizer state are left. Most activations are still kept. Only the inputs of frozen Linears without an adapter are no longer kept, because only the gradients of their weights needed these inputs.
 #
 # </div>
 # <div lang="zh">
@@ -1210,7 +1210,7 @@ table(["variant", "peak (MB)"], [(k, round(v.peak_bytes / 1e6, 1)) for k, v in v
 # %% [markdown]
 # <div lang="en">
 #
-# In half precision and with dropout, the count of section 1.4 gives the formula of Korthikanti et al. (2022): $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes per layer. It counts 2 bytes per element, three dropout masks of one byte per element, and P after dropout as well. It leaves out the LayerNorm statistics, which take another $8 s b$ bytes in bf16 on a CPU. (These masks are those of GPUs. `F.dropout` on a CPU keeps factors in the activations' dtype instead, so such a layer keeps more.)
+# In half precision and with dropout, the count of section 1.4 gives the formula of Korthikanti et al. (2022): $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes per layer. This formula counts 2 bytes per element, three dropout masks of one byte per element, and P after dropout as well. It leaves out the LayerNorm statistics, which take another $8 s b$ bytes in bf16 on a CPU. (On a GPU, dropout keeps such masks. On a CPU, `F.dropout` instead keeps factors in the activations' dtype, so a layer keeps more bytes.)
 #
 # </div>
 # <div lang="zh">
@@ -1257,7 +1257,7 @@ exercises.check_adapter_bytes(answer)
 #
 # <div lang="en">
 #
-# Training scripts often print the memory after each phase. On a GPU, **allocated memory** is the live bytes, with each tensor rounded up, mostly to a multiple of 512 bytes. **Reserved memory** is the memory that the caching allocator has taken from the driver. The allocator's rules are public, so the library applies them to the meter's trace without a GPU. Reserved memory in this section and the next is therefore **simulated**.
+# Training scripts often print the memory after each phase. On a GPU, **allocated memory** is the live bytes, with each tensor rounded up, mostly to a multiple of 512 bytes. **Reserved memory** is the memory that the caching allocator has taken from the driver. The allocator's rules are public, so the library can apply them to the meter's trace even without a GPU. Reserved memory in this section and the next is therefore **simulated**.
 #
 # </div>
 # <div lang="zh">
@@ -1300,7 +1300,7 @@ table(["step", "after", "live (MB)", "allocated (MB)", "reserved (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# After forward, the first step has 55.0 MB less in memory than the second, because Adam creates its state at the end of step 1. The peak is inside backward, so no reading between phases shows it. Allocated memory follows the live bytes, but reserved memory only rises, because the allocator keeps the memory that `zero_grad` has released. The second step reuses this memory and takes 44 MB more, because Adam's state now occupies part of the reused memory.
+# After forward, the first step has 55.0 MB less in memory than the second step, because Adam creates its state at the end of step 1. The peak is inside backward, so no reading between phases shows it. Allocated memory follows the live bytes, but reserved memory only rises, because the allocator keeps the memory that `zero_grad` has released. The second step reuses this memory and takes 44 MB more, because Adam's state now occupies part of the reused memory.
 #
 # `save_snapshot` writes one step for PyTorch's memory viewer, as `torch.cuda.memory._dump_snapshot` does on a GPU:
 #
@@ -1323,12 +1323,12 @@ allocator.draw_in_the_viewer(trace[marks[5][1] - 1 : marks[9][1]])
 #
 # <div lang="en">
 #
-# PyTorch's *Performance Tuning Guide* warns that a short batch followed by a longer one "causes fragmentation in the caching allocator, which may result in out-of-memory errors". Its remedy is to run the longest batch once before training, forward and backward. Here we train on two batches, A of 2 × 384 tokens and B of 2 × 512, twice each, on a simulated device of 388 MiB. **Guess first**: both orders have the same peak in live bytes. Does the order matter?
+# PyTorch's *Performance Tuning Guide* warns that a short batch followed by a longer batch "causes fragmentation in the caching allocator, which may result in out-of-memory errors". The guide advises you to run forward and backward once on the longest batch before training. Here we train on a simulated device of 388 MiB, twice on each of two batches. Batch A has 2 × 384 tokens, and batch B has 2 × 512 tokens. **Guess first**: the orders A, B, A, B and B, A, B, A have the same peak in live bytes. Does the order matter?
 #
 # </div>
 # <div lang="zh">
 #
-# PyTorch 的《Performance Tuning Guide》提醒，短批次之后若来一个更长的批次，缓存分配器会产生显存碎片，可能导致显存不足。这份指南给出的办法是在训练之前，先用最长的批次做一次前向和反向。这里在模拟的 388 MiB 设备上，用两个批次各训练两次：A 是 2 × 384 个 token，B 是 2 × 512 个。**先猜**：两种顺序的存活字节峰值相同，那么顺序还有影响吗？
+# PyTorch 的《Performance Tuning Guide》提醒，短批次之后若来一个更长的批次，缓存分配器会产生显存碎片，可能导致显存不足。这份指南给出的办法是在训练之前，先用最长的批次做一次前向和反向。这里在模拟的 388 MiB 设备上，用两个批次各训练两次：A 是 2 × 384 个 token，B 是 2 × 512 个。**先猜**：A、B、A、B 和 B、A、B、A 这两种顺序，存活字节的峰值相同，那么顺序还有影响吗？
 #
 # </div>
 
@@ -1344,7 +1344,7 @@ print(allocator.replay_trace(scenes["A, B, A, B"], 388 << 20)[1].partition(" If 
 # %% [markdown]
 # <div lang="en">
 #
-# For a tensor of 8 MiB, PyTorch asks for a segment of 20 MiB, but only 18 MiB are free. Another 16 MiB are reserved, in holes that are too small for the tensor. Adam's state makes these holes. The state was allocated inside segments split for batch A, and it stays there. The step fits if the state is created first, or if B runs once first. `expandable_segments` avoids the problem with one long segment per pool. (This holds for these batches and this limit.)
+# For a tensor of 8 MiB, PyTorch asks for a segment of 20 MiB, but only 18 MiB are free. Another 16 MiB are reserved, but they lie in holes that are too small for the tensor. Adam's state causes these holes. The state was allocated inside segments that had been split for batch A, and it stays there. The step fits if Adam's state is created before the first batch, or if B runs once before A. `expandable_segments` avoids the problem with one long segment per pool. (This holds for these batches and this limit.)
 #
 # </div>
 # <div lang="zh">
@@ -1361,12 +1361,12 @@ allocator.allocator_claims(scenes["A, B, A, B"], 388 << 20, ends)
 #
 # <div lang="en">
 #
-# A common method to compare two techniques is "run plain first, then the other, and compare the growth". Here this method compares a deep MLP with itself. A fair method should find no difference.
+# A common method to compare two techniques is "run plain first, then the other technique, and compare the growth". Here this method compares a deep MLP with itself. A fair method should find no difference.
 #
 # </div>
 # <div lang="zh">
 #
-# 要比较两种技术，常见的做法是“先跑基线，再跑另一个，比较增量”。这里照这种做法，把一个深层 MLP 与它自己比较。如果做法是公平的，就不该测出差别。
+# 要比较两种技术，常见的做法是“先跑基线，再跑另一种技术，比较增量”。这里照这种做法，把一个深层 MLP 与它自己比较。如果做法是公平的，就不该测出差别。
 #
 # </div>
 
@@ -1397,7 +1397,7 @@ fair = [measure(mlp_step, model=mlp, optimizer=optimizer, repeats=1).peak_bytes 
 # %% [markdown]
 # <div lang="en">
 #
-# The next table has attention alone, with 12 heads of size 64. The fused operator keeps Q, K, V, its output and one number per query and head. Which tensors does standard attention keep? The claims below name some of them.
+# The next table measures attention alone, with 12 heads of size 64. The fused operator keeps Q, K, V, its output and one number per query and head. Which tensors does standard attention keep? The claims below name some of them.
 #
 # </div>
 # <div lang="zh">
@@ -1431,7 +1431,7 @@ claims.older_claims(grown, fair, kept[512][0], inputs, (forward, meter.peak_byte
 #
 # <div lang="en">
 #
-# On a GPU the caching allocator keeps its own statistics. `torch.cuda.memory_allocated` counts tensors, rounded up to 512 bytes (a large block may be up to 1 MB too big), and workspace. `memory_reserved` counts what the allocator has taken from the driver, free blocks included. `nvidia-smi` shows this memory plus the CUDA context.
+# On a GPU the caching allocator keeps its own statistics. `torch.cuda.memory_allocated` counts tensors and workspace. It rounds each tensor up to a multiple of 512 bytes, and a large block may be up to 1 MB too big. `memory_reserved` counts what the allocator has taken from the driver, including free blocks. `nvidia-smi` shows this memory plus the CUDA context.
 #
 # </div>
 # <div lang="zh">
@@ -1443,7 +1443,7 @@ claims.older_claims(grown, fair, kept[512][0], inputs, (forward, meter.peak_byte
 # %% [markdown]
 # <div lang="en">
 #
-# If you have a GPU, this cell measures on it. Otherwise it shows the numbers recorded on an H100 and an H200. The bytes are the same on both GPUs. The meter's peak of the training step is 3,931.7 MB, and the allocator's is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB: 32 MiB for the thread that runs forward, 32 MiB for the thread that runs backward, and 1 MiB for matrix products with a bias. The context took 806 MB on the H200 after a few steps of training. The bytes that a layer keeps in bf16 equal the formula of section 1.14 plus the LayerNorm statistics.
+# If you have a GPU, this cell measures on it. Otherwise it shows the numbers recorded on an H100 and an H200. The bytes are the same on both GPUs. The meter's peak of the training step is 3,931.7 MB, and the allocator's peak is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB. The thread that runs forward and the thread that runs backward use 32 MiB each, and matrix products with a bias use 1 MiB. The CUDA context took 806 MB on the H200 after a few steps of training. The bytes that a layer keeps in bf16 equal the formula of section 1.14 plus the LayerNorm statistics.
 #
 # </div>
 # <div lang="zh">

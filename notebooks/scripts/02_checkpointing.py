@@ -11,7 +11,7 @@
 #
 # <div lang="en">
 #
-# In the step of lesson 01, the decoder's eight layers keep 168 MB of activations. One line of code makes the decoder forget these activations and compute them again in backward. The peak falls from 277.7 to 134.0 MB, and the gradients are equal to the last bit.
+# In the step of lesson 01, the decoder's eight layers keep 168 MB of activations. One line of code makes the decoder forget these activations and compute them again in backward. The peak falls from 277.7 MB to 134.0 MB, and the gradients are equal to the last bit.
 #
 # Now take the eight layers alone, without embedding and head, and apply the same line of code to one of the layers only. For one of the eight layers, the line does not reduce the peak at all. Which layer is it, and why?
 #
@@ -76,7 +76,7 @@ from course_lib.teaching import predictions, table, timelines
 #
 # Autograd keeps the tensors that backward will need. **Activation checkpointing** keeps only the **input** of a block. When backward arrives at the block, the block's forward runs once more. (The technique is also called gradient checkpointing or activation recomputation. Such a checkpoint is not a file of weights.)
 #
-# In PyTorch you write `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`; section 2.3 explains the option. In the next cell, each block reports when it runs. **Guess first:** in which order do three checkpointed blocks a, b and c run, forward and backward?
+# In PyTorch you write `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`; section 2.3 explains the option. In the next cell, each block reports when it runs. **Guess first:** in which order do three checkpointed blocks a, b and c run, in forward and in backward?
 #
 # </div>
 # <div lang="zh">
@@ -110,7 +110,7 @@ figures.draw_order(heard)
 # %% [markdown]
 # <div lang="en">
 #
-# First, all three blocks run forward. Then backward arrives at c, runs the forward of c again, and finishes c before it goes on to b. Apart from the inputs, the activations of only one block are in memory at a time.
+# First, all three blocks run forward. Then backward arrives at c, runs the forward of c again, and finishes c before it goes on to b. Besides the blocks' inputs, the activations of only one block are in memory at a time.
 #
 # </div>
 # <div lang="zh">
@@ -148,7 +148,7 @@ figures.draw_order(heard)
 #
 # **Exercise 1.** Write both functions. `forward` returns the block's output and records no graph. `backward` returns two values: `None` as the gradient of `block`, and the gradient of `x`.
 #
-# The check compares the gradients of the input and of the weight, counts how often the block runs, and looks at the bytes that are live between forward and backward. Then it runs two blocks in a row.
+# The check compares the gradients of the input and of the weight, and counts how often the block runs. It looks at the bytes that are live between forward and backward. Then it runs two blocks in a row.
 #
 # </div>
 # <div lang="zh">
@@ -204,9 +204,9 @@ exercises.check_checkpoint(MyCheckpoint)
 #
 # <div lang="en">
 #
-# Your checkpoint is PyTorch's older mode, `use_reentrant=True`: autograd runs inside autograd. The newer mode, `use_reentrant=False`, records the graph as usual, and takes the tensors out of the graph with the two hooks of lesson 01. In forward, the first hook keeps a number instead of each tensor. In backward, the second hook receives the number. At its first call it runs the block again and collects the tensors that this run saves. You can write this mode in section 2.13.
+# Your checkpoint is PyTorch's older mode, `use_reentrant=True`, in which autograd runs inside autograd. The newer mode, `use_reentrant=False`, records the graph as usual, and takes the tensors out of the graph with the two hooks of lesson 01. In forward, the first hook keeps a number instead of each tensor. In backward, the second hook receives the number. At its first call, the second hook runs the block again and collects the tensors that this run saves. You can write this mode in section 2.13.
 #
-# A block's input needs a gradient if it is an activation. Input data need no gradient. **Guess first:** you pass data to a block with 12 parameters, and a head follows the block. How many of the 12 parameters get a gradient with your checkpoint? And with PyTorch's checkpoint, if you leave out `use_reentrant`?
+# A block's input needs a gradient if it is an activation. Input data need no gradient. **Guess first:** you pass data to a block with 12 parameters, and a head follows the block. How many of the 12 parameters get a gradient with your checkpoint? How many get one with PyTorch's checkpoint, if you leave out `use_reentrant`?
 #
 # </div>
 # <div lang="zh">
@@ -246,9 +246,9 @@ table(["`use_reentrant`", "gradients equal", "trained from data", "warnings"], r
 # %% [markdown] slide={"en": "If the input needs no gradient, the older mode trains **0 of 12** parameters.\n\nIf you leave out the option, you get the older mode.", "zh": "输入不需要梯度时，用旧模式，12 个参数里有 **0** 个得到训练。\n\n不写这个选项，用的就是旧模式。"}
 # <div lang="en">
 #
-# If no input tensor of a Function needs a gradient, the output has no graph. Therefore the head trains and the block does not. Your checkpoint gives no warning, and PyTorch's older mode gives one. If you leave the option out, PyTorch 2.13 still uses the older mode. It then gives another warning, printed above, which announces an error from version 2.9 on. Version 2.13 raises no such error. Always write `use_reentrant=False`.
+# If no input tensor of a Function needs a gradient, the output has no graph. Therefore the head gets gradients, but the block gets none. PyTorch's older mode warns about this, but your checkpoint gives no warning. If you leave out the option, PyTorch 2.13 still uses the older mode, and gives a second warning, which is printed above. This warning announces an error from version 2.9 on, but version 2.13 raises no such error. Always write `use_reentrant=False`.
 #
-# In both modes, a block must compute the same results twice. PyTorch repeats its own random numbers and `autocast`, so dropout draws the same mask. PyTorch does not repeat Python's random numbers or a counter of your module (section 2.16). Both may lead to a `CheckpointError` (section 2.14).
+# In both modes, a block must compute the same results twice. PyTorch repeats its own random numbers and `autocast`, so dropout draws the same mask. PyTorch does not repeat Python's random numbers or a counter of your module (section 2.16). So the second result may differ, which may raise a `CheckpointError` (section 2.14).
 #
 # </div>
 # <div lang="zh">
@@ -264,7 +264,7 @@ table(["`use_reentrant`", "gradients equal", "trained from data", "warnings"], r
 #
 # <div lang="en">
 #
-# `checkpoint_blocks(model, "layers.*")` puts a checkpoint around every block whose name matches, in any model that calls its blocks as modules. We measure the step of lesson 01, the second step with Adam. Gradients are released before this step, so they **arrive during backward** (except in section 2.17).
+# `checkpoint_blocks(model, "layers.*")` puts a checkpoint around every block whose name matches, in any model that calls its blocks as modules. As in lesson 01, we measure the second step with Adam. Gradients are released before this step, so they **arrive during backward** (except in section 2.17).
 #
 # </div>
 # <div lang="zh">
@@ -289,7 +289,7 @@ timelines(
 # %% [markdown] slide={"en": "A layer keeps 20,987,904 bytes. A checkpoint keeps its input and 5,056 bytes.\n\n**Guess first.** Peak without checkpoints: 277,682,584 bytes. With $k$ checkpoints?", "zh": "一层保存 20,987,904 字节，检查点只保存这一层的输入和 5,056 字节。\n\n**先猜**：不加检查点时，峰值是 277,682,584 字节。加 $k$ 个检查点呢？"}
 # <div lang="en">
 #
-# Each tooth is one layer whose activations are in memory again. A checkpoint keeps the layer's input, $b s h$ numbers, and 5,056 bytes for the state of the random number generator. When backward starts, the rest of the layer's 20,987,904 bytes (your sum in lesson 01) is not in memory. At this point the step without checkpoints has its peak, 277,682,584 bytes.
+# Each tooth is one layer whose activations are in memory again. A checkpoint keeps the layer's input, $b s h$ numbers, and 5,056 bytes for the state of the random number generator. Without a checkpoint, a layer keeps 20,987,904 bytes (your sum in lesson 01). When backward starts, the bytes that the checkpoint does not keep are not in memory. At this point, the step without checkpoints has its peak, 277,682,584 bytes.
 #
 # **Exercise 2.** The first $k$ of the eight layers have a checkpoint. What is the peak, in bytes?
 #
@@ -331,7 +331,7 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 # %% [markdown]
 # <div lang="en">
 #
-# The formula is exact to the byte for $k = 0$ and $7$, and 16 MB too low for $k = 8$. The formula describes one point of the step, the start of backward. The eighth checkpoint lowers the memory at this point so far that the peak moves to the end of backward, when one layer's activations and nearly all gradients are in memory.
+# The formula is exact to the byte for $k = 0$ and $7$, and 16 MB too low for $k = 8$. The formula describes one point of the step, the start of backward. The eighth checkpoint lowers the memory at this point so far that the peak moves to the end of backward. There, one layer's activations and nearly all gradients are in memory.
 #
 # </div>
 # <div lang="zh">
@@ -343,7 +343,7 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (58 minutes). You have written a checkpoint. You have also predicted, to the byte, the peak of a decoder that has checkpoints around up to seven of its layers. The second sitting asks which layer is worth a checkpoint and what to keep, treats the loss as a block, and ends with a Llama from Hugging Face Transformers.
+# **End of the first sitting** (58 minutes). You have written a checkpoint. You have also predicted, to the byte, the peak of a decoder that has checkpoints around up to seven of its layers. The second sitting asks which layer is worth a checkpoint and what a checkpoint should keep. It treats the loss as a block, and ends with a Llama from Hugging Face Transformers.
 #
 # </div>
 # <div lang="zh">
@@ -388,9 +388,9 @@ figures.draw_which_block(alone, whole)
 # %% [markdown] slide={"en": "A checkpoint saves the bytes that, because of it, are absent **at the peak**.\n\nAsk when the peak is, and what is live then.", "zh": "一个检查点能省多少，要看**峰值那一刻**，有哪些字节因为它而不在内存里。\n\n先问峰值在何时，再问那一刻内存里有什么。"}
 # <div lang="en">
 #
-# A checkpoint reduces the peak by the tensors that, because of it, are absent **at the peak**. Backward begins with the last layer, so that layer is recomputed while the activations of all others are still in memory. In the eight layers alone, its checkpoint reduces nothing, and costs 5,056 bytes for the generator's state. Around one of layers 0 to 5, a checkpoint reduces the peak by the layer's activations except its input. Around layer 6 the reduction is 2.1 MB smaller, because the peak comes later, with 3.2 MB of layer 7's gradients but without a 1.0 MB input.
+# A checkpoint reduces the peak by the tensors that it removes from memory **at the peak**. Backward begins with the last layer, so the last layer is recomputed while all other layers' activations are still in memory. In the eight layers alone, a checkpoint around the last layer saves nothing, and costs 5,056 bytes for the generator's state. A checkpoint around one of layers 0 to 5 saves the layer's activations except its input. Around layer 6, a checkpoint saves 2.1 MB less, because the peak comes later. Then 3.2 MB of layer 7's gradients are in memory, but one input (1.0 MB) is not.
 #
-# In the decoder, a checkpoint around the last layer also reduces the peak, because this peak comes earlier, during the backward pass of the loss. At that point, three tensors as large as the logits (25 MB) are in memory.
+# In the decoder, a checkpoint around the last layer also reduces the peak, because this peak comes earlier, in the loss's backward. At that point, three tensors as large as the logits (25 MB together) are in memory.
 #
 # </div>
 # <div lang="zh">
@@ -432,9 +432,9 @@ def keep_products():
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 4.** Besides attention's results, torchtitan's selective mode keeps only every second matrix product. Write `every_second` in the form of `keep_products`. It keeps the first, third, fifth ... matrix product of the linear layers. Count `addmm` and `mm` together, from one in each checkpoint.
+# **Exercise 4.** Besides attention's results, torchtitan's selective mode keeps only every second matrix product. Write `every_second` in the form of `keep_products`. It keeps the first, third, fifth ... matrix product of the linear layers. Count `addmm` and `mm` together, and start from one in each checkpoint.
 #
-# PyTorch 2.13 calls the policy only in forward. Older versions such as 2.9 call it again in the recomputation, where `context.is_recompute` is true and the policy needs a second count.
+# PyTorch 2.13 calls the policy only in forward. Older versions such as 2.9 call it again in the recomputation. Then `context.is_recompute` is true, and the policy needs a second count.
 #
 # </div>
 # <div lang="zh">
@@ -478,7 +478,7 @@ exercises.check_policy(every_second)
 #
 # <div lang="en">
 #
-# The same step now runs without checkpoints, and with five ways to use them. **Guess first:** what fraction of a step's FLOPs does another forward add? For each matrix product in forward, backward computes two: one for the input's gradient and one for the weight's.
+# The same step now runs without checkpoints and with five kinds of checkpoints. **Guess first:** what fraction of a step's FLOPs does another forward add? For each matrix product in forward, backward computes two: one for the input's gradient and one for the weight's gradient.
 #
 # </div>
 # <div lang="zh">
@@ -510,7 +510,7 @@ figures.draw_policies(arms)
 # %% [markdown] slide={"en": "If all weights are trained, another forward adds about a third. Here: 1.21 times.\n\nAll matrix products kept: 2% more FLOPs. Every second: 5%.", "zh": "全部权重都训练时，多一次前向，FLOPs 约增加三分之一。这里是 1.21 倍。\n\n保留全部矩阵乘积，FLOPs 多 2%。每两个保留一个，多 5%。"}
 # <div lang="en">
 #
-# If all weights are trained, one more forward pass adds about a third to the step's FLOPs. Here, checkpoints around each layer cost only 1.21 times the FLOPs. The head is not recomputed, and a recomputation stops as soon as the last saved tensor exists (**early stop**), so each checkpoint skips its last matrix product. With frozen weights, backward needs fewer FLOPs, and the additional forward pass can add about half.
+# If all weights are trained, one more forward pass adds about a third to the step's FLOPs. Here, a step with checkpoints around each layer needs only 1.21 times the FLOPs, for two reasons. First, the head is not recomputed. Second, a recomputation stops as soon as the last saved tensor exists (**early stop**), so each checkpoint skips its last matrix product. With frozen weights, backward needs fewer FLOPs, and another forward pass can add about half.
 #
 # </div>
 # <div lang="zh">
@@ -522,7 +522,7 @@ figures.draw_policies(arms)
 # %% [markdown]
 # <div lang="en">
 #
-# Keeping all matrix products reduces the peak by 84 MB for 2% more FLOPs. (With 2048 tokens per sequence it costs 18%, because the matrix products inside attention run again.) Your policy reduces the peak by 101 MB and costs 5%. Keeping the second and fourth of a layer's four matrix products instead would cost 19%, because the second product is small, and early stop skips the fourth anyway. Keeping the result of every operator needs 429.8 MB, more than without checkpoints.
+# Keeping all matrix products reduces the peak by 84 MB for 2% more FLOPs. (With 2048 tokens per sequence, it costs 18% more FLOPs, because the matrix products inside attention run again.) Your policy reduces the peak by 101 MB for 5% more FLOPs. If your policy kept the second and fourth of a layer's four matrix products, it would cost 19%. The second product is small, and early stop skips the fourth anyway. Keeping every operator's result needs 429.8 MB, more than without checkpoints.
 #
 # One checkpoint around all eight layers costs the most FLOPs and reduces the peak by only 19 MB.
 #
@@ -544,7 +544,7 @@ figures.draw_policies(arms)
 #
 # <div lang="en">
 #
-# The head with its loss is a block, too, often the largest one. At the peak it needs three tensors as large as the logits. For 1024 tokens and a vocabulary of 32,000, each takes 131 MB. If you divide the tokens into **chunks** and put a checkpoint around each, the logits never exist as a whole.
+# The head with its loss is a block, too, often the largest block. At the peak it needs three tensors as large as the logits. For 1024 tokens and a vocabulary of 32,000, each tensor takes 131 MB. If you divide the tokens into **chunks** and put a checkpoint around each chunk, the logits never exist as a whole.
 #
 # **Exercise 5.** Write this loss in about eight lines. It must equal `F.cross_entropy(hidden @ weight.T, targets)`, even if the last chunk is shorter. `chunk` is the number of tokens per chunk. The loss is the mean over the targets that count. A target of −100 does not count (`ignore_index`). In fine-tuning, prompts and padding have this target.
 #
@@ -585,12 +585,12 @@ exercises.check_loss_in_pieces(loss_in_pieces)
 # %% [markdown]
 # <div lang="en">
 #
-# With small chunks, the peak no longer comes from the logits, but from three tensors of the gradient of the head's weight matrix (33 MB each). Section 2.17 measures them, and shows two ways to need only two. Fused losses such as Liger's compute the gradients of a chunk in forward, so they recompute nothing.
+# With small chunks, the peak no longer comes from the logits, but from three tensors as large as the head's weight matrix (33 MB each). Section 2.17 shows two ways to need only two tensors. Fused losses such as Liger's compute the gradients of a chunk in forward, so they recompute nothing.
 #
 # </div>
 # <div lang="zh">
 #
-# 小段足够小时，决定峰值的不再是 logits，而是输出头的权重矩阵的梯度。内存里同时有三个与这个梯度一样大的张量，每个 33 MB。2.17 节会测量这些张量，并给出两种只需两个张量的做法。Liger 等融合损失在前向里就算好了每一小段的梯度，所以不用重新计算。
+# 小段足够小时，决定峰值的不再是 logits，而是三个与输出头的权重矩阵一样大的张量，每个 33 MB。2.17 节会测量这些张量，并给出两种只需两个张量的做法。Liger 等融合损失在前向里就算好了每一小段的梯度，所以不用重新计算。
 #
 # </div>
 
@@ -637,7 +637,7 @@ exercises.check_in_chunks(in_chunks)
 # %% [markdown]
 # <div lang="en">
 #
-# Each line below runs on a new model, three of them with a policy. In one line the compiler chooses what to keep, at most half of the bytes it usually keeps. **Guess first:** do `keep_addmm` and `keep_mm` need fewer FLOPs than `enable()`?
+# Each line below runs on a new model. Three lines use a policy. In one line, the compiler may keep half of the bytes that it usually keeps. **Guess first:** do `keep_addmm` and `keep_mm` need fewer FLOPs than `enable()`?
 #
 # </div>
 # <div lang="zh">
@@ -682,11 +682,11 @@ own_code.compare_costs(costs)
 # %% [markdown]
 # <div lang="en">
 #
-# `enable()` stands for `model.activation_checkpointing_enable()`, and lowers the peak by 79 MB. Most scripts use its older name, which warns that `transformers` 6 will remove it. Without `use_reentrant`, `transformers` 5.23 uses the newer mode. The older mode never stops early, so it computes more.
+# `enable()` stands for `model.activation_checkpointing_enable()`, and lowers the peak by 79 MB. Most scripts use its older name, which warns that `transformers` 6 will remove it. Without `use_reentrant`, `transformers` 5.23 uses the newer mode. The older mode never stops early, so it needs more FLOPs.
 #
-# `keep_addmm` changes nothing. A Llama's Linears have no bias, so they call `mm`, and everything is recomputed without a warning. (`checkpoint_blocks` would warn.) With `keep_mm`, no matrix product is computed twice. Your policy lies between these two.
+# `keep_addmm` changes nothing. A Llama's Linears have no bias, so they call `mm`, and everything is recomputed without a warning. (`checkpoint_blocks` would warn.) With `keep_mm`, no matrix product is computed twice. Your policy lies between these two policies.
 #
-# The compiler's budget limits the bytes kept for backward, not the peak (lesson 03). `compile()` needs about as many FLOPs as `enable()`, but lowers the peak less. Outside a `with` block, the budget holds for all later compilations. On a GPU, write `model.compile()`; its default backend needs a C++ compiler.
+# The compiler's budget limits the bytes kept for backward, not the peak (lesson 03). `compile()` needs about as many FLOPs as `enable()`, but lowers the peak less. Outside a `with` block, the budget would hold for all later compilations. On a GPU, write `model.compile()`; its default backend needs a C++ compiler.
 #
 # The loss in chunks has the lowest peak, because the peak of `enable()` was mostly logits. Section 2.18 runs the lines for the Trainer, peft, DDP and FSDP2.
 #
@@ -743,8 +743,8 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # <div lang="en">
 #
 # - A checkpoint keeps the input of a block and recomputes its activations in backward. Always write `use_reentrant=False`.
-# - A checkpoint reduces the peak by the tensors that, because of it, are absent at the peak. Without a head, a checkpoint around the last layer does not reduce the peak. A formula for one point of the step fails if memory is higher at another point.
-# - One more forward pass adds about a third to a step's FLOPs if all weights are trained, and less with early stop. A policy that keeps the linear layers' matrix products costs 2% here, and more with longer sequences.
+# - A checkpoint reduces the peak by the tensors that it removes from memory at the peak. Without a head, a checkpoint around the last layer does not reduce the peak. A formula for one point of the step fails if memory is higher at another point.
+# - One more forward pass adds about a third to a step's FLOPs if all weights are trained, and less with early stop. A policy that keeps the linear layers' matrix products adds 2% here, and more with longer sequences.
 # - The loss is a block, too. In small chunks, it needs two to three times the memory of the head's weight matrix here.
 #
 # **Next:** [lesson 03](03_sqrt_schedule.ipynb) asks which blocks to forget.
@@ -893,7 +893,7 @@ gaps(runs)
 #
 # <div lang="en">
 #
-# A recomputation that differs from the first run may raise a `CheckpointError`. The two runs of these five blocks differ, because something has changed between forward and backward. `again` is true in the second run.
+# A recomputation that differs from the first run may raise a `CheckpointError`. In each of the next five blocks, the two runs differ, because something has changed between forward and backward. `again` is true in the second run.
 #
 # </div>
 # <div lang="zh">
@@ -958,7 +958,7 @@ for name in ("`eval()` before backward", "a cache that grows"):
 # %% [markdown]
 # <div lang="en">
 #
-# In the first block the four operators of dropout are missing from the second run, so the mode of the module has changed. In the second block, `repeat` is the first operator whose result has another shape, so look at what `repeat` reads. The later differences follow from this one. An operator at the end may be missing only because of early stop.
+# In the first block the four operators of dropout are missing from the second run, so the mode of the module has changed. In the second block, `repeat` is the first operator whose result has another shape, so look at what `repeat` reads. The later differences follow from this difference. An operator at the end may be missing only because of early stop.
 #
 # **`determinism_check="none"` repairs nothing.** It only leaves out the comparison of shapes and dtypes:
 #
@@ -1067,7 +1067,7 @@ in_depth.compare_kept_outputs(gradients, block, x, kept)
 #
 # <div lang="en">
 #
-# ✓ means that gradients, state and later random numbers equal those of a model without checkpoints. The columns are options of `checkpoint_blocks`.
+# ✓ means that gradients, state and later random numbers are the same as in a model without checkpoints. The columns are options of `checkpoint_blocks`.
 #
 # </div>
 # <div lang="zh">
@@ -1082,7 +1082,7 @@ in_depth.repeats()
 # %% [markdown]
 # <div lang="en">
 #
-# BatchNorm's output is right, but its running statistics are updated twice for one batch. They must not change during the recomputation:
+# BatchNorm's output is right, but its running statistics are updated twice for one batch. These statistics must not change during the recomputation:
 #
 # </div>
 # <div lang="zh">
@@ -1104,7 +1104,7 @@ in_depth.statistics_after(run_twice)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 8.** Write a checkpoint for blocks with dropout. The second run of each block must draw the mask of its first run, whatever else was drawn before and in between. Later random numbers must not change. `careful_checkpoint` is a function of `block` and `x`, or a Function.
+# **Exercise 8.** Write a checkpoint for blocks with dropout. The second run of each block must draw the same mask as its first run. This must also hold if other random numbers are drawn before the first run or between the two runs. Later random numbers must not change. `careful_checkpoint` is a function of `block` and `x`, or a Function.
 #
 # </div>
 # <div lang="zh">
@@ -1146,7 +1146,7 @@ exercises.check_dropout_checkpoint(Careful.apply)
 #
 # <div lang="en">
 #
-# **Layers per checkpoint.** In section 2.7, two layers per checkpoint needed more memory and FLOPs than one. With gradients that exist from the start, as in the later micro-batches of gradient accumulation (lesson 05), pairs may need less memory. With pairs, one more layer is recomputed at a time, but half as many inputs are kept. A layer keeps as many bytes as 20 inputs take. **Guess first:** from which depth on do pairs need less memory? (All sizes are a quarter of the decoder's.)
+# **Layers per checkpoint.** In section 2.7, two layers per checkpoint needed more memory and FLOPs than one layer per checkpoint. These pairs of layers may need less memory if the gradients exist from the start, as in the later micro-batches of gradient accumulation (lesson 05). With pairs, one more layer is recomputed at a time, but only half as many inputs are kept. A layer keeps as many bytes as 20 inputs take. **Guess first:** from which depth on do pairs need less memory? (All sizes are a quarter of the decoder's.)
 #
 # </div>
 # <div lang="zh">
@@ -1162,7 +1162,7 @@ table(["layers", "each layer (MB)", "two layers per checkpoint (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# With 8 layers, pairs need more memory than single layers. With 48, they need less. Both peaks are linear in the depth, and the lines cross at 40 layers. (Here `preserve_rng_state=False`. If the checkpoints keep the random state, pairs need less from 37 layers on.) In our usual step, pairs need more at any depth, because the gradients that arrive take more memory than the inputs that are released.
+# With 8 layers, pairs need more memory than single layers. With 48 layers, pairs need less. Both peaks are linear in the depth, and the lines cross at 40 layers. (Here the checkpoints don't keep the random state, because `preserve_rng_state=False`. If they keep it, pairs need less from 37 layers on.) In our usual step, pairs need more memory at any depth. The reason is that backward creates gradients, which take more memory than the inputs that it releases.
 #
 # </div>
 # <div lang="zh">
@@ -1174,7 +1174,7 @@ table(["layers", "each layer (MB)", "two layers per checkpoint (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# **Tokens per chunk.** If one backward pass goes through all chunks, the gradient of the head's weight matrix (33 MB) exists three times: the sum so far, the gradient of the next chunk, and their new sum. The reason is that PyTorch cannot add the gradient of a transposed matrix in place. If you write the logits as `(weight @ rows.T).T`, this gradient is not transposed. Or call backward after each chunk: then the gradient is also added in place, and no checkpoint is needed. Backward through the layers continues from `hidden.grad`.
+# **Tokens per chunk.** If one backward pass goes through all chunks, memory holds three tensors as large as the head's weight matrix (33 MB). They are the sum of the gradients so far, the gradient of the next chunk, and their new sum. The reason is that PyTorch cannot add the gradient of a transposed matrix in place. If you write the logits as `(weight @ rows.T).T`, this gradient is not transposed. You can also call backward after each chunk. Then the gradient is added in place too, and no checkpoint is needed. Backward through the layers continues from `hidden.grad`.
 #
 # </div>
 # <div lang="zh">
@@ -1208,7 +1208,7 @@ table(["tokens in a chunk", "one backward", "`(weight @ rows.T).T`", "a backward
 # %% [markdown]
 # <div lang="en">
 #
-# Peaks are in units of the head's weight matrix, 33 MB. A chunk of 1024 tokens contains all tokens. With smaller chunks, the peak of one backward pass stays at 3 matrices. The peaks of the other two ways approach their floor of 2 matrices: the accumulated gradient and the next chunk's. With a backward per chunk, nothing is recomputed.
+# Peaks are in units of the head's weight matrix, 33 MB. A chunk of 1024 tokens contains all tokens. With smaller chunks, the peak with one backward pass falls to 3 matrices, but not further. The peaks of the other two ways approach their floor of 2 matrices: the accumulated gradient and the gradient of the next chunk. With one backward pass per chunk, nothing is recomputed.
 #
 # </div>
 # <div lang="zh">
@@ -1220,7 +1220,7 @@ table(["tokens in a chunk", "one backward", "`(weight @ rows.T).T`", "a backward
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 9.** The loss of section 2.8 has one backward pass for all chunks, and its peak may be at most 150 MB. What is the largest chunk, in tokens, that is a power of 2? Three tensors as large as a chunk's logits and one gradient of the weight matrix are in memory at once.
+# **Exercise 9.** The loss of section 2.8 has one backward pass for all chunks, and its peak may be at most 150 MB. How many tokens can a chunk have at most, if this number is a power of 2? Three tensors as large as a chunk's logits and one gradient of the weight matrix are in memory at once.
 #
 # </div>
 # <div lang="zh">
@@ -1266,14 +1266,14 @@ table(["as in PyTorch"], [[answers == modes(checkpoint)]])
 # %% [markdown]
 # <div lang="en">
 #
-# `torch.func.grad` forbids hooks on saved tensors, so the non-reentrant mode fails. In the first row the block's output is the loss, so backward finds no graph.
+# `torch.func.grad` forbids hooks on saved tensors, so the non-reentrant mode fails. In the first row, no input needs a gradient, and the block's output is the loss itself. So in the reentrant mode, backward finds no graph.
 #
-# **peft.** With LoRA the base model is frozen, so the input of the first layer needs no gradient, as in section 2.3. In the older mode, no adapter then gets a gradient. `enable_input_require_grads()` makes the embedding's output require a gradient. If the checkpoints are Hugging Face's own, `peft` 0.21 calls this method for you. If they are PyTorch's, as in FSDP scripts, you must call it:
+# **peft.** With LoRA the base model is frozen, so the input of the first layer needs no gradient, as in section 2.3. Therefore, no adapter gets a gradient in the older mode. `enable_input_require_grads()` makes the embedding's output require a gradient. If the checkpoints are Hugging Face's own, `peft` 0.21 calls this method for you. If they are PyTorch's, as in FSDP scripts, you must call it:
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.func.grad` 不允许给保存的张量挂钩子，所以非可重入模式会报错。第一行里，块的输出是损失，因此反向找不到计算图。
+# `torch.func.grad` 不允许给保存的张量挂钩子，所以非可重入模式会报错。第一行里，输入不需要梯度，块的输出又直接就是损失，所以可重入模式的反向找不到计算图。
 #
 # **peft。** 用 LoRA 时，基础模型是冻结的，所以第一层的输入不需要梯度，与 2.3 节的情形相同。因此用旧模式时，所有适配器都得不到梯度。`enable_input_require_grads()` 让嵌入层的输出需要梯度。如果检查点是 Hugging Face 自己加的，`peft` 0.21 会替你调用这个方法。如果是 PyTorch 的检查点，例如在 FSDP 的脚本里，就要自己调用：
 #
@@ -1358,7 +1358,7 @@ table(["checkpoint", "option", "gradients equal"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# With `find_unused_parameters=True`, the older mode raises an error. After forward its graph contains no parameters, so DDP assumes that they are unused and marks them as ready, and backward marks them a second time. With `static_graph=True`, DDP learns in the first step which parameters are used. This is right if all steps use the same parameters.
+# With `find_unused_parameters=True`, the older mode raises an error. After forward, the graph of the older mode contains no parameters. So DDP assumes that the parameters are unused, and marks them as ready. Backward marks them a second time. With `static_graph=True`, DDP learns in the first step which parameters are used. This works if all steps use the same parameters.
 #
 # **FSDP2 and the Trainer.** `checkpoint_wrapper` comes before `fully_shard`. The Trainer has arguments for Hugging Face's own checkpoints, and the older names of these arguments still work:
 #
@@ -1422,7 +1422,7 @@ in_depth.trainer_steps(arguments)
 #
 # <div lang="en">
 #
-# `checkpoint_sequential` divides an `nn.Sequential` into segments, and puts a checkpoint around each segment except the last. Then an attention layer runs three times, each with a checkpoint. At the peak, two of the three runs don't keep their $2 (5 s b h + a s^2 b)$ numbers, only their inputs. (For short sequences the peak comes later, with gradients that the formula leaves out.) Last, a post-norm layer (hidden size 512, 8 heads) is trained with Adam, with and without a checkpoint.
+# `checkpoint_sequential` divides an `nn.Sequential` into segments, and puts a checkpoint around each segment except the last. Then an attention layer runs three times, each with a checkpoint. At the peak, two of the three runs keep only their inputs instead of $2 (5 s b h + a s^2 b)$ numbers. (For short sequences the peak comes later, with gradients that the formula leaves out.) Last, a post-norm layer (hidden size 512, 8 heads) is trained with Adam, with and without a checkpoint.
 #
 # </div>
 # <div lang="zh">
@@ -1470,9 +1470,9 @@ claims.older_claims()
 #
 # <div lang="en">
 #
-# Keeping the matrix products costs few FLOPs, but Python is called for every operator, about 900 times per step. The second cell measures on your GPU, or shows numbers recorded on an H100 and an H200.
+# Keeping the matrix products costs few FLOPs, but Python is called for every operator, about 900 times per step. The second cell below measures on your GPU, or shows numbers recorded on an H100 and an H200.
 #
-# With `keep_mm`, a Llama in bf16 computes no matrix product twice. Still, forward and backward take 23% longer than without checkpoints on the H200, and 32% longer on the H100. With checkpoints and `compile()` together, forward and backward take less time than with neither: 1% less on the H200, and 7% less on the H100.
+# With `keep_mm`, a Llama in bf16 computes no matrix product twice. Still, forward and backward take longer than without checkpoints: 23% longer on the H200, and 32% longer on the H100. With checkpoints and `compile()` together, forward and backward take less time than without either: 1% less on the H200, and 7% less on the H100.
 #
 # </div>
 # <div lang="zh">

@@ -11,9 +11,9 @@
 #
 # <div lang="en">
 #
-# In lesson 02 you put a checkpoint around each layer of the course's decoder. **Can any other plan beat these checkpoints?** Layers could share a checkpoint, a checkpoint could keep some results, the compiler could choose, and a search could look for the best plan.
+# In lesson 02 you put a checkpoint around each layer of the course's decoder. **Can any other plan beat these checkpoints?** Layers could share a checkpoint. A checkpoint could keep some results. The compiler could choose what to keep, and a search could look for the best plan.
 #
-# This lesson measures all these plans on one model, and explains the result with two numbers of your own model. Then it turns to networks for which another plan is best.
+# This lesson measures all these plans on one model, and explains the result with two numbers that you can measure on your model. Then it turns to networks for which another plan is best.
 #
 # </div>
 # <div lang="zh">
@@ -37,7 +37,7 @@ language()
 # - Decide from two numbers whether another plan beats a checkpoint around each layer of your model.
 # - Predict the peak for any segments, and write the cuts with the lowest peak.
 # - Give the compiler a memory budget, and check its result.
-# - Write the recurrence that finds the fastest schedule within a number of bytes, and then beat its lowest peak.
+# - Write the recurrence that finds the fastest schedule within a limit of bytes, and then get below its lowest peak.
 #
 # **What to know before**: lesson 01's meter, and the checkpoint of lesson 02.
 #
@@ -102,7 +102,7 @@ print(layer_cuts(8), layer_cuts(8, group=2), sep="\n")
 # %% [markdown] slide={"en": "No checkpoint, each layer, pairs of layers, products kept, loss in chunks, compiler.\n\n**Guess first.** Which peak is lowest with 8 layers? With 48?", "zh": "不用检查点、每层一个、两层一组、保留乘积、损失分成小段、编译器的预算。\n\n**先猜**：8 层时哪种峰值最低？48 层时呢？"}
 # <div lang="en">
 #
-# Five ways compete with a checkpoint around **each layer**, in forward and backward:
+# We compare a checkpoint around **each layer** with five other ways:
 #
 # - **No checkpoint.**
 # - **Two layers per checkpoint.**
@@ -110,9 +110,9 @@ print(layer_cuts(8), layer_cuts(8, group=2), sep="\n")
 # - **Loss in chunks:** lesson 02's loss, 128 tokens at a time, and no checkpoint elsewhere.
 # - **Compiler's budget:** `torch.compile` chooses what to keep, within half of the activations that it usually keeps (section 3.5). The compiler needs real tensors, so it runs with 8 layers only. The other ways use symbolic tensors.
 #
-# **One convention holds on this page.** All live activations count, including the model's input. Weights, gradients and optimizer state do not count. They exist from the start, as in the second and later micro-batches (lesson 05).
+# **On this page**, a peak counts all live activations, including the model's input. It does not count weights, gradients and optimizer state. They exist from the start, as in later micro-batches (lesson 05).
 #
-# **Guess first.** Which way has the lowest peak with 8 layers, and which with 48? With 8 layers, which ways add less than 5% to the FLOPs of a step without checkpoints?
+# **Guess first.** Which way has the lowest peak with 8 layers, and which way with 48 layers? With 8 layers, which ways add less than 5% to the FLOPs of a step without checkpoints?
 #
 # </div>
 # <div lang="zh">
@@ -152,7 +152,7 @@ own_model.draw_ways({8: eight, 48: deep})
 # %% [markdown]
 # <div lang="en">
 #
-# With 8 layers, a checkpoint around **each layer** has the lowest peak: 36.7 MB, instead of 195.2 MB without a checkpoint, for 1.21 times the FLOPs. Three ways add only about 2% to the FLOPs. Of these, products kept and the compiler's budget lower the peak by nearly half. The loss in chunks lowers the peak by 18 MB at both depths, because it reduces only the logits, which any model computes once. With 48 layers, **two layers per checkpoint** have the lowest peak.
+# With 8 layers, a checkpoint around **each layer** has the lowest peak: 36.7 MB, instead of 195.2 MB without a checkpoint, for 1.21 times the FLOPs. Three ways add only about 2% to the FLOPs. Two of them, products kept and the compiler's budget, lower the peak by nearly half. The loss in chunks lowers it by 18 MB at both depths, because it reduces only the logits, which any model computes once. With 48 layers, **two layers per checkpoint** have the lowest peak.
 #
 # </div>
 # <div lang="zh">
@@ -164,7 +164,7 @@ own_model.draw_ways({8: eight, 48: deep})
 # %% [markdown]
 # <div lang="en">
 #
-# Why do pairs of layers win in the deeper model? Let a layer keep $A$ bytes for its backward, and let its input take $B$ bytes. With $L$ layers in groups of $g$, the step keeps the inputs of $L / g$ groups, and recomputes one whole group. This takes $\frac{L}{g} B + g A$ bytes. Pairs keep $\frac{L}{2} B$ less for inputs than single layers, and one more $A$. So pairs need less memory **from $L = 2 A / B$ layers on**. In this decoder $A$ is 20 times $B$, which gives 40 layers.
+# Why are pairs of layers better in the deeper model? Let a layer keep $A$ bytes for its backward, and let its input take $B$ bytes. With $L$ layers in groups of $g$, the step keeps the inputs of $L / g$ groups, and recomputes one whole group. This takes $\frac{L}{g} B + g A$ bytes. Compared with single layers, pairs keep $\frac{L}{2} B$ fewer bytes for inputs, but $A$ more bytes. So pairs need less memory **from $L = 2 A / B$ layers on**. In this decoder $A$ is 20 times $B$, which gives 40 layers.
 #
 # The table shows one layer of two models in bf16, for a sequence of 4096 tokens:
 #
@@ -189,7 +189,7 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 # %% [markdown]
 # <div lang="en">
 #
-# In both models, pairs need less memory from about 49 layers on. (In the 8B model, 134 of the 825 MB are float32 copies in Hugging Face's norms. With fused norms the threshold is lower.) The 8B model has only 32 layers. The 70B model has 80 layers, so pairs lower its peak if its gradients exist before backward, as on this page, or are sharded (lesson 08).
+# In both models, pairs need less memory from about 49 layers on. (In the 8B model, 134 of the 825 MB are float32 copies in Hugging Face's norms. With fused norms, pairs help in shallower models, too.) The 8B model has only 32 layers. The 70B model has 80 layers, so pairs lower its peak if its gradients exist before backward, as on this page, or are sharded (lesson 08).
 #
 # In other training steps the gradients arrive during backward. In these two models a layer's gradients take far more bytes than its input, so the peak is at the end of backward. The inputs are released by then, so groups do not lower the peak.
 #
@@ -207,7 +207,7 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 #
 # <div lang="en">
 #
-# If each layer keeps few bytes, groups need less memory even with few layers. A group is called a **segment**. From here to section 3.5 the network is a chain of 100 equal layers, each a Linear and a GELU, with activations of 1000 × 25 numbers. A boundary between segments keeps one activation, $B$ = 100,000 bytes. A layer keeps $A = 2B$, because the Linear and the GELU each keep their input.
+# If each layer keeps few bytes, groups of layers save memory even in shallow networks. A group is called a **segment**. From here to section 3.5 the network is a chain of 100 equal layers, each a Linear and a GELU, with activations of 1000 × 25 numbers. A boundary between segments keeps one activation, $B$ = 100,000 bytes. A layer keeps $A = 2B$, because the Linear and the GELU each keep their input.
 #
 # `checkpoint_sequential` cuts such a network into $k$ segments, and puts a checkpoint around each segment except the last. Are the gradients equal?
 #
@@ -232,7 +232,7 @@ table(["gradients equal"], [[figures.equal_gradients(hundred, x, plain, tenths)]
 # %% [markdown] slide={"en": "$k B + \\frac{L}{k} A + B$ is a smooth curve.\n\n**Guess first.** Will the measured points be smooth, too?", "zh": "$k B + \\frac{L}{k} A + B$ 是一条平滑的曲线。\n\n**先猜**：测得的点也会连成平滑的曲线吗？"}
 # <div lang="en">
 #
-# How does the peak depend on the number $k$ of segments? The inputs of $k$ segments take $k B$. The $L/k$ layers of one segment add $\frac{L}{k} A - B$, because the first layer's input is the segment's input, which is counted already. Backward adds two gradients, of an output and of an input, $2 B$. The sum $k B + \frac{L}{k} A + B$ is a smooth curve. **Guess first:** will the measured points be smooth, too?
+# How does the peak depend on the number $k$ of segments? The inputs of $k$ segments take $k B$. The $L/k$ layers of one segment add $\frac{L}{k} A - B$, because the first layer's input is the segment's input, which is counted already. Backward adds two gradients, one of an output and one of an input, which take $2 B$. The sum $k B + \frac{L}{k} A + B$ is a smooth curve. **Guess first:** will the measured points be smooth, too?
 #
 # </div>
 # <div lang="zh">
@@ -250,9 +250,9 @@ figures.draw_sweep(100, sweep, marked=(50, 51))
 # %% [markdown]
 # <div lang="en">
 #
-# The measured points are not smooth. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment and **all the rest into the last one**. For $k = 51$, fifty segments have one layer each, and the last segment has fifty. While a segment runs backward, the activations of all its layers are in memory.
+# The points are not smooth. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment and **all remaining layers into the last one**. For $k = 51$, fifty segments have one layer each, and the last segment has fifty layers. While a segment runs backward, the activations of all its layers are in memory.
 #
-# **Exercise 1.** Cuts form a list such as `[0, 40, 70, 100]`. While segment $j$, counted from 0, runs backward, which inputs are still kept, how much do its layers keep, and which gradients exist? Count every tensor once. Return the peak in bytes, from `A` and `B`.
+# **Exercise 1.** Cuts form a list such as `[0, 40, 70, 100]`. While segment $j$ (counted from 0) runs backward, which inputs are still kept, how much do its layers keep, and which gradients exist? Count every tensor once. Return the peak in bytes, from `A` and `B`.
 #
 # </div>
 # <div lang="zh">
@@ -301,16 +301,16 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# The measured peaks are 8 bytes above the predictions, which leave out the loss and its gradient. With equal segments, $k B$ in the sum grows with $k$, and $\frac{L}{k} A$ falls.
+# The measured peaks are 8 bytes above the predictions, which leave out the loss and its gradient. In the sum for equal segments, $k B$ grows with $k$, and $\frac{L}{k} A$ falls.
 #
-# **Exercise 2.** For which number of segments $k$ is the sum of these two terms least? Write a formula for any $L$, $A$ and $B$. The result need not be a whole number. If you round it, take the whole number with the least sum, which is not always the lower one.
+# **Exercise 2.** For which number of segments $k$ is the sum of these two terms least? Write a formula for any $L$, $A$ and $B$. The result need not be a whole number. If you round it, choose the whole number with the smaller sum.
 #
 # </div>
 # <div lang="zh">
 #
 # 实测比预测多 8 字节，因为预测没有计入损失和它的梯度。现在假设各段一样长。峰值公式中的 $k B$ 随 $k$ 增大，$\frac{L}{k} A$ 随 $k$ 减小。
 #
-# **练习 2。** 段数 $k$ 取何值时，这两项之和最小？请写成对任意的 $L$、$A$、$B$ 都成立的公式，结果不必是整数。如果要取整，就取使总和最小的那个整数，它不一定是向下取整的结果。
+# **练习 2。** 段数 $k$ 取何值时，这两项之和最小？请写成对任意的 $L$、$A$、$B$ 都成立的公式，结果不必是整数。如果要取整，就取使总和较小的那个整数。
 #
 # </div>
 
@@ -337,7 +337,7 @@ exercises.check_best_count(best_count)
 # %% [markdown]
 # <div lang="en">
 #
-# The sum is least for $k^* = \sqrt{L \cdot A / B}$, where the peak is $2 \sqrt{L A B} + B$. The well-known $\sqrt L$ is right only if a layer keeps as many bytes as one boundary. Here $A = 2B$, so 14 segments are best, not 10. The peak is $29.3 B$ with 14 segments and $31 B$ with 10, because the curve is flat near its minimum. An uneven remainder costs more: with 14 segments, `checkpoint_sequential` peaks at $33 B$.
+# The sum is least for $k^* = \sqrt{L \cdot A / B}$, where the peak is $2 \sqrt{L A B} + B$. The well-known $\sqrt L$ is right only if a layer keeps as many bytes as one boundary. Here $A = 2B$, so 14 segments are best, not 10. With 14 segments the peak is $29.3 B$. With 10 segments it is only a little higher, $31 B$, because the curve is flat near its minimum. `checkpoint_sequential` with 14 segments peaks at $33 B$, because its last segment is longer.
 #
 # For the 32 layers of Llama 3 8B, $k^* = \sqrt{32 \cdot 24.6} = 28$, which is nearly one segment per layer.
 #
@@ -357,13 +357,13 @@ exercises.check_best_count(best_count)
 #
 # While the **last** segment runs backward, the inputs of all segments are kept. While the **first** segment runs backward, all other inputs have been released, so the first segment may be longer. Let every segment need the same $R$ bytes, not counting the last $B$ of the sum. A segment with $j$ inputs before its own has $R - (j + 1) B$ bytes left for its layers.
 #
-# The sizes fall by $B / A$ from segment to segment, like the columns of a triangle that is $R / B$ segments long and $R / A$ layers high. Its area is the number of layers:
+# The sizes fall by $B / A$ from segment to segment. If you draw the segments as columns, they form a triangle that is $R / B$ segments long and $R / A$ layers high. Its area is the number of layers:
 #
 # $$L \approx \frac{R^2}{2 A B}, \qquad R \approx \sqrt{2 L A B}$$
 #
 # Equal segments need $2 \sqrt{L A B}$, and $R$ is $1 / \sqrt 2$ of that.
 #
-# **Exercise 3.** Sizes are whole numbers, so the formula does not give the cuts yet. Write `tapered(depth, kept)`, where a layer keeps `kept` times the bytes of a boundary, $A$ = `kept` · $B$. It returns the cuts. For example, `[0, 4, 6, 7]` are segments of 4, 2 and 1 layers. No other cuts may have a lower peak. The check compares your cuts with all others.
+# **Exercise 3.** Sizes are whole numbers, so the formula does not give the cuts yet. Write `tapered(depth, kept)`, where a layer keeps `kept` times the bytes of a boundary, $A$ = `kept` · $B$. It returns the cuts. For example, `[0, 4, 6, 7]` are segments of 4, 2 and 1 layers. No other cuts may have a lower peak.
 #
 # </div>
 # <div lang="zh">
@@ -376,7 +376,7 @@ exercises.check_best_count(best_count)
 #
 # 等分时需要 $2 \sqrt{L A B}$，而 $R$ 只有这个值的 $1 / \sqrt 2$。
 #
-# **练习 3。** 段长必须是整数，所以从公式还不能直接得到切口。写出 `tapered(depth, kept)`，其中一层保存的字节是一个边界的 `kept` 倍，即 $A$ = `kept` · $B$。函数返回切口，例如 `[0, 4, 6, 7]` 表示各段有 4、2、1 层。要求其他任何切法的峰值都不比它低。检查会把你的切法与所有切法比较。
+# **练习 3。** 段长必须是整数，所以从公式还不能直接得到切口。写出 `tapered(depth, kept)`，其中一层保存的字节是一个边界的 `kept` 倍，即 $A$ = `kept` · $B$。函数返回切口，例如 `[0, 4, 6, 7]` 表示各段有 4、2、1 层。要求其他任何切法的峰值都不比它低。
 #
 # </div>
 
@@ -423,19 +423,19 @@ figures.draw_budgets({name: arms[name] for name in ("10 equal segments", "tapere
 # %% [markdown]
 # <div lang="en">
 #
-# The peak falls from $31 B$ to $22 B$. The FLOPs grow by 2%, because the last segment, which does not run forward again, is shorter. In the picture, the layers of the tapered cut form the triangle. We derived this cut, and found it in no paper in this form.
+# The peak falls from $31 B$ to $22 B$. The FLOPs grow by 2%, because only the last segment does not run forward again, and this segment is shorter now. In the picture, the layers of the tapered cut form the triangle. We derived this cut, and found it in no paper.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值从 $31 B$ 降到 $22 B$。FLOPs 增加 2%，因为最后一段变短了，而只有最后一段不必再做一遍前向。在图上，渐短切法的各层正好排成那个三角形。这种切法是我们在这里推导出来的，在论文里没有见过这种形式。
+# 峰值从 $31 B$ 降到 $22 B$。FLOPs 增加 2%，因为最后一段变短了，而只有最后一段不必再做一遍前向。在图上，渐短切法的各层正好排成那个三角形。这种切法是我们在这里推导出来的，没有在论文里见过。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (60 minutes). You can predict the peak for any segments, and your `tapered` finds the best cuts of equal layers. In the second sitting a compiler and a search that you write compete with such cuts, and at the end your peak is below $22 B$.
+# **End of the first sitting** (60 minutes). You can predict the peak for any segments, and your `tapered` finds the best cuts of equal layers. In the second sitting, you compare such cuts with a compiler and with a search that you write. At the end your peak is below $22 B$.
 #
 # </div>
 # <div lang="zh">
@@ -449,14 +449,14 @@ figures.draw_budgets({name: arms[name] for name in ("10 equal segments", "tapere
 #
 # <div lang="en">
 #
-# `torch.compile` traces forward and backward as one graph and cuts the graph in two. The results that cross the cut are saved, and backward computes the other results again. A **budget**, a share between 0 and 1, limits the saved bytes. The default, 1, minimizes the run time. With 0, only the graph's inputs are saved, as with one checkpoint around everything. A budget between 0 and 1 allows the inputs plus this share of the other bytes that a budget of 1 saves.
+# `torch.compile` traces forward and backward as one graph and cuts the graph in two. The results that cross the cut are saved, and backward computes the other results again. A **budget**, a share between 0 and 1, limits the saved bytes. The default, 1, minimizes the run time. With 0, only the graph's inputs are saved, as with one checkpoint around everything. With 0.5, the compiler may save the inputs and half of the other bytes that it saves with 1.
 #
-# Torch 2.13 has a context manager for the budget, still a prototype. The context must cover the whole forward pass of a compiled graph, and raises an error outside of the compiler (section 3.16). Section 3.1 used the older private setting, `torch._functorch.config.activation_memory_budget`.
+# Torch 2.13 has a context manager for the budget, which is still a prototype. The context must cover the whole forward pass of a compiled graph, and raises an error outside of the compiler (section 3.16). Section 3.1 used the older private setting, `torch._functorch.config.activation_memory_budget`.
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.compile` 把前向和反向追踪成一张图，再切成两半。跨过切口的结果要保存，其余的结果在反向里重新计算。**预算**是 0 到 1 之间的一个比例，限制保存的字节。默认值是 1，此时运行时间最短。预算为 0 时只保存图的输入，相当于给整个模型加一个检查点。预算在 0 和 1 之间时，除了输入，还可以保存一部分结果，但有一个上限。这个上限等于预算为 1 时保存的字节（不计输入）乘以这个比例。
+# `torch.compile` 把前向和反向追踪成一张图，再切成两半。跨过切口的结果要保存，其余的结果在反向里重新计算。**预算**是 0 到 1 之间的一个比例，限制保存的字节。默认值是 1，此时运行时间最短。预算为 0 时只保存图的输入，相当于给整个模型加一个检查点。预算为 0.5 时，除了输入，还可以保存其他结果，但最多保存预算为 1 时的一半（输入不计，按字节算）。
 #
 # torch 2.13 有一个上下文管理器可以设置预算，目前还是原型。这个上下文必须包住一张编译图的整个前向，在编译器之外使用则会报错（3.16 节）。3.1 节用的是更早的私有设置 `torch._functorch.config.activation_memory_budget`。
 #
@@ -499,9 +499,9 @@ own_model.budget_table(layers16, x, tried)
 # %% [markdown]
 # <div lang="en">
 #
-# The private setting gives the same numbers. At 0.75 the peak falls and the FLOPs do not grow, because only GELUs run again, and FLOPs count only matrix products. With smaller budgets the saved bytes fall further, but the peak **rises**: at 0 it is as high as with everything kept. The solver considers the bytes of each result and the FLOPs to recompute it, but not how long a recomputed result stays in memory. At 0.25 it keeps the results of the first seven Linears and nothing of the last nine layers, so backward begins by recomputing these nine at once. Section 3.16 shows this, and halves the peak.
+# The private setting gives the same numbers. At 0.75 the peak falls and the FLOPs do not grow, because only GELUs run again, and FLOPs count only matrix products. With smaller budgets the saved bytes fall further, but the peak **rises**: at 0 it is as high as with everything kept. The compiler's solver considers the bytes of each result and the FLOPs to recompute it, but not how long a recomputed result stays in memory. At 0.25, the solver keeps the results of the first seven Linears and nothing of the last nine layers. So backward begins by recomputing these nine layers at once. Section 3.16 shows this, and halves the peak.
 #
-# On our decoder, 0.5 was good. So start with 0.5, and measure your model's peak, because fewer saved bytes do not mean a lower peak. Four segments of the same 16 layers peak at $13 B$ (section 3.13).
+# On our decoder, 0.5 was good. So start with 0.5, and measure your model's peak, because fewer saved bytes do not mean a lower peak. With four segments, the same 16 layers peak at $13 B$ (section 3.13).
 #
 # </div>
 # <div lang="zh">
@@ -539,21 +539,21 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 # %% [markdown]
 # <div lang="en">
 #
-# The second list runs stages 0 and 1 forward twice, for a lower peak.
+# The second list runs stages 0 and 1 forward twice to lower the peak.
 #
-# Let $T_{i..n}(R)$ be the least time for forward and backward of stages $i$ to $n$ within $R$ bytes, not counting the input of stage $i$, which exists already. We assume that schedules never discard a kept tensor before its backward, and that no output is larger than the output before it. (Then a forward fits wherever its backward fits.) Stage $i$ keeps $A_i$ bytes, its output takes $B_i$, its forward takes the time $f_i$ and its backward $g_i$. A schedule can begin in two ways:
+# Let $T_{i..n}(R)$ be the least time for forward and backward of stages $i$ to $n$ within $R$ bytes. The input of stage $i$ exists already and is not counted. We assume that schedules never discard a kept tensor before its backward, and that no output is larger than the output before it. Stage $i$ keeps $A_i$ bytes, its output takes $B_i$ bytes, its forward takes time $f_i$, and its backward takes time $g_i$. A schedule can begin in two ways:
 #
 # - **Keep all** of stage $i$. With the gradient of its output, this needs $A_i + B_i \le R$. The time is $f_i + T_{i+1..n}(R - A_i) + g_i$.
 # - **Run on** to a later stage $e$, keep its input, and come back to $i$ when stages $e$ to $n$ are done. This takes the forwards of stages $i$ to $e - 1$. Which two parts remain, and how many bytes may each part use?
 #
-# The least time, over both ways and every $e$, is $T_{i..n}(R)$.
+# The least of these times, over both ways and every $e$, is $T_{i..n}(R)$.
 #
 # </div>
 # <div lang="zh">
 #
 # 第二张清单让第 0、1 级的前向运行两遍，换来更低的峰值。
 #
-# 设 $T_{i..n}(R)$ 是在 $R$ 字节之内，做完第 $i$ 到第 $n$ 级的前向和反向所需的最短时间。此时第 $i$ 级的输入已经存在，不计入 $R$。我们假设，调度保留的每个张量都一直留到反向用完它为止，并且每一级的输出都不大于前一级的输出。（这样，只要一级的反向放得下，它的前向就放得下。）第 $i$ 级保存 $A_i$ 字节，输出占 $B_i$ 字节，前向用时 $f_i$，反向用时 $g_i$。调度的开头有两种做法：
+# 设 $T_{i..n}(R)$ 是在 $R$ 字节之内，做完第 $i$ 到第 $n$ 级的前向和反向所需的最短时间。此时第 $i$ 级的输入已经存在，不计入 $R$。我们假设，调度保留的每个张量都一直留到反向用完它为止，并且每一级的输出都不大于前一级的输出。第 $i$ 级保存 $A_i$ 字节，输出占 $B_i$ 字节，前向用时 $f_i$，反向用时 $g_i$。调度的开头有两种做法：
 #
 # - **全部保留**第 $i$ 级。加上输出的梯度，要求 $A_i + B_i \le R$。时间是 $f_i + T_{i+1..n}(R - A_i) + g_i$。
 # - **往前跑**到后面的某一级 $e$，保留第 $e$ 级的输入，等第 $e$ 到第 $n$ 级做完之后，再回到第 $i$ 级。往前跑要做第 $i$ 到第 $e - 1$ 级的前向。这之后还剩哪两部分要做？每一部分有多少字节可用？
@@ -565,7 +565,7 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 4.** The first way and the minimum are written. For the second way, which runs on to stage `e`, write the times of the two remaining parts. `stages` is a tuple that begins with stage $i$: `stages[:e]` have run forward, and `stages[e:]` come later. A stage has `forward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$). A stage's output is the next stage's input. The check tries all schedules of this kind on four such chains.
+# **Exercise 4.** The code already has the first way and the minimum. For the second way, which runs on to stage `e`, write the times of the two remaining parts. `stages` is a tuple that begins with stage $i$: `stages[:e]` have run forward, and `stages[e:]` come later. A stage has `forward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$). A stage's output is the next stage's input. The check tries all schedules of this kind on four such chains.
 #
 # </div>
 # <div lang="zh">
@@ -628,7 +628,7 @@ exercises.check_recurrence(fastest)
 #
 # While stages $e$ to $n$ run, the kept input takes $B_{e-1}$ of the $R$ bytes. Then this input is released, so stages $i$ to $e - 1$ may use all of $R$ again.
 #
-# The library's `optimal` is your recurrence for long chains, and returns the schedule itself. It also checks that each forward fits into the remaining bytes, so it handles chains in which a stage's output is larger than its input. `ScheduledSequential` runs a schedule under autograd (section 3.14). With half of the bytes that the decoder keeps, are the gradients equal, and is the peak as simulated?
+# The library's `optimal` is your recurrence for long chains, and returns the schedule itself. It also checks that each forward fits into the remaining bytes, so it handles chains in which a stage's output is larger than its input. `ScheduledSequential` runs a schedule under autograd (section 3.14). We allow half of the bytes that the decoder keeps. Are the gradients equal, and is the peak as simulated?
 #
 # </div>
 # <div lang="zh">
@@ -663,14 +663,14 @@ predictions([("half", simulate(halved, chain).peak_bytes, half[0])], unit="bytes
 # %% [markdown] slide={"en": "The schedule for half the bytes takes 1.17 times the FLOPs.\n\n**Guess first.** Where are the ways of section 3.1: above the frontier, or below?", "zh": "字节减半的调度，FLOPs 是基线的 1.17 倍。\n\n**先猜**：3.1 节的各种做法，在前沿的上方还是下方？"}
 # <div lang="en">
 #
-# The gradients are equal, and the measured peak is 8 bytes above the simulated one. With half the bytes, the step takes 1.17 times the FLOPs. `frontier` finds the schedules for all budgets at once, the **Pareto frontier**: no schedule of this kind equals or beats one of its points in both bytes and time.
+# The gradients are equal, and the measured peak is 8 bytes above the simulated peak. With half the bytes, the step takes 1.17 times the FLOPs. `frontier` finds the best schedules for all budgets at once. They form the **Pareto frontier**: any schedule of this kind with fewer bytes than one of its points takes more time.
 #
 # **Guess first:** are the ways of section 3.1 above the decoder's frontier, or below it?
 #
 # </div>
 # <div lang="zh">
 #
-# 梯度相等，实测的峰值比模拟的多 8 字节。字节减半时，FLOPs 是基线的 1.17 倍。`frontier` 一次算出所有预算下的调度，也就是**帕累托前沿**。对于前沿上的每一点，都找不到另一个这类调度，字节和时间都不比它多。
+# 梯度相等，实测的峰值比模拟的多 8 字节。字节减半时，FLOPs 是基线的 1.17 倍。`frontier` 一次算出所有预算下的调度，也就是**帕累托前沿**。这类调度里，如果一个调度用的字节比前沿上的某一点少，用时就一定比那一点多。
 #
 # **先猜**：3.1 节的各种做法，在解码器的前沿的上方还是下方？
 #
@@ -690,7 +690,7 @@ frontiers.draw_frontier(title, lines, arms, xlim=(20, 205))
 # %% [markdown] slide={"en": "On the decoder the search loses against the compiler.\n\nAnd on a pyramid, whose stages shrink from 32 to 1 MB?", "zh": "在解码器上，搜索输给了编译器。\n\n那么在金字塔上呢？它的各级从 32 MB 缩小到 1 MB。"}
 # <div lang="en">
 #
-# **On this transformer the search loses.** At a peak of 104.9 MB the compiler's budget takes 1.02 times the baseline's FLOPs, and the frontier takes 1.16 times. The compiler and products kept recompute single operators, but the search recomputes whole stages. Even a checkpoint around each layer lies below the frontier, at 1.21 instead of 1.31 times the FLOPs, because its recomputation stops early (lesson 02) and skips the segment's last matrix product. A search that may also stop early finds the second frontier.
+# **On this transformer the search loses.** At a peak of 104.9 MB, the compiler's budget takes 1.02 times the baseline's FLOPs, and the search takes 1.16 times. The compiler and products kept recompute single operators, but the search recomputes whole stages. Even a checkpoint around each layer lies below the frontier. It takes 1.21 times the FLOPs, and the search takes 1.31 times, because a checkpoint's recomputation stops early (lesson 02) and skips each segment's last matrix product. A search that may also stop early finds the second frontier.
 #
 # Now take a chain whose stages differ much: a pyramid of 12 stages whose outputs shrink from 32 MB to 1 MB, as in a convolutional network.
 #
@@ -709,7 +709,7 @@ frontiers.draw_cuts({"the decoder, 18 stages": chain, "a pyramid, 12 stages": ex
 # %% [markdown]
 # <div lang="en">
 #
-# **On the pyramid the search wins.** No cuts of the pyramid need less than 163 MB. The search reaches 131 MB, for 1.25 times the baseline's time. On the decoder the best cuts lie on the frontier below 81 MB, and above 81 MB they need at most 9% more bytes than the search, so a loop of checkpoints is enough. The search is needed only below 35 MB: it reaches 27 MB, for 1.68 times the time.
+# **On the pyramid the search wins.** No cuts of the pyramid need less than 163 MB. The search reaches 131 MB, for 1.25 times the baseline's time. On the decoder, below 81 MB, the best cuts lie on the frontier. Above 81 MB, they need at most 9% more bytes than the search. So a loop of checkpoints is enough. Only peaks below 35 MB need the search, which reaches 27 MB, for 1.68 times the time.
 #
 # </div>
 # <div lang="zh">
@@ -723,7 +723,7 @@ frontiers.draw_cuts({"the decoder, 18 stages": chain, "a pyramid, 12 stages": ex
 #
 # <div lang="en">
 #
-# In the 100 layers of Linear and GELU, your tapered cut peaks at $22 B$. Does any schedule of section 3.6's kind have a lower peak in the same time? If a layer's forward takes 1 unit of time and its backward 2 units, the step takes 300 units without checkpoints. The tapered cut takes 399, because 99 layers run forward twice.
+# In the 100 layers of Linear and GELU, your tapered cut peaks at $22 B$. Does any schedule of section 3.6's kind have a lower peak in the same time? If a layer's forward takes 1 unit of time and its backward 2 units, the step takes 300 units without checkpoints. The tapered cut takes 399 units, because 99 layers run forward twice.
 #
 # </div>
 # <div lang="zh">
@@ -739,9 +739,9 @@ min(cost.peak_bytes for cost in frontier(links) if cost.time <= 300 + 99)
 # %% [markdown]
 # <div lang="en">
 #
-# No. Among these schedules **$22 B$ is optimal**. But a proof of optimality is a proof about a model, and in this model a layer is one stage.
+# No. Among these schedules **$22 B$ is optimal**. But this optimum holds only for a model in which a layer is one stage.
 #
-# **Exercise 5.** Get below $22 B$ with checkpoints inside the segments. `inside` runs the layers of one segment, and each layer is a pair of Linear and GELU. How can a layer keep $B$ instead of $2 B$ without one more matrix product? Which cuts are then the best? In `inside`, pass `use_reentrant=False, preserve_rng_state=False` to `checkpoint`, because `options` is local to `nested`. The gradients must be equal, and no Linear may run forward more than twice. The check also tries a shorter and narrower chain.
+# **Exercise 5.** Get below $22 B$ with checkpoints inside the segments. `inside` runs the layers of one segment, and each layer is a pair of Linear and GELU. How can a layer keep $B$ instead of $2 B$ without additional matrix products? Which cuts are then the best? In `inside`, pass `use_reentrant=False, preserve_rng_state=False` to `checkpoint`, because `options` is local to `nested`. The gradients must be equal, and no Linear may run forward more than twice. The check also tries a shorter and narrower chain.
 #
 # </div>
 # <div lang="zh">
@@ -804,14 +804,14 @@ table(["cut", "gradients equal", "measured (units of B)", "FLOPs (× baseline)"]
 #
 # The peak falls to $17.03 B$ at the same 1.331 times the baseline's FLOPs, and the gradients are equal to the last bit. Each inner checkpoint contains a GELU and the next Linear. It keeps only its input, the output of the Linear before it, so a layer keeps $1 B$. In backward only the GELU runs again, because early stop skips the Linear, so no matrix product is added. The best segments' sizes then fall from 14 layers to 1.
 #
-# **A proof of optimality is a proof about a model.** The proof for $22 B$ holds for whole layers only. The compiler beat the search for the same reason: it chose among operators.
+# **A proof of optimality is a proof about a model.** The proof for $22 B$ holds for whole layers only. The compiler beat the search because it chose among single operators.
 #
 # </div>
 # <div lang="zh">
 #
 # 峰值降到 $17.03 B$，FLOPs 同样是基线的 1.331 倍，梯度逐比特相等。每个内层检查点包住一个 GELU 和下一个 Linear，只保存 GELU 的输入，也就是前一个 Linear 的输出，所以每层保存 $1 B$。反向时只有 GELU 再运行一次，因为提前终止省去了 Linear，所以没有多出矩阵乘法。这时，最好的切法里，各段的长度从 14 层一直减到 1 层。
 #
-# **最优性的证明只在它假设的模型里成立。** 证明 $22 B$ 最优时，假设了调度以整层为单位。编译器能胜过搜索，也是同样的原因，因为它在算子之间做选择。
+# **最优性的证明只在它假设的模型里成立。** 证明 $22 B$ 最优时，假设了调度以整层为单位。编译器能胜过搜索，也是因为它在算子之间做选择。
 #
 # </div>
 
@@ -867,7 +867,7 @@ own_code.measured_lines(lines=lines)
 #
 # <div lang="en">
 #
-# The last row above has a checkpoint around every second layer and keeps all activations of the other layers, so its numbers lie between those of the other rows.
+# The last row above has a checkpoint around every second layer and keeps all activations of the other layers. So its numbers lie between the other rows' numbers.
 #
 # The next table tests three claims from public pages.
 #
@@ -917,7 +917,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # %% [markdown]
 # <div lang="en">
 #
-# The peak consists of 97.6 MB of activations and 82.5 MB of weights and optimizer state. In lesson 02's row the peak is lower, 134.0 MB, for 1.21 instead of 1.17 times the baseline's FLOPs.
+# The peak consists of 97.6 MB of activations and 82.5 MB of weights and optimizer state. Lesson 02's row has a lower peak, 134.0 MB, but takes 1.21 instead of 1.17 times the baseline's FLOPs.
 #
 # </div>
 # <div lang="zh">
@@ -941,7 +941,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # | a large vocabulary | the loss in chunks, in addition |
 # | stages that differ much, and a limit in bytes | the recurrence: the fastest schedule of whole stages that discards nothing early |
 #
-# These optima hold for schedules of whole stages. On our chain, nested checkpoints got below the optimum, and on the decoder, the compiler did.
+# These optima hold for schedules of whole stages. Nested checkpoints beat such an optimum on our chain, and the compiler beat one on the decoder.
 #
 # **Next:** [lesson 04](04_offload.ipynb) moves bytes elsewhere instead of forgetting them.
 #
@@ -995,12 +995,12 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 #
 # <div lang="en">
 #
-# The picture shows the same sweep for 16, 36 and 64 layers, with your prediction for every $k$ as a dot. The table adds 50 layers. This number is not a square, but $k^* = \sqrt{2 \cdot 50} = 10$ divides it.
+# The picture shows the measurements of section 3.2 again for 16, 36 and 64 layers. The dots are your predictions for every $k$. The table adds 50 layers. This number is not a square, but $k^* = \sqrt{2 \cdot 50} = 10$ divides it.
 #
 # </div>
 # <div lang="zh">
 #
-# 下图对 16、36 和 64 层做同样的测量，图中的小点是你对每个 $k$ 的预测。表里还有 50 层，它不是平方数，但 $k^* = \sqrt{2 \cdot 50} = 10$ 能整除它。
+# 下图对 16、36 和 64 层做与 3.2 节同样的测量，图中的小点是你对每个 $k$ 的预测。表里还有 50 层，它不是平方数，但 $k^* = \sqrt{2 \cdot 50} = 10$ 能整除它。
 #
 # </div>
 
@@ -1021,7 +1021,7 @@ in_depth.compare_cuts(balanced, tapered, predicted_peak, measured_peak)
 # %% [markdown]
 # <div lang="en">
 #
-# Some schedules discard a kept result before its backward. Can such a schedule be faster? On equal stages, we have found none. But take five stages with forward times 10, 5, 5, 5, 10 (each backward 1), outputs of 2, 4, 4, 1, 4 bytes, and 3, 4, 4, 1, 4 bytes kept. (Some outputs are larger than the one before, so `optimal` checks that forwards fit.) Within 13 bytes `optimal` takes 80 units of time:
+# Some schedules discard a kept result before its backward. Can such a schedule be faster? On equal stages, we have found no faster schedule. But take five stages whose forwards take 10, 5, 5, 5, 10 units of time, and whose backwards take 1 unit each. Their outputs have 2, 4, 4, 1, 4 bytes, and the stages keep 3, 4, 4, 1, 4 bytes. (Some outputs are larger than the output before, so `optimal` checks that forwards fit.) Within 13 bytes `optimal` takes 80 units of time:
 #
 # </div>
 # <div lang="zh">
@@ -1037,7 +1037,7 @@ five = exercises.five_stages()
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 6.** Change the list so that it stays within 13 bytes and takes less than 80. Keep an input while running on, and release this input before the backward of its stage. Which stage then runs once less?
+# **Exercise 6.** Change the list so that it stays within 13 bytes and takes less than 80 units of time. Keep an input while running on, and release this input before the backward of its stage. Which stage then runs forward one time less?
 #
 # </div>
 # <div lang="zh">
@@ -1065,7 +1065,7 @@ exercises.check_gives_up_early(actions)
 # %% [markdown]
 # <div lang="en">
 #
-# The new schedule takes 70, because stage 0 runs once less. Stages 2 and 3 run forward from $x_1$, which is then released, so everything that both stages keep fits. This schedule lies *below* the frontier that the library computes, because the library, like the program of Beaumont et al., finds the best **persistent** schedule.
+# The new schedule takes 70 units of time, because stage 0 runs forward one time less. Stages 2 and 3 run forward from $x_1$, which is then released, so everything that both stages keep fits. This schedule lies *below* the frontier that the library computes, because the library, like the program of Beaumont et al., finds the best **persistent** schedule.
 #
 # </div>
 # <div lang="zh">
@@ -1088,7 +1088,7 @@ predictions([("discarded early", promised, ran)], unit="bytes")
 #
 # <div lang="en">
 #
-# `ScheduledSequential` does what this function does, and also takes care of random numbers, buffers and autocast.
+# `ScheduledSequential` does what the function below does, and also takes care of random numbers, buffers and autocast.
 #
 # </div>
 # <div lang="zh">
@@ -1129,7 +1129,7 @@ table(["gradients equal"], [[equal]])
 #
 # <div lang="en">
 #
-# A **recursive** schedule keeps the input in the middle of the chain, does the right half, then the left half, and treats each half in the same way. About $\log_2 L$ inputs are live, and a stage runs $\frac12 \log_2 L$ more times on average. Until the picture below, each stage keeps one activation, $A = B$.
+# A **recursive** schedule keeps the input of the middle stage. It does the right half of the chain, then the left half, and treats each half in the same way. About $\log_2 L$ inputs are live, and a stage runs $\frac12 \log_2 L$ more times on average. Until the picture below, each stage keeps one activation, $A = B$.
 #
 # </div>
 # <div lang="zh">
@@ -1154,11 +1154,11 @@ table(["L", "store all", "√L segments", "recursive", "forwards per stage", "pr
 # %% [markdown]
 # <div lang="en">
 #
-# A **slot** holds one input, and the chain's own input takes one slot. A forward that does not keep all is a **run ahead**. With $c$ slots, and no stage running ahead more than $r$ times, a **binomial schedule** (Griewank 1992) reverses
+# A **slot** holds one input, and the chain's own input takes one slot. A forward that does not keep all is a **run ahead**. If there are $c$ slots, and no stage runs ahead more than $r$ times, a **binomial schedule** (Griewank 1992) can run backward through
 #
 # $$\beta(c, r) = \binom{c + r}{c}$$
 #
-# stages. The program of Griewank and Walther (2000), called revolve, finds such a schedule with the fewest forwards. Where should the next input be kept? The recurrence tries every place, and the right part then has one slot less. It is your recurrence of section 3.6, with slots instead of bytes:
+# stages. The program of Griewank and Walther (2000), called revolve, finds such a schedule with the fewest forwards. Where should the next input be kept? The recurrence tries every place. The part to the right of this place then has one slot less. This is your recurrence of section 3.6, with slots instead of bytes:
 #
 # </div>
 # <div lang="zh">
@@ -1210,9 +1210,9 @@ table(["slots c", "r = 1", "r = 2", "r = 3", "β(c, r)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Four slots and three runs ahead per stage reverse $\binom{7}{4} = 35$ stages. With 1000 stages and 32 slots, a stage runs forward 2.4 more times on average than when all is kept.
+# With four slots and three runs ahead per stage, a schedule can run backward through $\binom{7}{4} = 35$ stages. With 1000 stages and 32 slots, a stage runs forward 2.4 more times on average than when all is kept.
 #
-# The picture shows three schedules of 16 stages that keep two activations each. All three schedules peak at $8 B$. Time runs to the right, and stage 0 is the lowest row. Each dark box is an action. A green box is a forward that keeps all, a blue box is a forward that keeps its input, a gray box is a forward that keeps nothing, and a red box is a backward. The pale band to the right of a box lasts as long as its tensors are kept.
+# The picture shows three schedules for 16 stages. Each stage keeps two activations. All three schedules peak at $8 B$. Time runs to the right, and stage 0 is the lowest row. Each dark box is an action. A green box is a forward that keeps all, and a blue box is a forward that keeps its input. A gray box is a forward that keeps nothing, and a red box is a backward. The pale band to the right of a box lasts as long as its tensors are kept.
 #
 # </div>
 # <div lang="zh">
@@ -1243,7 +1243,7 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# In section 3.5 the peak rose while the saved bytes fell. If a minimal cut of the graph does not meet the budget, as here at 0.5 and 0.25, a knapsack solver chooses the results to keep. The cell prints the solver's choice for 0.25, then replaces it by seven of the sixteen Linears, spread evenly.
+# In section 3.5 the peak rose while the saved bytes fell. If a minimal cut of the graph does not meet the budget, as here at 0.5 and 0.25, a knapsack solver chooses the results to keep. The cell prints the solver's choice for 0.25. Then it replaces this choice by the results of seven of the sixteen Linears, spread evenly.
 #
 # </div>
 # <div lang="zh">
@@ -1324,7 +1324,7 @@ own_model.outcomes({**runs, "two graphs, two budgets": compiled}, x)
 # </div>
 # <div lang="zh">
 #
-# `checkpoint_sequential` 有两个陷阱，下面把六个 Linear 加 GELU 分成 3 段来演示。第一，如果只把各个 Linear 列成表传给它，它照样运行，没有任何警告，但 GELU 没有运行。第二，在可重入模式下，一段的输入如果不需要梯度，这一段就得不到训练，只有没有检查点的最后一段得到梯度。
+# `checkpoint_sequential` 有两个陷阱，下面把六个 Linear 加 GELU 分成 3 段来演示。第一，如果只把各个 Linear 放进一个列表传给它，它照样运行，没有任何警告，但 GELU 没有运行。第二，在可重入模式下，一段的输入如果不需要梯度，这一段就得不到训练，只有没有检查点的最后一段得到梯度。
 #
 # </div>
 
@@ -1368,7 +1368,7 @@ claims.older_claims(*measured)
 #
 # <div lang="en">
 #
-# `ScheduledSequential` runs on CUDA without a change. Here each stage's cost is in seconds. Without a GPU, the cell shows the numbers recorded on an H100 and an H200. Each measured peak is 8 bytes above the predicted one. Not counting the weights' gradients, the schedules get a half and a quarter of the memory that keeping everything takes. With a half, the step takes 15% longer on the H200 and 16% on the H100; with a quarter it takes 27% longer on both. The schedules for a quarter differ, because the same stage takes different times on the two GPUs.
+# `ScheduledSequential` runs on CUDA without a change. Here each stage's cost is in seconds. Without a GPU, the cell shows the numbers recorded on an H100 and an H200. Each measured peak is 8 bytes above the predicted peak. One schedule may use half of the memory that keeping everything takes, and the other may use a quarter of it. The weights' gradients are not counted. With half of the memory, the step takes 15% longer on the H200 and 16% longer on the H100. With a quarter, it takes 27% longer on both GPUs. The two GPUs get different schedules for a quarter, because the same stage takes different times on them.
 #
 # </div>
 # <div lang="zh">
@@ -1387,7 +1387,7 @@ on_gpu("03")
 #
 # <div lang="en">
 #
-# **Exercise 7.** For six stages, `Chain.uniform(6, saved_bytes=2)`, draw a schedule on paper that peaks at 7 or less and needs 11 forwards or fewer, then write it down. The check simulates it.
+# **Exercise 7.** Take six stages, `Chain.uniform(6, saved_bytes=2)`. On paper, draw a schedule that peaks at 7 or less and needs at most 11 forwards. Then write it as a list. The check simulates your list.
 #
 # </div>
 # <div lang="zh">

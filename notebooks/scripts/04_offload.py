@@ -11,9 +11,9 @@
 #
 # <div lang="en">
 #
-# Move every activation of a step to a lower tier, such as the host's memory, and fetch it when backward needs it. Nothing is computed twice. A copy that takes no longer than the computation at the same time should add no time.
+# Move every activation of a step to a lower tier, such as the host's memory, and fetch it when backward needs it. Nothing is computed twice. A copy should add no time if it takes no longer than the computation that runs meanwhile.
 #
-# The figure shows recorded times of an eight-layer decoder on an H200. Offload lowers the peak from 11.2 GB to 4.2 GB.
+# The figure shows recorded times of an eight-layer decoder on an H200. This **offload** lowers the peak from 11.2 GB to 4.2 GB.
 #
 # </div>
 # <div lang="zh">
@@ -46,11 +46,11 @@ figures.draw_recorded()
 # %% [markdown] slide={"en": "**Guess first.** Copies and computation run at the same time. Why does the step with offload take 33% longer?", "zh": "**先猜**：拷贝与计算同时进行，为什么加了卸载，这一步还是多花 33% 的时间？"}
 # <div lang="en">
 #
-# **Guess first:** why does the step with offload still take 33% longer? Write down a reason. Section 4.9 tests it.
+# **Guess first:** why does the step with offload still take 33% longer? Write down a reason. Section 4.9 tests your reason.
 #
 # **Goals** (118 minutes, in two sittings):
 #
-# - Write a formula for the time of a step with copies, then activation offload from nothing.
+# - Write a formula for the time of a step with copies, and write activation offload from nothing.
 # - Name the two operations that each wait puts in order.
 # - Decide when to combine offload with checkpoints.
 # - Explain the 33%.
@@ -93,7 +93,7 @@ figures.draw_tiers()
 # %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\nHow many FLOPs per byte does a copy need to hide?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n每搬一个字节，至少要做多少 FLOPs，拷贝才能被掩盖？"}
 # <div lang="en">
 #
-# A copy can hide behind the matrix products that run at the same time, if the copy takes no longer than these products. So the network must do enough FLOPs per byte that it moves. The smallest sufficient number, the machine's **threshold**, is the device's FLOPs per second divided by the link's bytes per second. The network's FLOPs per byte are its **arithmetic intensity** towards the lower tier. The table shows the thresholds of an H100 with 989 TFLOP/s (dense bf16):
+# A copy can hide behind the matrix products that run at the same time, if the copy takes no longer than these products. So the network must do enough FLOPs per byte that it moves. The smallest sufficient number is the machine's **threshold**: the device's FLOPs per second, divided by the link's bytes per second. The network's FLOPs per byte are its **arithmetic intensity** towards the lower tier. The table shows the thresholds of an H100 with 989 TFLOP/s (dense bf16):
 #
 # </div>
 # <div lang="zh">
@@ -113,9 +113,9 @@ table(["link", "FLOPs per byte"], rows)
 #
 # <div lang="en">
 #
-# The threshold says only that copies *can* hide. Do copies really hide? A `SimulatedDevice` works like a GPU: one stream computes, one engine copies to the host (D2H, as profilers write), and another engine copies to the GPU (H2D). Its clock counts only the FLOPs of matrix products and the bytes on the links, so GELU takes no time.
+# The threshold says only that copies *can* hide. Do copies really hide? A `SimulatedDevice` works like a GPU. One stream computes, one engine copies to the host (D2H, as profilers write), and another engine copies to the GPU (H2D). Its clock counts only the FLOPs of matrix products and the bytes on the links, so GELU takes no time.
 #
-# The network has sixteen layers of Linear and GELU. A layer's forward takes $f$ seconds, its backward $g = 2 f$. Each layer keeps two storages of $B$ = 2.048 MB for backward, the inputs of Linear and of GELU. Copying one storage takes $c$ seconds. The link is exactly at the threshold: a layer's two copies take as long as its forward, $2 c = f$.
+# The network has sixteen layers of Linear and GELU. A layer's forward takes $f$ seconds, and its backward takes $g = 2 f$. Each layer keeps two storages of $B$ = 2.048 MB for backward, the inputs of Linear and of GELU. Copying one storage takes $c$ seconds. The link is exactly at the threshold: a layer's two copies take as long as its forward, $2 c = f$.
 #
 # </div>
 # <div lang="zh">
@@ -165,7 +165,7 @@ figures.draw_steps({0: runs[0]}, plain)
 # %% [markdown] slide={"en": "When backward begins to use storage 5, the fetch of storage $5 + p$ starts.\n\nHow long is the step with $p$ = 1, 2?", "zh": "反向开始使用第 5 份存储区时，启动第 $5 + p$ 份的换入。\n\n$p$ = 1、2 时各要多久？"}
 # <div lang="en">
 #
-# In forward, copies to the host run at the same time as matrix products. In backward, compute waits for every copy to the GPU, so these copies must start earlier. Number the storages from 0 in the order in which backward uses them. When backward begins to use storage $i$, the fetch of storage $i + p$ starts. With $p = 2$ (`prefetch=2`), storage 7 is fetched when the use of storage 5 begins:
+# In forward, copies to the host run at the same time as matrix products. In backward, compute waits for every copy to the GPU, so these copies must start earlier. Number the storages from 0 in the order in which backward uses them. When backward begins to use storage $i$, the fetch of storage $i + p$ starts. With $p = 2$ (`prefetch=2`), the fetch of storage 7 starts when backward begins to use storage 5:
 #
 # </div>
 # <div lang="zh">
@@ -180,9 +180,9 @@ figures.draw_steps({p: runs[p] for p in (1, 2)}, plain)
 # %% [markdown]
 # <div lang="en">
 #
-# With $p = 2$ the step takes only 1% longer than without copies. Storages 0 to $p$ stay on the device, because backward would fetch them at once. So for $p$ = 0, 1, 2, only 31, 30, 29 of 32 storages are copied.
+# With $p = 2$ the step takes only 1% longer than without copies. Storages 0 to $p$ stay on the device, because backward would fetch them at once. So with $p$ = 0, 1 and 2, only 31, 30 and 29 of 32 storages are copied.
 #
-# **Exercise 1.** Write the seconds of forward and backward together for $L$ layers and $p$ = 0, 1, 2. Any of $f$, $g$ and $c$ may now be the longest. In backward, a layer first needs GELU's storage, then the Linear's storage for its matrix products ($g$). Copies in one direction run one after the other. (Errors up to 9% are allowed, because a step's ends differ from its middle.)
+# **Exercise 1.** How many seconds do forward and backward take together, for $L$ layers and $p$ = 0, 1, 2? Now $f$, $g$ or $c$ may be the longest. In backward, a layer first needs GELU's storage, then the Linear's storage for its matrix products ($g$). Copies in one direction run one after the other. (Errors up to 9% are allowed, because a step's ends differ from its middle.)
 #
 # </div>
 # <div lang="zh">
@@ -223,7 +223,7 @@ exercises.check_step_time(step_time)
 # An activation is freed when nothing refers to it any more. So a function that merely copies its input to the lower tier frees nothing (section 4.16), because autograd still keeps the input. With lesson 02's two hooks, autograd keeps only what the first hook returns. Follow four rules:
 #
 # - A **parameter** never moves, because the model keeps it anyway. A Linear keeps `weight.t()`, a view, so compare storages and not tensors.
-# - A **storage** moves once, even if several operators keep it. It moves again if it was changed in place since its last move, like an input buffer that each batch overwrites. `tensor._version` counts the changes.
+# - A **storage** moves once, even if several operators keep it. If it has been changed in place since then, like an input buffer that each batch overwrites, it moves again. `tensor._version` counts the changes.
 # - The second hook returns the **view** that the first hook got, with its shape, stride and offset.
 # - When backward no longer needs an activation, its copy in the lower tier is **released**, too.
 #
@@ -328,7 +328,7 @@ exercises.check_offloading(offloading)
 #
 # <div lang="en">
 #
-# The memory of a storage is free only when its copy to the host is finished, so compute must not run far ahead of these copies. A copy is **in flight** from its start to its end. `in_flight` is the largest number of copies to the host in flight while compute goes on. With `in_flight=1`, when a copy starts, compute waits until the previous copy is finished. With `in_flight=2`, the default on CUDA and in section 4.2, compute waits only for the copy before the previous one.
+# The memory of a storage is free only when its copy to the host is finished, so compute must not run far ahead of these copies. A copy is **in flight** from its start to its end. `in_flight` is the largest number of copies to the host that may be in flight while compute goes on. With `in_flight=1`, when a copy starts, compute waits until the previous copy is finished. With `in_flight=2`, the default on CUDA and in section 4.2, compute waits only for the copy before the previous copy.
 #
 # </div>
 # <div lang="zh">
@@ -348,14 +348,14 @@ table([*columns, "peak above the start (in units of B)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# With one copy in flight, the step takes 16% longer than without copies. GELU takes no time, so its input and its output, which the next Linear keeps, are saved one directly after the other. When the output's copy starts, compute waits for the whole copy of the input, $c = f/2$, in each of the 14 layers that copy both. So both settings are needed.
+# With one copy in flight, the step takes 16% longer than without copies. GELU takes no time. So its input and its output, which the next Linear keeps, are saved directly one after the other. When the output's copy starts, compute waits for the whole copy of the input, $c = f/2$. This happens in each of the 14 layers that copy both storages. So a step needs both settings, $p$ and `in_flight`.
 #
-# The price is memory. With two copies in flight the peak here is $(p + 4)\,B$ above the start: the last $p + 1$ storages, two storages in flight, and the one that is being computed.
+# These settings cost memory. With two copies in flight, the peak here is $(p + 4)\,B$ higher than the memory at the start. The additional bytes are the last $p + 1$ storages, two storages in flight, and one storage that is being computed.
 #
 # </div>
 # <div lang="zh">
 #
-# 只允许一次换出在途时，这一步比不拷贝时多花 16% 的时间。GELU 不花时间，所以它的输入和输出几乎同时保存下来（输出由下一个 Linear 保存）。输出的换出一启动，计算就停下来等输入的换出从头到尾完成，也就是等 $c = f/2$ 那么久。两份存储区都要拷贝的 14 层里都有这样一次等待。所以两项设置缺一不可。
+# 只允许一次换出在途时，这一步比不拷贝时多花 16% 的时间。GELU 不花时间，所以它的输入和输出几乎同时保存下来（输出由下一个 Linear 保存）。输出的换出一启动，计算就停下来等输入的换出从头到尾完成，也就是等 $c = f/2$ 那么久。两份存储区都要拷贝的 14 层里都有这样一次等待。所以 $p$ 和 `in_flight` 这两项设置缺一不可。
 #
 # 代价是内存。两次换出同时在途时，这里的峰值比开始时多 $(p + 4)\,B$，包括最后的 $p + 1$ 份存储区、换出还没有完成的两份，以及正在计算的一份。
 #
@@ -386,7 +386,7 @@ figures.draw_order()
 # %% [markdown]
 # <div lang="en">
 #
-# Each of these waits has a reason:
+# Each wait in the figure has a reason:
 #
 # - **Made**, then copied to the host: the copy must not read a storage before its numbers have been computed.
 # - Copied to the host, then **released**: the allocator gives released memory to the next tensor at once, so the copy must be complete before the release.
@@ -472,7 +472,7 @@ simulation.without_waits()
 # %% [markdown]
 # <div lang="en">
 #
-# In the normal mode the gradient is right in every row. In diffusers' pull request 13502, a `wait_stream` was missing between copying weights to the GPU and using them. A reduced program gave wrong numbers in about 98% of its iterations on five identical GPUs, and never with the wait.
+# In the normal mode, the gradient is right in every row. In pull request 13502 of diffusers, a wait was missing: a `wait_stream` between copying weights to the GPU and using them. A reduced program gave wrong numbers in about 98% of its iterations on five identical GPUs. With the wait, no iteration gave wrong numbers.
 #
 # </div>
 # <div lang="zh">
@@ -487,7 +487,7 @@ simulation.without_waits()
 #
 # `start_to_host(device, y)` starts a copy to the host, and `start_to_device(device, host)` starts a copy to the GPU. Both return the new tensor and the event at the copy's end.
 #
-# **Exercise 3.** Add the one missing line to each function: `device.wait(copied)`, or `device.finish(copied)` only where the host has to wait. The check runs all three functions in each mode, and looks for races and wrong numbers.
+# **Exercise 3.** In each function, one line is missing. Add `device.wait(copied)`. Add `device.finish(copied)` only where the host has to wait. The check runs all three functions in each mode, and looks for races and wrong numbers.
 #
 # </div>
 # <div lang="zh">
@@ -553,7 +553,7 @@ exercises.check_waits((read, use, let_go))
 # %% [markdown]
 # <div lang="en">
 #
-# Without its wait, `read` is a classic mistake: `y.to("cpu", non_blocking=True)`, whose result is read at once. PyTorch raises no error. The host reads numbers from before the copy, as in the figure's modes `late` and `early`.
+# Without its wait, `read` is a classic mistake. It is like `y.to("cpu", non_blocking=True)` whose result is read at once. PyTorch raises no error. The host reads numbers that were in its memory before the copy, as in the figure's modes `late` and `early`.
 #
 # </div>
 # <div lang="zh">
@@ -629,14 +629,14 @@ timelines(two, title=title, panel_height=1.9)
 # %% [markdown] slide={"en": "Offload: 124.8 MB. Offload and checkpoints: 134.0 MB, a **higher** peak.\n\nAt that point, moved inputs are already freed, and a whole layer is recomputed.", "zh": "只卸载，峰值 124.8 MB。再加检查点，134.0 MB，反而**更高**。\n\n峰值那一刻，搬走的输入本来就已经释放，而整整一层又重新算了出来。"}
 # <div lang="en">
 #
-# With both, the peak is 134,006,104 bytes, the same as with checkpoints alone, and 9 MB higher than with offload alone. This peak is near the end of backward. By then the inputs of later layers have been freed, whether or not they were moved. The activations of the **first** layer are live. Offload copies them back one by one, and a checkpoint recomputes all of them at once.
+# With both techniques, the peak is 134,006,104 bytes. This is the same as with checkpoints alone, and 9 MB higher than with offload alone. This peak is near the end of backward. By then the inputs of later layers have been freed, whether or not they were moved. Backward now needs the activations of the **first** layer. Offload alone copies them back one by one, but a checkpoint recomputes all of them at once.
 #
-# Is it a mistake, then, to use both? For each layer, backward frees one input of $4 h$ bytes per token, and creates $4 \cdot 12 h^2$ bytes of gradients. So with fewer than $12 h$ tokens per step, the gradients at the end of backward are larger than the inputs at its start. The course's step has $4 h$ tokens. The table varies tokens and layers, on tensors without values (`symbolic`):
+# Is it a mistake to use both? For each layer, backward frees one input of $4 h$ bytes per token, and creates $4 \cdot 12 h^2$ bytes of gradients. So with fewer than $12 h$ tokens per step, the gradients at the end of backward are larger than the inputs at its start. The course's step has $4 h$ tokens. The table varies tokens and layers, on tensors without values (`symbolic`):
 #
 # </div>
 # <div lang="zh">
 #
-# 两者合用时，峰值是 134,006,104 字节，与只用检查点时一字节不差，比只卸载还高 9 MB。这个峰值出现在反向快结束时。此刻，后面各层的输入无论有没有搬走过，都已经用完并释放。仍然存活的是**第一层**的激活值。卸载把这些激活值逐个换入，检查点则把它们一次全部重新算出来。
+# 两者合用时，峰值是 134,006,104 字节，与只用检查点时一字节不差，比只卸载还高 9 MB。这个峰值出现在反向快结束时。此刻，后面各层的输入无论有没有搬走过，都已经用完并释放。反向现在要用的是**第一层**的激活值。只卸载时，这些激活值逐个换入，检查点则把它们一次全部重新算出来。
 #
 # 那么，两者合用是不是错了？反向每走过一层，就释放这一层的输入（每个 token 是 $4 h$ 字节），同时产生这一层的梯度（共 $4 \cdot 12 h^2$ 字节）。因此，一步里的 token 少于 $12 h$ 个时，反向结束时的梯度比反向开始时的输入还大。课程的这一步有 $4 h$ 个 token。下面改变 token 数和层数，用没有数值的张量（`symbolic`）运行前向与反向。
 #
@@ -656,9 +656,9 @@ table(["layers", "tokens per h", *columns], rows)
 # %% [markdown] slide={"en": "Both together move 1/18 of the bytes that offload alone moves.\n\nHow fast must the link be?", "zh": "合用时搬的字节是只卸载时的 1/18。\n\n链路到底要多快？"}
 # <div lang="en">
 #
-# With 16 or 32 times $h$ tokens, adding offload to checkpoints lowers the peak by 7% to 29%, and by more with 32 layers than with 8. With 4 times $h$ tokens the peak stays the same, unless most weights are frozen and have no gradients, as with LoRA. With frozen layers the peak falls by 15% (8 layers) and 21% (32 layers).
+# If a step has 16 or 32 times $h$ tokens, adding offload to checkpoints lowers the peak by 7% to 29%. The peak falls more with 32 layers than with 8 layers. With 4 times $h$ tokens, the peak stays the same, unless most weights are frozen and have no gradients, as with LoRA. With frozen layers, the peak falls by 15% with 8 layers, and by 21% with 32 layers.
 #
-# The second reason to use both is the link. Both together move 9.4 MB, only 1/18 of the 168.8 MB of offload alone. The table shows the step on the simulated device at $10^{12}$ FLOP/s, with two copies in flight and $p$ = 2, so one more storage stays on the device:
+# The second reason to use both is the link. Offload alone moves 168.8 MB. Both together move 9.4 MB, which is only 1/18 of these bytes. The table shows the step on the simulated device at $10^{12}$ FLOP/s, with two copies in flight. With $p$ = 2, one more storage stays on the device:
 #
 # </div>
 # <div lang="zh">
@@ -675,7 +675,7 @@ simulation.link_table()
 # %% [markdown]
 # <div lang="en">
 #
-# If all activations move, forward does 90 FLOPs per moved byte. By section 4.1, a link of 11 GB/s is enough on this device. On that link the step still takes 14% longer than without copies, for a reason that section 4.9 finds. From 17 GB/s on, the copies add at most 5% to the step. At 2 GB/s, offload alone takes almost four times the baseline's time. Offload with checkpoints takes 1.23 times the baseline's time, and 0.21 of the extra 0.23 is recomputation.
+# If all activations move, forward does 90 FLOPs per moved byte. By the rule of section 4.1, a link of 11 GB/s is enough on this device. On that link the step still takes 14% longer than without copies, for a reason that section 4.9 finds. From 17 GB/s on, the copies add at most 5% to the step's time. At 2 GB/s, a step with offload alone takes almost four times the baseline's time. A step with offload and checkpoints takes 1.23 times the baseline's time, and 0.21 of the additional 0.23 is recomputation.
 #
 # </div>
 # <div lang="zh">
@@ -689,7 +689,7 @@ simulation.link_table()
 #
 # <div lang="en">
 #
-# PyTorch has such hooks in one line, `save_on_cpu` (on a GPU with `pin_memory=True`). `save_on_cpu` fetches nothing ahead. On a CPU it copies nothing, because `.cpu()` of a CPU tensor is that tensor. So the cell counts what it would copy from a GPU, which is every saved tensor:
+# PyTorch has such hooks in one line, `save_on_cpu` (on a GPU with `pin_memory=True`). `save_on_cpu` fetches nothing ahead. On a CPU it copies nothing, because `.cpu()` of a CPU tensor is that tensor. So the cell counts what `save_on_cpu` would copy from a GPU, which is every saved tensor:
 #
 # </div>
 # <div lang="zh">
@@ -711,7 +711,7 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 # %% [markdown]
 # <div lang="en">
 #
-# `save_on_cpu` would move 247.7 MB instead of 178.4 MB. The extra bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages that are moved again. Frameworks turn on offload like this:
+# `save_on_cpu` would move 247.7 MB. By the four rules, only 178.4 MB need to move. The additional bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages that are moved again. Frameworks turn on offload like this:
 #
 # </div>
 # <div lang="zh">
@@ -757,7 +757,7 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 #
 # <div lang="en">
 #
-# Back to the step on the H200: eight layers, $h = 2048$, fp32, 8,192 tokens. `count_forward` runs the forward on symbolic tensors. It counts FLOPs outside of attention, and the bytes that offload and `save_on_cpu` copy to the host. The cell adds the time of all copies to the baseline's time, as if no copy were hidden.
+# We return to the step on the H200. The decoder has eight layers, $h = 2048$, fp32 numbers, and 8,192 tokens per step. `count_forward` runs the forward on symbolic tensors. It counts FLOPs outside of attention, and the bytes that offload and `save_on_cpu` copy to the host. The cell adds the time of all copies to the baseline's time, as if no copy were hidden.
 #
 # </div>
 # <div lang="zh">
@@ -780,7 +780,7 @@ table(["step", "copied to the host (GB)", "added up (s)", "recorded (s)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# `save_on_cpu` hides no copies: its step takes even slightly longer than the sum. Offload hides half of its copies. Is the link too slow to hide all of them? The threshold of section 4.1 decides:
+# The step with `save_on_cpu` takes even slightly longer than the sum, so none of its copies are hidden. Offload hides half of the time of its copies. Is the link too slow to hide all of them? The threshold of section 4.1 decides:
 #
 # </div>
 # <div lang="zh">
@@ -797,7 +797,7 @@ table(["", "FLOPs per byte"], [*rows, ("forward of this decoder", round(flops / 
 # %% [markdown]
 # <div lang="en">
 #
-# The step is almost exactly at the threshold, like the network of section 4.2. There, copies added 1% with $p$ = 2 and two copies in flight. But all storages of that network had the same size. The figure shows two layers of this decoder on the simulated device, with the H200's FLOP/s and link:
+# The step is almost exactly at the threshold, like the network of section 4.2. In that network, copies added only 1% to the time, with $p$ = 2 and two copies in flight. But all its storages had the same size. The figure shows two layers of this decoder on the simulated device, with the H200's FLOP/s and link:
 #
 # </div>
 # <div lang="zh">
@@ -813,7 +813,7 @@ figures.draw_layers(decoder_runs[2])
 # %% [markdown]
 # <div lang="en">
 #
-# Nearly all bytes of a layer are in storages 1 to 4 times as large as its input. `prefetch` and `in_flight` count storages, not bytes. When a copy starts, all copies except the last two must be complete, so compute waits for large storages. Is the step faster with more storages in flight?
+# Nearly all bytes of a layer are in storages that are 1 to 4 times as large as the layer's input. `prefetch` and `in_flight` count storages, not bytes. When a copy to the host starts, all copies except the last two must be complete. So compute waits for large storages. Is the step faster with more storages in flight?
 #
 # </div>
 # <div lang="zh">
@@ -832,9 +832,9 @@ table(["in flight, and fetched ahead", "simulated time (× baseline)", "peak (GB
 # %% [markdown]
 # <div lang="en">
 #
-# With two storages in flight, the simulated step takes 37% longer than the baseline. The H200's step took 33% longer. With eight, the simulated step takes 1% longer, for 0.4 GB more memory. This setting was not run on a GPU. Compare with your guess.
+# With two storages in flight, the simulated step takes 37% longer than the baseline. The H200's step took 33% longer. With eight storages in flight, the simulated step takes 1% longer, for 0.4 GB more memory. This setting was not run on a GPU. Compare this explanation with your guess.
 #
-# With storages of equal size, nine settings were run on an H200: eight layers of 8,192 units, with a link twice as fast as the threshold requires. The table compares these times (× baseline) with the clock and your formula of exercise 1. With one copy in flight, the table adds another $c$ per layer to your formula.
+# Another network, whose storages have equal sizes, was run on an H200 with nine settings. It has eight layers of 8,192 units. Its link is twice as fast as the threshold requires. The table compares the recorded times (× baseline) with the simulated device's clock and with your formula of exercise 1. With one copy in flight, the table adds another $c$ per layer to your formula.
 #
 # </div>
 # <div lang="zh">
@@ -851,7 +851,7 @@ simulation.settings_table(step_time)
 # %% [markdown]
 # <div lang="en">
 #
-# Clock and H200 differ by at most 0.016 of the baseline's time, your formula and the H200 by at most 0.04.
+# The simulated device's clock differs from the H200 by at most 0.016 of the baseline's time. Your formula differs from the H200 by at most 0.04 of that time.
 #
 # </div>
 # <div lang="zh">
@@ -902,10 +902,10 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# - A copy can hide if the FLOPs per byte reach the machine's threshold, if it starts early enough, and if enough copies are in flight. `prefetch` hides copies to the GPU (H2D), `in_flight` those to the host (D2H). Both count storages. In a decoder, two storages are too few, because their sizes differ.
+# - A copy can hide if the FLOPs per byte reach the machine's threshold, if the copy starts early enough, and if enough copies are in flight. `prefetch` hides copies to the GPU (H2D), and `in_flight` hides copies to the host (D2H). Both settings count storages. In a decoder, two storages are too few, because their sizes differ.
 # - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and moves a storage as often as it is saved for backward.
 # - Only a wait orders two streams. If a wait is missing, the result is right only by luck.
-# - Offload on top of checkpoints can use a far slower link than offload alone. In the decoders here it lowers the peak further only with more than about $12 h$ tokens per step, or with frozen weights.
+# - Offload on top of checkpoints can use a far slower link than offload alone. In the decoders here, adding offload lowers the peak further only with more than about $12 h$ tokens per step, or with frozen weights.
 #
 # **Next:** [lesson 05](05_gradient_accumulation.ipynb) splits the batch into micro-batches.
 #
@@ -952,7 +952,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# Take a sequence of $s = 4096$ tokens and activations of 16 bits per number. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. For backward, the layer keeps $34 h$ bytes (lesson 01), or $2 h$ bytes with a checkpoint. By the data sheets, the copies of all activations can hide on NVLink-C2C if $h \ge 2773$:
+# Take a sequence of $s = 4096$ tokens and activations of 16 bits per number. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. For backward, the layer keeps $34 h$ bytes per token (lesson 01), or $2 h$ bytes with a checkpoint. By the data sheets, the copies of all activations can hide on NVLink-C2C if $h \ge 2773$:
 #
 # </div>
 # <div lang="zh">
@@ -979,7 +979,7 @@ figures.draw_threshold(h100, links)
 #
 # <div lang="en">
 #
-# This cell measures your link. On a CPU it measures copies within memory, and writes to the system's file cache. If a GPU's link is slow, run `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv` during a copy.
+# This cell measures your link. On a CPU, it measures how fast bytes are copied within memory and written to the system's file cache. If a GPU's link is slow, run `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv` during a copy.
 #
 # </div>
 # <div lang="zh">
@@ -1003,7 +1003,7 @@ table(["", "GB/s"], [(name, round(host.nbytes / s / 1e9, 1)) for name, s in seco
 # %% [markdown]
 # <div lang="en">
 #
-# **Host memory** must hold all bytes that are moved, for each of its GPUs. With $h = 4096$, 32 layers and one sequence of 4096 tokens, all activations take $34 \cdot 4096 \cdot 4096 \cdot 32$ bytes, 18.3 GB, and checkpointed inputs take 1.1 GB. PyTorch rounds the size of each pinned block up to the next power of two.
+# **Host memory** must hold all bytes that all GPUs of the host move. With $h = 4096$, 32 layers and one sequence of 4096 tokens, all activations take $34 \cdot 4096 \cdot 4096 \cdot 32$ bytes, 18.3 GB, and checkpointed inputs take 1.1 GB. PyTorch rounds the size of each pinned block up to the next power of two.
 #
 # </div>
 # <div lang="zh">
@@ -1092,7 +1092,7 @@ table(["compiled", "plain, peak (MB)", "offload, peak (MB)"], rows)
 #
 # <div lang="en">
 #
-# This function keeps a copy of an activation in the lower tier, and fetches the copy in backward. Is the gradient right? Does the function free any memory?
+# The function below keeps a copy of an activation in the lower tier, and fetches the copy in backward. Is the gradient right? Does the function free any memory?
 #
 # </div>
 # <div lang="zh">
@@ -1140,7 +1140,7 @@ ratio, kept
 # %% [markdown]
 # <div lang="en">
 #
-# The gradient is exactly doubled: the function passes it on once unchanged, and adds it once through the "restored" activation. And no memory is freed, because the next operator, `sin`, keeps the same storage. This function and the three other claims below are from the teaching documents from which the course grew:
+# The gradient is exactly doubled, because the function passes it on unchanged, and adds it again through the "restored" activation. And no memory is freed, because the next operator, `sin`, keeps the same storage. This function and the three other claims below are from the teaching documents from which the course grew:
 #
 # </div>
 # <div lang="zh">
@@ -1334,14 +1334,14 @@ table(["state", "peak of `step()` (MB)"], [(k, round(v / 1e6, 1)) for k, v in pe
 # %% [markdown]
 # <div lang="en">
 #
-# With pages of 16 MiB, the default, the peak is only a tenth lower than with all the state in memory, although nearly half of that peak, 114.2 MB, is state. Three pages are in memory at once, and these pages hold 50.3 MB.
+# With all the state in memory, the peak is 114.2 MB, and nearly half of this peak is state. With pages of 16 MiB, the default, the peak is only a tenth lower. The reason is that three pages are in memory at once, and these pages hold 50.3 MB.
 #
 # **Exercise 4.** All of the optimizer's state is offloaded. What is the peak of `step()`, in bytes? Weights and gradients are in memory, too. (Errors up to 6% are allowed, since a page holds the state of whole parameter tensors.)
 #
 # </div>
 # <div lang="zh">
 #
-# 每页 16 MiB（默认值）时，峰值只低了十分之一，尽管状态全在内存里时，114.2 MB 的峰值里将近一半是状态。这是因为内存里同时有三页，共 50.3 MB。
+# 状态全在内存里时，峰值是 114.2 MB，其中将近一半是状态。每页 16 MiB（默认值）时，峰值却只低了十分之一。这是因为内存里同时有三页，共 50.3 MB。
 #
 # **练习 4。** 优化器的状态全部卸载之后，`step()` 的峰值是多少字节？权重和梯度也在内存里。（允许有 6% 的误差，因为一个参数张量的状态不会拆到两页。）
 #
@@ -1411,7 +1411,7 @@ table(["fraction", *(text("pages of {mib} MiB (MB)", mib=mib) for mib in halves)
 # %% [markdown]
 # <div lang="en">
 #
-# If half of the state is offloaded in pages of 16 MiB, the peak does not fall, because three pages hold all of that half. Each step writes 8 bytes per offloaded parameter, and every step except the first reads 8 bytes (with fp32 master weights 12 bytes instead of 8):
+# If half of the state is offloaded in pages of 16 MiB, the peak does not fall, because three pages hold all of that half. Each step writes 8 bytes per offloaded parameter, and every step except the first also reads 8 bytes per offloaded parameter. (With fp32 master weights, each step writes and reads 12 bytes instead of 8.) The next cell counts these bytes:
 #
 # </div>
 # <div lang="zh">
@@ -1481,7 +1481,7 @@ predictions([*rows, ("peak with offloaded state", above - 8 * parameters, below)
 # %% [markdown]
 # <div lang="en">
 #
-# The prefetcher makes the next batch while the current batch is used, so a batch takes the longer of the two times instead of their sum. No time is hidden if making and using a batch need the same CPU core, or the GIL:
+# The prefetcher makes the next batch while the current batch is used, so each batch takes the longer of the two times instead of their sum. No time is hidden if making a batch and using a batch need the same CPU core, or the GIL:
 #
 # </div>
 # <div lang="zh">
@@ -1518,7 +1518,7 @@ table(["", "plain (s)", "prefetched (s)"], rows)
 #
 # <div lang="en">
 #
-# On CUDA the lower tier is pinned host memory. This cell measures on your GPU, or shows numbers recorded on an H100 and an H200. On the H200, `save_on_cpu` has the lowest peak, 4.11 GB. The peak of offload is 4.18 GB, because offload fetches storages ahead, and `save_on_cpu` waits for each copy. The difference is about one input of a layer. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
+# On CUDA the lower tier is pinned host memory. This cell measures on your GPU, or shows numbers recorded on an H100 and an H200. On the H200, `save_on_cpu` has the lowest peak, 4.11 GB. The peak of offload is 4.18 GB, because offload fetches storages ahead, and `save_on_cpu` waits for each copy. The difference is about as large as one layer's input. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
 #
 # </div>
 # <div lang="zh">
@@ -1534,7 +1534,7 @@ on_gpu("04")
 # %% [markdown]
 # <div lang="en">
 #
-# The cell prints the library's methods for CUDA, in the order of the table of section 4.5:
+# The next cell prints the library's methods for CUDA, in the order of the table of section 4.5:
 #
 # </div>
 # <div lang="zh">

@@ -11,7 +11,7 @@
 #
 # <div lang="en">
 #
-# Computed at once, eight sequences have a peak of 277.7 MB. The step can also compute one sequence at a time and add up the gradients. Then its peak is lower, with no more FLOPs. This is **gradient accumulation**, and each part of the batch is a **micro-batch**.
+# If a step computes eight sequences at once, its peak is 277.7 MB. The step can also compute one sequence at a time and add up the gradients. Then its peak is lower, with no more FLOPs. This is **gradient accumulation**, and each part of the batch is a **micro-batch**.
 #
 # Is the result the gradient of the whole batch? Late in 2024, Unsloth and Hugging Face wrote that their trainers computed a different gradient. With bf16 parameters, the gradient may be off even if the loop is right (section 5.5).
 #
@@ -35,7 +35,7 @@ language()
 # **Goals** (110 minutes, in two sittings):
 #
 # - Predict the peak from two measurements, and explain where the prediction fails.
-# - Name the right divisor, and what a wrong divisor changes.
+# - Name the right divisor of the loss, and say what a wrong divisor changes.
 # - Fix a training loop with five bugs.
 # - Sum bf16 gradients in fp32, and say what this costs.
 # - Read a loop that several processes run.
@@ -77,7 +77,7 @@ from course_lib.teaching import predictions, table
 #
 # <div lang="en">
 #
-# Backward **adds** each gradient to `.grad`. So the loop runs forward and backward for each micro-batch in turn. Then it divides the gradients by the batch's number of tokens, and updates the weights once. Only one micro-batch's activations are live at a time. The decoder and the step are those of lesson 00. A micro-batch has $m$ of the batch's eight sequences.
+# Backward **adds** each gradient to `.grad`. So the loop runs forward and backward for each micro-batch in turn. Then it divides the gradients by the batch's number of tokens, and updates the weights once. Only one micro-batch's activations are live at a time. The decoder and the step are the same as in lesson 00. A micro-batch has $m$ of the batch's eight sequences.
 #
 # **Guess first:** if each micro-batch has 2 sequences instead of 4, is the peak halved? Which bytes do not depend on $m$?
 #
@@ -164,7 +164,7 @@ predictions([(f"m = {m}", predicted_peak(m), meters[m].peak_bytes) for m in mete
 # %% [markdown]
 # <div lang="en">
 #
-# The line's constant, 110,010,776 bytes, is the **floor**: it is the same for every split. With Adam in fp32 it consists of **16 bytes per parameter** (weights, gradients, two moments) and 408 bytes for Adam's 100 step counts, a loss and its gradient.
+# The line's constant, 110,010,776 bytes, is the **floor**, which is the same for every split of the batch. With Adam in fp32, it consists of **16 bytes per parameter** (weights, gradients, two moments) and 408 bytes for Adam's 100 step counts, a loss and its gradient.
 #
 # For $m = 8$ the line is 27,502,592 bytes too high, and for $m = 1$ it is 393,216 bytes too low. At which point of the step does each peak occur?
 #
@@ -185,7 +185,7 @@ results.peak_compositions({m: meters[m] for m in (8, 2, 1)})
 #
 # Your line describes one point of the step, softmax's backward. There, the activations, the gradients of earlier micro-batches and two tensors as large as the logits are live. With $m = 8$ the only micro-batch is the whole batch. Its peak is at the same operator, but without the earlier gradients, which are as large as the weights.
 #
-# The activations and these two tensors shrink with $m$, so at $m = 1$ the peak is elsewhere, in the backward of the last layer. There, the gradients of two **weight tensors**, which do not shrink, are not yet added to `.grad`. The output head's gradient (2.1 MB) must first be added to the embedding's, because both layers share one matrix (lesson 01). The other gradient (1.0 MB) belongs to an MLP. As in lesson 02, a formula for one point fails when the peak is elsewhere.
+# The activations and these two tensors shrink with $m$, so at $m = 1$ the peak is elsewhere, in the backward of the last layer. There, the gradients of two **weight tensors** are not yet added to `.grad`, and these gradients do not shrink with $m$. The output head's gradient (2.1 MB) waits for the embedding's gradient, because both layers share one matrix (lesson 01). The other gradient (1.0 MB) belongs to an MLP. As in lesson 02, a formula for one point fails when the peak is elsewhere.
 #
 # </div>
 # <div lang="zh">
@@ -202,7 +202,7 @@ figures.draw_peaks(meters, predicted_peak)
 # %% [markdown] slide={"en": "Llama 3 8B, with a checkpoint per layer. A micro-batch is one sequence of 8192 tokens.\n\nWhich tensors are the largest at the peak?", "zh": "Llama 3 8B，每层加检查点。一个微批次是一条 8192 个 token 的序列。\n\n峰值时哪些张量最大？"}
 # <div lang="en">
 #
-# Our vocabulary has 2048 words, and Llama 3 8B's has 128,256. The next cell measures a model of Llama's shape on symbolic tensors, with bf16 weights and a checkpoint per layer. Each of the two micro-batches is **one sequence** of 8192 tokens. Apart from weights and gradients, which tensors are largest at the peak?
+# Our vocabulary has 2048 words, and the vocabulary of Llama 3 8B has 128,256 words. The next cell measures a model of Llama's shape on symbolic tensors, with bf16 weights and a checkpoint per layer. Each of the two micro-batches is **one sequence** of 8192 tokens. Apart from weights and gradients, which tensors are largest at the peak?
 #
 # </div>
 # <div lang="zh">
@@ -228,7 +228,7 @@ results.largest_at_peak(meter)
 # %% [markdown]
 # <div lang="en">
 #
-# Three fp32 tensors take 12.6 of the 15.0 GB: the log-softmax, its gradient, and the gradient of the logits. A single sequence cannot be split into micro-batches. Lesson 02's loss in chunks reduces these tensors, because it splits the tokens. Lesson 07 combines both techniques.
+# Three fp32 tensors take 12.6 GB of the table's 15.0 GB: the log-softmax, its gradient, and the gradient of the logits. A single sequence cannot be split into micro-batches. Lesson 02's loss in chunks reduces these tensors, because it splits the tokens. Lesson 07 combines both techniques.
 #
 # </div>
 # <div lang="zh">
@@ -244,7 +244,7 @@ results.largest_at_peak(meter)
 #
 # The sequences of section 5.1 had equal lengths, unlike real text. Here a sample is a line of code or a paragraph from the course, cut at 128 characters. Each character is a token. A batch has 16 samples. (`mean_of_means.loss_sum` is the `loss_sum` above, but ignores padding.)
 #
-# Many loops divide the **mean** loss of each micro-batch by the number of micro-batches: a mean of means. Others add up the summed losses and divide once by the number of all tokens. **Guess first:** how far apart are the two loops' gradients with one sample per micro-batch, and with eight?
+# Many loops divide the **mean** loss of each micro-batch by the number of micro-batches. The result is a mean of means. Other loops add up the summed losses and divide once by the number of all tokens. **Guess first:** how far apart are the two loops' gradients with one sample per micro-batch, and with eight samples?
 #
 # </div>
 # <div lang="zh">
@@ -293,7 +293,7 @@ figures.draw_say(lengths, off)
 # %% [markdown]
 # <div lang="en">
 #
-# Without dropout, BatchNorm (5.15) and bf16 (5.5), the gradient of summed losses is right up to rounding, however the batch is split. The gradient of the mean of means is off by 15% to 25% with one sample per micro-batch, and by 0.1% to 10% with eight of mixed lengths. Each micro-batch has the same weight, whatever its length. With one sample each, a character in a 14-character line has nearly seven times its proper weight, and a character in a long paragraph has three quarters of it. With equal token counts both loops agree, so tests with such data never found the bug.
+# Without dropout, BatchNorm (5.15) and bf16 (5.5), the gradient of summed losses is right up to rounding, however the batch is split. The gradient of the mean of means is off by 15% to 25% with one sample per micro-batch, and by 0.1% to 10% with eight samples of mixed lengths. The reason is that each micro-batch has the same weight, whatever its length. With one sample per micro-batch, a character in a 14-character line has nearly seven times its proper weight. A character in a long paragraph has three quarters of its proper weight. If the micro-batches have equal token counts, both loops agree. So tests with such data never found the bug.
 #
 # A mean of means can also be a **choice**. Some reinforcement-learning fine-tuning methods average the loss within each answer, then over the answers. Even then, the result should not depend on the split.
 #
@@ -309,7 +309,7 @@ figures.draw_say(lengths, off)
 # %% [markdown] slide={"en": "The bug of 2024: a small Llama, labels of −100, micro-batches of two.\n\n**Guess first.** By how much is the gradient off?", "zh": "2024 年的那个错误：一个小的 Llama，标签里有 −100，每个微批次两条。\n\n**先猜**：梯度差多少？"}
 # <div lang="en">
 #
-# **The bug of 2024.** The next cell reproduces this bug in the library where it was found, on the small Llama of section 2.9. In fine-tuning, prompt tokens have the label −100, which the loss ignores, so samples differ in their number of targets. The model returns the mean loss of a micro-batch's targets, and trainers divided this mean by the number of micro-batches. With `num_items_in_batch`, the number of targets in the batch, the model divides the summed loss by this number instead. **Guess first:** by how much is the gradient off without `num_items_in_batch`?
+# **The bug of 2024.** The next cell reproduces this bug in the library where it was found, on the small Llama of section 2.9. In fine-tuning, prompt tokens have the label −100, which the loss ignores, so samples differ in their number of targets. By default, the model returns the mean loss of a micro-batch's targets, and trainers divided this mean by the number of micro-batches. With `num_items_in_batch`, the number of targets in the batch, the model divides the summed loss by this number instead. **Guess first:** by how much is the gradient off without `num_items_in_batch`?
 #
 # </div>
 # <div lang="zh">
@@ -350,7 +350,7 @@ table(["", "error of the gradient", "below 1e-6"], rows)
 #
 # With these prompts and random tokens, the gradient is off by 33%. With `num_items_in_batch`, only rounding errors are left.
 #
-# By default, the `Trainer` of `transformers` 5.23 counts a step's targets over all micro-batches and devices (`average_tokens_across_devices=True`). It passes this number to a model whose `forward` takes extra keyword arguments, such as Llama's, or to your `compute_loss_func`. Without either, it still divides by the number of micro-batches. If you override `compute_loss`, divide the summed loss by `num_items_in_batch`, or set `loss_is_scaled_for_ga = False`. Otherwise, Llama's loss is not divided at all. Packing changes the number of targets (section 5.11).
+# By default, the `Trainer` of `transformers` 5.23 counts a step's targets over all micro-batches and devices (`average_tokens_across_devices=True`). It passes this number to a model whose `forward` takes extra keyword arguments, such as Llama's, or to your `compute_loss_func`. Otherwise, the `Trainer` still divides the loss by the number of micro-batches. If you override `compute_loss`, divide the summed loss by `num_items_in_batch`, or set `loss_is_scaled_for_ga = False`. If you do neither, Llama's loss is not divided at all. Packing changes the number of targets (section 5.11).
 #
 # </div>
 # <div lang="zh">
@@ -366,7 +366,7 @@ table(["", "error of the gradient", "below 1e-6"], rows)
 #
 # <div lang="en">
 #
-# With DDP, each device runs a process, called a **rank**, on its own samples. Each backward gives all gradients to **all-reduce**, which replaces them by their mean over the ranks. `no_sync` skips this reduction. **Guess first:** how many of eight micro-batches need the reduction? If each rank divides by its own number of tokens, the mean over ranks is a mean of means again. What must the last two lines below do?
+# With DDP, each device runs a process, called a **rank**, on its own samples. Each backward gives all gradients to **all-reduce**, which replaces them by their mean over the ranks. `no_sync` skips this reduction. **Guess first:** how many of eight micro-batches need the reduction? If each rank divides by its own number of tokens, the mean over ranks is a mean of means again. What must the last two lines of the code below do?
 #
 # </div>
 # <div lang="zh">
@@ -400,7 +400,7 @@ results.bytes_reduced(ranks, micro_batches=8)
 # %% [markdown]
 # <div lang="en">
 #
-# One of the eight reductions is enough. The gradient equals that of one process with all tokens, although the second rank has fewer tokens. (Lesson 08 counts the bytes sent.) With FSDP, reduce in each micro-batch, because without a reduction each rank keeps **all** gradients. For our decoder on 8 ranks these would take 27.5 MB per rank instead of 3.4 MB.
+# One of the eight reductions is enough. The gradient equals the gradient of one process with all tokens, although the second rank has fewer tokens. (Lesson 08 counts the bytes sent.) With FSDP, reduce in each micro-batch, because without a reduction each rank keeps **all** gradients. For our decoder on 8 ranks, all gradients would take 27.5 MB per rank instead of 3.4 MB.
 #
 # </div>
 # <div lang="zh">
@@ -412,7 +412,7 @@ results.bytes_reduced(ranks, micro_batches=8)
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (50 minutes). Your loop has a lower peak, and computes the gradient of the whole batch on one process and on two. The second sitting asks what else goes wrong in such loops, and how inexact bf16 sums are.
+# **End of the first sitting** (50 minutes). Your loop has a lower peak, and computes the gradient of the whole batch, on one process or on two processes. The second sitting asks what else goes wrong in such loops, and how inexact bf16 sums are.
 #
 # </div>
 # <div lang="zh">
@@ -426,9 +426,9 @@ results.bytes_reduced(ranks, micro_batches=8)
 #
 # <div lang="en">
 #
-# The loop below contains five common bugs. One is a wrong divisor. Its parts:
+# The loop below contains five common bugs. One bug is a wrong divisor. The loop's parts:
 #
-# - A **scaler** multiplies the loss before backward, so that small gradients do not become zero in fp16. `scaler.unscale_(optimizer)` divides the gradients again. Without this call, `scaler.step` divides them.
+# - A **scaler** multiplies the loss before backward, so that small gradients do not become zero in fp16. `scaler.unscale_(optimizer)` divides the gradients by the same factor. Without this call, `scaler.step` divides them.
 # - **Clipping** scales the whole batch's gradient down to the norm `max_norm`.
 # - The **scheduler** sets the learning rate for the optimizer's next step.
 # - The optimizer steps after `every` micro-batches. An epoch's last step may have fewer micro-batches.
@@ -499,7 +499,7 @@ figures.five_bugs()
 # %% [markdown]
 # <div lang="en">
 #
-# In each row the loop has one bug, and only the check for this bug fails. If each micro-batch is clipped alone, the summed gradient has a wrong direction. Without unscaling, gradients are 1024 times too large when clipped to `max_norm`. Then `scaler.step` divides them by 1024, and almost nothing is left.
+# In each row the loop has one bug, and only the check for this bug fails. If each micro-batch is clipped alone, the summed gradient has a wrong direction. Without unscaling, the gradients are 1024 times too large before they are clipped to `max_norm`. Then `scaler.step` divides them by 1024, and almost nothing is left.
 #
 # The library's `AccumulatedStep` avoids all five bugs, and leaves the same weights as your loop.
 #
@@ -589,9 +589,9 @@ figures.draw_sums(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# With bf16 sums, the error rises with the number of micro-batches. With one micro-batch, the error comes from the bf16 pass itself. With more micro-batches, each addition also rounds the sum to 8 bits, and the sum is much larger than the added gradient. With fp32 sums the curve stays flat. In this run, with 256 micro-batches, bf16 sums have more than three times the error of fp32 sums.
+# With bf16 sums, the error rises with the number of micro-batches. With one micro-batch, the error comes from forward and backward in bf16. With more micro-batches, each addition also rounds the sum to 8 bits, which loses part of the much smaller added gradient. With fp32 sums, the curve stays flat. Here, with 256 micro-batches, bf16 sums have more than three times the error of fp32 sums.
 #
-# The plot covers the layers' Linear weight tensors, 90% of the parameters. Most of the rest is embeddings, and 0.6% is LayerNorms. With a single micro-batch, the LayerNorms' gradients are off by 6% with two threads and 11% with one, because LayerNorm's backward on a CPU sums over all rows in bf16.
+# The plot covers the layers' Linear weight tensors, 90% of the parameters. Most other parameters are embeddings, and 0.6% belong to LayerNorms. With one micro-batch, the LayerNorms' gradients are off by 6% (two threads) or 11% (one thread), because their backward on a CPU sums over all rows in bf16.
 #
 # </div>
 # <div lang="zh">
@@ -605,12 +605,12 @@ figures.draw_sums(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# A sum takes 4 bytes per parameter, and a bf16 gradient takes 2. With weights, master weights and moments that is 18 bytes instead of 16. `AccumulatedStep(…, accumulate="fp32")` sums like this. While it casts the mean gradient to bf16, both gradients exist, 20 bytes per parameter in all.
+# An fp32 sum takes 4 bytes per parameter, and a bf16 gradient takes 2 bytes. With weights, master weights and moments, a parameter takes 18 bytes instead of 16. `AccumulatedStep(…, accumulate="fp32")` sums like this. While it casts the mean gradient to bf16, both gradients exist, and a parameter takes 20 bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# 代价是每个参数要用 4 字节存放梯度之和，而 bf16 的梯度只要 2 字节。连同权重、主权重和矩，每个参数占用的字节从 16 增加到 18。`AccumulatedStep(…, accumulate="fp32")` 正是这样求和的。最后要把平均梯度转成 bf16，转换前和转换后的梯度会短暂并存，这时每个参数一共占 20 字节。
+# 代价是每个参数要用 4 字节存放 fp32 的梯度之和，而 bf16 的梯度只要 2 字节。连同权重、主权重和矩，每个参数占用的字节从 16 增加到 18。`AccumulatedStep(…, accumulate="fp32")` 正是这样求和的。最后要把平均梯度转成 bf16，转换前和转换后的梯度会短暂并存，这时每个参数一共占 20 字节。
 #
 # </div>
 
@@ -619,7 +619,7 @@ figures.draw_sums(errors)
 #
 # <div lang="en">
 #
-# The effective (or global) batch size is micro-batch size × accumulation steps × ranks. Section 5.2 ran the first row's loss. The other rows were not run here.
+# The effective (or global) batch size is micro-batch size × accumulation steps × ranks. Only the first row's loss was run, in section 5.2.
 #
 # | where | what to write |
 # |---|---|
@@ -653,12 +653,12 @@ figures.draw_sums(errors)
 #
 # <div lang="en">
 #
-# The table compares five claims with this lesson's measurements.
+# The table tests five claims.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表用本课的测量检验五句说法。
+# 下表检验五句说法。
 #
 # </div>
 
@@ -670,7 +670,7 @@ figures.claims_table(off, errors, exact, meters)
 #
 # <div lang="en">
 #
-# `AccumulatedStep` runs the step of lesson 00 in eight micro-batches. It keeps the eight losses, 28 bytes more than your loop:
+# `AccumulatedStep` runs the step of lesson 00 in eight micro-batches. It keeps the eight losses, so it needs 28 more bytes than your loop:
 #
 # </div>
 # <div lang="zh">
@@ -692,11 +692,11 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# - In this decoder the peak is a floor plus a number of bytes per sequence. In fp32 the floor is 16 bytes per trained parameter with Adam, and 8 with SGD without momentum. With a single micro-batch the peak lacks one set of gradients, unless `set_to_none=False` keeps them. With few tokens the peak may be in the optimizer step (`foreach=True`), and higher than without accumulation (7.16). With a large vocabulary, the logits of one sequence may be most of the activations.
+# - In this decoder the peak is a floor plus a number of bytes per sequence. In fp32 the floor is 16 bytes per trained parameter with Adam, and 8 bytes with SGD without momentum. With a single micro-batch the peak lacks one set of gradients, unless `set_to_none=False` keeps them. With few tokens the peak may be in the optimizer step (`foreach=True`), and higher than without accumulation (7.16). With a large vocabulary, the logits of one sequence may be most of the activations.
 # - Sum the losses, and divide once by the step's number of tokens on all ranks.
 # - Once per step: unscale, clip, step the optimizer, update the scaler, step the scheduler, clear gradients.
 # - The error of bf16 sums grows with the number of micro-batches. Sums in fp32 avoid this, and take 4 bytes per parameter.
-# - With DDP, let only the last micro-batch reduce (`no_sync`).
+# - With DDP, reduce the gradients only in the last micro-batch (`no_sync`).
 #
 # **Next:** in [lesson 06](06_flash_attention.ipynb) attention itself keeps fewer bytes.
 #
@@ -744,7 +744,7 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# A small decoder is trained with AdamW in micro-batches of one sample. The two runs of each seed differ only in the divisor. Both are evaluated on lines of code and paragraphs that were not in training, by the loss per character. **Guess first:** which divisor is better on which of these texts?
+# A small decoder is trained with AdamW in micro-batches of one sample. The two runs of each seed differ only in the divisor. We compare their loss per character on lines of code and on paragraphs that were not used in training. **Guess first:** which divisor is better on lines of code, and which is better on paragraphs?
 #
 # The runs of eight seeds were recorded in advance. `python -m course_lib.lessons.lesson_05.mean_of_means` repeats them in a few minutes.
 #
@@ -763,7 +763,7 @@ figures.draw_training()
 # %% [markdown]
 # <div lang="en">
 #
-# After 20 steps, in all eight seeds, the mean of means is better on short samples and worse on long samples. After 120 steps its loss on short samples is lower in 7 of 8 seeds, by 0.04 on average, and its loss on long samples is higher in all 8 seeds, by 0.04. But at step 100 the loss on long samples was higher in only 5 seeds. So for this text and this small network, the wrong divisor trains another problem, in which a character of a short sample has a larger weight. A loss curve alone would not show this difference.
+# After 20 steps, training with the mean of means is better on short samples and worse on long samples, in all eight seeds. After 120 steps, its loss on short samples is lower in 7 of 8 seeds, by 0.04 on average. Its loss on long samples is higher in all 8 seeds, also by 0.04 on average. But at step 100, the loss on long samples was higher in only 5 seeds. So for this text and this small network, training with the wrong divisor solves another problem. In this problem, a character of a short sample has a larger weight. A loss curve alone would not show this difference.
 #
 # </div>
 # <div lang="zh">
@@ -834,7 +834,7 @@ table(["", "targets", "error of the gradient"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Packing adds 14 targets, because the last token of a document now predicts the first token of the next document. The label −100 removes these targets. But the tokens still attend to earlier documents in their row, so the gradient of this untrained Llama remains far off. `DataCollatorWithFlattening` also returns position numbers that start at 0 in each document. With these numbers, `transformers` 5.23 separates the documents in its attention (sdpa here), and the gradient equals that of the padded batch. So count the targets after packing.
+# Packing adds 14 targets, because the last token of a document now predicts the first token of the next document. The label −100 removes these targets. But the tokens still attend to earlier documents in their row, so the gradient of this untrained Llama remains far off. `DataCollatorWithFlattening` also returns position numbers that start at 0 in each document. With these numbers, `transformers` 5.23 separates the documents in its attention (sdpa here), and the gradient equals the gradient of the padded batch. So count the targets after packing.
 #
 # </div>
 # <div lang="zh">
@@ -865,16 +865,16 @@ on_gpu("05")
 # %% [markdown]
 # <div lang="en">
 #
-# On the H200 a micro-batch of 1, 4 or 16 samples takes 14.9, 14.3 or 34.7 ms. These times are within 3% of a rule: **14.6 ms or 2.17 ms per sample, whichever is longer**. The peaks follow section 5.1. For all 16 samples at once, the line through the peaks of 1 and 4 samples predicts 438.7 MB too much, one set of gradients.
+# On the H200 a micro-batch of 1, 4 or 16 samples takes 14.9, 14.3 or 34.7 ms. These times are within 3% of a rule: **a micro-batch takes 14.6 ms, or 2.17 ms per sample, whichever is longer**. The peaks follow the rule of section 5.1. For all 16 samples at once, the line through the peaks of 1 and 4 samples predicts 438.7 MB too much. This is the size of one set of gradients.
 #
-# **Exercise 4.** The recorded peaks are 2,370,539,600 bytes with 1 sample and 3,562,995,744 bytes with 4. A batch of 64 samples is split into equal micro-batches. Among the sizes whose peak is within the budget in bytes, choose the one with the fastest step, and among equally fast sizes the smallest. Also return its peak and the step's time. Assume that the line through these two peaks and the rule for the time hold for all sizes.
+# **Exercise 4.** The recorded peaks are 2,370,539,600 bytes with 1 sample and 3,562,995,744 bytes with 4 samples. A batch of 64 samples is split into equal micro-batches, and `budget` is in bytes. Among the sizes whose peak is within the budget, choose the size with the fastest step. Among equally fast sizes, choose the smallest. Also return the peak and the step's time for this size. Assume that the line through these two peaks and the rule for the time hold for all sizes.
 #
 # </div>
 # <div lang="zh">
 #
 # 在 H200 上，一个微批次有 1、4、16 个样本时，分别用时 14.9、14.3、34.7 ms。这些用时都符合一条简单的规律，误差不到 3%，即**一个微批次的用时是 14.6 ms，或者是样本数乘以 2.17 ms，取较长的一个**。峰值也符合 5.1 节的规律。过 1 个样本和 4 个样本的两个峰值画一条直线，那么 16 个样本一次全部算完时，直线给出的峰值比实测高出一整套梯度，即 438.7 MB。
 #
-# **练习 4。** 每个微批次 1 个样本时，记录的峰值是 2,370,539,600 字节；4 个样本时是 3,562,995,744 字节。现在把 64 个样本的批次分成一样大的微批次。给定预算（字节），请在峰值不超过预算的微批次大小中，选出使这一步用时最短的一种。如果有几种一样快，就选最小的。还要返回这种大小对应的峰值和这一步的用时。假设不论微批次多大，峰值都在过上面两点的直线上，用时都符合上一段的规律。
+# **练习 4。** 每个微批次 1 个样本时，记录的峰值是 2,370,539,600 字节；4 个样本时是 3,562,995,744 字节。现在把 64 个样本的批次分成一样大的微批次。给定预算 `budget`（字节），请在峰值不超过预算的微批次大小中，选出使这一步用时最短的一种。如果有几种一样快，就选最小的。还要返回这种大小对应的峰值和这一步的用时。假设不论微批次多大，峰值都在过上面两点的直线上，用时都符合上一段的规律。
 #
 # </div>
 
@@ -908,7 +908,7 @@ exercises.check_micro_batch(choose)
 # %% [markdown]
 # <div lang="en">
 #
-# The size of the **batch** is another question, because it changes the training. If the global batch stays the same, so does the learning rate. A batch $k$ times as large has a less noisy gradient, so the learning rate is usually raised. With SGD the rate is multiplied by $k$ and reached by a warmup (the **linear scaling rule** of Goyal et al. 2017, for batches of up to 8192 images). With Adam the rate is multiplied by $\sqrt{k}$, $1 - \beta$ is multiplied by $k$, and ε is divided by $\sqrt{k}$ (the **square-root rule** of Malladi et al. 2022). Beyond some size, a larger batch hardly reduces the number of steps (McCandlish et al. 2018).
+# The size of the **batch** is another question, because it changes the training. If the global batch keeps its size, the learning rate can stay the same. A batch $k$ times as large has a less noisy gradient, so the learning rate is usually raised. With SGD, the **linear scaling rule** of Goyal et al. 2017 multiplies the rate by $k$, for batches of up to 8192 images. A warmup raises the rate gradually to this value. With Adam, the **square-root rule** of Malladi et al. 2022 multiplies the rate by $\sqrt{k}$ and $1 - \beta$ by $k$, and divides ε by $\sqrt{k}$. Beyond some size, a larger batch hardly reduces the number of steps (McCandlish et al. 2018).
 #
 # </div>
 # <div lang="zh">
@@ -922,7 +922,7 @@ exercises.check_micro_batch(choose)
 #
 # <div lang="en">
 #
-# In fp16, numbers below about $3 \cdot 10^{-8}$ become zero. bf16 has the exponent range of fp32, so a bf16 gradient needs no scaler. Here are 1000 gradients between $10^{-11}$ and $10^{-5}$:
+# In fp16, numbers below about $3 \cdot 10^{-8}$ become zero. bf16 has the exponent range of fp32, so a bf16 gradient needs no scaler. The next cell takes 1000 gradients between $10^{-11}$ and $10^{-5}$:
 #
 # </div>
 # <div lang="zh">
@@ -948,7 +948,7 @@ table(["dtype", "zeros among 1000"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# If a gradient is inf or NaN, the scaler skips the optimizer step and halves its scale. Then the scheduler should not step either. The result's `stepped` says whether the optimizer stepped:
+# If a gradient is inf or NaN, the scaler skips the optimizer step and halves its scale. Then the scheduler should not step either. The attribute `stepped` of the result says whether the optimizer stepped:
 #
 # </div>
 # <div lang="zh">
@@ -1089,7 +1089,7 @@ results.errors_of_pairs(by_size, grad_cache)
 #
 # <div lang="en">
 #
-# A hook can update each parameter **as soon as its gradient is ready** and release the gradient at once. By how much does this lower the peak, with one sequence and with eight?
+# A hook can update each parameter **as soon as its gradient is ready** and release the gradient at once. By how much does this lower the peak with one sequence, and by how much with eight sequences?
 #
 # </div>
 # <div lang="zh">
@@ -1125,7 +1125,7 @@ table(["update (sequences)", "peak (MB)", "most gradients at once (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# With one sequence the peak falls by only 6.4 MB, because it moves to the start of backward. With eight sequences the peak was already at the start of backward, so the hook does not lower it. The hook also has two limits. Clipping by the norm of all gradients becomes impossible. And with accumulation, the second micro-batch would use other weights than the first.
+# With one sequence the peak falls by only 6.4 MB, because it moves to the start of backward. With eight sequences the peak was already at the start of backward, so the hook does not lower it. The hook also has two limits. Clipping by the norm of all gradients becomes impossible. And with accumulation, the second micro-batch would use other weights than the first micro-batch.
 #
 # </div>
 # <div lang="zh">

@@ -136,7 +136,7 @@ CLAIMS = [
     ),
     *(
         (
-            "takes #% longer on the H200 and #% on the H100; with a quarter it takes #% longer",
+            "#% longer on the H200 and #% longer on the H100. With a quarter, it takes #% longer",
             "在 H200 上多花 #% 的时间，在 H100 上多花 #%；限制在四分之一时，在两块卡上都多花 #%",
             percent_above_one(times(SCHEDULES["H200"], "half")),
             percent_above_one(times(SCHEDULES["H100"], "half")),
