@@ -44,8 +44,8 @@ class Source:
     Attributes:
         imports: Import statements, one per item.
         lines: Lines of code that define the functions `make_model` and `make_batch`.
-        by_transformers: Whether the model is one of the package transformers, which returns its own
-            loss.
+        by_transformers: Whether the model comes from the package `transformers`. Such a model
+            returns its own loss.
     """
 
     imports: tuple[str, ...]

@@ -322,9 +322,10 @@ def framework_answers(
     The answers are sorted by the cost of the recipe, which is the duration of its step. Frameworks
     without a recipe come last.
 
-    If a framework can run the cheapest recipe in `found`, with the step that was estimated for it,
-    the answer contains `found`. For any other framework, a quick search is run, as with the option
-    --quick. With the option --config, a quick search is run for every framework.
+    If a framework can run the cheapest recipe in `found`, and its step needs exactly the estimated
+    bytes, no new search is needed: its answer contains `found`. For any other framework, a quick
+    search is run, as with the option --quick. With the option --config, a quick search is run for
+    every framework.
 
     Args:
         given: Parsed options of the command. If the option --for names a framework, the result has

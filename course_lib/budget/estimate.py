@@ -97,7 +97,7 @@ class Estimate(Table):
         Args:
             trace: Trace of the step, with the live bytes after each operator.
             recipe: Memory-saving techniques that the step uses.
-            tier: Lower tier, "file" or "host".
+            tier: Where offloaded tensors are stored: "file" or "host".
             host_parameters: Number of scalar parameters that the host updates.
             kind: Kind of device, "cpu" or "cuda".
         """

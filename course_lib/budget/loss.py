@@ -97,7 +97,9 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     Args:
         model: Model to train.
         recipe: Memory-saving techniques of the training step.
-        loss_sum: Function (model, batch) -> (sum of losses, weight); None for the model's own loss.
+        loss_sum: Function (model, batch) -> (sum of losses, weight). The weight is the number by
+            which the sum is divided, such as the number of tokens. If None, the model's
+            own loss is used.
 
     Raises:
         TypeError: The model has no loss, or `loss_sum` is not a function of (model, batch).

@@ -184,7 +184,7 @@ class Recipe:
         returned unchanged.
 
         Args:
-            tier: Lower tier, "file" or "host".
+            tier: Where offloaded tensors are stored: "file" or "host".
         """
         prefetch, in_flight = self.copies(tier)
         return (

@@ -303,7 +303,9 @@ def run_micro_batches(
         optimizer: Optimizer, as `build` returns it.
         micro_batches: Micro-batches of the step.
         recipe: Memory-saving techniques of the step.
-        loss_sum: Function (model, batch) -> (sum of losses, weight); None for the model's own loss.
+        loss_sum: Function (model, batch) -> (sum of losses, weight). The weight is the number by
+            which the sum is divided, such as the number of tokens. If None, the model's
+            own loss is used.
         store: Store for offloaded activations; by default that of `offload_activations`.
         max_norm: Norm to which the gradient is clipped; None for no clipping.
     """
@@ -368,7 +370,9 @@ def chain_of(
         model: Model to train.
         micro_batch: Micro-batch to measure.
         recipe: Memory-saving techniques of the step.
-        loss_sum: Function (model, batch) -> (sum of losses, weight); None for the model's own loss.
+        loss_sum: Function (model, batch) -> (sum of losses, weight). The weight is the number by
+            which the sum is divided, such as the number of tokens. If None, the model's
+            own loss is used.
     """
     found: list[Chain] = []
 

@@ -44,7 +44,8 @@ def predict(
     Args:
         make_model: Function that builds the unsharded model, in fp32.
         make_batch: Function that returns this rank's batch.
-        loss_sum: Function (model, micro-batch) -> (sum of losses, weight).
+        loss_sum: Function (model, micro-batch) -> (sum of losses, weight). The weight is the
+            number by which the sum is divided, such as the number of tokens.
         mode: A mode of `Trainer`, such as "ddp" or "fsdp" (see `MODES`).
         ranks: Number of ranks.
         rank: The rank that is predicted. Rank 0 has the largest share of the model in all modes

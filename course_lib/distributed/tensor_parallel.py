@@ -128,7 +128,8 @@ class TensorParallel:
     Args:
         mode: "tp", or "tp-sp" for sequence parallelism in addition.
         model: Model with equal values on all ranks. It is changed in place.
-        loss_sum: Function (model, batch) -> (sum of losses, weight).
+        loss_sum: Function (model, batch) -> (sum of losses, weight). The weight is the
+            number by which the sum is divided, such as the number of tokens.
         lr: Learning rate.
     """
 
@@ -223,7 +224,8 @@ def predict_tensor_parallel(
     Args:
         make_model: Function that builds the model.
         make_batch: Function that returns the batch, which is the same on all ranks.
-        loss_sum: Function (model, batch) -> (sum of losses, weight).
+        loss_sum: Function (model, batch) -> (sum of losses, weight). The weight is the
+            number by which the sum is divided, such as the number of tokens.
         mode: "tp", or "tp-sp" for sequence parallelism in addition.
         ranks: Number of ranks.
     """

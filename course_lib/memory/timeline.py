@@ -396,10 +396,11 @@ class StorageTracker:
                 self._remove_from_account(record, len(self.operators) if not self.closed else None)
 
     def count_as_released(self, record: Record) -> None:
-        """Count a storage as released before the current operator, the last one in `operators`.
+        """Do not count a storage from the current operator (the last one in `operators`) on.
 
-        The caller expects the storage to be released soon after the operator. If the storage is
-        still live at the next call of `confirm_released`, that call counts it as live again.
+        This method is called for a storage that is still live, but will be released soon after the
+        operator. If it is still live at the next call of `confirm_released`, that call counts it as
+        live again.
         """
         self._remove_from_account(record, len(self.operators) - 1)
         self._to_verify = record

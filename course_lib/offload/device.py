@@ -37,7 +37,8 @@ class Device:
     def of_tensor(tensor: Tensor) -> Device:
         """Return the device that a tensor is on.
 
-        A symbolic tensor has no memory. Its device is the CPU, whose methods never wait.
+        For a symbolic tensor, which has no memory, the result is the CPU, whose copies need no
+        synchronization.
         """
         if is_symbolic(tensor):
             return Device.from_torch(torch.device("cpu"))

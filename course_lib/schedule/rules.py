@@ -118,10 +118,11 @@ def recursive(chain: Chain) -> Schedule:
 def binomial(length: int, slots: int) -> Schedule:
     """Return the schedule with the fewest forwards that keeps at most `slots` inputs at a time.
 
-    It is for a chain of L equal stages. The chain's own input is one of the inputs that are kept.
-    Each stage has one forward that keeps everything, directly before its backward. In addition to
-    these L forwards there are r*L - C(s+r, s+1) others. Here s is the number of slots, r is the
-    least number for which C(s+r, s) >= L, and C(n, k) is a binomial coefficient.
+    The schedule is for a chain of L equal stages. The input of the first stage is one of the inputs
+    that are kept. Directly before its backward, each stage runs a forward that keeps all tensors
+    that the backward needs. In addition to these L forwards, the schedule runs r*L - C(s+r, s+1)
+    forwards. Here s is the number of slots, C(n, k) is a binomial coefficient, and r is the least
+    number for which C(s+r, s) >= L.
 
     Args:
         length: L, the number of stages.

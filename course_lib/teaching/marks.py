@@ -170,10 +170,13 @@ def category_legend(drawn: "Figure", names: Iterable[str], **look: Any) -> None:
 
 
 def clauses(pattern: str, rows: Iterable[Mapping[str, object]]) -> Label:
-    """Return one sentence for an alt text that describes several items in the same way.
+    """Fill a pattern once per item, and return one sentence: the results, separated by semicolons.
+
+    Figures use such sentences in their alt texts.
 
     Args:
-        pattern: English text with placeholders for one item, such as "{name}: {peak} MB".
-        rows: One dict per item, from the name of a placeholder to its value.
+        pattern: English text with placeholders, such as "{name}: {peak} MB".
+        rows: One dict per item, which maps each placeholder to its value, such as {"name": "plain",
+            "peak": 12}.
     """
     return text("{points}.", points=join_labels([text(pattern, **row) for row in rows], "; "))

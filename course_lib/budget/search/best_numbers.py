@@ -260,8 +260,8 @@ def fastest_within(search: RecipeSearch, recipe: Recipe, nbytes: int) -> Cost:
 
     A schedule decides which activations are saved, and which are recomputed. Its cost consists of a
     time and the peak of the activations in bytes. If no schedule needs at most `nbytes` bytes, the
-    result is the cost of the schedule that needs the least memory. The step is not estimated for
-    this.
+    result is the cost of the schedule that needs the least memory. This function does not estimate
+    the training step, so it is fast.
 
     Args:
         search: Search for one model, batch and budget.

@@ -394,7 +394,7 @@ def blocks_in_flight(recipe: Recipe, tier: str, blocks: int) -> int:
 
     Args:
         recipe: Recipe of the step. The result is 0 if it does not offload activations.
-        tier: Lower tier, "file" or "host".
+        tier: Where offloaded tensors are stored: "file" or "host".
         blocks: Number of equal blocks of the model. This number is returned if `prefetch` or
             `in_flight` exceeds `TESTED_COPIES`.
     """
@@ -450,7 +450,9 @@ def highest_cost(
         model: Model to train.
         micro_batches: Micro-batches to compare.
         recipe: Recipe with checkpoint="optimal".
-        loss_sum: Function (model, batch) -> (sum of losses, weight); None for the model's own loss.
+        loss_sum: Function (model, batch) -> (sum of losses, weight). The weight is the number by
+            which the sum is divided, such as the number of tokens. If None, the model's
+            own loss is used.
 
     Raises:
         InfeasibleBudget: For at least one micro-batch, no schedule fits into `schedule_bytes`. If

@@ -181,7 +181,8 @@ def budget_table(
     Args:
         layers, x: Module to compile, and its input.
         variants: Dict from a label to (function, budget). The function takes the module, its input
-            and the budget, and returns the compiled module. It may discard earlier compiled code.
+            and the budget, and returns the compiled module. It may call `torch.compiler.reset()`,
+            because each variant is measured before the next one is compiled.
     """
     _, baseline = peak_and_flops(lambda layers, _, x: layers(x), layers, None)
     rows = []

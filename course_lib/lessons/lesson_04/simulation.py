@@ -24,12 +24,13 @@ from .gpu import offloaded_activations
 
 @cache
 def clock(layers: int, copy: float, p: int, in_flight: int = 2) -> float:
-    """Return the simulated time of forward and backward of Linear and GELU layers with offload.
+    """Return the simulated time of forward and backward of equal layers with offload.
 
-    The unit is the time of one layer's forward pass without copies.
+    Each layer is a Linear followed by a GELU. The unit is the time of one layer's forward pass
+    without copies.
 
     Args:
-        layers: Number of pairs of Linear and GELU.
+        layers: Number of layers.
         copy: Time of one copy, in the same unit.
         p: Number of storages that are fetched ahead in backward.
         in_flight: Number of copies to the host that may run at the same time as computation.

@@ -113,8 +113,9 @@ def what_fills(
     Args:
         names: Label of each step.
         estimates: Estimate of each step.
-        guesses: The learner's guesses of the peaks in MB, for the first steps. None in the sequence
-            is a missing guess. By default, the table has no column for guesses.
+        guesses: The learner's guesses of the peaks in MB, in the order of `names`. There may be
+            fewer guesses than names, and None is a missing guess. By default, the table has no
+            column for guesses.
     """
     estimates = list(estimates)
     shown = [
