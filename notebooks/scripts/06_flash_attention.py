@@ -11,16 +11,16 @@
 #
 # <div lang="en">
 #
-# An attention layer has 8192 tokens and 12 heads of 64 features. For the backward pass, standard attention keeps its probabilities, which take 3.2 GB in fp32. Flash attention keeps its output (25 MB) and one number per row of probabilities (0.4 MB) instead. Both kinds also keep Q, K and V (75 MB), so the totals are 3297 MB and 101 MB.
+# An attention layer processes 8192 tokens with 12 heads of 64 features. For the backward pass, standard attention keeps its probabilities, which take 3.2 GB in fp32. Flash attention instead keeps its output (25 MB) and one number per row of probabilities (0.4 MB). Both kinds also keep Q, K and V (75 MB). In total, standard attention keeps 3297 MB and flash attention 101 MB.
 #
-# What is the number per row, and how can it be enough to compute dQ, dK and dV?
+# What is this number, and how can it be enough to compute the gradients dQ, dK and dV?
 #
 # </div>
 # <div lang="zh">
 #
-# 设一个注意力层有 8192 个 token、12 个头，每个头 64 维。标准注意力要为反向保存概率，用 fp32 时占 3.2 GB。flash 注意力（论文和实现里叫 FlashAttention）不保存概率，而是保存输出（25 MB），并为概率矩阵的每一行保存一个数（0.4 MB）。两种注意力都还要保存 Q、K、V（75 MB），所以合计分别是 3297 MB 和 101 MB。
+# 设一个注意力层有 8192 个 token、12 个头，每个头 64 维。标准注意力要为反向保存概率，用 fp32 时占 3.2 GB。flash 注意力（论文和实现里叫 FlashAttention）不保存概率，而是保存输出（25 MB），并为概率矩阵的每一行保存一个数（0.4 MB）。两种注意力都还要保存 Q、K、V（75 MB），所以标准注意力一共保存 3297 MB，flash 注意力一共保存 101 MB。
 #
-# 每行保存的这个数是什么？为什么有了这个数，就能算出 dQ、dK 和 dV？
+# 每行保存的这个数是什么？为什么有了这个数，就能算出梯度 dQ、dK 和 dV？
 #
 # </div>
 
@@ -41,9 +41,9 @@ language()
 #
 # **Goals** (119 minutes, in two sittings):
 #
-# - Write the forward and backward pass of attention in tiles, without any N × N matrix.
-# - Predict the bytes and FLOPs of attention, and write three lines of a GPU kernel.
-# - Merge results for parts of the keys, and find out which calls of PyTorch's attention keep the scores.
+# - Write the forward and backward pass of attention without any N × N matrix.
+# - Predict the kept bytes and the FLOPs of attention, and write three lines of a GPU kernel.
+# - Merge attention results for parts of the keys, and find out which calls of PyTorch's attention keep the scores.
 #
 # **What to know before**: lesson 01, and recomputation from lesson 02.
 #
@@ -52,7 +52,7 @@ language()
 #
 # **目标**（共 119 分钟，分两次学）
 #
-# - 分块写出注意力的前向和反向，不出现任何 N × N 矩阵。
+# - 写出注意力的前向和反向，其中不出现任何 N × N 矩阵。
 # - 预测注意力保存多少字节、需要多少 FLOPs，并写出一个 GPU 核函数里的三行代码。
 # - 把各部分键的注意力结果合并起来，并找出 PyTorch 的哪些注意力调用会保存分数。
 #
@@ -65,9 +65,9 @@ language()
 #
 # <div lang="en">
 #
-# The softmax of a row needs the row's largest score, because `exp` would overflow otherwise, and a sum of exponentials. Neither the maximum nor the sum needs the whole row at once. Read one block of columns after the other. Keep the largest score so far, $m$, and the sum so far **relative to** $m$, $\ell = \sum e^{s - m}$. If a later block has a larger score, multiply the old sum by a known factor smaller than 1. This method is **online softmax**. After the last block, one number per row is enough, the **log-sum-exp** $\text{lse} = m + \log \ell$.
+# The softmax of a row of scores needs two numbers: the largest score, without which `exp` could overflow, and the sum of the exponentials. Neither needs the whole row at once. Read one block of columns after the other. Keep the largest score so far, $m$, and the sum so far **relative to** $m$, $\ell = \sum e^{s - m}$. If a later block has a larger score, multiply the old sum by a factor smaller than 1, which you can compute. This method is **online softmax**. After the last block, keep only one number per row, the **log-sum-exp** $\text{lse} = m + \log \ell$.
 #
-# **Exercise 1.** Write `log_sum_exp_in_blocks(scores, block)`. In one pass over blocks of columns of `scores`, (rows, n), it computes the log-sum-exps, (rows,). The check uses scores whose `exp` overflows, and records which blocks you read.
+# **Exercise 1.** Write `log_sum_exp_in_blocks(scores, block)`. It reads `scores`, of shape (rows, n), only once, in blocks of columns. It returns the log-sum-exps, of shape (rows,). The check uses scores whose `exp` overflows, and records which blocks you read.
 #
 # </div>
 # <div lang="zh">
@@ -132,20 +132,20 @@ figures.draw_running(maxima, sums)
 #
 # <div lang="en">
 #
-# The output of a row is a weighted sum of the rows of V. Update the output like $\ell$: multiply the old output by the same factor, then add the new block's contribution. After the last block, divide the output by $\ell$. Once a block has been added, its scores can be released.
+# The output for one query is a weighted sum of the rows of V. Update the output like $\ell$: multiply the old output by the same factor, then add the new block's contribution. After the last block, divide the output by $\ell$. Once a block's contribution has been added, its scores can be released.
 #
-# A GPU computes in a small, fast memory on the chip. The (n, block) scores of a long sequence do not fit there, so the queries are cut into blocks too. A block of queries and a **key block** (keys with their values) give one **tile** of scores, whose size does not depend on the sequence length.
+# A GPU's computations use a small, fast memory on the chip. For a long sequence, scores of shape (n, block) do not fit there, so the queries are cut into blocks, too. A block of queries and a **key block** (keys with their values) give one **tile** of scores, whose size does not depend on the sequence length.
 #
-# **Exercise 2.** Write `forward(q, k, v, block_q, block_k)` for one head. `q` is $(n_q, d)$; `k` and `v` are $(n_k, d)$. There may be more keys than queries, and block sizes need not divide the lengths. Return the output, $(n_q, d)$, and the log-sum-exps, $(n_q,)$. Divide the scores by $\sqrt d$.
+# **Exercise 2.** Write `forward(q, k, v, block_q, block_k)` for one head. `q` is $(n_q, d)$; `k` and `v` are $(n_k, d)$. There may be more keys than queries, and block sizes need not divide $n_q$ and $n_k$. Return the output, $(n_q, d)$, and the log-sum-exps, $(n_q,)$. Divide the scores by $\sqrt d$.
 #
 # </div>
 # <div lang="zh">
 #
-# 每一行的输出是 V 各行的加权和，所以更新输出的办法与更新 $\ell$ 相同，即先把旧的输出乘以同一个因子，再加上新读入的块的贡献。读完最后一块之后，把输出除以 $\ell$。一块算完之后，这一块的分数就不必保留了。
+# 每个查询的输出是 V 各行的加权和，所以更新输出的办法与更新 $\ell$ 相同，即先把旧的输出乘以同一个因子，再加上新读入的块的贡献。读完最后一块之后，把输出除以 $\ell$。一块算完之后，这一块的分数就不必保留了。
 #
 # GPU 计算时，要先把数据读进芯片上一块很小但很快的存储。如果序列很长，这块存储就放不下形状为 (n, block) 的分数，因此查询也要分成块。一个查询块和一个**键块**（键连同对应的值）之间的分数，构成一个**分块**（tile），分块的大小与序列长度无关。
 #
-# **练习 2。** 为一个头写出 `forward(q, k, v, block_q, block_k)`。`q` 的形状是 $(n_q, d)$，`k` 和 `v` 的形状是 $(n_k, d)$。键可能比查询多，块的大小也不一定整除长度。返回输出 $(n_q, d)$ 和各行的 LSE $(n_q,)$。分数要除以 $\sqrt d$。
+# **练习 2。** 为一个头写出 `forward(q, k, v, block_q, block_k)`。`q` 的形状是 $(n_q, d)$，`k` 和 `v` 的形状是 $(n_k, d)$。键可能比查询多，块的大小也不一定整除 $n_q$ 和 $n_k$。返回输出 $(n_q, d)$ 和各行的 LSE $(n_q,)$。分数要除以 $\sqrt d$。
 #
 # </div>
 
@@ -189,24 +189,24 @@ figures.draw_passes()
 #
 # <div lang="en">
 #
-# From Q, K and the log-sum-exp, the backward pass computes P again, tile by tile. Four matrix products follow:
+# From Q, K and the log-sum-exp, the backward pass computes the probabilities P again, tile by tile. Four matrix products follow:
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
 # The gradient of softmax leads from $dP$ to $dS$. The Jacobian of softmax is $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$, so $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$. This sum runs over the **whole** row, but a tile has only a part of the row. However, $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, so $D_i = dO_i \cdot O_i$ can be computed before the loops. O is kept in order to compute $D_i$.
 #
-# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head. It returns dQ, dK and dV. Mind the factor $1/\sqrt d$. You may compute all three gradients in one pass over the tiles, or dQ in one pass and dK and dV in another. Two passes compute S and dP twice. In exchange, each iteration of an outer loop finishes one block of a gradient alone, so no two iterations add to the same place.
+# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head. It returns dQ, dK and dV. Mind the factor $1/\sqrt d$. You may compute all three gradients in one pass over the tiles, or dQ in one pass and dK and dV in another. With two passes, you compute the scores S and dP twice. In exchange, each iteration of an outer loop computes one whole block of a gradient, so no two iterations add to the same place.
 #
 # </div>
 # <div lang="zh">
 #
-# 反向要用 P。由 Q、K 和 LSE 可以逐个分块重新算出 P。接下来与标准注意力一样，要做四次矩阵乘法：
+# 反向要用概率 P。由 Q、K 和 LSE 可以逐个分块重新算出 P。接下来与标准注意力一样，要做四次矩阵乘法：
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
 # 从 $dP$ 到 $dS$，要用 softmax 的梯度。softmax 的雅可比矩阵是 $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$，所以 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$。$D_i$ 要对**整行**求和，而一个分块里只有这一行的一部分。不过 $dP_{ij} = dO_i \cdot V_j$，$O_i = \sum_j P_{ij} V_j$，因此 $D_i = dO_i \cdot O_i$，在循环之前就可以算出来。保存 O，就是为了计算 $D_i$。
 #
-# **练习 3。** 为一个头写出 `backward(q, k, v, o, lse, grad_o, block_q, block_k)`，返回 dQ、dK、dV，形状与 q、k、v 相同。别忘了因子 $1/\sqrt d$。这三个梯度可以在一次遍历里算完，也可以遍历两次，一次算 dQ，一次算 dK 和 dV。遍历两次时，S 和 dP 各要算两遍。好处是外层循环的每一步都能独立算完梯度的一块，任何两步都不会累加到同一个位置。
+# **练习 3。** 为一个头写出 `backward(q, k, v, o, lse, grad_o, block_q, block_k)`，返回 dQ、dK、dV，形状与 q、k、v 相同。别忘了因子 $1/\sqrt d$。这三个梯度可以在一次遍历里算完，也可以遍历两次，一次算 dQ，一次算 dK 和 dV。遍历两次时，分数 S 和 dP 各要算两遍。好处是外层循环的每一步都能独立算完梯度的一块，任何两步都不会累加到同一个位置。
 #
 # </div>
 
@@ -273,7 +273,7 @@ table(["relative error (1e-7)", "O", "dQ", "dK", "dV"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The table lists the errors of fp32 results against float64. All errors are near 4e-7. Tiled attention adds in another order than standard attention, so the last digits differ. Tiled attention is exact as a formula, not bit by bit.
+# The table lists the errors of fp32 results, relative to float64 results. All errors are near 4e-7. Tiled attention has an exact formula, but adds in another order than standard attention, so the last digits differ.
 #
 # </div>
 # <div lang="zh">
@@ -285,7 +285,7 @@ table(["relative error (1e-7)", "O", "dQ", "dK", "dV"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (60 minutes). You have written both passes of flash attention, with errors like those of standard attention. The second sitting asks how many bytes and FLOPs these passes need, turns your forward pass into a GPU kernel, uses the log-sum-exp once more, and asks when PyTorch does not use flash attention.
+# **End of the first sitting** (60 minutes). You have written flash attention, forward and backward, with errors like those of standard attention. The second sitting asks how many bytes and FLOPs these passes need, turns your forward pass into a GPU kernel, uses the log-sum-exp once more, and asks when PyTorch does not use flash attention.
 #
 # </div>
 # <div lang="zh">
@@ -299,7 +299,7 @@ table(["relative error (1e-7)", "O", "dQ", "dK", "dV"], rows)
 #
 # <div lang="en">
 #
-# As in lesson 01, we list which tensors the library's flash attention keeps. **Guess first:** if the number of tokens doubles, by what factor do the kept bytes of standard and of flash attention grow?
+# As in lesson 01, we list the tensors that the library's flash attention keeps. **Guess first:** if the number of tokens doubles, by what factor do the kept bytes of standard and of flash attention grow?
 #
 # </div>
 # <div lang="zh">
@@ -342,7 +342,7 @@ predictions([rows[i] for i in (0, 4, 5, 9)], unit="bytes")
 #
 # <div lang="en">
 #
-# **Exercise 4.** Computing P again costs FLOPs. Give the FLOPs of one head, in units of $N^2 d$, for forward, for backward in one pass over the tiles, and for backward in **two passes**, where each pass computes S and dP for itself.
+# **Exercise 4.** Computing P again costs FLOPs. How many FLOPs does one head need, in units of $N^2 d$? Answer for forward, for backward in one pass over the tiles, and for backward in **two passes**. Each of the two passes computes S and dP for itself.
 #
 # </div>
 # <div lang="zh">
@@ -380,16 +380,16 @@ table(["", "FLOPs (units of n²d)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# In backward, two passes cost 40% more FLOPs than one pass, but the result is **deterministic**. With one pass, parallel programs add to the same dQ by atomic adds, in an order that changes between runs (FlashAttention's issue 414). FlashAttention's option `deterministic=True` fixes the order, but backward takes 21% longer on an H100 with head size 128, 8192 tokens and a causal mask (pull request 1893).
+# In backward, two passes cost 40% more FLOPs than one pass, but their result is **deterministic**, that is, equal in every run. With one pass, parallel programs add to the same dQ by atomic adds, in an order that changes between runs (FlashAttention's issue 414). FlashAttention's option `deterministic=True` fixes the order, but makes backward slower. On an H100 with head size 128, 8192 tokens and a causal mask, backward takes 21% longer (pull request 1893).
 #
-# Flash attention needs more FLOPs than standard attention, but can be faster because it moves fewer bytes. If $M$ numbers fit on the chip, a block has about $M/(4d)$ queries. Each block of queries reads K and V once, so flash attention moves $\Theta(N^2 d^2 / M)$ numbers, and standard attention $\Theta(N d + N^2)$. Section 6.17 draws the roofline.
+# Flash attention needs more FLOPs than standard attention, but can be faster because it moves fewer bytes. If $M$ numbers fit on the chip, a block has about $M/(4d)$ queries. K and V are read once for each block of queries, so flash attention moves $\Theta(N^2 d^2 / M)$ numbers. Standard attention moves $\Theta(N d + N^2)$. The roofline plot in section 6.17 shows when moved bytes limit the speed.
 #
 # </div>
 # <div lang="zh">
 #
 # 把分块遍历两次，反向的 FLOPs 比遍历一次多 40%，但每次运行的结果都完全相同，也就是**确定**（deterministic）的结果。如果只遍历一次，并行的程序就要用原子加法往同一个 dQ 上累加，每次运行的累加顺序可能不同（FlashAttention 的 issue 414）。FlashAttention 的选项 `deterministic=True` 把这个顺序固定下来，但反向会变慢。以 H100 为例，头维度是 128、序列有 8192 个 token、带因果掩码时，反向的用时增加 21%（合并请求 1893）。
 #
-# flash 注意力的 FLOPs 比标准注意力多，却可能更快，因为它搬运的字节更少。假设芯片上的存储放得下 $M$ 个数，那么一个查询块大约有 $M/(4d)$ 个查询。每个查询块都要把 K 和 V 读一遍，所以 flash 注意力一共搬运 $\Theta(N^2 d^2 / M)$ 个数，标准注意力则搬运 $\Theta(N d + N^2)$ 个数。屋顶线（roofline）图在 6.17 节。
+# flash 注意力的 FLOPs 比标准注意力多，却可能更快，因为它搬运的字节更少。假设芯片上的存储放得下 $M$ 个数，那么一个查询块大约有 $M/(4d)$ 个查询。每个查询块都要把 K 和 V 读一遍，所以 flash 注意力一共搬运 $\Theta(N^2 d^2 / M)$ 个数，标准注意力则搬运 $\Theta(N d + N^2)$ 个数。6.17 节用屋顶线（roofline）图说明，搬运的字节在什么情况下限制速度。
 #
 # </div>
 
@@ -398,20 +398,20 @@ table(["", "FLOPs (units of n²d)"], rows)
 #
 # <div lang="en">
 #
-# On a GPU, your outer loop becomes a **kernel**, a program that runs in many parallel instances. Each **instance** computes the block of queries whose number is `tl.program_id(0)`. `tl.load` reads rows at computed addresses. On a CPU, Triton's interpreter runs one instance after the other.
+# On a GPU, your outer loop becomes a **kernel**, a program that runs in many parallel instances. Each **instance** computes the outputs for one block of queries, and `tl.program_id(0)` is the number of this block. `tl.load` reads rows at given addresses. On a CPU, Triton's interpreter runs one instance after the other.
 #
-# The block size need not divide the number of tokens. Rows past the end are **masked**: `tl.load` returns 0 for these rows, and `tl.store` skips them. Keys past the end get the score −∞, so their weight is 0. `tl.constexpr` marks numbers that are fixed when the kernel is compiled.
+# The block size need not divide the number of tokens. Rows past the last token are **masked**: `tl.load` returns 0 for these rows, and `tl.store` skips them. Keys past the end get the score −∞, so their weight is 0. `tl.constexpr` marks numbers that are fixed when the kernel is compiled.
 #
-# **Exercise 5.** In `fold`, which processes one tile, the lines for `new`, `shrink` and `o` are missing. These lines do the same as in your `forward`, with `tl.maximum`, `tl.max(x, 1)`, `tl.exp`, `tl.dot` and `x[:, None]`.
+# **Exercise 5.** The function `fold` processes one tile. Correct its lines for `new`, `shrink` and `o`, so that they compute the same as in your `forward`. Use `tl.maximum`, `tl.max(x, 1)`, `tl.exp`, `tl.dot` and `x[:, None]`.
 #
 # </div>
 # <div lang="zh">
 #
 # 在 GPU 上，你的外层循环变成一个**核函数**（kernel），也就是有许多实例并行运行的程序。每个**实例**负责一个查询块，块的编号是 `tl.program_id(0)`。`tl.load` 从算好的地址读入若干行。在 CPU 上，Triton 的解释器逐个运行这些实例。
 #
-# 块的大小不一定能整除 token 数。超出末尾的行用**掩码**处理，`tl.load` 对这些行返回 0，`tl.store` 则不写这些行。超出末尾的键，分数设为 −∞，因此权重是 0。用 `tl.constexpr` 标出的数，在编译核函数时就已经固定。
+# 块的大小不一定能整除 token 数。超出最后一个 token 的行用**掩码**处理，`tl.load` 对这些行返回 0，`tl.store` 则不写这些行。超出末尾的键，分数设为 −∞，因此权重是 0。用 `tl.constexpr` 标出的数，在编译核函数时就已经固定。
 #
-# **练习 5。** 函数 `fold` 处理一个分块，其中还缺 `new`、`shrink` 和 `o` 三行。这三行与你写的 `forward` 里的计算相同，要用 `tl.maximum`、`tl.max(x, 1)`、`tl.exp`、`tl.dot` 和 `x[:, None]` 来写。
+# **练习 5。** 函数 `fold` 处理一个分块，请改写其中计算 `new`、`shrink` 和 `o` 的三行，使这三行与你写的 `forward` 里的计算相同。要用 `tl.maximum`、`tl.max(x, 1)`、`tl.exp`、`tl.dot` 和 `x[:, None]` 来写。
 #
 # </div>
 
@@ -477,9 +477,9 @@ exercises.check_kernel(run)
 #
 # <div lang="en">
 #
-# The log-sum-exp has a second use. Suppose attention over one part of the keys gave the output $o_1$ and $\text{lse}_1$, and attention over the other part gave $o_2$ and $\text{lse}_2$. These four tensors are enough for attention over all keys.
+# The log-sum-exp has a second use. Suppose attention over one part of the keys gave the output $o_1$ and $\text{lse}_1$, and attention over the other part gave $o_2$ and $\text{lse}_2$. From these four tensors you can compute attention over all keys.
 #
-# **Exercise 6.** Write `merge(o1, lse1, o2, lse2)`, which returns the output, (n, d), and the log-sum-exps, (n,), for all keys. The parts may have different sizes, and scores may be as large as 1000. With a causal mask, a query may see no key of one part. For this part, the query's output is 0 and its log-sum-exp is −∞. Every query sees a key of the other part.
+# **Exercise 6.** Write `merge(o1, lse1, o2, lse2)`, which returns the output, of shape (n, d), and the log-sum-exps, of shape (n,), for all keys. The two parts may have different sizes, and scores may be as large as 1000. With a causal mask, a query may see no key of one part. For this part, the query's output is 0 and its log-sum-exp is −∞. But every query sees at least one key of the other part.
 #
 # </div>
 # <div lang="zh">
@@ -537,7 +537,7 @@ table(["merged results", "close to `forward`"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The first row is **flash-decoding**. A model that generates text has one new query and many keys, so several instances each process a part of the keys. The second row is **ring attention**, in one process here. Each device has a part of the queries, keys and values, and passes its keys and values to the next. In lesson 08 the parts are on different ranks.
+# The first row of the table is **flash-decoding**. A model that generates text has one new query and many keys, so several instances each process a part of the keys. The second row is **ring attention**, which one process simulates here. Each device has a part of the queries, keys and values, and passes its keys and values to the next device. In lesson 08 the parts are on different ranks.
 #
 # </div>
 # <div lang="zh">
@@ -553,9 +553,9 @@ table(["merged results", "close to `forward`"], rows)
 #
 # `F.scaled_dot_product_attention` runs one of several implementations, called **backends**. Most backends are fused kernels, but the last one, `MATH`, runs separate operators and keeps the scores. PyTorch falls back to `MATH` without a warning.
 #
-# PyTorch checks the inputs to choose the backend. Only one fused kernel on CUDA accepts fp32. This kernel's head size must be a multiple of 16 bytes, or 4 numbers in fp32.
+# PyTorch checks the inputs to choose the backend. Only one fused kernel on CUDA accepts fp32. This kernel requires that the head size, in bytes, is a multiple of 16. In fp32, the head size must therefore be a multiple of 4.
 #
-# The six calls have 8 query heads and 1024 tokens. **Guess first:** which call keeps the scores on this CPU, and which calls on an H200, in fp32 and in bf16?
+# The six calls below have 8 query heads and 1024 tokens. **Guess first:** which call keeps the scores on this CPU? Which calls keep the scores on an H200 in fp32, and which in bf16?
 #
 # </div>
 # <div lang="zh">
@@ -627,12 +627,12 @@ table(["call", *headings], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# - PyTorch also keeps an $N \times N$ **mask**, $4N^2$ bytes in fp32. On CUDA, no fused kernel accepts a mask whose last stride is not 1, like T5's.
+# - PyTorch also keeps an $N \times N$ **mask**, which takes $4N^2$ bytes in fp32. On CUDA, no fused kernel accepts a mask whose last stride is not 1, as in T5.
 # - On CUDA, fused kernels compute **dropout**. On this CPU, PyTorch uses `MATH` and keeps 107 MB, instead of 8.4 MB without dropout.
 # - In bf16 on CUDA without a mask, PyTorch pads **head sizes** of at most 256 to a multiple of 8 (here 63 to 64) and keeps the padded tensors. With a mask, fused kernels accept only multiples of 8.
-# - On CUDA, **grouped-query attention** gets no fused kernel in fp32. In bf16 it gets one, but on an A100 or RTX 4090 only without a mask.
+# - On CUDA, **grouped-query attention** gets no fused kernel in fp32. In bf16 it gets a fused kernel, but on an A100 or RTX 4090 only without a mask.
 #
-# *Run* means that the peaks of training steps with such calls, on an H200 with PyTorch 2.11, agreed with the estimates. *From source* means that the number follows from the checks of PyTorch 2.11 and 2.13, and no GPU has confirmed it.
+# In the table, *run* means that training steps with such calls have run on an H200 with PyTorch 2.11. Their peaks agreed with the estimates. *From source* means that the number follows from the checks in the source of PyTorch 2.11 and 2.13. No GPU has confirmed it.
 #
 # </div>
 # <div lang="zh">
@@ -659,9 +659,9 @@ table(["call", *headings], rows)
 # | FlashAttention-3 | 9.0: H100, H200 | fp16, bf16; fp8 without a backward pass |
 # | FlashAttention-4 | 9.0 and 10.0: H200, B200 | fp16, bf16 |
 #
-# With its package installed, `torch.nn.attention.activate_flash_attention_impl("FA4")` selects FlashAttention-4. Neither FlashAttention-3 nor 4 supports dropout. According to its paper, FlashAttention-3 is 1.5 to 2.0 times as fast as FlashAttention-2 on an H100 in fp16. The B200 sped up the matrix units more than the units for `exp`. Therefore FlashAttention-4 computes some exponentials in software, and multiplies by your `shrink` only if the maximum has grown enough.
+# If the package of FlashAttention-4 is installed, `torch.nn.attention.activate_flash_attention_impl("FA4")` selects it. Neither FlashAttention-3 nor 4 supports dropout. According to its paper, FlashAttention-3 is 1.5 to 2.0 times as fast as FlashAttention-2 on an H100 in fp16. The B200's matrix units became faster by a larger factor than its units for `exp`. Therefore FlashAttention-4 computes some exponentials in software, and multiplies by your `shrink` only if the maximum has grown enough.
 #
-# Newer models change attention itself. Which of these calls still get a fused kernel?
+# Newer models change attention itself. Which of the calls below still get a fused kernel?
 #
 # </div>
 # <div lang="zh">
@@ -711,9 +711,9 @@ table(["call", *headings], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# PyTorch keeps a **bool mask** in the dtype of Q, which in fp32 takes four times the bool mask's bytes. On this CPU, PyTorch falls back to `MATH` for a **learned bias**, and for values with **another head size** than the keys, as in multi-head latent attention (MLA). Padding these values with zeros halves the kept bytes. By PyTorch's checks, all four calls get a fused kernel on an H200 in bf16.
+# PyTorch converts a **bool mask** to the dtype of Q and keeps the converted mask. In fp32, it takes four times the bytes of the bool mask. On this CPU, PyTorch falls back to `MATH` for a **learned bias**. It also does so if values have **another head size** than the keys, as in multi-head latent attention (MLA). Padding these values with zeros halves the kept bytes. According to PyTorch's checks, all four calls get a fused kernel on an H200 in bf16.
 #
-# `F.scaled_dot_product_attention` has no argument for a **soft cap** of the scores, which section 6.10 adds with `flex_attention`, and no argument for an **attention sink**. A sink adds the exponential of one more score to the denominator of each softmax, but no row to V. So your `merge` can add a sink as one more part of the keys, with output 0 and a log-sum-exp equal to the sink's score.
+# `F.scaled_dot_product_attention` has no argument for a **soft cap** of the scores. Section 6.10 adds a soft cap with `flex_attention`. There is also no argument for an **attention sink**. A sink adds the exponential of one more score to the denominator of each softmax, but no row to V. So your `merge` can add a sink as one more part of the keys. This part's output is 0, and its log-sum-exp is the sink's score.
 #
 # </div>
 # <div lang="zh">
@@ -753,12 +753,12 @@ table(["compared", "result"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# In this call on a CPU, `torch.use_deterministic_algorithms(True)` changes no gradient and raises no error. On CUDA, according to PyTorch's source, this setting makes FlashAttention's backward add in a fixed order, stops the memory-efficient kernel from splitting the keys, and excludes cuDNN. With `warn_only=True`, the first two kernels warn and stay nondeterministic.
+# In the call above, on a CPU, `torch.use_deterministic_algorithms(True)` changes no gradient and raises no error. According to PyTorch's source, this setting has three effects on CUDA. FlashAttention's backward adds in a fixed order, the memory-efficient kernel does not split the keys, and cuDNN is not chosen. With `warn_only=True`, FlashAttention and the memory-efficient kernel only warn, and stay nondeterministic.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 CPU 上运行这次调用时，`torch.use_deterministic_algorithms(True)` 既不改变梯度，也不报错。在 CUDA 上，依据 PyTorch 的源码，打开这个设置以后，FlashAttention 的反向会按固定的顺序累加，memory-efficient 核函数不再把键拆开，cuDNN 则不会被选中。如果加上 `warn_only=True`，FlashAttention 和 memory-efficient 核函数只发出警告，结果仍然不确定。
+# 在 CPU 上运行上面这次调用时，`torch.use_deterministic_algorithms(True)` 既不改变梯度，也不报错。在 CUDA 上，依据 PyTorch 的源码，打开这个设置以后，FlashAttention 的反向会按固定的顺序累加，memory-efficient 核函数不再把键拆开，cuDNN 则不会被选中。如果加上 `warn_only=True`，FlashAttention 和 memory-efficient 核函数只发出警告，结果仍然不确定。
 #
 # </div>
 
@@ -767,7 +767,7 @@ table(["compared", "result"], rows)
 #
 # <div lang="en">
 #
-# `flex_attention` compiles your functions for the mask and for the scores into one kernel. Avoid padding: pack the sequences one after the other, and pass the start of each (`cu_seqlens`) to `flash_attn_varlen_func`.
+# `flex_attention` compiles your functions for the mask and for the scores into one kernel. To avoid padding, concatenate the sequences, and pass the start of each sequence (`cu_seqlens`) to `flash_attn_varlen_func`.
 #
 # | line | here |
 # |---|---|
@@ -832,7 +832,7 @@ flags, torch.allclose(torch.cat(alone, 2), packed, atol=1e-5), f"{block_mask.spa
 # %% [markdown]
 # <div lang="en">
 #
-# With `is_causal=True`, PyTorch's result agrees with the library's. `flex_attention` gives the same result as attention on each document alone, with the cap. Its block mask skips half of the tiles. Note the warning: without `torch.compile`, `flex_attention` computes the whole matrix of scores.
+# With `is_causal=True`, PyTorch's result agrees with the library's. `flex_attention` gives the same result as attention on each document alone, with the same soft cap. Its block mask skips half of the tiles. The warning says that `flex_attention` computes the whole matrix of scores if you do not use `torch.compile`.
 #
 # </div>
 # <div lang="zh">
@@ -915,7 +915,7 @@ table(["attention", "peak (GB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# At 128 tokens, P is a small part of a layer's kept bytes, so flash attention reduces the peak by only 9%. With one sequence of 4096 tokens, the estimated peak falls from 5.97 GB to 0.78 GB. Which technique reduces the peak most depends on the sequence length.
+# At 128 tokens, P is a small part of a layer's kept bytes, so flash attention reduces the peak by only 9%. With one sequence of 4096 tokens, the estimated peak falls from 5.97 GB to 0.78 GB. The technique that reduces the peak most depends on the sequence length.
 #
 # </div>
 # <div lang="zh">
@@ -930,10 +930,10 @@ table(["attention", "peak (GB)"], rows)
 # <div lang="en">
 #
 # - Softmax can be computed block by block, in one pass. One number per row, the log-sum-exp, restores every probability.
-# - It is enough to keep Q, K, V, O and the log-sum-exp for backward. The kept bytes grow with $N$, the FLOPs with $N^2$.
-# - Backward needs five matrix products per tile. Two passes need seven, but no two instances write to the same place.
-# - The outputs and log-sum-exps for parts of the keys are enough for attention over all keys.
-# - PyTorch falls back without a warning to a backend that keeps the scores. With `sdpa_kernel`, it raises an error.
+# - It is enough to keep Q, K, V, O and the log-sum-exp for backward. The kept bytes are proportional to $N$, and the FLOPs to $N^2$.
+# - Backward needs five matrix products per tile in one pass over the tiles. In two passes it needs seven, but no two instances write to the same place.
+# - The outputs and log-sum-exps for parts of the keys are enough to compute attention over all keys.
+# - PyTorch falls back without a warning to a backend that keeps the scores. If you select another backend with `sdpa_kernel`, PyTorch raises an error instead of falling back.
 #
 # **Next:** [lesson 07](07_fit_the_budget.ipynb) combines all techniques within a memory budget.
 #
@@ -1017,7 +1017,7 @@ figures.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
 # %% [markdown]
 # <div lang="en">
 #
-# Neither method keeps P. The checkpoint's recomputation stops early, so both methods compute only $Q K^T$ again, with equal FLOPs. But when backward reaches a checkpointed layer, the whole of P exists again, with the gradients of P and of the scores. These three matrices of $N^2$ numbers per head take $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, or 101 of the 109 MB of the peak. Flash attention has only one tile of such a matrix at a time. A checkpoint discards P between layers, and flash attention discards P inside the operator.
+# Neither method keeps P. The checkpoint's recomputation stops early, so both methods compute only $Q K^T$ again, with equal FLOPs. But when backward reaches a checkpointed layer, the whole of P exists again, together with the gradients of P and of the scores. These three matrices of $N^2$ numbers per head take $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, which is 101 MB of the peak of 109 MB. Flash attention has only one tile of such a matrix at a time. A checkpoint discards P between layers, and flash attention discards P inside the operator.
 #
 # </div>
 # <div lang="zh">
@@ -1046,7 +1046,7 @@ figures.draw_causal_tiles()
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 7.** Write `tiles(queries, keys, block_q, block_k)`, the number of tiles to compute with a causal mask. The mask is aligned at the bottom right, so the last query sees all keys. If there are fewer keys than queries, the first queries see no key. (`is_causal=True` in PyTorch aligns at the top left.) Blocks need not divide the lengths.
+# **Exercise 7.** Write `tiles(queries, keys, block_q, block_k)`, which returns the number of tiles that must be computed with a causal mask. The mask is aligned at the bottom right, so the last query sees all keys. If there are fewer keys than queries, the first queries see no key. (`is_causal=True` in PyTorch aligns at the top left.) Blocks need not divide the lengths.
 #
 # </div>
 # <div lang="zh">
@@ -1110,14 +1110,14 @@ predictions(rows, unit="bytes")
 #
 # In **grouped-query attention** (GQA), several query heads share one head of keys and values. PyTorch's argument for GQA is `enable_gqa=True`.
 #
-# **Exercise 8.** A layer has 32 query heads and 8 key and value heads, $d = 128$, 4096 tokens and batch size 1, in bf16. How many bytes does flash attention keep for backward?
+# **Exercise 8.** A layer has 32 query heads, and 8 heads of keys and values. Its head size is $d = 128$, and its input is one sequence of 4096 tokens in bf16. How many bytes does flash attention keep for backward?
 #
 # </div>
 # <div lang="zh">
 #
 # 在**分组查询注意力**（GQA）里，几个查询头共用一个键值头。PyTorch 里的参数是 `enable_gqa=True`。
 #
-# **练习 8。** 一层有 32 个查询头、8 个键值头，头维度 $d = 128$，序列有 4096 个 token，批次大小为 1，数据类型是 bf16。flash 注意力要为反向保存多少字节？
+# **练习 8。** 一层有 32 个查询头、8 个键值头，头维度 $d = 128$，输入是一条 4096 个 token 的序列，数据类型是 bf16。flash 注意力要为反向保存多少字节？
 #
 # </div>
 
@@ -1136,12 +1136,12 @@ exercises.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
 #
 # <div lang="en">
 #
-# The table counts the FLOPs and the moved bytes of one head at N = 4096, for FlashAttention-2's loops and for this library's two passes, with 163 KiB of shared memory per block. The time is at least the larger of compute time and memory time, here on an A100 with 312 TFLOP/s and 2.0 TB/s. FLOPs divided by moved bytes is the **arithmetic intensity**. The **roofline** is the smaller of two numbers: the compute rate, and the bandwidth multiplied by the intensity. The figure shows counts, not measurements, for flash attention with blocks of 64 and 128 queries.
+# The table counts the FLOPs and the moved bytes of one head at N = 4096, with 163 KiB of shared memory per thread block. It compares FlashAttention-2's loops with this library's two passes. The time is at least the larger of compute time and memory time, here on an A100 with 312 TFLOP/s and 2.0 TB/s. FLOPs divided by moved bytes is the **arithmetic intensity**. The **roofline** is the highest rate that a kernel can reach. It is the smaller of two numbers: the compute rate, and the bandwidth multiplied by the intensity. The figure shows computed numbers, not measurements. It shows flash attention with blocks of 64 queries and of 128 queries.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表统计 N = 4096 时一个头的 FLOPs 和搬运的字节数，分别按 FlashAttention-2 的循环和本库遍历两次的做法计算，假设每个线程块有 163 KiB 共享内存。时间至少是计算时间与访存时间中较长的一个，这里按 A100 的 312 TFLOP/s 和 2.0 TB/s 计算。FLOPs 除以搬运的字节数，得到**算术强度**。**屋顶线**（roofline）取两个数中较小的一个，一个是算力，另一个是带宽与算术强度的乘积。图里的数是计算出来的，不是实测值。对 flash 注意力，图里分别画出查询块有 64 个和 128 个查询的情形。
+# 下表统计 N = 4096 时一个头的 FLOPs 和搬运的字节数，分别按 FlashAttention-2 的循环和本库遍历两次的做法计算，假设每个线程块有 163 KiB 共享内存。时间至少是计算时间与访存时间中较长的一个，这里按 A100 的 312 TFLOP/s 和 2.0 TB/s 计算。FLOPs 除以搬运的字节数，得到**算术强度**。**屋顶线**（roofline）是核函数能达到的最高速率，等于两个数中较小的一个，一个是算力，另一个是带宽与算术强度的乘积。图里的数是计算出来的，不是实测值。对 flash 注意力，图里分别画出查询块有 64 个和 128 个查询的情形。
 #
 # </div>
 
@@ -1165,7 +1165,7 @@ ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
 # %% [markdown]
 # <div lang="en">
 #
-# With blocks of 64 and 128 queries, flash attention has an intensity of 63 and 124 FLOPs per byte. Both numbers are below the ridges of an A100 and an H100, where the two rates are equal (156 and 295 FLOPs per byte). By this count, memory bandwidth would still be the limit. In reality, the L2 cache reduces the reads from memory. The A100's L2 cache has 40 MB, so one head's K and V, 1 MB here, stay in the cache. If K and V were read from memory only once per head, the intensity would be 2032 FLOPs per byte. The paper of FlashAttention-2 reports 50% to 73% of an A100's peak compute rate.
+# Flash attention has an intensity of 63 FLOPs per byte with blocks of 64 queries, and of 124 with blocks of 128 queries. At the **ridge** of a roofline, the compute rate equals the bandwidth multiplied by the intensity. The ridge of an A100 is at 156 FLOPs per byte, and that of an H100 at 295. Both are higher than the intensities of flash attention, so by this count, memory bandwidth would still be the limit. In reality, the L2 cache reduces the reads from memory. The A100's L2 cache has 40 MB. One head's K and V take only 1 MB here, so they stay in the cache. If K and V were read from memory only once per head, the intensity would be 2032 FLOPs per byte. According to its paper, FlashAttention-2 reaches 50% to 73% of an A100's peak compute rate.
 #
 # </div>
 # <div lang="zh">
@@ -1179,7 +1179,7 @@ ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
 #
 # <div lang="en">
 #
-# Dropout on P would need a mask of N × N for backward. CUDA kernels keep only a **seed** instead. In forward and again in backward, a counter-based generator computes each element's random number from the seed and the element's index in P.
+# Dropout on P would need an N × N mask for backward. CUDA kernels keep only a **seed** instead. In forward and again in backward, a counter-based generator computes each element's random number from the seed and the element's index in P.
 #
 # The idea of tiled attention is older than FlashAttention. Rabe and Staats 2021 (*Self-attention Does Not Need O(n²) Memory*, arXiv:2112.05682) used the same running maximum and sum, with one checkpoint per block for backward.
 #
@@ -1232,7 +1232,7 @@ masks = (False, True) if triton else ()
 #
 # <div lang="en">
 #
-# On a GPU, `backend="auto"` selects the Triton kernels of this course, and this cell measures them next to PyTorch's kernels. Without a GPU, the cell shows the recorded times and bytes of forward and backward on an H100 and an H200, with a causal mask and 4096 tokens. On the H200, the course's kernels take 1.56 ms, PyTorch's FlashAttention takes 2.22 ms, and cuDNN, which PyTorch chooses on this GPU, takes 1.29 ms. FlashAttention's backward allocates a workspace; the course's kernels need no workspace.
+# On a GPU, `backend="auto"` selects the Triton kernels of this course, and this cell compares them with PyTorch's kernels. Without a GPU, the cell shows times and bytes of forward and backward, with a causal mask and 4096 tokens. They were recorded on an H100 and an H200. On the H200, the course's kernels take 1.56 ms, PyTorch's FlashAttention takes 2.22 ms, and cuDNN, which PyTorch chooses on this GPU, takes 1.29 ms. FlashAttention's backward allocates a workspace; the course's kernels need no workspace.
 #
 # </div>
 # <div lang="zh">

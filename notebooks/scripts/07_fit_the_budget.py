@@ -13,7 +13,7 @@
 #
 # The training step of this course, one Adam step of a small decoder, needs 277.7 MB. You have 60 MB.
 #
-# The weights and the gradients alone take 55 MB. The ledger has one row for each technique, and no row is below 124 MB. So you have to combine several techniques. Which ones? In this lesson you add six of them, one after another. Then you take one of them **out** again and look at the peak.
+# The weights and the gradients alone take 55 MB. The course's ledger has one row for each technique, and no row has a peak below 124 MB. So you have to combine several techniques. Which ones? In this lesson you add six techniques, one after another. Then you take one technique **out** again and look at the peak.
 #
 # </div>
 # <div lang="zh">
@@ -36,8 +36,8 @@ language()
 #
 # - Estimate a step's peak memory without allocating it.
 # - Choose a technique by what fills the peak, and explain why savings need not add up.
-# - Compute which of two recipes is faster, and on which machine.
-# - State which recipes a search may skip.
+# - Compute which of two combinations of techniques is faster, and on which machine.
+# - State which combinations a search may skip.
 # - Write the layer of LoRA, and state what LoRA saves.
 #
 # **What to know before**: lessons 01 to 06.
@@ -49,8 +49,8 @@ language()
 #
 # - 写一个函数，不实际分配内存就能估计峰值。
 # - 先看峰值里什么最多，再选技术，并说明各种技术节省的内存为什么不一定能相加。
-# - 给定两个配方，算出它们各在什么样的机器上更快。
-# - 说出搜索可以跳过哪些配方。
+# - 给定两种技术组合，算出它们各在什么样的机器上更快。
+# - 说出搜索可以跳过哪些组合。
 # - 写出 LoRA 的层，并说明 LoRA 省下什么。
 #
 # **预备知识**：第 01 课到第 06 课。
@@ -83,7 +83,7 @@ def make_batch():
 #
 # <div lang="en">
 #
-# A meter with `budget_bytes` stops the step at the operator that exceeds the budget. Run the very first step of the baseline under such a meter. Adam has no state yet.
+# A meter with `budget_bytes` stops the step at the operator that exceeds the budget. Run the baseline's first step under such a meter. Adam has no state yet.
 #
 # **Guess first:** where does the step stop? In the forward pass, in the backward pass, or in the optimizer? In which of the eight layers?
 #
@@ -123,7 +123,7 @@ table(["parameters", "from the second step on (MB)"], rows)
 #
 # The step stops in the forward pass, in the second of eight layers, where queries are multiplied by keys. The weights take 27.5 MB, and the first layer has already saved 21 MB. The model is unharmed, because no gradient exists yet and no weight has changed.
 #
-# The second step needs even more. Weights and Adam's state exist before the first operator runs. They take 12 bytes per parameter, 82.5 MB in total. No checkpoint can reduce that.
+# The second step needs even more memory. The weights and Adam's state exist before its first operator runs. They take 12 bytes per parameter, 82.5 MB in total. No checkpoint can reduce these bytes.
 #
 # </div>
 # <div lang="zh">
@@ -141,7 +141,7 @@ table(["parameters", "from the second step on (MB)"], rows)
 #
 # You want to compare recipes on a machine that cannot run them. Symbolic tensors have shapes and storages but no memory (lesson 01), and the meter counts their bytes as usual.
 #
-# **Exercise 1.** Write `peak_of_step(make_model, make_batch)`. Using symbolic tensors, it returns the peak in bytes of the **second** step of the baseline with Adam. Use `torch.optim.Adam(parameters, foreach=False)`. The model has a method `loss(batch)`.
+# **Exercise 1.** Write `peak_of_step(make_model, make_batch)`. Using symbolic tensors, it returns the peak of the **second** step of the baseline with Adam, in bytes. Use `torch.optim.Adam(parameters, foreach=False)`. The model has a method `loss(batch)`.
 #
 # </div>
 # <div lang="zh">
@@ -182,7 +182,7 @@ exercises.check_peak_without_memory(peak_of_step)
 # %% [markdown]
 # <div lang="en">
 #
-# The library's `estimate` does the same for any **recipe**. A `Recipe` states which techniques a step uses, and `Recipe()` is the baseline. This lesson changes these fields:
+# The library's `estimate` does the same for any **recipe**. A `Recipe` states which techniques a step uses, and `Recipe()` is the baseline. This lesson changes the following fields:
 #
 # </div>
 # <div lang="zh">
@@ -206,12 +206,12 @@ table(["", "bytes"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Your estimate may be 8,256 bytes higher. These bytes are the batch, 8 × 129 numbers of 8 bytes. The meter counts a batch that you create after starting the meter. The library creates it earlier.
+# Your estimate may be 8,256 bytes higher than the library's. These bytes are the batch, 8 × 129 numbers of 8 bytes. The meter counts the batch if you create it after starting the meter. The library creates the batch earlier.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的估计可能多出 8,256 字节，这就是批次的大小，共 8 × 129 个数，每个 8 字节。如果你先打开计量器，后创建批次，计量器就会把批次也统计进去。课程库是先创建批次，再打开计量器。
+# 你的估计可能比课程库多出 8,256 字节，这就是批次的大小，共 8 × 129 个数，每个 8 字节。如果你先打开计量器，后创建批次，计量器就会把批次也统计进去。课程库是先创建批次，再打开计量器。
 #
 # </div>
 
@@ -220,9 +220,9 @@ table(["", "bytes"], rows)
 #
 # <div lang="en">
 #
-# Memory may only be compared if the training is the same. The next cell trains a decoder of two layers for two Adam steps with each recipe. It compares the weights with those of the baseline. The difference is given as a fraction of the baseline's update.
+# The memory of recipes may only be compared if they train the model equally. With each recipe, the next cell trains a decoder of two layers for two Adam steps. It compares the weights with those of the baseline. The table gives the difference as a fraction of the baseline's update.
 #
-# Three combinations have a name from here on: `checkpoints`, `offloaded` and `early`.
+# From here on, three combinations of options have names: `checkpoints`, `offloaded` and `early`.
 #
 # </div>
 # <div lang="zh">
@@ -267,12 +267,12 @@ table(["recipe", "difference of the weights"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Recomputation and offloading do not change a single bit. Micro-batches, flash attention and a head in chunks add numbers in another order, which changes the update here by less than 0.05%. So all recipes compute the same update, and their memory may be compared.
+# Recomputation and offloading do not change a single bit of the weights. Micro-batches, flash attention and an output head in chunks add numbers in another order. Here this changes the update by less than 0.05%. So all recipes compute the same update up to rounding, and their memory may be compared.
 #
 # </div>
 # <div lang="zh">
 #
-# 用重计算和卸载时，权重连一个比特都不变。微批次、flash 注意力和把输出头分成小段会改变求和的顺序，但在这里，更新量的变化小于 0.05%。因此可以认为所有配方算出的更新都相同，它们的内存也就可以放在一起比较。
+# 用重计算和卸载时，权重连一个比特都不变。微批次、flash 注意力和把输出头分成小段会改变求和的顺序，但在这里，更新量的变化小于 0.05%。因此可以认为，除了舍入误差，所有配方算出的更新都相同，它们的内存也就可以放在一起比较。
 #
 # </div>
 
@@ -281,14 +281,14 @@ table(["recipe", "difference of the weights"], rows)
 #
 # <div lang="en">
 #
-# Now add the techniques one after another: a checkpoint for every layer; eight micro-batches; Adam's state in the lower tier (host memory or disk); and pages of 1 MiB instead of 16 MiB for that state.
+# Now add four techniques, one after another. Put a checkpoint around every layer. Use eight micro-batches. Move Adam's state to the lower tier (host memory or disk). Divide this state into pages of 1 MiB instead of 16 MiB.
 #
-# **Guess first:** the baseline's peak is 277.7 MB. What is the peak after each of the four? Write down four numbers.
+# **Guess first:** the baseline's peak is 277.7 MB. What is the peak after each technique? Write down four numbers.
 #
 # </div>
 # <div lang="zh">
 #
-# 现在逐一加上各种技术。先给每层加一个检查点，再把批次分成八个微批次，然后把 Adam 的状态放到下一级存储（主机内存或磁盘），最后把存放状态的页从 16 MiB 改成 1 MiB。
+# 现在逐一加上四种技术。先给每层加一个检查点，再把批次分成八个微批次，然后把 Adam 的状态放到下一级存储（主机内存或磁盘），最后把存放状态的页从 16 MiB 改成 1 MiB。
 #
 # **先猜**：基线的峰值是 277.7 MB，每加上一种技术之后，峰值各是多少？写下四个数。
 #
@@ -306,33 +306,33 @@ figures.what_fills(found, found.values(), guesses=[277.7, *my_guesses])
 # %% [markdown]
 # <div lang="en">
 #
-# Each technique reduces only what fills the peak **at that point**:
+# Each technique reduces only the bytes that fill the peak **when it is added**:
 #
 # - **Checkpoints** save 144 MB, because nearly all activations are no longer kept.
-# - **Eight micro-batches** save another 17 MB. The rest is mostly weights, gradients and optimizer state, 16 bytes per parameter or 110 MB, which micro-batches do not reduce.
-# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. A page holds whole parameters, here at most 16 MiB (16.8 MB), so these three hold less than 50.3 MB.
-# - **Small pages** save 40 MB. Now only the state of two parameters, embedding and positions, is in memory at the peak, 4.5 MB.
+# - **Eight micro-batches** save another 17 MB. The remaining peak is mostly weights, gradients and optimizer state. They take 16 bytes per parameter, or 110 MB, and micro-batches do not reduce them.
+# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. A page holds the state of whole parameters, here at most 16 MiB (16.8 MB). So the three pages hold less than 50.3 MB.
+# - **Small pages** save 40 MB. Now only the state of two parameters, embedding and positions, is in memory at the peak. This state takes 4.5 MB.
 #
-# That leaves 63.7 MB, which is 3.7 MB too much.
+# The peak is now 63.7 MB, 3.7 MB above the budget.
 #
 # </div>
 # <div lang="zh">
 #
-# 每种技术只能减少**当时**峰值里最多的那一类字节。
+# 每种技术只能减少**加上它的时候**峰值里最多的那一类字节。
 #
 # - **检查点**省下 144 MB，因为几乎所有的激活值都不再保存。
 # - **八个微批次**又省下 17 MB。剩下的主要是权重、梯度和优化器状态，每个参数 16 字节，共 110 MB，微批次减少不了这些。
-# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里。这是三页的大小，一页正在读入，一页正在更新，一页正在写出。一页只装完整的参数，在这里至多 16 MiB（16.8 MB），所以这三页不到 50.3 MB。
+# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里。这是三页的大小，一页正在读入，一页正在更新，一页正在写出。一页只装若干个参数的完整状态，在这里至多 16 MiB（16.8 MB），所以这三页不到 50.3 MB。
 # - **小页**省下 40 MB。现在达到峰值时，内存里只剩嵌入和位置表这两个参数的状态，共 4.5 MB。
 #
-# 峰值还有 63.7 MB，比预算多 3.7 MB。
+# 现在峰值是 63.7 MB，比预算多 3.7 MB。
 #
 # </div>
 
 # %% [markdown] slide={"en": "63.7 MB, of which weights and gradients take 55 MB.\n\n**Guess first.** Update inside backward, without micro-batches: is it 36 MB?", "zh": "还有 63.7 MB，其中权重和梯度占 55 MB。\n\n**先猜**：在反向之中更新，不用微批次，峰值会是 36 MB 吗？"}
 # <div lang="en">
 #
-# Of the 63.7 MB, weights and gradients take 55 MB, and the weights must stay. So the gradients must never all exist at once. The optimizer can update each parameter **inside** the backward pass (lesson 05) and release its gradient. This rules out micro-batches, which add up gradients before the update. **Guess first:** without the 27.5 MB of gradients, is the peak 36 MB?
+# Weights and gradients take 55 MB of the 63.7 MB, and the weights must stay. So the gradients must never all exist at once. The optimizer can update each parameter **inside** the backward pass (lesson 05) and then release its gradient. This excludes micro-batches, because they add up gradients before the update. **Guess first:** without the 27.5 MB of gradients, is the peak 36 MB?
 #
 # </div>
 # <div lang="zh">
@@ -351,9 +351,9 @@ figures.what_fills(more, [found[name] for name in more], guesses=[my_guess])
 # %% [markdown]
 # <div lang="en">
 #
-# The peak is 64.2 MB, no lower than before, but something else fills it. The gradients are gone. Without micro-batches, however, the recomputation restores a whole layer for eight sequences (21 MB), in addition to the inputs of 7 layers. These activations can be reduced further: offload what the checkpoints keep. The second row does so. Its 57.9 MB fit.
+# The peak is 64.2 MB, no lower than before, but other tensors fill it. The gradients have been released. Without micro-batches, however, the recomputation restores the activations of a whole layer for eight sequences (21 MB). In addition, the checkpoints keep the inputs of 7 layers. The second row's recipe offloads these inputs, too. Its peak of 57.9 MB fits into the budget.
 #
-# The next cell runs every recipe for real. A meter stops the last one if it exceeds 60 MB.
+# The next cell actually runs every recipe. A meter stops the last recipe if it exceeds 60 MB.
 #
 # </div>
 # <div lang="zh">
@@ -383,7 +383,7 @@ figures.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, titl
 #
 # <div lang="en">
 #
-# It fits. Now take the **checkpoints out** again. Every saved tensor goes to the lower tier as soon as it is made, and nothing is computed twice.
+# The step fits now. Next, take the **checkpoints out** again. Then every saved tensor goes to the lower tier as soon as it is made, and nothing is computed twice.
 #
 # **Guess first:** without checkpoints, what is the peak?
 #
@@ -412,16 +412,16 @@ predictions([("without checkpoints", my_peak and my_peak * 1e6, without.meter.pe
 # %% [markdown] slide={"en": "Lower, and nothing is recomputed, but 447.7 MB move instead of 128.9 MB.\n\n**Write it**: at how many FLOPs per byte are both equally fast?", "zh": "峰值更低，也没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样快？"}
 # <div lang="en">
 #
-# The peak is 53.9 MB, which is 4 MB lower. A checkpoint restores the activations of its whole layer, 21 MB, before the first gradient of that layer is computed. Offloading alone brings back one tensor at a time, when backward needs it. So a checkpoint on top of offloading *raises* the peak here. (The peak is now at the start of backward, at the logits.)
+# The peak is 53.9 MB, which is 4 MB lower than with checkpoints. A checkpoint restores the activations of its whole layer, 21 MB, before the first gradient of that layer is computed. Offloading alone brings back one tensor at a time, when backward needs it. So a checkpoint on top of offloading *raises* the peak here. (Without checkpoints, the peak is at the start of backward, at the logits.)
 #
-# What is the price? Without checkpoints nothing is recomputed, but 447.7 MB move instead of 128.9 MB. Which recipe is faster?
+# What is the price? Without checkpoints nothing is recomputed, but the step moves 447.7 MB instead of 128.9 MB. Which recipe is faster?
 #
-# **Exercise 2.** Write `break_even(first, second)`. If both recipes take equally long, how many FLOPs does the machine do in the time needed to copy one byte? Each recipe has `flops` and `moved_bytes` (both directions). Copies and computation do not overlap.
+# **Exercise 2.** Write `break_even(first, second)`. If both recipes take equally long, how many FLOPs does the machine compute in the time needed to copy one byte? Each recipe has `flops` and `moved_bytes` (both directions). Copies and computation do not overlap.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值是 53.9 MB，比刚才低 4 MB。在求出某一层的第一个梯度之前，检查点要先把这一整层的激活值都恢复出来，共 21 MB。只用卸载时，反向需要哪个张量，就只取回哪个张量。因此在这里，在卸载的基础上再加检查点，峰值反而**升高**。（现在峰值出现在反向刚开始、处理 logits 的时候。）
+# 峰值是 53.9 MB，比刚才低 4 MB。在求出某一层的第一个梯度之前，检查点要先把这一整层的激活值都恢复出来，共 21 MB。只用卸载时，反向需要哪个张量，就只取回哪个张量。因此在这里，在卸载的基础上再加检查点，峰值反而**升高**。（去掉检查点之后，峰值出现在反向刚开始、处理 logits 的时候。）
 #
 # 代价是什么？去掉检查点就没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。哪个配方更快？
 #
@@ -459,7 +459,7 @@ figures.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"]
 # %% [markdown]
 # <div lang="en">
 #
-# This is the threshold of lesson 04 again. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it does 100 FLOPs in the time needed to copy one byte. There, the recipe with checkpoints is faster. With 20 FLOPs per byte, on a slow processor with a fast disk, the other recipe is faster. Unless you name a machine, "Which recipe is best?" has no answer.
+# This is the threshold of lesson 04 again. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it computes 100 FLOPs per copied byte. On this machine, the recipe with checkpoints is faster. On a machine with a slow processor and a fast disk, at 20 FLOPs per copied byte, the recipe without checkpoints is faster. Unless you name a machine, "Which recipe is best?" has no answer.
 #
 # </div>
 # <div lang="zh">
@@ -471,7 +471,7 @@ figures.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"]
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (57 minutes). Your recipe fits into 60 MB, and you know on which machine which of two recipes is faster. In the second sitting a search looks for recipes, you find two of your own, and you write the layer of LoRA, with which many people start.
+# **End of the first sitting** (57 minutes). Your recipe fits into 60 MB, and you can compute which of two recipes is faster on a machine. In the second sitting, a search looks for recipes, and you find two more yourself. Then you write the layer of LoRA, with which many people start.
 #
 # </div>
 # <div lang="zh">
@@ -485,7 +485,7 @@ figures.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"]
 #
 # <div lang="en">
 #
-# FLOPs and moved bytes are counted exactly. The time also depends on the machine's rates, so it is only an estimate.
+# FLOPs and moved bytes are exact. The time is only an estimate, because it depends on the machine's rates.
 #
 # </div>
 # <div lang="zh">
@@ -505,19 +505,19 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 # %% [markdown]
 # <div lang="en">
 #
-# The table does not show everything:
+# The table omits these costs:
 #
-# - **Updates in backward** happen before the norm of all gradients is known. They exclude clipping by that norm, a scaler that skips steps, and micro-batches.
-# - **Offloaded optimizer state**: if the lower tier is host memory, the host's processor does the update. It reads and writes 28 bytes per parameter. `RATES` includes this for real devices.
-# - **Micro-batches**: a matrix product over one sequence may run at a lower rate than one over eight. The table assumes the same rate.
-# - **Flash attention** is not used. At 128 tokens it saves only 25 of 278 MB without checkpoints, and 3 MB with them. At 4096 tokens it is the first technique to use (lesson 06).
+# - **Updates in backward** happen before the norm of all gradients is known. They exclude clipping by that norm, a loss scaler that skips steps, and micro-batches.
+# - **Offloaded optimizer state**: if the lower tier is host memory, the host's processor does the update. It reads and writes 28 bytes per parameter. For real devices, `RATES` includes this time.
+# - **Micro-batches**: a matrix product over one sequence may run at a lower rate than over eight sequences. The table assumes equal rates.
+# - **Flash attention** is not used. At 128 tokens it saves only 25 MB of 278 MB without checkpoints, and only 3 MB with checkpoints. At 4096 tokens it is the first technique to use (lesson 06).
 #
 # </div>
 # <div lang="zh">
 #
 # 还有一些代价，表里看不到：
 #
-# - **在反向之中更新**时，还不知道全部梯度的范数，所以不能按这个范数裁剪，也不能让缩放器跳过某一步。此外，这种技术不能与微批次合用。
+# - **在反向之中更新**时，还不知道全部梯度的范数，所以不能按这个范数裁剪，也不能让损失缩放器跳过某一步。此外，这种技术不能与微批次合用。
 # - **卸载优化器状态**：如果下一级存储是主机内存，更新就由主机的处理器来做，每个参数要读写 28 字节。`RATES` 里的真实设备都已计入这一项。
 # - **微批次**：只算一条序列时，矩阵乘法的速率可能比八条序列一起算时低。表里假定两者的速率相同。
 # - **flash 注意力**没有用上。序列长 128 个 token 时，单用 flash 注意力只能从 278 MB 里省下 25 MB，加在检查点之上则只省 3 MB。序列长 4096 个 token 时，flash 注意力就是首选的技术（第 06 课）。
@@ -529,7 +529,7 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 #
 # <div lang="en">
 #
-# You have looked for a recipe by hand. A search does three things. It proposes recipes, it estimates each of them, and it sorts those that fit by time. Sorting takes two lines. Apply it to the recipes of this lesson first:
+# You have looked for a recipe by hand. A search proposes and estimates recipes, and sorts those that fit by time. Two lines of code sort the recipes of this lesson:
 #
 # </div>
 # <div lang="zh">
@@ -550,11 +550,11 @@ searched
 # %% [markdown]
 # <div lang="en">
 #
-# The first line is the recipe of 7.4, with 0.676 s at these rates. The recipe without checkpoints has the lowest peak, but it comes last. `fit` has estimated 123 recipes, and skips the others by three rules:
+# The recipe of 7.4 comes first, with 0.676 s at these rates. The recipe without checkpoints has the lowest peak, but comes last. `fit` has estimated 123 recipes. It skips other recipes by three rules:
 #
 # - Skip a recipe if the tensors that exist before the first operator, or those of the optimizer step alone, exceed the budget.
-# - If a recipe fits, skip those that add another technique to it, because they cost more. There are two exceptions. With offloaded activations, a checkpoint can save time because fewer bytes move. Flash attention can need fewer FLOPs (7.18).
-# - If a checkpoint around the first layer alone already costs more than the best recipe so far, skip those around more layers.
+# - If a recipe fits, skip recipes that add another technique to it, because they cost more. There are two exceptions. With offloaded activations, a checkpoint can save time because fewer bytes are moved. Adding flash attention can reduce the FLOPs (7.18).
+# - If a checkpoint around the first layer alone already costs more than the best recipe so far, skip recipes with more checkpoints.
 #
 # </div>
 # <div lang="zh">
@@ -570,16 +570,16 @@ searched
 # %% [markdown]
 # <div lang="en">
 #
-# Bisection finds the number of micro-batches. `tests/tools/brute_force_fit.py` compares `fit` with all recipes of a grid on twelve small models. All 441 searches agreed.
+# `fit` finds the number of micro-batches by bisection. On twelve small models, `tests/tools/brute_force_fit.py` compares `fit` with all recipes of a grid. All 441 results agreed.
 #
-# Other tools search a smaller space exactly. For a chain of stages, rotor finds the best checkpoints by dynamic programming (lesson 03). Alpa divides operators among devices by integer linear programming, and layers among stages by dynamic programming. PyTorch's compiler decides by a minimum cut of the graph which tensors to save for backward.
+# Other tools find the exact optimum among fewer choices. For a chain of stages, rotor finds the best checkpoints by dynamic programming (lesson 03). Alpa divides operators among devices by integer linear programming, and layers among stages by dynamic programming. PyTorch's compiler decides by a minimum cut of the graph which tensors to save for backward.
 #
 # If no recipe fits, `fit` raises an error that states the lowest peak:
 #
 # </div>
 # <div lang="zh">
 #
-# 微批次的个数用二分法求出。`tests/tools/brute_force_fit.py` 在十二个小模型上，把 `fit` 的结果与网格里的全部配方作了比较，441 次搜索的结果全部一致。
+# `fit` 用二分法求微批次的个数。`tests/tools/brute_force_fit.py` 在十二个小模型上，把 `fit` 的结果与网格里的全部配方作了比较，441 次搜索的结果全部一致。
 #
 # 其他工具的搜索范围较小，但能求出精确的最优解。rotor 用动态规划，在由若干级组成的链上找出检查点的最佳位置（第 03 课）。Alpa 用整数线性规划把算子分到各台设备，再用动态规划把各层分成流水线的级。PyTorch 的编译器求计算图的最小割，由此决定为反向保存哪些张量。
 #
@@ -597,7 +597,7 @@ except InfeasibleBudget as refused:
 # %% [markdown]
 # <div lang="en">
 #
-# Now change the budget and the machine. The estimates of 64 recipes are stored. Which one is the fastest that fits?
+# Now change the budget and the machine. The estimates of 64 recipes are stored. Which recipe is the fastest that fits?
 #
 # </div>
 # <div lang="zh">
@@ -617,14 +617,14 @@ figures.recipes_playground(grid.stored_estimates())
 #
 # <div lang="en">
 #
-# Find a recipe for each of two budgets. Each one needs an idea, and thinking is faster than trying at random. The check estimates your recipe. If it does not fit, the check shows what fills the peak. A third budget, 50 MB, follows in depth (7.15).
+# Find a recipe for each of two budgets. Thinking is faster than trying at random. The check estimates your recipe. If it does not fit, the check shows what fills the peak. Section 7.15 has a third budget, 50 MB.
 #
-# **Exercise 3.** At most 160 MB, no more FLOPs than the baseline, and no bytes moved.
+# **Exercise 3.** Use at most 160 MB, no more FLOPs than the baseline, and move no bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面请为两个预算各找一个配方。每次都请先想好再动手，这样比随意尝试更快。检查会估计你的配方要多少内存。如果装不下，检查还会写出峰值里什么最多。第三个预算 50 MB 放在深入部分（7.15 节）。
+# 下面请为两个预算各找一个配方。每次都请先想好再动手，这样比随意尝试更快。检查会估计你的配方要多少内存。如果装不下，检查还会写出峰值里什么最多。第三个预算是 50 MB，放在 7.15 节。
 #
 # **练习 3。** 峰值不超过 160 MB，FLOPs 不得超过基线，也不能搬运任何字节。
 #
@@ -642,7 +642,7 @@ exercises.check_same_flops(Recipe(micro_batches=4))
 # %% [markdown] slide={"en": "120 MB, nothing moved, clipping kept, at most 1.19 times the FLOPs.\n\nWhich layer's checkpoint is wasted?", "zh": "120 MB，不搬运数据，保留裁剪，FLOPs 至多 1.19 倍。\n\n哪一层的检查点是多余的？"}
 # <div lang="en">
 #
-# **Exercise 4.** At most 120 MB, no bytes moved, and at most 1.19 times the baseline's FLOPs. The training clips by the norm of all gradients, so all of them must exist before the update.
+# **Exercise 4.** Use at most 120 MB and at most 1.19 times the baseline's FLOPs, and move no bytes. The training clips by the norm of all gradients, so all gradients must exist before the update.
 #
 # </div>
 # <div lang="zh">
@@ -665,12 +665,12 @@ exercises.check_keeps_clipping(Recipe(checkpoint="layers", first_blocks=7, micro
 #
 # <div lang="en">
 #
-# Many people start elsewhere: they train fewer numbers, or store fewer bits per number (7.10). Both methods change the training, so `fit` does not propose them. The gradient of every trained number must still be right.
+# Many people start with other methods: they train fewer numbers, or store fewer bits per number (7.10). Both methods change the training, so `fit` does not propose them. The gradient of every trained number must still be right.
 #
-# - **LoRA** (lesson 01) freezes a matrix $W$ and trains an adapter next to it, the thin matrices `down` (rank × inputs) and `up` (outputs × rank). A frozen weight has no gradient and no optimizer state.
-# - **QLoRA** also stores a frozen weight as a 4-bit index of one of 16 levels, and 64 weights share an fp32 scale. Each layer rebuilds its weight when it needs it.
+# - **LoRA** (lesson 01) freezes a matrix $W$ and trains an adapter next to it: two thin matrices, `down` (rank × inputs) and `up` (outputs × rank). A frozen weight has no gradient and no optimizer state.
+# - **QLoRA** also stores a frozen weight as a 4-bit index of one of 16 levels, and 64 weights share an fp32 scale. A layer restores its weights only while it uses them.
 #
-# **Exercise 5.** Write `adapted(frozen, x, down, up)`. It returns the output of the layer `frozen`, plus `x` times the transpose of `down` times the transpose of `up`. No tensor as large as $W$ may be made. The gradient must also reach `x`, because adapters of earlier layers need it.
+# **Exercise 5.** Write `adapted(frozen, x, down, up)`. It returns the output of the layer `frozen`, plus `x` times the transpose of `down` times the transpose of `up`. No tensor as large as $W$ may be made. The gradient must also reach `x`, because adapters of earlier layers need this gradient.
 #
 # </div>
 # <div lang="zh">
@@ -706,7 +706,7 @@ exercises.check_adapted_layer(adapted)
 # %% [markdown] slide={"en": "Adam in fp32 with checkpoints: 134.0 MB.\n\n**Guess first.** LoRA in bf16? In fp32? With two micro-batches? With eight?", "zh": "fp32 的 Adam 加检查点要 134.0 MB。\n\n**先猜**：LoRA 用 bf16 要多少？用 fp32 呢？分成两个微批次呢？八个呢？"}
 # <div lang="en">
 #
-# `with_adapters` adds such adapters of rank 8 to the two projections of each attention. 98,304 of 6.9 million numbers are then trained. Most people start with LoRA in bf16, so it is the first row after Adam. All rows have one checkpoint per layer, except the last one. **Guess first:** Adam needs 134.0 MB. What does LoRA need in bf16, in fp32, in fp32 with two micro-batches, and with eight?
+# `with_adapters` adds such adapters of rank 8 to the two projections of each attention. LoRA then trains only 98,304 of 6.9 million numbers. In the table, LoRA in bf16 follows Adam, because most people start there. All rows except the last have one checkpoint per layer. **Guess first:** Adam needs 134.0 MB. How much does LoRA need in bf16, in fp32, in fp32 with two micro-batches, and in fp32 with eight?
 #
 # </div>
 # <div lang="zh">
@@ -757,11 +757,11 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Every prediction equals the run. LoRA in bf16 fits into 60 MB, but LoRA in fp32 does not. Besides the weights, its peak has 34.6 MB of activations and temporary tensors. Micro-batches reduce these, and the gradients that they add up take only 0.4 MB. QLoRA stores the weights of the layers in 0.5 + 4/64 = 0.5625 bytes each, and leaves the activations as they are.
+# Every prediction equals the measured peak. LoRA in bf16 fits into 60 MB, but LoRA in fp32 does not, because its peak also has 34.6 MB of activations and temporary tensors. Micro-batches reduce these, and the gradients that they add up take only 0.4 MB. QLoRA stores each weight of the layers in 0.5 + 4/64 = 0.5625 bytes, and does not change the activations.
 #
-# Without checkpoints, LoRA's activations are 134.9 MB, and the baseline's are 178.4 MB. LoRA keeps 24% less here, because the inputs of frozen matrices without an adapter are not needed.
+# Without checkpoints, LoRA's activations are 134.9 MB, and the baseline's are 178.4 MB. LoRA keeps 24% less here, because it does not need the inputs of frozen matrices without an adapter.
 #
-# Now the decoder has 6.6 billion parameters. Every linear layer has an adapter, and one sequence has 4096 tokens.
+# Now the decoder has 6.6 billion parameters. Every linear layer has an adapter, and the batch is one sequence of 4096 tokens.
 #
 # </div>
 # <div lang="zh">
@@ -823,7 +823,7 @@ table(["variant", "peak (GB)", "weights (GB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Without offloading, a card of 24 GB holds LoRA and QLoRA, but not the training of all weights. Does each adapter still get the right gradient? A model with two layers is enough to see it.
+# Without offloading, LoRA and QLoRA fit on a card of 24 GB, but training all weights does not. Does each adapter still get the right gradient? A model with two layers is enough to check this.
 #
 # </div>
 # <div lang="zh">
@@ -843,12 +843,12 @@ smaller.compare_gradients(two_layers, make_batch)
 # %% [markdown]
 # <div lang="en">
 #
-# The gradients of LoRA's adapters follow from the full gradient by the chain rule. QLoRA rounds the frozen weights (by 9%), which changes the model. Its adapters get exactly the gradients that LoRA computes on the rounded weights.
+# The gradients of LoRA's adapters follow from the gradient of the full matrix by the chain rule. QLoRA rounds the frozen weights, with an error of 9%, which changes the model. Its adapters get exactly the gradients that LoRA computes on the rounded weights.
 #
 # </div>
 # <div lang="zh">
 #
-# LoRA 适配器的梯度，可以用链式法则由完整的梯度求出。QLoRA 把冻结的权重舍入，误差为 9%，因此模型变了。但只要 LoRA 也用这些舍入后的权重，两者算出的适配器梯度就完全相同。
+# LoRA 适配器的梯度，可以用链式法则由完整矩阵的梯度求出。QLoRA 把冻结的权重舍入，误差为 9%，因此模型变了。但只要 LoRA 也用这些舍入后的权重，两者算出的适配器梯度就完全相同。
 #
 # </div>
 
@@ -857,8 +857,8 @@ smaller.compare_gradients(two_layers, make_batch)
 #
 # <div lang="en">
 #
-# - **bf16 without master weights**: weight, gradient and two moments take 2 bytes each, 8 bytes per parameter in total. With fp32 master weights it is 16 bytes, as in fp32.
-# - **8-bit Adam**: each moment is the index of one of 256 levels, 1 byte, and 256 elements share an fp32 scale. **Paged** moments may also move to the host while GPU memory is short.
+# - **bf16 without master weights**: weight, gradient and two moments take 2 bytes each, 8 bytes per parameter in total. With fp32 master weights, each parameter takes 16 bytes, as in fp32.
+# - **8-bit Adam**: each number of a moment takes 1 byte, the index of one of 256 levels, and 256 numbers share an fp32 scale. **Paged** moments also move to the host when GPU memory is short.
 # - **Muon** keeps one moment instead of two for the matrices of the layers, in fp32.
 #
 # The next recipes again use one checkpoint per layer:
@@ -900,11 +900,11 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# In bf16 without master weights, each part of the bar is half as large as in fp32. The row *paged* was not run, because bitsandbytes does not move moments on a CPU. It is an estimate for a GPU that moves all moments away.
+# In bf16 without master weights, each part of the bar is half as large as in fp32. The row *paged* was not run, because bitsandbytes does not move moments on a CPU. It estimates a GPU step with all moments on the host.
 #
-# A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away. Two remedies need no fp32 weights. **Stochastic rounding** rounds up or down at random, so that the mean is right. **Kahan summation** keeps the rounded-away part in bf16, in 2 more bytes per parameter, and adds it to the next update. Each function returns the new weights and the remainder that the next update adds:
+# A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away. Two remedies need no fp32 weights. **Stochastic rounding** rounds up or down at random, so that the mean is right. **Kahan summation** keeps the removed part in 2 more bytes per parameter (bf16), and adds it to the next update. Each function below returns the new weights and the part for the next update:
 #
-# **Guess first:** at a learning rate of 0.0001, how many percent of the weights do two steps with `nearest` leave unchanged?
+# **Guess first:** at a learning rate of 0.0001, what percentage of the weights is unchanged after two steps with `nearest`?
 #
 # </div>
 # <div lang="zh">
@@ -940,7 +940,7 @@ smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_p
 # %% [markdown]
 # <div lang="en">
 #
-# The last three columns show how much of the fp32 master weights' update reaches the weights. With `nearest` it depends on the learning rate. At 0.00001, 90% of the weights stay unchanged, and 13% of the update arrives. At 0.0001 these numbers are 28% and 83%, and at 0.001, 0.06% and 99%. With stochastic rounding all of it arrives on average, with noise in each weight. With Kahan summation all of it arrives if the kept part is counted. 8-bit Adam changes the update by about 1%.
+# The last three columns show how much of the update of fp32 master weights each rounding applies. With `nearest`, this depends on the learning rate. At 0.00001, 90% of the weights stay unchanged, and 13% of the update is applied. At 0.0001, 28% of the weights stay unchanged, and 83% of the update is applied. At 0.001, it is 0.06% of the weights and 99% of the update. Stochastic rounding applies the whole update on average, with noise in each weight. Kahan summation applies all of it if the kept part is counted. 8-bit Adam changes the update by about 1%.
 #
 # </div>
 # <div lang="zh">
@@ -960,7 +960,7 @@ smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_p
 # python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
 # ```
 #
-# The same techniques in other libraries:
+# Other libraries have the same techniques:
 #
 # | technique | not run here |
 # |---|---|
@@ -1006,7 +1006,7 @@ smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_p
 #
 # <div lang="en">
 #
-# These claims are common. The next cells test them on the step of this lesson, and claims about adapters on larger decoders, too.
+# The next cells test common claims on the step of this lesson. Claims about adapters are tested on larger decoders.
 #
 # </div>
 # <div lang="zh">
@@ -1089,13 +1089,13 @@ ledger(
 #
 # <div lang="en">
 #
-# - You can know the peak of most steps to the byte without using memory: run the step twice on symbolic tensors.
+# - To find the peak of most steps to the byte without using memory, run the step twice on symbolic tensors.
 # - Look at what fills the peak, then choose a technique. Savings need not add up, because a technique can change what fills the peak.
-# - Here, a checkpoint on top of offloading moves fewer bytes and raises the peak, because it restores whole layers. Below 30.3 FLOPs per byte, the recipe without checkpoints is faster.
-# - Most techniques have a price: FLOPs, a lower rate, moved bytes, clipping, or the host's time.
-# - A search proposes, estimates and sorts. It may skip a recipe only by a rule that cannot discard the best one.
+# - Here, a checkpoint on top of offloading moves fewer bytes and raises the peak, because it restores whole layers. Below 30.3 FLOPs per copied byte, the recipe without checkpoints is faster.
+# - Most techniques have a price: more FLOPs, a lower rate, moved bytes, no clipping, or the host's time.
+# - A search proposes, estimates and sorts recipes. It may skip a recipe only by a rule that cannot discard the best one.
 # - LoRA, QLoRA, 8-bit Adam, Muon and pure bf16 reduce the 16 bytes per parameter and change the training.
-# - Weights in bf16 lose small updates. Stochastic rounding or Kahan summation keeps them.
+# - Weights in bf16 lose small updates. Stochastic rounding or Kahan summation keeps these updates.
 #
 # **Next:** [lesson 08](08_beyond_one_gpu.ipynb), beyond one device.
 #
@@ -1198,7 +1198,7 @@ figures.recipe_fields(others=True)
 #
 # <div lang="en">
 #
-# A decoder of 99 million parameters trains on two sequences of 384 tokens. Its weights take 396 MB. Does it fit into 550 MB?
+# A decoder of 99 million parameters trains on two sequences of 384 tokens. Its weights take 396 MB. Does the step fit into 550 MB?
 #
 # </div>
 # <div lang="zh">
@@ -1226,7 +1226,7 @@ table(["recipe", "peak (MB)", "moved (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The second recipe fits with 521 MB, less than a fifth of the baseline's 2,793 MB. With offloaded activations instead of checkpoints it is 501 MB, but 2,859 MB move instead of 1,585 MB.
+# The second recipe fits with 521 MB, less than a fifth of the baseline's 2,793 MB. With offloaded activations instead of checkpoints, the peak is 501 MB, but the step moves 2,859 MB instead of 1,585 MB.
 #
 # </div>
 # <div lang="zh">
@@ -1240,16 +1240,16 @@ table(["recipe", "peak (MB)", "moved (MB)"], rows)
 #
 # <div lang="en">
 #
-# Now train decoders with 6.6 billion and 64.7 billion parameters in bf16 with fp32 master weights, Adam, and one sequence of 4096 tokens. The state stays in host memory, where the host updates it (lesson 04).
+# Now train two decoders, one with 6.6 billion and one with 64.7 billion parameters. Both use bf16 with fp32 master weights, Adam, and one sequence of 4096 tokens. The optimizer state stays in host memory, where the host does the update (lesson 04).
 #
-# **Guess first:** what is the smallest device that trains the smaller model? And the larger one?
+# **Guess first:** how much memory does a device need to train the smaller model? How much does it need for the larger model?
 #
 # </div>
 # <div lang="zh">
 #
 # 现在训练 66 亿和 647 亿参数的两个解码器，用 bf16，带 fp32 主权重，优化器是 Adam，输入是一条 4096 个 token 的序列。优化器状态留在主机内存里，由主机更新（第 04 课）。
 #
-# **先猜**：训练小模型，至少要多大的设备？大模型呢？
+# **先猜**：训练小模型，设备至少要有多少内存？训练大模型呢？
 #
 # </div>
 
@@ -1286,16 +1286,16 @@ table(["model", "recipe", "peak (GB)", "your guess", *devices, *price], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The smaller model trains on a device of 24 GB, with 79 GB of state on the host and 26 GB moved per step. The larger one trains on a device of 141 GB: its peak is 137 GB, with 777 GB of state on the host.
+# The smaller model trains on a device of 24 GB, with 79 GB of state on the host and 26 GB moved per step. The larger model trains on a device of 141 GB. Its peak is 137 GB, and 777 GB of state are on the host.
 #
-# A step that fits is not always sensible. On the H200, two thirds of the large model's step are copies and the host's update. The 137 GB also leave only 9% of the device's 150.1 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
+# A step that fits may still be too slow to be sensible. On the H200, copies and the host's update take two thirds of the time of the larger model's step. The peak of 137 GB also leaves only 9% of the device's 150.1 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
 #
 # </div>
 # <div lang="zh">
 #
 # 小模型能在 24 GB 的设备上训练，主机上有 79 GB 的状态，每步搬运 26 GB。大模型能在 141 GB 的设备上训练，峰值 137 GB，另有 777 GB 的状态放在主机内存里。
 #
-# 装得下，不等于值得这样训练。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。设备共有 150.1 GB，张量用掉 137 GB，只剩 9% 留给 CUDA 上下文、工作区和碎片。这里的用时是估计值，假定达到的算力是数据手册标称值的 40%，主机只有一个处理器。
+# 装得下，也可能太慢，不值得这样训练。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。设备共有 150.1 GB，张量用掉 137 GB，只剩 9% 留给 CUDA 上下文、工作区和碎片。这里的用时是估计值，假定达到的算力是数据手册标称值的 40%，主机只有一个处理器。
 #
 # </div>
 
@@ -1324,7 +1324,7 @@ claims.older_claims(
 #
 # <div lang="en">
 #
-# This cell runs three recipes of a decoder with 1.28 billion parameters on your GPU, or shows the numbers recorded on an H100 and an H200. On both, the three estimates, 45.3, 21.1 and 5.0 GB, equal the peaks that the meter measured, to the byte. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
+# This cell runs three recipes of a decoder with 1.28 billion parameters on your GPU. Without a GPU, it shows the numbers recorded on an H100 and an H200. On both GPUs, the three estimates, 45.3, 21.1 and 5.0 GB, equal the peaks that the meter measured, to the byte. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
 #
 # </div>
 # <div lang="zh">

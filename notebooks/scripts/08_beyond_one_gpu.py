@@ -11,7 +11,7 @@
 #
 # <div lang="en">
 #
-# On one device the step of lesson 01 peaks at 277.7 MB. PyTorch's `DistributedDataParallel` distributes it over two devices, with half of the batch on each. Does each device then need half of the memory?
+# On one device the step of lesson 01 peaks at 277.7 MB. PyTorch's `DistributedDataParallel` distributes this step over two devices, each with half of the batch. Does each device then need half of the memory?
 #
 # </div>
 # <div lang="zh">
@@ -32,7 +32,7 @@ language()
 #
 # - Predict to the byte what a process holds under DDP and ZeRO 1 to 3.
 # - Write the step of ZeRO 1, and a layer that gathers its weight only while it is used.
-# - Compute how much a step communicates, and when a second machine makes it faster.
+# - Compute how much a step communicates, and when a second machine makes the step faster.
 #
 # **What to know before**: lesson 01 (the peak of a step) and section 2.2 (a `torch.autograd.Function`). Here a device is a process on your CPU. The code for GPUs is the same. $\Psi$ is the number of parameters and $N$ the number of processes. MB is $10^6$ bytes.
 #
@@ -65,9 +65,9 @@ from course_lib.teaching import predictions, table
 #
 # <div lang="en">
 #
-# Each device gets its own process, called a **rank**. In **data parallelism** (DP; in PyTorch `DistributedDataParallel`, DDP) every rank has the whole model and an $N$-th of the batch. In the backward pass an **all-reduce** adds up the gradients of all ranks, so that all of them take the same step.
+# Each device gets its own process, called a **rank**. In **data parallelism** (DP; in PyTorch `DistributedDataParallel`, DDP) every rank has the whole model and an $N$-th of the batch. In the backward pass an **all-reduce** adds up the gradients of all ranks, so that all ranks do the same update.
 #
-# However we divide the work, the losses must stay those of one process. So we compute these first, with the whole batch of 8 sequences and the decoder of lesson 00. (`task.loss_sum` returns the sum of the losses and the number of tokens; `split` is from lesson 05.)
+# However we divide the work, the losses must equal those of one process. So we first run one process, with the whole batch of 8 sequences and the decoder of lesson 00. (`task.loss_sum` returns the sum of the losses and the number of tokens; `split` is from lesson 05.)
 #
 # </div>
 # <div lang="zh">
@@ -113,12 +113,12 @@ table(["one device", "peak (bytes)"], [(name, sum(peak.values())) for name, peak
 #
 # <div lang="en">
 #
-# With DDP, each of $N$ ranks holds the same 16 bytes per parameter. **ZeRO** (Zero Redundancy Optimizer, Rajbhandari et al. 2020) cuts them into $N$ **shards**, one per rank. ZeRO 1 shards Adam's state, ZeRO 2 also the gradients, and ZeRO 3 also the weights. PyTorch's FSDP2 is ZeRO 3. In mixed precision, FSDP2 casts a shard to bf16 when it gathers a weight, and computes in bf16. It reduces the gradients in fp32, and Adam updates the shards.
+# With DDP, each of $N$ ranks holds the same 16 bytes per parameter. **ZeRO** (Zero Redundancy Optimizer, Rajbhandari et al. 2020) cuts these bytes into $N$ **shards**, one per rank. ZeRO 1 shards Adam's state, ZeRO 2 also the gradients, and ZeRO 3 also the weights. PyTorch's FSDP2 is ZeRO 3. In mixed precision, FSDP2 casts a shard to bf16 when it gathers a weight, and computes in bf16. It reduces the gradients in fp32, and Adam updates the fp32 shards.
 #
 # </div>
 # <div lang="zh">
 #
-# 使用 DDP 时，$N$ 个进程各存一份完全相同的内容，每个参数 16 字节。**ZeRO**（零冗余优化器，Rajbhandari et al. 2020）把这些内容切成 $N$ 片，每个进程只存一片，这一片叫**分片**（shard）。ZeRO 1 切分 Adam 的状态，ZeRO 2 还切分梯度，ZeRO 3 连权重也切分。PyTorch 的 FSDP2 就是 ZeRO 3。使用混合精度时，FSDP2 在收集权重时才把分片转成 bf16，并用 bf16 计算。梯度用 fp32 归约，Adam 更新的是各进程自己的分片。
+# 使用 DDP 时，$N$ 个进程各存一份完全相同的内容，每个参数 16 字节。**ZeRO**（零冗余优化器，Rajbhandari et al. 2020）把这些内容切成 $N$ 片，每个进程只存一片，这一片叫**分片**（shard）。ZeRO 1 切分 Adam 的状态，ZeRO 2 还切分梯度，ZeRO 3 连权重也切分。PyTorch 的 FSDP2 就是 ZeRO 3。使用混合精度时，FSDP2 在收集权重时才把分片转成 bf16，并用 bf16 计算。梯度用 fp32 归约，Adam 更新的是各进程自己的 fp32 分片。
 #
 # </div>
 
@@ -128,7 +128,7 @@ schemes.draw_stages()
 # %% [markdown] slide={"en": "Whole or sharded: weights 4 bytes, gradients 4, Adam's state 8.\n\n**Type the formulas. Does bf16 change the last one?**", "zh": "权重 4 字节，梯度 4 字节，Adam 的状态 8 字节，哪些完整，哪些分片？\n\n**写出各行的公式。用 bf16 时，最后一行会变吗？**"}
 # <div lang="en">
 #
-# **Exercise 1.** Our decoder is in fp32: 4 bytes per parameter for the weight, 4 for the gradient and 8 for Adam's state. Type the bytes per rank when the optimizer steps, for any `psi` and `n`. The last row is FSDP2 in mixed precision.
+# **Exercise 1.** Our decoder is in fp32. Each parameter takes 4 bytes for the weight, 4 for the gradient and 8 for Adam's state. For any `psi` and `n`, write how many bytes each rank holds during the optimizer update. The last row is FSDP2 in mixed precision.
 #
 # </div>
 # <div lang="zh">
@@ -168,7 +168,7 @@ exercises.check_held(held)
 #
 # <div lang="en">
 #
-# In a terminal, `torchrun` starts the processes:
+# This command starts the processes with `torchrun`:
 #
 # ```
 # python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -177,12 +177,12 @@ exercises.check_held(held)
 #
 # Below, `launch` runs this command and reads what the ranks print about the second step. The mode `fsdp-bf16` gives FSDP2 the policy `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
 #
-# **Guess first.** One device with 4 sequences peaks at 180.1 MB, at the start of the backward pass. Weights and Adam's state take 82.5 MB, everything else takes 97.6 MB, and no gradient exists. What is the peak of a DDP rank with 4 sequences? A ZeRO 1 rank holds 27.5 MB less of Adam's state than this rank, and an FSDP2 rank 41.3 MB less of weights and state. What are their peaks, and what is FSDP2's peak in bf16?
+# **Guess first.** One device with 4 sequences peaks at 180.1 MB, at the start of the backward pass. Weights and Adam's state take 82.5 MB, everything else takes 97.6 MB, and no gradient exists yet. What is the peak of a DDP rank with 4 sequences? Compared with this rank, a ZeRO 1 rank holds 27.5 MB less of Adam's state. An FSDP2 rank holds 41.3 MB less of weights and state. What are the peaks of these two ranks, and what is FSDP2's peak in bf16?
 #
 # </div>
 # <div lang="zh">
 #
-# 在终端里，`torchrun` 负责启动各个进程：
+# 下面的终端命令用 `torchrun` 启动各个进程：
 #
 # ```
 # python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -215,7 +215,7 @@ table(
 # %% [markdown] slide={"en": "In fp32, all three reproduce the losses of the single process.\n\nWhat does a rank hold, and was your formula right?", "zh": "用 fp32 时，三种做法的损失都与单个进程相等。\n\n那么每个进程持有多少？你的公式对吗？"}
 # <div lang="en">
 #
-# In fp32, all three modes reproduce the losses of one process to 0.00001. The last bits differ, because two ranks add in another order. In bf16 a number has only 8 significant bits, and the losses differ by 0.0001. Now compare your formulas with what each rank holds when its optimizer steps.
+# In fp32, all three modes reproduce the losses of one process to within 0.00001. The last bits differ, because two ranks add in another order. In bf16 a number has only 8 significant bits, and the losses differ by 0.0001. Now compare your formulas with what each rank holds during its optimizer update.
 #
 # </div>
 # <div lang="zh">
@@ -236,12 +236,12 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Adam also stores a step count of 4 bytes for each of 100 tensors, which makes 400 bytes. ZeRO 1 differs by 22,596 bytes, because PyTorch assigns whole tensors to ranks and the two shares are not quite equal. FSDP2 cuts every tensor along its first dimension, here into equal halves. In bf16 it holds the same bytes, because its shards, their gradients and Adam's state stay in fp32.
+# Adam also stores a step count of 4 bytes for each of 100 tensors, so the measured bytes are 400 higher. ZeRO 1 differs by 22,596 bytes, because PyTorch assigns whole tensors to ranks and the two shares are not quite equal. FSDP2 cuts every tensor along its first dimension, here into equal halves. In bf16 it holds equally many bytes, because its shards, their gradients and Adam's state stay in fp32.
 #
 # </div>
 # <div lang="zh">
 #
-# Adam 还为 100 个张量各存一个步数，每个 4 字节，所以相差 400 字节。ZeRO 1 相差 22,596 字节，因为 PyTorch 不切开张量，每个张量都整个分给某一个进程，两个进程分到的字节数就不会正好相等。FSDP2 则沿第一维切开每个张量，在这里正好切成两半。用 bf16 时，FSDP2 持有的字节数不变，因为分片、分片的梯度和 Adam 的状态都仍是 fp32。
+# Adam 还为 100 个张量各存一个步数，每个 4 字节，所以实测值多 400 字节。ZeRO 1 相差 22,596 字节，因为 PyTorch 不切开张量，每个张量都整个分给某一个进程，两个进程分到的字节数就不会正好相等。FSDP2 则沿第一维切开每个张量，在这里正好切成两半。用 bf16 时，FSDP2 持有的字节数不变，因为分片、分片的梯度和 Adam 的状态都仍是 fp32。
 #
 # </div>
 
@@ -250,7 +250,7 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# Here are your guesses, and what is live at the peak.
+# Compare your guesses with the bytes that are live at the peak.
 #
 # </div>
 # <div lang="zh">
@@ -278,9 +278,9 @@ figures.draw_peaks(at_peak, title)
 # %% [markdown]
 # <div lang="en">
 #
-# **DDP** peaks at 207.6 MB. Although no gradient has been computed yet, it holds memory for all of them, 27.5 MB. DDP creates **buckets** before the first step. The backward pass writes gradients into them, so that one full bucket can be sent while the next one is filled. The buckets are kept between steps. (The course sets `gradient_as_bucket_view=True`. By default, gradients and buckets are separate.)
+# **DDP** peaks at 207.6 MB. Although no gradient has been computed yet, it holds 27.5 MB for all gradients. This memory is in **buckets**, which DDP creates before the first step. The backward pass writes gradients into the buckets, so that one full bucket can be sent while the next one is filled. The buckets are kept between steps. (The course sets `gradient_as_bucket_view=True`. By default, gradients and buckets are separate.)
 #
-# **ZeRO 1** peaks at 180.1 MB, which is what one device needs for these 4 sequences. It saves 27.5 MB of Adam's state. But PyTorch's ZeRO 1 is DDP with another optimizer, so it has DDP's buckets, which take 27.5 MB. With two ranks these amounts cancel. With four, 41.3 MB would be saved and the buckets would still take 27.5 MB.
+# **ZeRO 1** peaks at 180.1 MB, as much as one device needs for these 4 sequences. It saves 27.5 MB of Adam's state. But PyTorch's ZeRO 1 is DDP with another optimizer, so it has DDP's buckets, which take 27.5 MB. With two ranks, these amounts cancel. With four ranks, ZeRO 1 would save 41.3 MB, and the buckets would still take 27.5 MB.
 #
 # </div>
 # <div lang="zh">
@@ -294,7 +294,7 @@ figures.draw_peaks(at_peak, title)
 # %% [markdown]
 # <div lang="en">
 #
-# **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and each rank keeps only its shard. Its peak is 66.5 MB below DDP's. Your formulas predicted only 55.0 MB.
+# **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and each rank keeps only its shard. Its peak is 66.5 MB below DDP's. Your formulas predicted a difference of only 55.0 MB.
 #
 # **bf16** does not change what an FSDP2 rank holds, but it lowers the peak by 43.6 MB, because the activations take half of the bytes. (The log-probabilities that the loss saves stay in fp32.)
 #
@@ -312,12 +312,12 @@ figures.draw_peaks(at_peak, title)
 #
 # <div lang="en">
 #
-# A rank with an $N$-th of Adam's state updates an $N$-th of the weights. Before the update, it needs the sum of all ranks' gradients for this shard only, and afterwards all weights. Two **collectives**, operations that all ranks call together, do this:
+# A rank with an $N$-th of Adam's state updates an $N$-th of the weights. Before the update, it needs the sum of all ranks' gradients, but only for its shard. After the update, it needs all weights. Two **collectives**, operations that all ranks call together, do this:
 #
 # - **reduce-scatter** adds up the tensors of all ranks, and gives rank $r$ the $r$-th shard of the sum;
 # - **all-gather** gives every rank all shards, concatenated.
 #
-# Here are four ranks in one process. `wire` takes a list with one tensor per rank, returns such a list, and counts the bytes that a rank gives to collectives.
+# Below, one process simulates four ranks. The collectives of `wire` take a list with one tensor per rank, and return such a list. `wire` also counts the bytes that a rank gives to collectives.
 #
 # </div>
 # <div lang="zh">
@@ -346,16 +346,16 @@ schemes.draw_collectives()
 # %% [markdown] slide={"en": "**Write the step of ZeRO 1.**\n\nEach Adam sees only its shard. At the end every rank has all weights.", "zh": "**写出 ZeRO 1 的一步。**\n\n每个 Adam 只看到自己的分片，最后每个进程都有全部权重。"}
 # <div lang="en">
 #
-# **Exercise 2.** Write the step of ZeRO 1. `weights` and `gradients` are lists with one whole tensor per rank. `adams[r](shard, gradient)` returns the updated shard. Each Adam's state is as long as the first shard that it gets. Return the new weights, one whole tensor per rank. The gradient of the batch is the mean over the ranks.
+# **Exercise 2.** Write the step of ZeRO 1. `weights` and `gradients` are lists with one whole tensor per rank. `adams[r](shard, gradient)` returns the updated shard. Each Adam's state is as long as the first shard that it gets. Return the new weights, one whole tensor per rank. The gradient of the batch is the mean of the ranks' gradients.
 #
-# The check compares with Adam, and counts state and bytes sent.
+# The check compares your weights with unsharded Adam's, and counts the bytes of state and the sent bytes.
 #
 # </div>
 # <div lang="zh">
 #
 # **练习 2。** 写出 ZeRO 1 的一步。`weights` 和 `gradients` 都是列表，列表里每个进程有一个完整的张量。`adams[r](shard, gradient)` 返回更新后的分片。每个 Adam 的状态与它第一次收到的分片一样长。整个批次的梯度是各进程梯度的平均。请返回新的权重，形式与 `weights` 相同。
 #
-# 检查程序会把你的结果与不分片的 Adam 比较，并统计每个进程的状态大小和发送的字节数。
+# 检查程序会把你的结果与不分片的 Adam 比较，并统计每个进程的状态有多少字节，一共发送多少字节。
 #
 # </div>
 
@@ -386,7 +386,7 @@ exercises.check_sharded_step(sharded_step)
 # %% [markdown]
 # <div lang="en">
 #
-# Your step sends two numbers per weight, as DDP does. PyTorch's `ZeroRedundancyOptimizer` sends three, because DDP first all-reduces all gradients, and the optimizer then broadcasts each updated tensor.
+# Your step sends two numbers per weight, as DDP does. PyTorch's `ZeroRedundancyOptimizer` sends three numbers, because DDP first all-reduces all gradients, and the optimizer then broadcasts each updated tensor.
 #
 # </div>
 # <div lang="zh">
@@ -412,9 +412,9 @@ exercises.check_sharded_step(sharded_step)
 #
 # <div lang="en">
 #
-# In ZeRO 3 a layer holds one shard of its weight. It gathers the whole weight, uses it and releases it. The line `F.linear(x, wire.all_gather(shard))` computes the right output but releases nothing. The backward pass needs the weight (lesson 01), so autograd saves it whole. The remedy is that of lesson 02: save only the small shard, and gather the weight again.
+# In ZeRO 3, a layer holds one shard of its weight. It gathers the whole weight, uses it and releases it. The line `F.linear(x, wire.all_gather(shard))` computes the right output but releases nothing. The backward pass needs the weight (lesson 01), so autograd saves the whole weight. The remedy is that of lesson 02: save only the small shard, and gather the weight again.
 #
-# **Exercise 3.** Write the layer as one rank sees it. `shard` has this rank's rows of the weight. `wire.all_gather(shard)` returns the whole weight, and `wire.reduce_scatter(tensor)` returns this rank's shard of the sum over all ranks. `forward` returns $x W^\top$. `backward` returns the gradients of `x` and `shard`, and `None` for the wire. Between the two, only the shard of the weight may be live.
+# **Exercise 3.** Write the layer as one rank sees it. `shard` has this rank's rows of the weight. `wire.all_gather(shard)` returns the whole weight, and `wire.reduce_scatter(tensor)` returns this rank's shard of the sum over all ranks. `forward` returns $x W^\top$. `backward` returns the gradients of `x` and `shard`, and `None` for the wire. Between `forward` and `backward`, only the shard of the weight may be live.
 #
 # </div>
 # <div lang="zh">
@@ -467,11 +467,11 @@ exercises.check_gathered_linear(GatheredLinear)
 #
 # <div lang="en">
 #
-# FSDP2 works like your layer. `fully_shard(block)` gathers all weights of a block together, for the forward pass and again for the backward pass, and reduce-scatters the gradients. The **root**, the 557,568 parameters outside the blocks, is kept from forward to backward.
+# FSDP2 works like your layer. `fully_shard(block)` gathers all weights of a block together, for the forward pass and again for the backward pass, and reduce-scatters the gradients. The **root** (the 557,568 parameters outside the blocks) stays gathered from forward to backward.
 #
-# The **communication volume** of a rank is the bytes that it gives to collectives. An all-reduce counts its tensor's bytes twice, and every other collective once. In fp32, DDP's volume is $8\Psi$ bytes for a model without buffers, which DDP would send as well.
+# The **communication volume** of a rank is the number of bytes that it gives to collectives. The bytes of an all-reduce count twice, those of other collectives once. In fp32, DDP's volume is $8\Psi$ bytes if the model has no buffers, which DDP would also send.
 #
-# **Exercise 4.** Write FSDP2's volume as a formula, in fp32 and in bf16. In bf16, FSDP2 gathers 2 bytes per number and still reduces gradients in fp32.
+# **Exercise 4.** Write formulas for FSDP2's volume in fp32 and in bf16. In bf16, FSDP2 gathers 2 bytes per number and still reduces gradients in fp32.
 #
 # </div>
 # <div lang="zh">
@@ -516,10 +516,10 @@ predictions([(name, my_sent[name], sent[mode]) for name, mode in modes.items()],
 # %% [markdown] slide={"en": "**Guess first.** On two ranks FSDP2's volume in fp32 is 80.3 MB per rank.\n\nHow many bytes really leave a rank?", "zh": "**先猜**：两个进程、用 fp32 时，FSDP2 的通信量是每个进程 80.3 MB。\n\n真正从一个进程发出去的有多少？"}
 # <div lang="en">
 #
-# Your formula counts bytes given to collectives. The bytes that leave a rank are another quantity. The table shows them for two ranks, and its last rows use one tensor of 4 MB.
+# Your formula counts bytes given to collectives. The bytes that leave a rank may differ. The table shows both for two ranks. Its last three rows show collectives on one 4 MB tensor.
 #
 # - *Communicated* is the volume.
-# - *In a ring* is $(N-1)/N$ of the volume, which ranks in a ring send.
+# - *In a ring* is what a rank in a ring sends, $(N-1)/N$ of the volume.
 # - *Over the wire* is what the Linux kernel counted in a recorded run with gloo (`python -m course_lib.lessons.lesson_08.loopback`).
 #
 # </div>
@@ -549,12 +549,12 @@ table(["2 ranks", *columns], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# DDP and ZeRO 1 send as many bytes as a ring algorithm. FSDP2 sends more, because the reduce-scatter of this build of gloo sends as much as its all-reduce. So in fp32 FSDP2's volume is 46% above DDP's, and it sends 96% more over this wire. In bf16 its volume is 2% below DDP's, because the gathers take half of the bytes. NCCL, which GPUs use, was not measured here.
+# DDP and ZeRO 1 send as many bytes as a ring algorithm. FSDP2 sends more, because the reduce-scatter of this build of gloo sends as much as its all-reduce. In fp32, FSDP2's volume is 46% above DDP's, but it sends 96% more bytes than DDP over this wire. In bf16, its volume is 2% below DDP's, because the gathers take half the bytes. NCCL, which GPUs use, was not measured here.
 #
 # </div>
 # <div lang="zh">
 #
-# DDP 和 ZeRO 1 发送的字节数与环算法一致。FSDP2 发送的字节数更多，因为这个版本的 gloo 做 reduce-scatter 时，传输的字节数与 all-reduce 相同。因此用 fp32 时，FSDP2 的通信量比 DDP 多 46%，在这条线路上实际传输的字节数则多 96%。用 bf16 时，收集的字节数减半，FSDP2 的通信量反而比 DDP 少 2%。GPU 使用 NCCL，这里没有测量它发送的字节数。
+# DDP 和 ZeRO 1 发送的字节数与环算法一致。FSDP2 发送的字节数更多，因为这个版本的 gloo 做 reduce-scatter 时，传输的字节数与 all-reduce 相同。用 fp32 时，FSDP2 的通信量比 DDP 多 46%，在这条线路上实际传输的字节数却比 DDP 多 96%。用 bf16 时，收集的字节数减半，FSDP2 的通信量反而比 DDP 少 2%。GPU 使用 NCCL，这里没有测量它发送的字节数。
 #
 # </div>
 
@@ -563,12 +563,12 @@ table(["2 ranks", *columns], rows)
 #
 # <div lang="en">
 #
-# A device has 60 MB, and no host memory to offload to. With the techniques of lessons 02 and 05, the step can process one sequence at a time, with a checkpoint around every layer. A meter with a budget stops it at the first operator that would exceed the budget.
+# A device has 60 MB, and no host memory to offload to. With the techniques of lessons 02 and 05, the step can process one sequence at a time, with a checkpoint around every layer. A meter stops the step at the first operator that would exceed 60 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 一台设备有 60 MB，没有主机内存可供卸载。用第 02 课和第 05 课的方法，可以每次只算一条序列，并给每层加检查点。计量器设了预算，哪个算子最先使内存超出预算，训练步就停在哪个算子。
+# 一台设备有 60 MB，没有主机内存可供卸载。用第 02 课和第 05 课的方法，可以每次只算一条序列，并给每层加检查点。计量器设了 60 MB 的预算，哪个算子最先使内存超出预算，训练步就停在哪个算子。
 #
 # </div>
 
@@ -587,9 +587,9 @@ except MemoryBudgetExceeded as stopped:
 # %% [markdown]
 # <div lang="en">
 #
-# The forward and backward passes fit. Then Adam creates its state and memory runs out. Weights, gradients and state take 110.0 MB, whatever the batch, and mixed precision would not reduce them.
+# The forward and backward passes fit. Then Adam creates its state and memory runs out. Weights, gradients and state take 110.0 MB for any batch, and mixed precision would not reduce them.
 #
-# Now four ranks take two sequences each, with FSDP2 in bf16 (`--bf16`), in three modes. `fsdp-keep` keeps gathered weights from forward to backward. `fsdp-checkpoint` puts a checkpoint around each layer, and it runs under a budget of 40 MB **on every rank**.
+# Now four ranks process two sequences each, with FSDP2 in bf16 (`--bf16`), in three modes. `fsdp-keep` keeps gathered weights from forward to backward. `fsdp-checkpoint` puts a checkpoint around each layer, with a budget of 40 MB **on every rank**.
 #
 # </div>
 # <div lang="zh">
@@ -613,7 +613,7 @@ figures.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000
 # %% [markdown]
 # <div lang="en">
 #
-# Four ranks process the whole batch with 37.8 MB each (49.5 MB without checkpoints), where one device with 60 MB could not process one sequence. Sharding does not reduce the activations of a rank's own sequences, and checkpointing does not reduce weights and state. Together they reduce all of these.
+# Four ranks process the whole batch with 37.8 MB each, and with 49.5 MB without checkpoints. One device with 60 MB could not process one sequence. Sharding does not reduce the activations of a rank's own sequences, and checkpointing does not reduce weights and state. Together, both techniques reduce all of these.
 #
 # </div>
 # <div lang="zh">
@@ -627,7 +627,7 @@ figures.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000
 #
 # <div lang="en">
 #
-# **Guess first.** Which numbers halve when two ranks become four? Lines are your formulas, points are measurements. FSDP2 is in bf16.
+# **Guess first.** Which numbers halve when two ranks become four? Lines are your formulas, and points are measurements. FSDP2 is in bf16.
 #
 # </div>
 # <div lang="zh">
@@ -643,7 +643,7 @@ figures.draw_ranks(predicted, [*drawn, *four.values()])
 # %% [markdown]
 # <div lang="en">
 #
-# From two ranks to four, sharded memory halves. All other parts stay the same: DDP holds 110.0 MB on any number of ranks, and ZeRO 1 never less than 55.0 MB. The communication volume of a rank does not change. (The hollow point is `fsdp-keep` in bf16, because PyTorch has no exact ZeRO 2.)
+# From two ranks to four, sharded memory halves. All other parts stay the same. With any number of ranks, a DDP rank holds 110.0 MB, and a ZeRO 1 rank at least 55.0 MB. The communication volume of a rank does not change. (The hollow point is `fsdp-keep` in bf16, because PyTorch has no exact ZeRO 2.)
 #
 # Can the peak be predicted as well? `predict` runs one rank with symbolic tensors and a process group that sends nothing.
 #
@@ -677,14 +677,14 @@ table(["4 ranks in bf16", *columns], rows)
 #
 # <div lang="en">
 #
-# The GPUs of a machine exchange data over NVLink, and machines exchange data over slower network cards. How many bytes leave a machine? In a ring, each rank sends only to the next one. The cell below simulates one all-gather or reduce-scatter step by step, and counts the bytes that go to another machine.
+# A machine's GPUs exchange data over NVLink, and machines exchange data over slower network cards. In a ring, each rank sends only to the next rank. The cell below simulates one all-gather or reduce-scatter step by step, and counts the bytes that go to another machine.
 #
 # **Guess first.** Two machines have 8 GPUs each. All 16 GPUs gather 1 GB of weights, of which each GPU holds a sixteenth. How many GB leave each machine?
 #
 # </div>
 # <div lang="zh">
 #
-# 一台机器里的 GPU 通过 NVLink 交换数据，机器之间则要通过较慢的网卡。那么一台机器要向外发出多少字节？在环里，每个进程只发送给下一个进程。下面的单元格逐步模拟一次 all-gather 或 reduce-scatter，并统计发往另一台机器的字节数。
+# 一台机器里的 GPU 通过 NVLink 交换数据，机器之间则要通过较慢的网卡。在环里，每个进程只发送给下一个进程。下面的单元格逐步模拟一次 all-gather 或 reduce-scatter，并统计发往另一台机器的字节数。
 #
 # **先猜**：两台机器各有 8 块 GPU。16 块 GPU 一起收集 1 GB 的权重，每块 GPU 持有其中的十六分之一。每台机器要发出多少 GB？
 #
@@ -716,21 +716,21 @@ table(["machines", "GPUs per machine", "out of each machine (GB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# If the 8 GPUs of a machine are neighbors in the ring, only one of them sends to another machine, and it passes on $N-1$ of $N$ shards. So $(N-1)/N$ of the given bytes leave each machine, and the number of its GPUs does not multiply them. NCCL makes several rings, which leave a machine through different cards. (A ring does not send the fewest possible bytes. Each of two machines lacks only 0.5 GB.)
+# If the 8 GPUs of a machine are neighbors in the ring, only one GPU sends to another machine. It passes on $N-1$ of $N$ shards. So $(N-1)/N$ of the gathered bytes leave each machine, however many GPUs it has. NCCL makes several rings, which leave a machine through different cards. (A ring does not send the fewest possible bytes. With two machines, each lacks only 0.5 GB.)
 #
 # </div>
 # <div lang="zh">
 #
-# 只要一台机器的 8 块 GPU 在环里相邻，就只有其中一块向另一台机器发送，这块 GPU 要转发 $N$ 个分片中的 $N-1$ 个。所以每台机器发出的是这次通信字节数的 $(N-1)/N$，并不随 GPU 的数量成倍增加。NCCL 会建立多个环，各个环经过不同的网卡通向另一台机器。（用环发送，字节数并不是最少的。如果只有两台机器，每台其实只缺 0.5 GB。）
+# 只要一台机器的 8 块 GPU 在环里相邻，就只有其中一块向另一台机器发送，这块 GPU 要转发 $N$ 个分片中的 $N-1$ 个。所以不论有多少块 GPU，每台机器发出的字节数都是收集的字节数的 $(N-1)/N$。NCCL 会建立多个环，各个环经过不同的网卡通向另一台机器。（用环发送，字节数并不是最少的。如果只有两台机器，每台其实只缺 0.5 GB。）
 #
 # </div>
 
 # %% [markdown] slide={"en": "Two machines compute in half of the time, but their ring passes through network cards.\n\n**From how many tokens on are they faster?**", "zh": "两台机器的计算时间减半，但它们组成的环要经过网卡。\n\n**从多少 token 起，两台机器更快？**"}
 # <div lang="en">
 #
-# Let one machine with $g$ GPUs train on $T$ tokens per step, in one micro-batch, with FSDP2 in bf16. Two machines share the same tokens, and their GPUs form one ring. A step computes 6 FLOPs per parameter and token (2 in the forward pass, 4 in the backward pass), and communicates about 8 bytes per parameter (exercise 4). Both overlap, so a step takes as long as the longer one. On one machine, computation takes longer than communication.
+# Let one machine with $g$ GPUs train on $T$ tokens per step, in one micro-batch, with FSDP2 in bf16. Two machines share the same tokens, and their GPUs form one ring. A step computes 6 FLOPs per parameter and token (2 in the forward pass, 4 in the backward pass), and communicates about 8 bytes per parameter (exercise 4). Computation and communication overlap, so a step takes as long as the longer one. On one machine, computation takes longer than communication.
 #
-# **Exercise 5.** From how many tokens $T$ on does a step on two machines take no longer than on one? Each GPU computes `rate` FLOPs per second, and `network` bytes per second leave a machine, through all of its cards together.
+# **Exercise 5.** What is the smallest $T$ for which a step on two machines takes no longer than on one? Each GPU computes `rate` FLOPs per second, and `network` bytes per second leave a machine, through all of its cards together.
 #
 # </div>
 # <div lang="zh">
@@ -767,7 +767,7 @@ exercises.check_second_machine(tokens_for_two)
 # %% [markdown]
 # <div lang="en">
 #
-# Take the rates of a real machine. `RATES["H100"]` describes a DGX H100: 8 GPUs that send 450 GB/s to each other, and one network card of 50 GB/s per GPU. A step reaches 40% of the datasheet's 989 TFLOP/s in bf16. We compare it with a machine that has the same GPUs and only one card. All seconds are computed, not measured.
+# Take a real machine. `RATES["H100"]` describes a DGX H100: 8 GPUs that send 450 GB/s to each other, and one network card of 50 GB/s per GPU. We assume 40% of the datasheet's 989 TFLOP/s in bf16. We compare the DGX with a machine with the same GPUs and only one card. All seconds are computed, not measured.
 #
 # </div>
 # <div lang="zh">
@@ -803,9 +803,9 @@ large.draw_machines(step_seconds, {8: dgx, 1: one_card}, pays)
 # %% [markdown]
 # <div lang="en">
 #
-# With a card per GPU, two DGX are not slower than one from 9,890 tokens per step on. With at least 19,780 tokens, they take half the time, if all communication overlaps with computation. With a single card per machine, they are not slower from 79,120 tokens on. In a dense model whose weights are all trained, the size cancels, because both computation and communication are proportional to it. (Below 8,205 tokens even the NVLink within one machine is slower than the computation.)
+# With one card per GPU, two DGX are not slower than one if a step has at least 9,890 tokens. At 19,780 tokens or more, they take half the time, if all communication overlaps with computation. With one card per machine, two machines need 79,120 tokens. If all weights of a dense model are trained, its size does not matter, because computation and communication are proportional to it. (Below 8,205 tokens, even communication over NVLink takes longer than the computation.)
 #
-# Does another way to split the model send less to other machines? Take 65 billion parameters on 64 GPUs in 8 machines, one sequence of 2048 tokens per GPU, again in bf16. The computation takes 2.0 s.
+# Does another way to split the model send less to other machines? Take 65 billion parameters on 64 GPUs in 8 machines, one sequence of 2048 tokens per GPU, in bf16. The computation takes 2.0 s.
 #
 # </div>
 # <div lang="zh">
@@ -823,7 +823,7 @@ large.compare_splits(seventy, dgx.network_bytes)
 # %% [markdown]
 # <div lang="en">
 #
-# **HSDP** shards within a machine and replicates between machines, where it only all-reduces gradients, in fp32. Each rank holds $16\Psi/8$ bytes, more than the 80 GB of an H100. In the last row, the 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. With these 8 machines and one micro-batch, both ways send 11% less than FSDP2 over all 64 GPUs. The number of network cards matters more. With one per GPU, communication takes less than the 2.0 s of computation in every row, and with one per machine, longer. (Communication within a machine is not counted.)
+# **HSDP** shards within a machine and replicates the shards between machines. Between machines, it only all-reduces gradients, in fp32. Each rank holds $16\Psi/8$ bytes, more than the 80 GB of an H100. In the last row, the 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. With these 8 machines and one micro-batch, HSDP and the last row send 11% less than FSDP2 over all 64 GPUs. The number of network cards matters more. In every row, communication takes less than the 2.0 s of computation with one card per GPU, and longer with one card per machine. (Communication within a machine is not counted.)
 #
 # </div>
 # <div lang="zh">
@@ -877,12 +877,12 @@ large.compare_splits(seventy, dgx.network_bytes)
 #
 # <div lang="en">
 #
-# For the second claim, the cell compares one device with one of two ranks, with 4 sequences each, in fp32. For the third, it uses DDP on a single rank.
+# For the second claim, the cell compares one device with one of two FSDP2 ranks, with 4 sequences each, in fp32. For the third claim, it uses DDP on a single rank.
 #
 # </div>
 # <div lang="zh">
 #
-# 检验第二种说法时，一方是单独一台设备，另一方是两个进程中的一个，双方各处理 4 条序列，都用 fp32。第三种说法用只有一个进程的 DDP 检验。
+# 检验第二种说法时，一方是单独一台设备，另一方是两个 FSDP2 进程中的一个，双方各处理 4 条序列，都用 fp32。第三种说法用只有一个进程的 DDP 检验。
 #
 # </div>
 
@@ -898,7 +898,7 @@ figures.claims_table(two, half, spared)
 #
 # <div lang="en">
 #
-# This lesson's row is one rank of four with FSDP2, which processes a quarter of the batch in fp32, as in all rows. Its communication volume is in the column of bytes moved.
+# This lesson's row shows one of four ranks with FSDP2. It processes a quarter of the batch, in fp32 like all rows. Its communication volume is in the column of bytes moved.
 #
 # </div>
 # <div lang="zh">
@@ -916,19 +916,19 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # <div lang="en">
 #
-# - Data parallelism divides the activations of a fixed batch. ZeRO shards what each rank of DDP holds whole. In fp32 a rank holds $16\Psi$, $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$ or $16\Psi/N$ bytes.
+# - Data parallelism divides the activations of a fixed batch. ZeRO shards what each rank of DDP holds whole. In fp32, a DDP rank holds $16\Psi$ bytes, and ZeRO 1 to 3 hold $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$ and $16\Psi/N$.
 # - DDP's buckets always take memory for all gradients, here 27.5 MB.
-# - An all-reduce is a reduce-scatter and an all-gather. ZeRO 1 and 2 can update between both and then send no more than DDP. With one micro-batch, ZeRO 3 sends up to half more in fp32.
+# - An all-reduce is a reduce-scatter and an all-gather. ZeRO 1 and 2 can update between the two, and then send no more than DDP. With one micro-batch in fp32, ZeRO 3 sends up to half more than DDP.
 # - A quarter of the batch takes 131.3 MB instead of 277.7 MB. With shards, checkpoints and bf16, each of four ranks needs 37.8 MB.
 # - Mixed precision does not change what an FSDP2 rank holds. It halves activations and gathered bytes.
-# - In a ring, $(N-1)/N$ of the bytes leave each machine if its ranks are neighbors. With FSDP2 in bf16, two DGX H100 match one from 9,890 tokens on.
+# - In a ring, $(N-1)/N$ of the bytes leave each machine if its ranks are neighbors. With FSDP2 in bf16, two DGX H100 are not slower than one from 9,890 tokens per step.
 #
 # **Next:** [lesson 09](09_your_own_model.ipynb), models that the course did not write.
 #
 # </div>
 # <div lang="zh">
 #
-# - 批次固定时，数据并行分摊激活值。DDP 的每个进程都持有完整的权重、梯度和优化器状态，ZeRO 则把这三者分片。用 fp32 时，每个进程持有 $16\Psi$、$8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$ 或 $16\Psi/N$ 字节。
+# - 批次固定时，数据并行分摊激活值。DDP 的每个进程都持有完整的权重、梯度和优化器状态，ZeRO 则把这三者分片。用 fp32 时，DDP 的每个进程持有 $16\Psi$ 字节，ZeRO 1 到 3 的每个进程依次持有 $8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$ 和 $16\Psi/N$ 字节。
 # - DDP 的桶始终按全部梯度的大小占用内存，在这里使峰值高出 27.5 MB。
 # - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 可以在两者之间更新权重，这样一来，发送的字节数不比 DDP 多。用 fp32、只有一个微批次时，ZeRO 3 的通信量比 DDP 至多高出一半。
 # - 每台设备只处理批次的四分之一，峰值就从 277.7 MB 降到 131.3 MB。再加上分片、检查点和 bf16，四个进程各自只需 37.8 MB。
@@ -974,7 +974,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # <div lang="en">
 #
-# With data parallelism, a rank computes at least one whole sequence. If its activations don't fit, something else has to be divided. **Tensor parallelism** (TP) divides each matrix among $t$ ranks. **Sequence parallelism** (SP) also divides the operations between the matrices. **Context parallelism** (CP) divides the sequence among $c$ ranks, in attention too. **Pipeline parallelism** (PP) divides the layers among $p$ ranks. **Expert parallelism** (EP) divides the experts of a mixture among $e$ ranks.
+# With data parallelism, a rank computes at least one whole sequence. If the activations of this sequence do not fit, something else has to be divided. **Tensor parallelism** (TP) divides each matrix among $t$ ranks. **Sequence parallelism** (SP) also divides the operations between the matrices. **Context parallelism** (CP) divides the sequence among $c$ ranks, and attention is computed on the divided sequence, too. **Pipeline parallelism** (PP) divides the layers among $p$ ranks. **Expert parallelism** (EP) divides the experts of a mixture-of-experts model among $e$ ranks.
 #
 # </div>
 # <div lang="zh">
@@ -991,7 +991,7 @@ schemes.parallelisms()
 #
 # <div lang="en">
 #
-# A layer has two pairs of matrices. A pair's first matrix is cut into columns of $W^\top$, its second into rows. The ranks add up outputs only after the second matrix. In PyTorch:
+# A layer has two pairs of matrices. The first matrix of a pair is cut into columns of $W^\top$, and the second matrix into rows. So the ranks only have to add up their outputs after the second matrix. In PyTorch, this is:
 #
 # ```
 # parallelize_module(model, mesh, {
@@ -1002,7 +1002,7 @@ schemes.parallelisms()
 # })
 # ```
 #
-# The course first reorders the rows of `qkv`, so that a rank gets the queries, keys and values of the same heads. Sequence parallelism (mode `tp-sp`) adds `SequenceParallel()` for the norms. Two real ranks process all 8 sequences:
+# The course first reorders the rows of `qkv`, so that a rank gets the queries, keys and values of the same heads. Sequence parallelism (mode `tp-sp`) adds `SequenceParallel()` for the norms. In the next cell, two real ranks process all 8 sequences together:
 #
 # </div>
 # <div lang="zh">
@@ -1032,7 +1032,7 @@ table(["`mode`", "losses equal", "gradients equal"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Losses and gradients equal those of one process. Formulas predict the held bytes and the communication volume, and one rank with symbolic tensors predicts the peak:
+# Losses and gradients equal those of one process. In the next cell, formulas predict the held bytes and the communication volume. A run of one rank with symbolic tensors predicts the peak:
 #
 # </div>
 # <div lang="zh">
@@ -1049,16 +1049,16 @@ predictions(large.tensor_rows(task, tensor), unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# A rank peaks at 172.8 MB instead of 277.7 MB, and at 163.8 MB with sequence parallelism. Each layer has four all-reduces of $s b h$ numbers, or four pairs of a reduce-scatter and an all-gather.
+# A rank peaks at 172.8 MB instead of 277.7 MB, and at 163.8 MB with sequence parallelism. Each layer has four all-reduces of $s b h$ numbers, for $b$ sequences of $s$ tokens with hidden size $h$. Sequence parallelism replaces each all-reduce by a reduce-scatter and an all-gather.
 #
-# What does a layer keep for backward? Lesson 01's formula gives $16 s b h + a s^2 b$ numbers. According to Korthikanti et al. (2022), tensor parallelism divides all except the norms' $4 s b h$, and sequence parallelism divides everything:
+# What does a layer keep for backward? With $a$ attention heads, lesson 01's formula gives $16 s b h + a s^2 b$ numbers. According to Korthikanti et al. (2022), tensor parallelism divides all of these numbers except the $4 s b h$ of the norms. With sequence parallelism, these are divided, too:
 #
 # </div>
 # <div lang="zh">
 #
-# 每个进程的峰值从 277.7 MB 降到 172.8 MB，加上序列并行是 163.8 MB。每层做四次 all-reduce，每次 $s b h$ 个数。用序列并行时，每次 all-reduce 换成一次 reduce-scatter 加一次 all-gather。
+# 每个进程的峰值从 277.7 MB 降到 172.8 MB，加上序列并行是 163.8 MB。每层做四次 all-reduce，每次 $s b h$ 个数，其中 $b$ 是序列的条数，$s$ 是每条序列的 token 数，$h$ 是隐藏维度。用序列并行时，每次 all-reduce 换成一次 reduce-scatter 加一次 all-gather。
 #
-# 每层要为反向保存多少个数？第 01 课的公式是 $16 s b h + a s^2 b$ 个数。按 Korthikanti et al.（2022）的说法，归一化层的 $4 s b h$ 个数，张量并行不能分摊，其余的都能分摊。再加上序列并行，这 $4 s b h$ 个数也能分摊：
+# 每层要为反向保存多少个数？如果有 $a$ 个注意力头，按第 01 课的公式是 $16 s b h + a s^2 b$ 个数。按 Korthikanti et al.（2022）的说法，归一化层的 $4 s b h$ 个数，张量并行不能分摊，其余的都能分摊。再加上序列并行，这 $4 s b h$ 个数也能分摊：
 #
 # </div>
 
@@ -1086,7 +1086,7 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 #
 # <div lang="en">
 #
-# Each rank has a part of every sequence, 64 of the 128 tokens. Only attention needs the other tokens. In **ring attention**, keys and values go around a ring, and each rank merges the parts by their log-sum-exps, as lesson 06 does with blocks of keys. In the backward pass they go around again, together with their gradients. The two ranks have just run this function in the launch of section 8.16:
+# Each rank has a part of every sequence, 64 of the 128 tokens. Only attention needs the other tokens. In **ring attention**, keys and values go around a ring, and each rank merges the results for the parts by their log-sum-exps, as lesson 06 does with blocks of keys. In the backward pass, keys and values go around again, together with their gradients. The two ranks that section 8.16 started have also run this function:
 #
 # </div>
 # <div lang="zh">
@@ -1105,7 +1105,7 @@ print(inspect.getsource(context_parallel.RingAttention))
 # %% [markdown]
 # <div lang="en">
 #
-# With $c$ ranks and $m$ bytes of keys per layer and rank, a layer sends keys and values $c-1$ times in each pass, and their gradients $c$ times. The gradients of the weights are all-reduced:
+# Let there be $c$ ranks, and let the keys of a layer take $m$ bytes on each rank. Then a rank sends the keys and values of a layer $c-1$ times in forward and $c-1$ times in backward, and their gradients $c$ times. In addition, the gradients of the weights are all-reduced:
 #
 # </div>
 # <div lang="zh">
@@ -1132,9 +1132,9 @@ table(["gradients differ by", "losses differ by"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# A rank peaks at 163.5 MB. It holds all weights and Adam's state, 82.5 MB, and half of the activations without the scores. The parts are consecutive, so rank 0 attends to one part and rank 1 to two.
+# A rank peaks at 163.5 MB. It holds all weights and Adam's state, 82.5 MB, and half of the activations, but no attention scores. Rank 0 has the first part of each sequence and rank 1 the second part. So rank 0 attends to one part, and rank 1 to both parts.
 #
-# PyTorch has its own `context_parallel`, which also balances this work. On a CPU, PyTorch 2.13 raises `NotImplementedError` for causal attention in it, so these lines are not run here. This course has a test for machines with two GPUs, which we have not been able to run.
+# PyTorch has its own `context_parallel`, which also balances this work. On a CPU, this function of PyTorch 2.13 raises `NotImplementedError` for causal attention, so the following lines are not run here. The course has a test of them for machines with two GPUs, but we have not been able to run this test.
 #
 # ```
 # from torch.distributed.tensor.experimental import context_parallel
@@ -1164,7 +1164,7 @@ table(["gradients differ by", "losses differ by"], rows)
 #
 # <div lang="en">
 #
-# Rank 0 has the embedding and two layers, rank 1 two layers and the head. Micro-batches of one sequence pass through both. (The decoder has only 4 layers, 32 tokens and 512 words here, because the launch ran seven such steps.) In PyTorch:
+# Rank 0 has the embedding and the first two layers, and rank 1 has the last two layers and the head. Micro-batches of one sequence pass through both ranks. (The launch above also ran seven such steps. So this decoder has only 4 layers, sequences of 32 tokens and a vocabulary of 512 words.) In PyTorch, this is:
 #
 # ```
 # stage = PipelineStage(my_layers, rank, ranks, device)
@@ -1198,7 +1198,7 @@ for schedule in ("gpipe", "1f1b"):
 # %% [markdown]
 # <div lang="en">
 #
-# Saved activations exist from a micro-batch's forward pass to its backward pass. GPipe has all $m$ micro-batches in flight, and 1F1B has $p - i$ on rank $i$ of $p$. So we measure one micro-batch and multiply. PyTorch adds three things: a receive buffer per micro-batch, one sent tensor that 1F1B still holds, and on the last rank the outputs of all micro-batches, which `step` returns.
+# A micro-batch is in flight from its forward pass to its backward pass, and its saved activations exist for this time. GPipe has all $m$ micro-batches in flight. On rank $i$ of $p$ ranks, 1F1B has $p - i$ in flight. So we measure the bytes of one micro-batch, and multiply them by this number. PyTorch needs memory for three more things. These are a receive buffer per micro-batch, one sent tensor that 1F1B still holds, and on the last rank the outputs of all micro-batches, which `step` returns.
 #
 # </div>
 # <div lang="zh">
@@ -1251,9 +1251,9 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# (Each row names the schedule, the number of micro-batches and the rank.) From 4 to 16 micro-batches GPipe's peak on rank 1 grows from 20.0 to 35.8 MB, and 1F1B's from 16.4 to 17.6 MB. With `return_outputs=False`, 1F1B peaks at 16.6 MB with 16 micro-batches. The gradients of all seven steps equal those of one process.
+# (Each row names the schedule, the number of micro-batches and the rank.) From 4 to 16 micro-batches, GPipe's peak on rank 1 grows from 20.0 MB to 35.8 MB. 1F1B's peak grows only from 16.4 MB to 17.6 MB. With `return_outputs=False`, 1F1B peaks at 16.6 MB with 16 micro-batches. The gradients of all seven steps equal those of one process.
 #
-# A pipeline is idle while it fills and drains. We let a forward pass take one unit of time and a backward pass two, and follow the recorded orders:
+# Ranks are idle while the pipeline fills and drains. To compute the idle time, we assume that a forward pass takes one unit of time and a backward pass two units, and follow the recorded order of the passes:
 #
 # </div>
 # <div lang="zh">
@@ -1290,12 +1290,12 @@ table(["schedule", "micro-batches", "idle", "(p − 1)/(m + p − 1)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Both schedules are idle for $(p-1)/(m+p-1)$ of the time, and only more micro-batches reduce this **bubble**. So 1F1B is not faster. Its lower peak allows more micro-batches.
+# With both schedules, a rank is idle for $(p-1)/(m+p-1)$ of the time, and only more micro-batches reduce this **bubble**. So 1F1B is not faster than GPipe, but its lower peak allows more micro-batches.
 #
 # </div>
 # <div lang="zh">
 #
-# 两种调度的空闲时间都占 $(p-1)/(m+p-1)$，只有增加微批次才能减少这个**气泡**（bubble）。也就是说，1F1B 并不更快，只是峰值更低，因此容得下更多的微批次。
+# 无论哪种调度，每个进程的空闲时间都占 $(p-1)/(m+p-1)$，只有增加微批次才能减少这个**气泡**（bubble）。也就是说，1F1B 并不更快，只是峰值更低，因此容得下更多的微批次。
 #
 # </div>
 
@@ -1304,7 +1304,7 @@ table(["schedule", "micro-batches", "idle", "(p − 1)/(m + p − 1)"], rows)
 #
 # <div lang="en">
 #
-# In each layer of Mixtral 8x7B, a router sends every token to 2 of 8 experts, and the experts are 97% of the parameters. With expert parallelism over $e$ of 8 GPUs, a GPU computes only $8/e$ experts. It sends each token to its two experts and gets the results back, with one all-to-all each way, in forward and again in backward. FSDP2 shards everything else, and also the experts among the $8/e$ GPUs that have the same ones. In bf16, with 4096 tokens per GPU that are spread evenly over the experts:
+# In each layer of Mixtral 8x7B, a router sends every token to 2 of 8 experts, and the experts are 97% of the parameters. With expert parallelism over $e$ of 8 GPUs, a GPU computes only $8/e$ experts. Each GPU sends each of its tokens to the two experts of this token, and gets the results back. This takes one all-to-all in each direction, in forward and again in backward. FSDP2 shards all other parameters over the 8 GPUs. It also shards the experts, but only over the $8/e$ GPUs that have the same experts. The table assumes bf16, and 4096 tokens per GPU that are spread evenly over the experts:
 #
 # </div>
 # <div lang="zh">
@@ -1330,7 +1330,7 @@ table(["e", "held per GPU (GB)", "FSDP2 communicates (GB)", "all-to-all (GB)"], 
 # %% [markdown]
 # <div lang="en">
 #
-# The table counts bytes given to collectives, and none of it is measured. With $e = 8$ no expert is gathered, and 361 GB of weights and gradients become 8.6 GB of activations. The all-to-alls grow with the tokens, and reach 361 GB at 172,000 tokens per GPU. If the router prefers some experts, their GPUs get more tokens, take more memory, and let the others wait.
+# The table shows computed, not measured, numbers of bytes that are given to collectives. With $e = 8$, no expert is gathered. Instead of 361 GB of weights and gradients, the GPUs then communicate 8.6 GB of activations. The bytes of the all-to-alls are proportional to the number of tokens, and reach 361 GB at 172,000 tokens per GPU. If the router prefers some experts, the GPUs of these experts get more tokens, take more memory, and make the other GPUs wait.
 #
 # </div>
 # <div lang="zh">
@@ -1344,7 +1344,7 @@ table(["e", "held per GPU (GB)", "FSDP2 communicates (GB)", "all-to-all (GB)"], 
 #
 # <div lang="en">
 #
-# Only the last micro-batch (lesson 05) must reduce gradients. The others use `no_sync()` (DDP) or `set_requires_gradient_sync(False)` (FSDP2). With `gradient_as_bucket_view=True` and `zero_grad(set_to_none=False)`, DDP adds up gradients in its buckets. In a prediction, this is `in_buckets=True`. These are the predictions for two ranks with two micro-batches each:
+# If a batch is divided into micro-batches (lesson 05), only the last micro-batch must reduce gradients. The other micro-batches skip this with `no_sync()` (DDP) or `set_requires_gradient_sync(False)` (FSDP2). With `gradient_as_bucket_view=True` and `zero_grad(set_to_none=False)`, DDP adds up gradients in its buckets. In a prediction, `in_buckets=True` states this. The table has predictions for two ranks with two micro-batches each:
 #
 # </div>
 # <div lang="zh">
@@ -1366,7 +1366,7 @@ large.sync_table(taken)
 # %% [markdown]
 # <div lang="en">
 #
-# For DDP this halves the volume and costs no memory. FSDP2 communicates 17% less and holds 13.8 MB more, because it must hold whole gradients.
+# For DDP, this halves the communication volume and costs no memory. FSDP2 communicates 17% fewer bytes, but holds 13.8 MB more, because it must hold gradients that are not sharded.
 #
 # </div>
 # <div lang="zh">
@@ -1380,12 +1380,12 @@ large.sync_table(taken)
 #
 # <div lang="en">
 #
-# **Exercise 6.** A model with 7 billion parameters ($7 \times 10^9$) trains on 8 GPUs in mixed precision. The ZeRO paper and DeepSpeed count 2 bytes for the weight, 2 for the gradient, and 12 for fp32 weights and Adam's state. How many bytes does a rank hold?
+# **Exercise 6.** A model with 7 billion parameters ($7 \times 10^9$) trains on 8 GPUs in mixed precision. For each parameter, the ZeRO paper and DeepSpeed count 2 bytes for the weight, 2 for the gradient, and 12 for the fp32 weight and Adam's state. How many bytes does a rank hold with each mode?
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 一个有 70 亿个参数（$7 \times 10^9$）的模型在 8 块 GPU 上用混合精度训练。按 ZeRO 论文和 DeepSpeed 的计法，每个参数的权重占 2 字节，梯度占 2 字节，fp32 权重和 Adam 的状态共占 12 字节。每个进程持有多少字节？
+# **练习 6。** 一个有 70 亿个参数（$7 \times 10^9$）的模型在 8 块 GPU 上用混合精度训练。按 ZeRO 论文和 DeepSpeed 的计法，每个参数的权重占 2 字节，梯度占 2 字节，fp32 权重和 Adam 的状态共占 12 字节。用每种做法时，一个进程各持有多少字节？
 #
 # </div>
 
@@ -1408,7 +1408,7 @@ exercises.check_seven_billion(answer)
 #
 # <div lang="en">
 #
-# With one GPU per rank, the same command as in section 8.3 uses NCCL and offers the mode `fsdp-cpu`. Only the peak may differ: according to PyTorch 2.13's code (**not measured**), two more gathered blocks and one block's gradients may be live.
+# With one GPU per rank, the same command as in section 8.3 uses NCCL and offers the mode `fsdp-cpu`. Compared with a CPU, only the peak may differ: according to PyTorch 2.13's code (**not measured**), it may have two more gathered blocks and one block's gradients.
 #
 # </div>
 # <div lang="zh">

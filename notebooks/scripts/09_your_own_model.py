@@ -34,9 +34,9 @@ language()
 #
 # **Goals** (80 minutes, in two sittings):
 #
-# - Predict a step from a configuration alone.
-# - Choose techniques by what fills the peak, and show that they train the same.
-# - Say what full training, LoRA and QLoRA of an 8B model need.
+# - Predict the memory of a step from a model's configuration alone.
+# - Choose techniques by what fills the peak, and show that they do not change the training.
+# - State how much memory full training, LoRA and QLoRA of an 8B model need.
 #
 # **What to know before**: lesson 07.
 #
@@ -71,7 +71,7 @@ BUDGET = 200_000_000  # bytes
 #
 # <div lang="en">
 #
-# You need not build a model to find out whether it fits. Nine lines of configuration describe this Llama. Its batch has four passages of the course's own English, with one token per character.
+# You need not build a model to find out whether its step fits. Nine lines of configuration describe this Llama. The batch has four passages of the course's own English, with one token per character.
 #
 # </div>
 # <div lang="zh">
@@ -146,7 +146,7 @@ exercises.check_parameters(parameters)
 # %% [markdown]
 # <div lang="en">
 #
-# Each parameter has four numbers of 4 bytes (lesson 01): the weight, its gradient, and Adam's two moments. Together they take 498.3 MB. **Guess first.** How much more does the step take?
+# Each parameter has four numbers of 4 bytes (lesson 01): the weight, its gradient, and Adam's two moments. For all parameters, these numbers take 498.3 MB. **Guess first.** By how many MB is the peak of the step higher?
 #
 # </div>
 # <div lang="zh">
@@ -183,7 +183,7 @@ practice.run_predicted(make_llama, llama_batch, {"plain": plain})
 #
 # The estimate is 609.1 MB, which is 110.9 MB more than 498.3 MB.
 #
-# **Guess first.** Use one technique alone: a checkpoint for each layer, four micro-batches, an optimizer state that is offloaded to a lower tier, or optimizer steps in backward. Which one saves most? Which one saves nothing?
+# **Guess first.** Use one technique alone: a checkpoint for each layer, four micro-batches, an optimizer state that is offloaded to a lower tier, or optimizer steps in backward. Which technique saves most? Which one saves nothing?
 #
 # </div>
 # <div lang="zh">
@@ -215,9 +215,9 @@ practice.guesses(zip([*ways][1:5], my_guesses, saved[1:5], strict=True))
 # %% [markdown]
 # <div lang="en">
 #
-# Adam's state is the largest part, 249 MB, so offloading it saves most. Checkpoints, the technique that everybody knows, save 92 MB. Steps in backward save nothing here when they are used alone, because the peak comes early in backward, when hardly any gradient exists yet. With checkpoints the peak moves to the end of backward, when all gradients exist, and then it pays to release them early.
+# Adam's state is the largest part of the peak, 249 MB, so offloading it saves most. Checkpoints, the technique that everybody knows, save 92 MB. Updates in backward save nothing here when used alone, because the peak comes early in backward, when hardly any gradient exists yet. With checkpoints, the peak moves to the end of backward, when all gradients exist. Then it helps to release gradients early.
 #
-# Lesson 07 found the same for another model: look at what fills the peak, then choose. Three techniques, each for one part, bring the step down to 171.6 MB.
+# Lesson 07 found the same rule for another model: look at what fills the peak, then choose. Three techniques, each for one part of the peak, lower it to 171.6 MB.
 #
 # </div>
 # <div lang="zh">
@@ -233,7 +233,7 @@ practice.guesses(zip([*ways][1:5], my_guesses, saved[1:5], strict=True))
 #
 # <div lang="en">
 #
-# A saving only counts if the model still trains the same. So run the same steps twice on passages half as long: as the baseline, and with all three techniques. **Guess first:** are the weights equal to the last bit? In lesson 07 they were equal.
+# A saving only counts if the training stays the same. So run the same steps twice on passages half as long: as the baseline, and with all three techniques. **Guess first:** are the weights equal to the last bit? In lesson 07 they were equal.
 #
 # </div>
 # <div lang="zh">
@@ -264,9 +264,9 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 # %% [markdown]
 # <div lang="en">
 #
-# With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not. Why? A step divides the summed loss by the number of tokens. The baseline divides the gradients at the end. The step with updates in backward divides the loss first. 4 × 63 = 252 is not a power of 2, so the division rounds, and the order changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, and nothing is rounded.
+# With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not equal. Why? A step must divide the losses or gradients by the number of tokens. The baseline divides the gradients after backward. The step with updates in backward divides the loss before backward. 4 × 63 = 252 is not a power of 2, so the division rounds, and the order changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, and nothing is rounded.
 #
-# The remaining difference is less than a two-thousandth of the update. On this CPU, both versions train equally well.
+# With 252 tokens, the weights differ by less than a two-thousandth of the update. On this CPU, both versions train equally well.
 #
 # </div>
 # <div lang="zh">
@@ -280,7 +280,7 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (35 minutes). You have predicted the step of a new model, and three techniques train it as the baseline does. In the second sitting you write a recipe for 200 MB, and go on to a vision transformer, to LoRA, and to a model of 8 billion parameters.
+# **End of the first sitting** (35 minutes). You have predicted the step of a new model. With three techniques, the model trains as it does with the baseline. In the second sitting, you write a recipe for 200 MB. Then a vision transformer, LoRA, and a model of 8 billion parameters follow.
 #
 # </div>
 # <div lang="zh">
@@ -294,7 +294,7 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 #
 # <div lang="en">
 #
-# **Exercise 2.** Write a recipe for 200 MB with a set of techniques other than the three above. Checkpoints around fewer layers, or in other sizes, are not another set. Keep fp32, Adam and one device. Section 7.2 of lesson 07 lists the fields of `Recipe`. Each try takes about half a second.
+# **Exercise 2.** Write a recipe for 200 MB whose set of techniques differs from the three above. Fewer checkpoints, or checkpoints of another size, do not count as another set. Keep fp32, Adam and one device. Section 7.2 of lesson 07 lists the fields of `Recipe`. Each try takes about half a second.
 #
 # </div>
 # <div lang="zh">
@@ -336,12 +336,12 @@ predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 # %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找代价最小的配方。\n\n那三种技术里，还有什么可以不用？"}
 # <div lang="en">
 #
-# Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, so each gradient must be released as soon as it has been used. The state also takes 249 MB and must be offloaded. That leaves the activations. With all three techniques, 28 of the 200 MB are still unused. **Guess first:** what can still be left out?
+# Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, so each gradient must be released as soon as it has been used. The optimizer state also takes 249 MB and must be offloaded. Only the activations are left. With all three techniques, 28 MB of the 200 MB are still unused. **Guess first:** what can still be left out of these techniques?
 #
 # </div>
 # <div lang="zh">
 #
-# 哪个配方代价最小？有两种技术非用不可。权重和全部梯度一共要 249 MB，所以每个梯度用完就要释放。状态也要 249 MB，所以必须卸载。剩下的是激活值。三种技术全用时，200 MB 里还有 28 MB 没用上。**先猜**：三种技术里，还有什么可以省去？
+# 哪个配方代价最小？有两种技术非用不可。权重和全部梯度一共要 249 MB，所以每个梯度用完就要释放。优化器状态也要 249 MB，所以必须卸载。剩下的是激活值。三种技术全用时，200 MB 里还有 28 MB 没用上。**先猜**：三种技术里，还有什么可以省去？
 #
 # </div>
 
@@ -352,9 +352,9 @@ fit(make_llama, llama_batch, BUDGET, base=forced, progress=False)
 # %% [markdown]
 # <div lang="en">
 #
-# Two of the eleven checkpoints can be left out. Backward begins with the last layers, so their saved tensors are soon released, and the peak comes later. So the search leaves the last two layers without checkpoints. The step then takes 0.118 TFLOPs instead of 0.123.
+# Two of the eleven checkpoints can be left out. Backward begins with the last layers, so their saved tensors are soon released, and the peak comes later. Therefore the search leaves the last two layers without checkpoints. The step then computes 0.118 TFLOPs instead of 0.123.
 #
-# The second recipe uses a schedule to choose what to keep (lesson 03). The last recipe is the solution of exercise 2. It needs no more FLOPs than the plain step, but moves nearly twice as many bytes as the others. Which recipe is best depends on the machine; see the break-even of lesson 07.
+# The second recipe uses a schedule to choose which activations to keep (lesson 03). The last recipe is the solution of exercise 2. It needs no more FLOPs than the baseline, but moves nearly twice as many bytes as the other recipes. The best recipe depends on the machine, as exercise 2 of lesson 07 shows.
 #
 # </div>
 # <div lang="zh">
@@ -400,7 +400,7 @@ table(["", "Llama (MB)", "ViT (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The order is reversed: checkpoints save 194 of 306 MB, and offloading the state saves 44 MB. This model has few parameters, so three quarters of its peak are activations. The rule of 9.2 holds, but its answer differs between models. Do the predictions hold, too?
+# The order of the techniques is reversed: checkpoints save 194 MB of 306 MB, and offloading the state saves 44 MB. This model has few parameters, so three quarters of its peak are activations. The rule of 9.2 holds, but leads to another technique here. Are the predictions still right?
 #
 # </div>
 # <div lang="zh">
@@ -418,9 +418,9 @@ practice.run_predicted(make_vit, practice.pictures, chosen)
 #
 # <div lang="en">
 #
-# Many people do not train a whole model. LoRA freezes its weights and adds an adapter to each matrix of the layers: two thin matrices, here of rank 8. Only the adapters are trained: 799,744 of 31,941,120 parameters, or 2.5%.
+# Many people do not train a whole model. LoRA freezes the model's weights and adds an adapter to each matrix of the layers: two thin matrices, here of rank 8. Only the adapters are trained. They have 799,744 of 31,941,120 parameters, or 2.5%.
 #
-# **Guess first:** the whole Llama's step takes 609.1 MB. How much does the step of LoRA take?
+# **Guess first:** a step that trains the whole Llama takes 609.1 MB. How much does a step with LoRA take?
 #
 # </div>
 # <div lang="zh">
@@ -451,7 +451,7 @@ practice.run_predicted(make_lora, llama_batch, peaks, guess=my_guess)
 # %% [markdown]
 # <div lang="en">
 #
-# LoRA takes 343.4 MB, more than half of full training. It removes the gradients and states of frozen weights, but the weights themselves stay, and so do 199.5 MB of activations. Backward must still pass through every layer to reach the adapters of the first one. So checkpoints are the next technique. They bring the step to 170.1 MB. Offloading the state would save only 6.4 MB.
+# LoRA takes 343.4 MB, more than half of full training's memory. It removes the gradients and the optimizer state of frozen weights, but the weights themselves stay. The activations stay, too, at 199.5 MB, because backward must still pass through every layer to reach the adapters of the first layer. So checkpoints are the next technique, and they lower the peak to 170.1 MB. Offloading the state would save only 6.4 MB.
 #
 # </div>
 # <div lang="zh">
@@ -465,7 +465,7 @@ practice.run_predicted(make_lora, llama_batch, peaks, guess=my_guess)
 #
 # <div lang="en">
 #
-# Here is Llama 3 8B from its published configuration, with 4096 tokens, bf16, fp32 master weights and Adam. 16 bytes per parameter are 128 GB. **Guess first:** can all of it be trained on one card of 80 GB, or of 24 GB, together with the host's memory? One shell command answers this:
+# Now take Llama 3 8B from its published configuration. The step has 4096 tokens and uses bf16, fp32 master weights and Adam. At 16 bytes per parameter, that is 128 GB. **Guess first:** can the whole model be trained with the host's memory and one card of 80 GB? And with a card of 24 GB? One shell command answers this:
 #
 # ```
 # python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
@@ -489,9 +489,9 @@ _ = budget_command([*sizes, "--device", "H100", "--quick"])
 # %% [markdown] slide={"en": "**Guess first.** Llama 3 8B by QLoRA: how many bytes are the weights in NF4? The adapters of rank 8? Their gradients and state?", "zh": "**先猜**：用 QLoRA 训练 Llama 3 8B，NF4 的权重占多少字节？秩为 8 的适配器呢？适配器的梯度和状态呢？"}
 # <div lang="en">
 #
-# The step takes 49 GB, and two fifths of the card's memory remain, because 96.4 GB of optimizer state are in host memory. On an RTX 4090 of 25.8 GB, the same command finds a recipe that offloads the activations as well. Its tensors take 22.4 GB, the allocator reserves 24.4 GB, and 0.8 GB are left. With `--lora 8 --base nf4` the command searches for QLoRA, which freezes the weights in 4 bits and trains adapters.
+# The step takes 49 GB, and two fifths of the card's memory stay free, because 96.4 GB of optimizer state are in host memory. On an RTX 4090 of 25.8 GB, the same command finds a recipe that offloads the activations as well. Its tensors take 22.4 GB, the allocator reserves 24.4 GB, and 0.8 GB are left. With `--lora 8 --base nf4`, the command searches for recipes of QLoRA, which freezes the weights in 4 bits and trains adapters.
 #
-# **Exercise 3.** Predict `qlora_bytes(config, rank)`: the bytes of a Llama that stay in memory from step to step.
+# **Exercise 3.** Write `qlora_bytes(config, rank)`. It predicts the bytes of a Llama that stay in memory between steps.
 #
 # - The matrices of the layers are quantized to NF4: 4 bits per number, and one scale in fp32 for each block of 64 numbers. All other weights stay in bf16.
 # - Each matrix of the layers has an adapter in fp32: two thin matrices of rank `rank`.
@@ -543,7 +543,7 @@ exercises.check_qlora_bytes(qlora_bytes)
 # %% [markdown]
 # <div lang="en">
 #
-# What do the three ways of training need on an RTX 4090? Full training uses the recipe that the command found. The two others need nothing in host memory:
+# How much memory do full training, LoRA and QLoRA need on an RTX 4090? Full training uses the recipe that the command found. LoRA and QLoRA need no host memory:
 #
 # </div>
 # <div lang="zh">
@@ -569,9 +569,9 @@ figures.on_a_card(large)
 # %% [markdown]
 # <div lang="en">
 #
-# Full training keeps 96.4 GB in host memory, and needs up to 42.4 GB more for what it offloads during a step. A host with 128 GB is too small. Full training also moves 84.9 GB per step. LoRA needs neither: frozen weights have no gradients, no moments and no master weights, and checkpoints are enough for the activations. NF4 saves another 10.0 GB, all of them weights.
+# Full training keeps 96.4 GB in host memory, and needs up to 42.4 GB more there for the data that a step offloads. So a host with 128 GB is too small. Full training also moves 84.9 GB per step. LoRA needs no host memory and moves no data. Its frozen weights have no gradients, no moments and no master weights, and checkpoints are enough for the activations. With NF4 (QLoRA), the weights take another 10.0 GB less.
 #
-# A step fits if its *reserved* memory and CUDA's own memory fit on the GPU together. For full training, 24.4 of the 25.3 GB that CUDA leaves are reserved. bf16 LoRA with the whole head at once takes 23.8 GB of tensors, but its 25.9 GB of reserved memory do not fit. So both recipes compute the head in chunks of 512 tokens.
+# A step fits if its *reserved* memory and CUDA's own memory fit on the GPU together. CUDA leaves 25.3 GB of the card free, and full training reserves 24.4 GB of these. With the whole output head at once, LoRA in bf16 has 23.8 GB of tensors, but the allocator reserves 25.9 GB, which do not fit. So LoRA and QLoRA compute the head in chunks of 512 tokens.
 #
 # </div>
 # <div lang="zh">
@@ -585,7 +585,7 @@ figures.on_a_card(large)
 # %% [markdown]
 # <div lang="en">
 #
-# No GPU ran these steps. Of 169 smaller steps on an H200, 158 took exactly the estimated bytes of tensors, and the others up to 12 kB less. In 21 steps the allocator reserved from 11% less to 9% more than predicted (`docs/exact.md`). Steps with NF4 have not been compared. `--device this --check` checks a step on your GPU.
+# No GPU ran these steps. Of 169 smaller steps on an H200, 158 took exactly the estimated bytes of tensors, and the others took up to 12 kB less. In 21 steps, the allocator reserved between 11% less and 9% more than predicted (`docs/exact.md`). Steps with NF4 have not been compared. `--device this --check` checks a step on your GPU.
 #
 # How far was your prediction from the estimate?
 #
@@ -607,7 +607,7 @@ table(["", "your prediction (bytes)", "estimate (bytes)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The difference is 14,336 bytes: each of the 224 quantized matrices also keeps the 16 values of NF4 in fp32. Weights and adapters are 6.1 of the 9.0 GB. The adapters with their gradients and state take 0.34 GB, so a rank of 16 would hardly matter.
+# The right formula gives 14,336 bytes less than the estimate, because each of the 224 quantized matrices also keeps the 16 values of NF4 in fp32. Weights and adapters take 6.1 GB of the peak of 9.0 GB. The adapters with their gradients and state take 0.34 GB, so a rank of 16 would hardly change the peak.
 #
 # </div>
 # <div lang="zh">
@@ -628,7 +628,7 @@ figures.claims_table(plain, found["checkpoints"], flash)
 #
 # <div lang="en">
 #
-# One step of one decoder, through the whole course:
+# The ledger lists the same step of one decoder:
 #
 # </div>
 # <div lang="zh">
@@ -645,11 +645,11 @@ whole_ledger()
 #
 # <div lang="en">
 #
-# - The step of a Llama was predicted to the byte from nine lines of configuration. So were the steps of a ViT and of LoRA, on this CPU.
-# - The largest part of the peak differs: optimizer state for the small Llama, activations for the ViT and for LoRA. So does the best first technique.
-# - Without equal weights, 171.6 MB instead of 609.1 MB proves nothing.
-# - Full training of an 8B model on a card of 24 GB needs up to 138.8 GB of host memory. LoRA needs none there, and QLoRA takes 9.0 GB on the card.
-# - Reserved memory must fit, with room to spare.
+# - The step of a Llama was predicted to the byte from nine lines of configuration. The steps of a ViT and of LoRA were also predicted to the byte, on this CPU.
+# - The largest part of the peak depends on the model: optimizer state for the small Llama, activations for the ViT and for LoRA. So the best first technique differs, too.
+# - A peak of 171.6 MB instead of 609.1 MB is a saving only if the weights are equal.
+# - Full training of an 8B model on a card of 24 GB needs up to 138.8 GB of host memory. LoRA needs no host memory, and QLoRA takes 9.0 GB on the card.
+# - Reserved memory must fit on the card, with room to spare.
 #
 # </div>
 # <div lang="zh">
@@ -667,7 +667,7 @@ whole_ledger()
 #
 # **Sources.** Touvron et al. 2023, *LLaMA*, arXiv:2302.13971, and *The Llama 3 Herd of Models*, arXiv:2407.21783 (sizes). Dosovitskiy et al. 2020, *An Image is Worth 16x16 Words*, arXiv:2010.11929. Hu et al. 2021, *LoRA*, arXiv:2106.09685. Dettmers et al. 2023, *QLoRA*, arXiv:2305.14314. Documentation of transformers, peft and Accelerate (*Model memory estimator*).
 #
-# **Next.** The [project](10_your_model.ipynb): your own model. [Other models](../docs/models.md) says what else was compared, what the Trainer leaves out of a recipe, and what generating text needs.
+# **Next.** The [project](10_your_model.ipynb) is about your own model. [Other models](../docs/models.md) shows which models were compared, what the Trainer leaves out of a recipe, and how much memory generating text needs.
 #
 # </div>
 # <div lang="zh">
@@ -697,7 +697,7 @@ whole_ledger()
 #
 # <div lang="en">
 #
-# Batches with padding have an `attention_mask`. With its default attention (SDPA), transformers drops a mask that is all 1. With any other mask, attention saves other tensors. Here the prediction has no padding, and the run has 40 padded tokens:
+# Batches with padding have an `attention_mask`. With its default attention (SDPA), the transformers library drops a mask whose values are all 1. With any other mask, attention saves different tensors. Here the prediction uses a batch without padding, and the run uses a batch with 40 padding tokens:
 #
 # </div>
 # <div lang="zh">
@@ -725,7 +725,7 @@ first_difference(guess.trace(), taken.meter.trace())
 # %% [markdown]
 # <div lang="en">
 #
-# A prediction with the padded batch equals the run, because estimates keep the values of small integer tensors.
+# If the prediction also uses the padded batch, it equals the run, because estimates keep the values of small integer tensors.
 #
 # </div>
 # <div lang="zh">

@@ -11,9 +11,9 @@
 #
 # <div lang="en">
 #
-# How much memory does a training step of *your* model need, and how much can you save with the same gradients? In this project you find out, for a model that you train or want to train. You fill in four things, run eight sections, and hand in the sheet that these fill in.
+# How much memory does a training step of *your* model need, and how much can you save without changing the gradients? In this project you find out, for a model that you train or want to train. You fill in four things and run eight sections. The sections fill in a sheet, which you hand in.
 #
-# The fill-ins come with a small model, so everything runs at once. Read it through once, then put yours in its place. If your model breaks a rule of the course's library, the section says so in a sentence, and the others still run.
+# The fill-ins already contain a small model, so you can run everything immediately. Read the project through once, then replace the small model with yours. If your model breaks a rule of the course's library, the section that needs the rule tells you in one sentence, and the other sections still run.
 #
 # </div>
 # <div lang="zh">
@@ -34,10 +34,10 @@ language()
 #
 # **Goals** (60 to 180 minutes):
 #
-# - Predict the step of your own model and check the prediction.
+# - Predict how much memory a step of your own model needs, and check the prediction.
 # - Say what fills the peak.
 # - Prove that the gradients are equal.
-# - Bring the step into a budget, and carry the result over to your training code.
+# - Make the step fit into a budget, and use the result in your training code.
 #
 # **What to know before**: lesson 07, and lesson 09 if your model comes from Hugging Face.
 #
@@ -72,11 +72,11 @@ from course_lib.lessons.lesson_10.project import Sheet
 # <div lang="en">
 #
 # - `make_model()` returns a new model in fp32, with the same weights in each call.
-# - `make_batch(step)` returns the batch of a step: tensors, alone or in tuples and dictionaries.
+# - `make_batch(step)` returns the batch of a step: one tensor, or tensors in tuples and dictionaries.
 # - `loss_sum(model, batch)` returns the sum of the losses and their number. Lesson 05 showed why a mean is not enough. Write `loss_sum = None` for a Hugging Face model that computes its own loss.
-# - `BUDGET` is the number of bytes that the step may take. Begin with a third of the peak that the cell below the fill-ins names.
+# - `BUDGET` is the number of bytes that the step may take. The cell below the fill-ins prints the peak. Begin with a third of this peak.
 #
-# Begin with a model that takes less than half of this machine's memory: fewer layers, or a smaller batch. The techniques save the same parts in the larger model.
+# Begin with a small version of your model, which takes less than half of this machine's memory. For this, use fewer layers or a smaller batch. In the larger model, each technique saves the same kind of memory.
 #
 # </div>
 # <div lang="zh">
@@ -141,7 +141,7 @@ BUDGET = 30_000_000  # bytes
 # %% [markdown]
 # <div lang="en">
 #
-# This cell checks the first three fill-ins: does each call return a new model, do the losses of single samples add up to that of the batch, and is the baseline's peak predicted to the byte? If the check names a problem, you can go on, but solve it before you hand in.
+# The next cell checks the first three fill-ins. Does each call return a new model? Do the losses of single samples add up to the loss of the batch? Is the baseline's peak predicted to the byte? If the check finds a problem, you can go on, but solve the problem before you hand in the sheet.
 #
 # </div>
 # <div lang="zh">
@@ -158,7 +158,7 @@ slots.verdict_on(make_model, make_batch, loss_sum)
 #
 # <div lang="en">
 #
-# **Guess first:** how many MB will a step of the baseline take, with Adam? Count the parameters, and think of what the layers keep. Then the step is estimated without memory, and run under a meter. If the two numbers differ, please report this with the model.
+# **Guess first:** how many MB will a step of the baseline take, with Adam? Count the parameters, and think of what the layers keep. The cells below estimate the step without allocating memory, and then run it under a meter. If the estimate and the measurement differ, please report this together with the model.
 #
 # </div>
 # <div lang="zh">
@@ -184,7 +184,7 @@ with sheet.part("10.2"):
 #
 # <div lang="en">
 #
-# Look at the largest category before you read the second table. Which technique reduces it? The second table estimates each technique alone. For a technique that your model does not allow, the last column states the reason.
+# Look at the largest category in the first table before you read the second table. Which technique reduces this category? The second table estimates each technique alone. For a technique that your model does not allow, the last column states the reason.
 #
 # </div>
 # <div lang="zh">
@@ -207,7 +207,7 @@ with sheet.part("10.3"):
 #
 # <div lang="en">
 #
-# A saving counts only if the gradients are equal. Each technique runs one step on your batch 0, and its gradients are compared with those of the baseline: the norm of the difference, divided by the norm of the gradient. Recomputation and offloading must give 0. Micro-batches add in another order, so a few last digits differ.
+# A saving counts only if the gradients are equal. With each technique, one step runs on your batch 0, and its gradients are compared with those of the baseline. The error is the norm of the difference, divided by the norm of the baseline's gradients. Recomputation and offloading must give an error of 0. Micro-batches add gradients in another order, so a few last digits differ.
 #
 # </div>
 # <div lang="zh">
@@ -226,7 +226,7 @@ with sheet.part("10.4"):
 #
 # <div lang="en">
 #
-# `fit` searches for the recipes that fit, cheapest first. The caption also says what could not be tried for your model, and why. With `quick=True` the search takes less time, but may miss the cheapest recipe. Take the first recipe, or write one of your own with the fields of section 7.2, for example `sheet.recipe = Recipe(precision=None, attention=None, micro_batches=2)`.
+# `fit` searches for the recipes that fit, and lists the cheapest recipe first. The caption of the table also states which techniques could not be tried for your model, and why. With `quick=True` the search takes less time, but may miss the cheapest recipe. Take the first recipe, or write your own recipe with the fields of section 7.2, for example `sheet.recipe = Recipe(precision=None, attention=None, micro_batches=2)`.
 #
 # </div>
 # <div lang="zh">
@@ -248,7 +248,7 @@ with sheet.part("10.5"):
 #
 # <div lang="en">
 #
-# The meter stops the step at the first operator that exceeds the budget. The gradients of this recipe are compared, too.
+# The meter stops the step at the first operator that exceeds the budget. The gradients of this recipe are also compared with those of the baseline.
 #
 # </div>
 # <div lang="zh">
@@ -270,12 +270,12 @@ with sheet.part("10.6"):
 #
 # <div lang="en">
 #
-# "torch" prints a loop with the course's library, "trainer" the arguments of Hugging Face's Trainer, and "fsdp2" the lines for PyTorch's FSDP2. Comments name what your framework does not offer.
+# "torch" prints a loop with the course's library. "trainer" prints the arguments of Hugging Face's Trainer, and "fsdp2" prints the lines for PyTorch's FSDP2. Comments state which parts of the recipe your framework does not support.
 #
 # </div>
 # <div lang="zh">
 #
-# "torch" 打印一个使用课程库的循环，"trainer" 打印 Hugging Face Trainer 的参数，"fsdp2" 打印 PyTorch FSDP2 的代码。框架不支持的部分写在注释里。
+# "torch" 打印一个使用课程库的循环，"trainer" 打印 Hugging Face Trainer 的参数，"fsdp2" 打印 PyTorch FSDP2 的代码。配方里如果有框架不支持的部分，就写在注释里。
 #
 # </div>
 
@@ -289,7 +289,7 @@ with sheet.part("10.7"):
 #
 # <div lang="en">
 #
-# The code fills in the sheet. Two rows are yours: why this recipe uses these techniques and no others, and one of your guesses that was wrong.
+# The code fills in the sheet, except for two rows that you write yourself. One row states why this recipe uses these techniques and no others. The other row describes one of your guesses that was wrong.
 #
 # </div>
 # <div lang="zh">
