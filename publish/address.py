@@ -19,7 +19,7 @@ from .cells import EditionError
 KEYS = ("Repository", "Documentation")
 FRONT_DOORS = {"en": "README.md", "zh": "README.zh.md"}
 _BLOCK = re.compile(r"(<!-- hosted: (\w+) -->\n).*?(<!-- /hosted -->)", re.S)
-_COMMAND = "make lab TORCH=cpu"
+_COMMAND = {"en": "make lab TORCH=cpu", "zh": "make lab TORCH=cpu LANGUAGE=zh"}
 
 # Language -> text of a block. A block that needs a missing address is empty.
 _READ = {
@@ -37,9 +37,10 @@ _READ_HERE = {
         " containers are [prepared](docs/installing.md).\n"
     ),
     "zh": (
-        "**不安装也能读**：[各课](#课程)都连同运行结果一起存好了。在代码托管网站的预览和 VS Code"
-        " 里，两种语言上下并列，答案也全都展开。语言按钮和折叠答案的功能，要在 JupyterLab 里才有效"
-        "。Binder 和开发容器的配置也[准备好了](docs/installing.zh.md)。\n"
+        "**不安装也能读**：[各课](#课程)的文件里已经存有运行结果。在代码托管网站的预览或 VS Code 里"
+        "打开时，英文和中文上下排列，答案全部展开。只有在 JupyterLab 里，才能用按钮切换语言，也才能"
+        "折叠答案。还可以在 [Binder 或开发容器](docs/installing.zh.md)里打开课程，"
+        "配置文件都已备好。\n"
     ),
 }
 #: Branch to which .github/workflows/site.yml publishes the lessons in one language. Colab opens a
@@ -99,10 +100,14 @@ def addresses(root: Path) -> dict[str, str]:
 def _blocks(language: str, urls: Mapping[str, str]) -> dict[str, str]:
     """Return a dict from the name of each block of a README to its text."""
     named = {key.lower(): url for key, url in urls.items()}
-    commands = [_COMMAND]
+    commands = [_COMMAND[language]]
     if "repository" in named:
         folder = named["repository"].rpartition("/")[2].removesuffix(".git")
-        commands = [f"git clone --depth 1 {named['repository']}", f"cd {folder}", _COMMAND]
+        commands = [
+            f"git clone --depth 1 {named['repository']}",
+            f"cd {folder}",
+            _COMMAND[language],
+        ]
     with_repository = {
         "badges": _BADGE[language] + _run(language, urls),
         "mistakes": _EDIT[language],

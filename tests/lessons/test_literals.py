@@ -93,12 +93,12 @@ RECIPES = [
 #: (English phrase, Chinese phrase, numbers in the places of #)
 CLAIMS = [
     ("In # of # training steps", None, EXACT, ALL),
-    (None, "# 个训练步里，有 # 步", ALL, EXACT),
+    (None, "# 个训练步里，有 # 个", ALL, EXACT),
     ("Of # smaller steps on an H200, # took", "运行过 # 个较小的训练步，其中 # 个", ALL, EXACT),
-    ("with # training steps on H200s. For # of", "上的 # 个训练步做过对照。其中 # 个", ALL, EXACT),
-    ("# estimates are up to 12 kB too high", "另外 # 个训练步的估计偏高", TOO_HIGH),
-    ("stores # of the steps", "存有其中 # 步", CSV_ROWS),
-    ("repeats all #", "重做全部 # 步", ALL),
+    ("with # training steps on H200s. For # of", "上的 # 个训练步核对过。有 # 个", ALL, EXACT),
+    ("# estimates are up to 12 kB too high", "其余 # 个训练步的估计偏高", TOO_HIGH),
+    ("stores # of the steps", "存有其中 # 个训练步", CSV_ROWS),
+    ("repeats all #", "重新运行全部 # 个", ALL),
     ("RTX 4090 of # GB", "换成 # GB 的 RTX 4090", gb(RATES["RTX 4090"].memory_bytes)),
     ("the device's # GB", "设备共有 # GB", gb(RATES["H200"].memory_bytes)),
     (
@@ -170,7 +170,7 @@ CLAIMS = [
     ("three estimates, #, # and # GB", "三个估计值是 #、# 和 # GB", *map(gb, RECIPES)),
     ("`transformers` 5.# ", None, pin("transformers")[2:]),
     ("Hugging Face 5.# ", None, pin("transformers")[2:]),
-    ("with torch #, CUDA # and Triton #.", "都用 torch #，CUDA #，Triton #。", *versions()),
+    ("with torch #, CUDA # and Triton #.", "版本都是 torch #、CUDA # 和 Triton #。", *versions()),
     ("according to PyTorch #'s code", "根据 PyTorch # 的代码", pin("torch")),
 ]
 

@@ -44,7 +44,8 @@ _LANGUAGE_SUFFIX = re.compile(r"(?<=\.)(?:en|zh)\.(?=svg|png)|(?<=\.)zh\.(?=md$)
 
 def parts_of(readme):
     """Return the parts that must be the same in both languages, by kind."""
-    blocks = re.findall(r"^```(.*?)^```", readme.replace("COURSE_LANG=zh ", ""), re.M | re.S)
+    same = readme.replace("COURSE_LANG=zh ", "").replace(" LANGUAGE=zh\n", "\n")
+    blocks = re.findall(r"^```(.*?)^```", same, re.M | re.S)
     prose = re.sub(r"^```.*?^```|<!--.*?-->", "", readme, flags=re.M | re.S)
     links = re.findall(r"\]\(([^)\s]+)\)", prose)
     # a heading's anchor is in its language
