@@ -40,8 +40,8 @@ def with_adapters(
     `precision=None` or "autocast". Both keep the dtypes of the model, and "autocast" computes in
     bf16.
 
-    **Checkpoints.** The input of a checkpointed block may require no gradient, because all weights
-    before it are frozen. With this library's checkpoints, and with PyTorch's if
+    **Checkpoints.** If all weights before a checkpointed block are frozen, the input of the block
+    does not require a gradient. With this library's checkpoints, and with PyTorch's if
     `use_reentrant=False`, the adapters inside the block still get gradients. With reentrant
     checkpoints, the adapters get no gradients, unless you call
     `model.enable_input_require_grads()`, so that the output of the embedding requires a gradient.
@@ -50,15 +50,15 @@ def with_adapters(
     Args:
         make_model: Function without arguments that returns a model in fp32.
         rank: Rank of the adapters.
-        targets: Names of the layers that get adapters, as peft's `target_modules`; or "all-linear".
-            None uses peft's choice for the architecture.
+        targets: Names of the layers that get adapters, or "all-linear" for all linear layers (see
+            `target_modules` of peft). None uses the default of peft for the architecture.
         base: Format of the frozen weights. "fp32" and "bf16" apply to all weights. "int8", "nf4"
             and "nf4-double" quantize the weights of linear layers, and all other weights are in
             bf16. The output head and the layers in `_keep_in_fp32_modules` of transformers are not
             quantized. "int8" needs 1 byte per weight and one fp32 scale per row. "nf4" needs half a
-            byte per weight and one fp32 scale per 64 weights. "nf4-double" is "nf4" with 1 byte per
-            scale and one fp32 scale per 256 scales. Except with "fp32", floating-point inputs of
-            the model must be in bf16.
+            byte per weight and one fp32 scale per 64 weights. "nf4-double" also quantizes the
+            scales of "nf4", to 1 byte per scale and one fp32 number per 256 scales. Except with
+            "fp32", floating-point inputs of the model must be in bf16.
 
     Returns:
         A function without arguments. It has the attributes `make_batch`, `loss_sum` and `split` if
@@ -67,7 +67,7 @@ def with_adapters(
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `rank` or `base` is out of its range.
+        ValueError: `rank` is below 1, or `base` is not one of the formats above.
 
     Source: Hu et al. 2021, arXiv:2106.09685 (LoRA); Dettmers et al. 2023, arXiv:2305.14314 (QLoRA).
     """

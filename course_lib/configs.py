@@ -264,7 +264,8 @@ class GroupedAttention(Attention):
     Args:
         hidden: Features per token.
         heads: Number of query heads.
-        kv_heads: Number of key heads and of value heads, which must divide `heads`.
+        kv_heads: Number of key heads, which is also the number of value heads. It must divide
+            `heads`.
         head_dim: Features per head.
         qkv_bias: Whether the projections to queries, keys and values have biases.
         out_bias: Whether the output projection has a bias.
@@ -320,7 +321,7 @@ class GroupedAttention(Attention):
         """Compute attention with separate operators, which save the probabilities for backward.
 
         The query and the result have the shape (samples, heads, tokens, features). Key and value
-        may have fewer heads.
+        can have fewer heads.
         """
         if (times := q.shape[1] // k.shape[1]) > 1:
             k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
@@ -353,8 +354,8 @@ class Experts(nn.Module):
 
     The input has b samples of s tokens with h features. Each expert chooses the tokens with the
     highest scores, and all experts choose the same number of tokens. In Mixtral, in contrast, the
-    tokens choose their experts. If the experts choose, all shapes are static, and bytes and FLOPs
-    are those of a balanced router.
+    tokens choose their experts. Because the experts choose here, all shapes are static, and bytes
+    and FLOPs are those of a Mixtral whose router sends equally many tokens to each expert.
 
     Args:
         hidden: Features per token (h).
@@ -423,7 +424,8 @@ class Llama(nn.Module):
         hidden: Features per token.
         layers: Number of layers.
         heads: Number of query heads.
-        kv_heads: Number of key heads and of value heads, which must divide `heads`.
+        kv_heads: Number of key heads, which is also the number of value heads. It must divide
+            `heads`.
         head_dim: Features per head.
         feedforward: Width of the feed-forward networks.
         experts: Number of experts per layer; 0 for a single feed-forward network.

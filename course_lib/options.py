@@ -49,9 +49,8 @@ def add_shared(parser: ArgumentParser, changes: Mapping[str, Mapping[str, Any]])
 
     Args:
         parser: The parser.
-        changes: Dict from the name of an option, such as "--batch", to the arguments of
-            `add_argument` that replace or extend the ones in `SHARED`. Options that are not in this
-            dict are not added.
+        changes: Dict from the name of each option to add, such as "--batch", to arguments of
+            `add_argument`. These arguments replace or extend those in `SHARED`.
     """
     for option, changed in changes.items():
         parser.add_argument(option, **{**SHARED[option], **changed})
@@ -117,7 +116,7 @@ def whole_number(text: str) -> int:
     """Convert a text to an int between 1 and 10,000,000.
 
     Raises:
-        argparse.ArgumentTypeError: The text is not such a number.
+        argparse.ArgumentTypeError: The text is not an integer in this range.
     """
     try:
         number = int(text)
@@ -135,8 +134,9 @@ def parse_name(
 ) -> Callable[[str], str]:
     """Return a function that converts a text to one of the given names.
 
-    Case, spaces and hyphens in the text do not matter. A maker's name at its beginning, such as
-    "NVIDIA", is ignored. The function raises `argparse.ArgumentTypeError` if no name matches.
+    Case, spaces and hyphens in the text do not matter. A maker's name at the beginning of the text,
+    such as "NVIDIA", is ignored. The function raises `argparse.ArgumentTypeError` if no name
+    matches.
 
     Args:
         names: Names that the function can return.

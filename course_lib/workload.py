@@ -60,19 +60,20 @@ class Workload:
     Attributes:
         make_model: Function without arguments that returns the model.
         make_batch: Function without arguments that returns the batch.
-        loss_sum: Function (model, batch) that returns (sum of losses, weight); None for the model's
+        loss_sum: Function (model, batch) that returns (sum of losses, weight). The weight is the
+            number by which the sum is divided, such as the number of tokens. None uses the model's
             own loss.
-        name: Label that describes the model.
-        batch: Label that describes the batch.
+        name: Text that describes the model.
+        batch: Text that describes the batch.
         samples: Number of samples in the batch; None if it is not known.
-        split: Function (batch, parts) that returns a list of `parts` batches; None to split all
+        split: Function (batch, parts) that returns a list of `parts` batches. None splits all
             tensors of the batch along their first dimension.
         attention: Value of `Recipe.attention` for the baseline (the step without memory-saving
             techniques). None leaves the model's attention unchanged, because the model already
             calls PyTorch's `scaled_dot_product_attention`.
-        block_list: Name of the list of blocks, such as "model.layers", in a model of transformers
-            that the user trains. It is set if `make_model` makes the same model from the course's
-            modules. None means that the user trains the model of `make_model`.
+        block_list: Name of the list of blocks, such as "model.layers", in the model that the user
+            trains, if transformers makes that model and `make_model` only rebuilds it from the
+            course's modules. None if the user trains the model of `make_model`.
         source: Code that makes the model and the batch in a script; None if the command writes no
             script.
     """
@@ -157,9 +158,9 @@ class ConfiguredModel:
         make_model: Function without arguments that builds the model in fp32, with random weights.
         make_batch: Function (samples, seed) that returns a batch of random tokens for the model.
         vocabulary: Number of different tokens.
-        plain: Whether the model consists of the course's modules, and a batch is a tensor of shape
-            (b, s + 1). If False, the model is one of transformers, which returns its own loss, and
-            a batch is a dict {"input_ids": (b, s), "labels": (b, s)}.
+        plain: Whether the model consists of the course's modules. If True, a batch is a tensor of
+            shape (b, s + 1). If False, the model is one of transformers, which returns its own
+            loss, and a batch is a dict {"input_ids": (b, s), "labels": (b, s)}.
         family: Name of the class of transformers that builds the model, one of `FAMILIES`; None if
             `plain` is True.
     """
@@ -494,7 +495,7 @@ def _source_of_function(given: Namespace, make_model: Callable[[], nn.Module]) -
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model is one of the package transformers, possibly with adapters of peft."""
+    """Return whether a model comes from the package transformers, also with adapters of peft."""
     classes = [("transformers", "PreTrainedModel"), ("peft", "PeftModel")]
     # Neither package is imported here. If the model is of one of these classes, its package has
     # been imported already.
@@ -520,15 +521,15 @@ def _as_code(value: Any) -> str:
 
 
 def named_function(option: str, name: str) -> Callable[..., Any]:
-    """Import the function with a name such as "package.module:function", and return it.
+    """Import a function by its name, such as "package.module:function", and return it.
 
     Args:
         option: Command-line option whose value is the name, for the error message.
         name: Name of the function, with a colon after the module.
 
     Raises:
-        ValueError: No function has this name. An error in the code of the module is not changed
-            into a ValueError.
+        ValueError: No function has this name. An error that the code of the module raises is passed
+            on unchanged.
     """
     allowed = "package.module:function, which can be imported from here"
     if not name.partition(":")[2]:
@@ -554,10 +555,10 @@ def named_function(option: str, name: str) -> Callable[..., Any]:
 
 
 def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
-    """Return (hidden, layers) of a decoder with about the given number of parameters.
+    """Return the pair (hidden size, layers) of a decoder with about `parameters` parameters.
 
     The decoder has about one layer per 128 units of its hidden size h. The embedding has v h
-    parameters, where v is the size of the vocabulary, and each layer has 12 h^2.
+    parameters, where v is the size of the vocabulary, and each layer has 12 h^2 parameters.
 
     Args:
         parameters: Number of parameters to approximate.

@@ -47,8 +47,8 @@ class Machine:
         rates: Speed of the device in FLOPs and bytes per second, and the size of its memory.
         tier: Lower tier, where offloaded tensors are stored: "file", or "host" for host memory.
         kind: Kind of device, "cpu" or "cuda".
-        count: Bytes that must fit the budget: "tensors" counts live tensors, and "reserved" counts
-            what PyTorch's allocator reserves for them.
+        count: Kind of bytes that is compared with the budget: "tensors" for the bytes of live
+            tensors, or "reserved" for the bytes that PyTorch's allocator reserves for them.
         memory: Memory budget in bytes.
         is_whole: Whether the budget includes the memory that CUDA and cuBLAS occupy. If not,
             `memory` is a budget for tensors alone.
@@ -90,8 +90,9 @@ class Machine:
     def bytes_taken(self, found: Estimate) -> int:
         """Return the bytes of this machine's budget that an estimated training step needs.
 
-        With the count "tensors", they are the peak of live tensor bytes. With "reserved", they are
-        the most bytes that PyTorch's allocator reserves. The memory in `kept` is not included.
+        If `count` is "tensors", the result is the peak of live tensor bytes. If `count` is
+        "reserved", it is the largest number of bytes that PyTorch's allocator reserves. The bytes
+        of `kept` are not included.
         """
         return found.peak_bytes if self.count == "tensors" else found.reserved_bytes()
 
@@ -182,8 +183,9 @@ def _check_framework(
 def lost_updates_warning(given: Namespace, found: Estimates) -> list[str]:
     """Return a warning that small parameter updates are lost by rounding, or an empty list.
 
-    Without fp32 master weights, bf16 weights round small updates away. The warning is returned if
-    the cheapest recipe has the precision "bf16-only", unless the user chose this precision.
+    A recipe is a set of memory-saving techniques for a training step. With the precision
+    "bf16-only", it has no fp32 master weights, and bf16 weights round small updates away. The
+    warning is returned if the cheapest recipe has this precision and the user did not choose it.
 
     Args:
         given: Parsed options of the command.
@@ -243,10 +245,11 @@ def _bases(given: Namespace, model: Workload, framework: Framework | None) -> li
 
 
 def with_spare_memory(found: Estimates, machine: Machine) -> list[Estimate]:
-    """Return the cheapest recipe that leaves at least 5% of the memory budget unused.
+    """Return the estimate of the cheapest recipe that leaves at least 5% of the budget unused.
 
-    The constant `SPARE_SHARE` sets the 5%. The unused memory is meant for needs that an estimate
-    does not include, such as longer samples or other processes.
+    A recipe is a set of memory-saving techniques for a training step, and its cost is the duration
+    of the step. The unused memory is meant for needs that an estimate does not include, such as
+    longer samples or other processes. The constant `SPARE_SHARE` sets the 5%.
 
     Args:
         found: Estimates of the recipes that fit the budget, cheapest first.
@@ -254,7 +257,7 @@ def with_spare_memory(found: Estimates, machine: Machine) -> list[Estimate]:
 
     Returns:
         A list with one estimate that is not in `found`. The list is empty if `found[0]` already
-        leaves 5% unused, or if no recipe does.
+        leaves 5% unused, or if no recipe leaves 5% unused.
     """
     most = machine.step_budget_bytes - int(SPARE_SHARE * machine.memory)
     if machine.bytes_taken(found[0]) <= most or most < 1:
@@ -273,7 +276,8 @@ def with_spare_memory(found: Estimates, machine: Machine) -> list[Estimate]:
 class FrameworkAnswer:
     """The cheapest recipe that a framework can run, or the reason why there is none.
 
-    A recipe is a set of memory-saving techniques for a training step.
+    A recipe is a set of memory-saving techniques for a training step. Its cost is the duration of
+    the step.
 
     Attributes:
         framework: Framework that runs the step, such as Hugging Face's Trainer.
@@ -317,19 +321,18 @@ class FrameworkAnswer:
 def framework_answers(
     given: Namespace, model: Workload, machine: Machine, found: Estimates
 ) -> list[FrameworkAnswer]:
-    """Return the cheapest recipe of each framework, or the reason why none fits the budget.
+    """Return the cheapest recipe that each framework can run, or the reason why there is none.
 
-    The answers are sorted by the cost of the recipe, which is the duration of its step. Frameworks
-    without a recipe come last.
+    A recipe is a set of memory-saving techniques, and its cost is the duration of the training
+    step. The cheapest recipe comes first. Frameworks without a recipe come last.
 
-    If a framework can run the cheapest recipe in `found`, and its step needs exactly the estimated
-    bytes, no new search is needed: its answer contains `found`. For any other framework, a quick
-    search is run, as with the option --quick. With the option --config, a quick search is run for
-    every framework.
+    The answer of a framework contains `found` if the framework can run the cheapest recipe in
+    `found`. A new search, as with the option --quick, is run in three cases: the framework cannot
+    run this recipe, the framework has a training step of its own, or the option --config is given.
 
     Args:
         given: Parsed options of the command. If the option --for names a framework, the result has
-            only the answer of that framework.
+            only the answer of that framework, which contains `found`.
         model: Model and batch of the step.
         machine: Device and its memory budget.
         found: Result of `search` with the same options.

@@ -28,8 +28,8 @@ class MemoryComparison(Table):
         predicted_bytes: Peak of live tensor bytes according to `estimate`. Offloaded tensors are in
             host memory if the device is a GPU, and in a file otherwise.
         measured_bytes: Peak of live tensor bytes according to `MemoryMeter`.
-        allocator_bytes: Peak of allocated bytes according to PyTorch's allocator, in a second step
-            without a meter. It includes workspaces and rounding.
+        allocator_bytes: Peak of allocated bytes according to PyTorch's allocator, read in a second
+            step without a meter. Unlike the other two peaks, it includes workspaces and rounding.
         device: Device on which the step ran, such as "cpu".
     """
 
@@ -70,7 +70,8 @@ def compare_with_estimate(workload: Workload, recipe: Recipe) -> MemoryCompariso
         recipe: Memory-saving techniques that the step uses.
 
     Raises:
-        MemoryError: The estimated peak exceeds the memory of this machine.
+        MemoryError: The estimated peak exceeds the free memory of the GPU, or the host memory if
+            there is no GPU.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tier = "host" if device.type == "cuda" else "file"

@@ -42,13 +42,14 @@ class GpuMemory(Table):
         reserved: Largest number of bytes that PyTorch's allocator reserves during the step,
             according to the simulation `CachingAllocator`. The simulation starts with the tensors
             that are live before the step, laid out one after the other.
-        reserved_expandable: Same number with the allocator's option `expandable_segments`.
+        reserved_expandable: Same number as `reserved`, but with the allocator's option
+            `expandable_segments`.
         workspace: Bytes of the workspace that cuBLAS allocates and never frees.
         context: Bytes of the CUDA context.
         context_source: Text that names the source of `context`.
-        memory_bytes: GPU memory that may be used, in bytes; None if it is not known.
-        host_state: Bytes in host memory of the offloaded optimizer state and of the fp32 weights
-            that belong to it.
+        memory_bytes: GPU memory that the step may use, in bytes; None if it is not known.
+        host_state: Bytes of host memory for the offloaded optimizer state, and for the fp32 weights
+            of the parameters that the host updates.
         host_parameters: Number of scalar parameters whose optimizer state is in host memory.
     """
 
@@ -73,7 +74,7 @@ class GpuMemory(Table):
         Args:
             found: Estimate of the step.
             device: Name in `RATES`, such as "H100", or the rates of another device.
-            memory_bytes: GPU memory that may be used, in bytes; None if it is not known.
+            memory_bytes: GPU memory that the step may use, in bytes; None if it is not known.
         """
         reserved = [found.reserved_bytes(expandable) for expandable in (False, True)]
         source = rates_of(device).context_source
@@ -135,7 +136,7 @@ class GpuMemory(Table):
 
 
 class EstimatesOnGpu(Estimates):
-    """Table of estimated training steps, with two more columns than `Estimates` for a GPU.
+    """Table of estimated training steps on a GPU, with two more columns than `Estimates`.
 
     The columns show the memory that PyTorch's allocator reserves for each step, and the part of the
     budget that the step leaves unused.
@@ -145,8 +146,8 @@ class EstimatesOnGpu(Estimates):
         rates: Speed of the machine, from which the duration of each step is computed.
         step_budget_bytes: Memory budget of a step in bytes, without the memory that CUDA and cuBLAS
             occupy.
-        count: Bytes that must fit the budget: "tensors" for live tensors, or "reserved" for what
-            the allocator reserves.
+        count: Kind of bytes that is compared with the budget: "tensors" for the bytes of live
+            tensors, or "reserved" for the bytes that the allocator reserves.
         title: Caption of the table.
     """
 

@@ -16,9 +16,9 @@ CUBLAS_LARGE_BYTES = 2 * (8 * 4096) << 10
 def workspace_bytes(device: str | Rates) -> int:
     """Return the bytes of the workspace that cuBLAS keeps on a GPU for steps on one stream.
 
-    The number is 64 MiB on Hopper GPUs (compute capability 9.0). With a PyTorch version above 2.11,
-    the number is also 64 MiB on all GPUs whose major compute capability is 9, 10 or 12. On other
-    NVIDIA GPUs, the number is 16.25 MiB, and on devices without CUDA, it is 0.
+    The result is 64 MiB on Hopper GPUs (compute capability 9.0), 16.25 MiB on other NVIDIA GPUs,
+    and 0 on devices without CUDA. With a PyTorch version above 2.11, it is 64 MiB on all GPUs whose
+    major compute capability is 9, 10 or 12.
 
     Args:
         device: Name in `RATES`, or the rates of another device.
@@ -37,7 +37,7 @@ def workspace_bytes(device: str | Rates) -> int:
 def context_bytes(device: str | Rates) -> int:
     """Return the bytes of GPU memory that the CUDA context of a process occupies.
 
-    The result is 0 on a device without CUDA. On an AMD GPU it is 0 because the memory that ROCm
+    The result is 0 on a device without CUDA. This includes AMD GPUs, for which the memory that ROCm
     occupies is not known.
 
     Args:

@@ -119,7 +119,7 @@ class Estimate(Table):
     def with_trace_function(self, run: Callable[[bool], Trace]) -> Estimate:
         """Store a function that runs the estimated step again, and return `self`.
 
-        The method `trace` calls it.
+        The method `trace` calls this function.
 
         Args:
             run: Function that runs the step and returns its trace. Its argument is `places`, as in
@@ -132,7 +132,7 @@ class Estimate(Table):
     def with_gpu_estimator(self, again: Callable[[Gpu | None], Estimate]) -> Estimate:
         """Store a function that estimates the same step for a GPU, and return `self`.
 
-        The method `fits` calls it.
+        The method `fits` calls this function.
 
         Args:
             again: Function that takes a `Gpu`, or None for the default GPU, and returns the
@@ -187,18 +187,20 @@ class Estimate(Table):
 
         If the function `estimate` made this estimate, the step is estimated again with the kernels
         of the device and offloaded state in host memory. If `fit` computed this estimate from steps
-        with only a few of the model's blocks, it is used unchanged, and its kind must be "cuda".
+        with only a few of the model's blocks, the estimate is used unchanged, and its kind must be
+        "cuda".
 
-        For an estimate of kind "cpu" and `Rates` without a GPU, only `peak_bytes` is compared with
-        the memory.
+        If the estimate is of kind "cpu" and `device` is `Rates` without a GPU, only `peak_bytes` is
+        compared with the memory.
 
         Args:
             device: Name in `RATES`, such as "RTX 4090", or the rates of another device.
-            memory_bytes: Memory in bytes that may be used; by default all memory of the device.
+            memory_bytes: Memory in bytes that the step may use; by default all memory of the
+                device.
 
         Raises:
-            ValueError: There is no device of this name; its memory is not known; or the estimate is
-                of kind "cpu" and cannot be made again for a GPU.
+            ValueError: There is no device of this name; the memory of the device is not known; or
+                the estimate is of kind "cpu" and cannot be made again for a GPU.
         """
         rates = rates_of(device)
         memory = rates.memory_bytes if memory_bytes is None else memory_bytes
@@ -304,26 +306,25 @@ def estimate(
     """Estimate the memory and FLOPs of a training step by running it on symbolic tensors.
 
     Symbolic tensors have shapes but no values, and need no memory. The step is the one that
-    `train_step` runs, with two shortcuts. Several micro-batches after the first one may run the
-    same operators. They also start with the same live bytes, so only the last of these
-    micro-batches is run. The course's flash attention runs only one group of heads, because every
-    group needs the same memory.
+    `train_step` runs, with two shortcuts. If several micro-batches after the first one run the same
+    operators, only the last of them is run, because they all start with the same live bytes. The
+    course's flash attention runs only one group of heads, because every group needs the same
+    memory.
 
     **Existing objects.** An existing model, batch or optimizer is copied to symbolic tensors. The
     estimate changes no weight, gradient, optimizer state or random generator. Hooks of modules run,
-    but hooks of the optimizer do not. If `recipe` is an optimizer, its second step is estimated, in
-    which parameters that get no gradient have no state. If the model stores tensors in a cache or a
-    closure, clear it after the estimate, because it then contains symbolic tensors.
+    but hooks of the optimizer do not. If `recipe` is an optimizer, its second step is estimated.
+    Parameters that get no gradient then have no state. If the model stores tensors in a cache or a
+    closure, this place contains symbolic tensors after the estimate, so clear it.
 
     **Accuracy on a CPU.** A real step on a CPU uses the same number of tensor bytes, with one
     exception: in a model with dropout, checkpoint="optimal" also keeps states of random generators,
     of 5,056 bytes each. Two kinds of memory are not counted on any device: memory that operators
     allocate internally (`course_lib.memory.measure` reports it), and the rounding of the allocator.
 
-    **Accuracy on a GPU.** With the kind "cuda", the peak equals the measured peak of the tensors of
-    the step on an H200. This holds for every model and recipe that was measured there, except for
-    models that create tensors on the CPU themselves. `course_lib.budget.device_kinds` has the
-    details.
+    **Accuracy on a GPU.** With the kind "cuda", the estimated peak of tensor bytes equals the peak
+    that was measured on an H200. This holds for every measured model and recipe, except for models
+    that create tensors on the CPU themselves. `course_lib.budget.device_kinds` has the details.
 
     **Models without an estimate.** A model with `nn.LSTM` cannot be estimated, because its fused
     operator on a CPU allocates a workspace. If oneDNN is disabled, the operator is not fused, and
@@ -339,13 +340,13 @@ def estimate(
     has not been measured on a GPU.
 
     **Compiled models.** If the model or any of its modules is compiled, the uncompiled model is
-    estimated. `train_step` runs the compiled one, and this step can need less memory or more. Use
-    `course_lib.memory.measure` to measure the compiled step.
+    estimated. `train_step` runs the compiled model, which can need less or more memory than the
+    estimate. Use `course_lib.memory.measure` to measure the compiled step.
 
     **Several ranks.** For a recipe with several `ranks`, the estimate is for the rank that needs
-    the most memory, with its share of the batch. From the second step on, it equals what
-    `course_lib.distributed` measures on that rank, except for a few bytes: the losses of all
-    micro-batches after the second one are left out.
+    the most memory, with its share of the batch. From the second step on, the estimate equals what
+    `course_lib.distributed` measures on that rank, except for a few bytes: it leaves out the losses
+    of all micro-batches after the second one.
 
     Args:
         model: Existing model; or function without arguments that returns the model in fp32 and is
@@ -353,18 +354,19 @@ def estimate(
         batch: Existing batch; or function without arguments that returns the batch and is called in
             symbolic mode. With several ranks, this is the whole batch, which is divided among the
             ranks.
-        recipe: Memory-saving techniques of the step. Alternatively, an optimizer of the model, or a
-            function such as `torch.optim.AdamW` that creates an optimizer for a list of parameters.
-            The step then uses no technique, and the model keeps its dtypes.
-        loss_sum: Function (model, batch) -> (sum of losses, weight), as in `train_step`. If the
-            weight is computed from the batch, it must be returned as a tensor, because symbolic
-            tensors have no values.
+        recipe: Memory-saving techniques of the step. Instead of a `Recipe`, it can be an optimizer
+            of the model, or a function such as `torch.optim.AdamW` that creates an optimizer for a
+            list of parameters. The step then uses no technique, and the model keeps its dtypes.
+        loss_sum: Function (model, batch) -> (sum of losses, weight), as in `train_step`. The weight
+            is the number by which the sum is divided, such as the number of tokens. If the weight
+            is computed from the batch, it must be returned as a tensor, because symbolic tensors
+            have no values.
         max_norm: Norm to which the gradient is clipped, as in `train_step`. The estimate includes
             the memory that clipping needs.
         split: Function (batch, parts) -> list of `parts` batches, as in `train_step`. It must take
             the sizes of the parts from shapes or Python numbers, because symbolic tensors have no
-            values. With several ranks, it also divides the batch among the ranks, and the step with
-            the largest share in bytes is estimated.
+            values. With several ranks, it also divides the batch among the ranks, and the estimated
+            step is that of the rank whose share has the most bytes.
         tier: Lower tier, where offloaded tensors are stored: "file", as on a CPU, or "host" for
             host memory, as on a GPU.
         kind: Kind of device, "cpu" or "cuda", as described in `course_lib.budget.device_kinds`.
@@ -423,15 +425,16 @@ def run(
 ) -> Run:
     """Run one training step of a recipe on real tensors, and measure its memory.
 
-    The model and the optimizer state are created first, so the measured step is like any later
-    step.
+    The optimizer state is created before the measurement, so the measured step is like any step
+    after the first one.
 
     Args:
         make_model: Function without arguments that returns the model in fp32.
         make_batch: Function without arguments that returns the batch.
         recipe: Memory-saving techniques of the step.
-        loss_sum: Function (model, batch) -> (sum of losses, weight), as in `train_step`. By
-            default, the model's own loss is used.
+        loss_sum: Function (model, batch) -> (sum of losses, weight), as in `train_step`. The weight
+            is the number by which the sum is divided, such as the number of tokens. None uses the
+            model's own loss.
         max_norm: Norm to which the gradient is clipped; None for no clipping.
         split: Function (batch, parts) -> list of `parts` batches, as in `train_step`.
         budget_bytes: Limit in bytes for all live tensors of the step; None for no limit.

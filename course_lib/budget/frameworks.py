@@ -31,11 +31,11 @@ _SET_BY_FSDP_LINES = ("precision", "ranks", "shard", "blocks")
 
 @dataclass(frozen=True, repr=False)
 class TrainerLines:
-    """A recipe as arguments of Hugging Face's `TrainingArguments`, with the remaining differences.
+    """A recipe as arguments of Hugging Face's `TrainingArguments`, with a list of differences.
 
     A recipe is a set of memory-saving techniques for a training step, and the arguments cannot
-    express all of them. `str()` of this object is a call of `TrainingArguments` as code, with the
-    differences as comments.
+    express all of these techniques. `str()` of this object is a call of `TrainingArguments` as
+    code, with the differences as comments.
 
     Attributes:
         arguments: Mapping from the name of each argument to its value. The argument `output_dir`,

@@ -46,8 +46,8 @@ def loss_of(
 ) -> tuple[Tensor, float | Tensor]:
     """Return the loss of one micro-batch as a pair (sum of losses, weight).
 
-    The weight is the number of tokens or samples in the sum. The pair comes from the first of these
-    sources that exists:
+    The sum is later divided by the weight, which is the number of tokens or samples in the sum. The
+    pair comes from the first of these sources that exists:
 
     - the function `loss_sum(model, batch)`, if it is given;
     - the model's method `stages`, if the recipe runs it (see `runs_stages`);
@@ -57,7 +57,7 @@ def loss_of(
         model: Model to train.
         batch: The micro-batch.
         recipe: Memory-saving techniques of the training step.
-        loss_sum: Function of the user that computes the pair, or None.
+        loss_sum: Function of the user that computes the pair; None if there is none.
 
     Raises:
         ValueError: The model's code uses a symbolic tensor that it has stored during an estimate.
@@ -92,14 +92,13 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     """Raise an error if the model has no loss, or if its loss cannot be used with the recipe.
 
     For several micro-batches, the loss must be a sum with a known weight, because means cannot be
-    added up. The weight is the number of tokens or samples in the sum.
+    added up.
 
     Args:
         model: Model to train.
         recipe: Memory-saving techniques of the training step.
         loss_sum: Function (model, batch) -> (sum of losses, weight). The weight is the number by
-            which the sum is divided, such as the number of tokens. If None, the model's
-            own loss is used.
+            which the sum is divided, such as the number of tokens. None uses the model's own loss.
 
     Raises:
         TypeError: The model has no loss, or `loss_sum` is not a function of (model, batch).

@@ -123,7 +123,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """Stand-in for bitsandbytes' 8-bit Adam, which allocates the same state but updates nothing.
+    """Stand-in for bitsandbytes' 8-bit Adam that allocates the same state but updates nothing.
 
     This class runs on symbolic tensors, to estimate the memory of a training step. Adam's state
     consists of two moments per parameter. In 8 bits, each moment has three parts:
@@ -252,9 +252,9 @@ def matrices_of_blocks(model: nn.Module) -> set[Tensor]:
     """Return the weights that Muon updates: the matrices in the blocks of a model.
 
     Blocks are the repeated layers in the lists that `course_lib.checkpoint.checkpoint_blocks`
-    finds. The matrices are the parameters with two dimensions that require gradients, except those
-    of embeddings. Parameters outside of the blocks, such as the output head, are not included. The
-    set is empty if the model has no list of blocks.
+    finds. The matrices are the two-dimensional parameters that require gradients, except the
+    weights of embeddings. Parameters outside of the blocks, such as the output head, are not
+    included. The set is empty if the model has no list of blocks.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon. There, AdamW updates the first
     and the last layer of a model, and all parameters that are not matrices.
@@ -283,16 +283,14 @@ class OptimizerRow:
             `select_parameters` is None.
         load_base: Function that imports and returns the class for steps on real tensors, and raises
             ValueError if its package is not installed. None if `base` runs these steps as well.
-        settings: Arguments of the class. The learning rate and the arguments in `updates` are not
-            included.
+        settings: Arguments of the class, except the learning rate and the arguments in `updates`.
         updates: Mapping from each variant of the update, such as "foreach", to the arguments that
             select it. The key None stands for the default of the class, and must exist.
         default_on_cuda: Variant that the class uses by default if the parameters are on CUDA.
-        state_tensors: Number of tensors that the state of each parameter consists of, each as large
-            as the parameter. None if this does not hold for the state of every parameter. The state
-            then cannot be offloaded.
-        shares_state: Whether several parameters share a tensor of the state, such as the tables of
-            8-bit Adam.
+        state_tensors: Number of tensors in the state of each parameter, if each of these tensors is
+            as large as the parameter. Otherwise None, and the state cannot be offloaded.
+        shares_state: Whether several parameters share a tensor of the state. An example is the
+            table of 8-bit Adam.
         aliases: Other names of the optimizer that the command line accepts.
 
     Raises:
@@ -325,7 +323,7 @@ class OptimizerRow:
 
     @property
     def can_offload_state(self) -> bool:
-        """Whether a training step can keep the state of this optimizer in the lower tier.
+        """Whether the state of this optimizer can be offloaded to host memory or to a file.
 
         For an optimizer without state, such as SGD, the value says whether the master weights can
         be offloaded.
@@ -337,8 +335,8 @@ class OptimizerRow:
         """Bytes that the host reads and writes in its memory to update one scalar parameter.
 
         The host reads the gradient, the weight and the state in fp32, and writes the weight and the
-        state. With master weights the sum is the same: the gradient arrives in bf16 (2 bytes less),
-        and the updated parameter is also written in bf16 (2 bytes more).
+        state. With fp32 master weights, the sum is the same: the host reads the gradient in bf16,
+        which is 2 bytes less, and also writes the updated parameter in bf16, which is 2 bytes more.
 
         Raises:
             ValueError: The state cannot be offloaded, so the host never updates parameters.

@@ -132,9 +132,10 @@ class Rates:
             - "gradients", "update" and "parameters": copies of gradients to the host, the update of
               parameters on the host, and copies of parameters back. With the tier "file", these
               parts are 0.
-            - "ranks": communication of N ranks in a ring, in which each link carries (N - 1)/N of
-              `estimate.sent_bytes` at the rate `ring_rate`. The latency of each collective is not
-              counted.
+            - "ranks": communication of N ranks (processes) in a ring, at the rate `ring_rate`. The
+              data of a collective is divided into N parts, of which each rank sends N - 1.
+              Therefore (N - 1)/N of `estimate.sent_bytes` are sent. The latency of each collective
+              is not counted.
         """
         recipe = estimate.recipe
         link = self.link_bytes * self.link_share
@@ -167,8 +168,8 @@ class Rates:
         the machine with the fewest ranks. For example, 9 ranks on machines with 8 devices use one
         card per machine.
 
-        The reason for this limit is that NCCL divides the data among several rings. Each ring
-        enters and leaves a machine through another network card, and leaves it from another device.
+        The reason for this limit is that NCCL divides the data among several rings. Each ring has
+        its own network card in each machine, and leaves the machine from its own device.
 
         Args:
             ranks: Number of ranks in the ring.
@@ -222,7 +223,7 @@ def _host_update_bytes(estimate: Estimate) -> int:
 
 
 def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> float:
-    """Return the seconds for which the compute of a step waits for copies of offloaded activations.
+    """Return the seconds that a step spends waiting for copies of offloaded activations.
 
     The result is
 
@@ -232,22 +233,23 @@ def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> f
 
     - D is the time of all copies to the host, which overlap with the forward compute of F seconds;
     - U is the time of all copies back, which overlap with the backward compute of G seconds;
-    - n is the average number of storages that are saved for backward one right after the other;
+    - n is the average number of storages that forward saves at about the same time;
     - f is `in_flight`, the number of copies to the host that may run at once: if f is below n,
       forward waits for n - f of n copies;
     - p is `prefetch`, the number of storages that backward fetches ahead: if p is below n, backward
       waits for n - p of n copies.
 
-    Without checkpoints, F is a third of the compute, and n is 2: a matrix product and the operator
-    before it each save their input. With checkpoints, F is a quarter of the compute, and n is 1:
-    only the input of a block is saved. If p and f are at least n, the formula counts the longer of
-    compute and copy for each layer, as in vDNN (Rhu et al. 2016, arXiv:1602.08124).
+    Without checkpoints, F is a third of the compute, because backward needs twice the FLOPs of
+    forward. n is 2, because a matrix product and the operator before it each save their input. With
+    checkpoints, F is a quarter of the compute, because backward also repeats forward. n is 1,
+    because only the input of a block is saved. If p and f are at least n, the formula counts the
+    longer of compute and copy for each layer, as in vDNN (Rhu et al. 2016, arXiv:1602.08124).
 
-    The formula was compared with the clock of `SimulatedDevice`. The values of D were between half
-    of F and four times F, those of p between 0 and 2, and those of f 1 and 2. For a step of an MLP
-    of 16 layers, the clock and the formula agree to within 3%. A step of a decoder, whose matrix
-    products differ in size, takes up to 23% longer on the clock (16% with checkpoints around 8
-    layers). The step hardly ever takes less time than the formula says.
+    The formula was compared with the clock of `SimulatedDevice`. In the comparison, D was between
+    half of F and four times F, p was 0, 1 or 2, and f was 1 or 2. For a step of an MLP of 16
+    layers, the clock and the formula agree to within 3%. A step of a decoder, whose matrix products
+    differ in size, takes up to 23% longer on the clock (16% with checkpoints around 8 layers). The
+    step hardly ever takes less time than the formula says.
 
     Args:
         recipe: Techniques of the step, with the fields `prefetch`, `in_flight` and `checkpoint`.

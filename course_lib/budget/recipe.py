@@ -37,7 +37,7 @@ class Recipe:
             "autocast" has parameters, gradients and optimizer state in float32. It runs
             `model.forward` under `torch.autocast` in bfloat16 and converts the output to float32,
             as Hugging Face's Trainer does with `bf16=True`. Under autocast, a model with frozen
-            parameters keeps its dtypes. None keeps the dtypes of the model. In this case, master
+            parameters keeps its dtypes. None keeps the dtypes of the model. With None, master
             weights exist only if `offload_optimizer` is above 0.
         optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9), "adafactor", "lion",
             "adam8bit" or "muon". An estimate computes the state of "adam8bit" by a formula; a real
@@ -59,19 +59,19 @@ class Recipe:
             are built from `course_lib.models.Attention`, and leaves other models unchanged. "eager"
             and "sdpa" select an implementation of a Hugging Face model, by its method
             `set_attn_implementation`. None leaves every model unchanged.
-        checkpoint: Activations that are saved for backward, while all others are recomputed. "none"
-            saves all activations. "layers" saves the input of every block. "selective" saves the
-            outputs of the matrix products in every block. "segments" saves the input of every
+        checkpoint: Activations that are saved for backward. All other activations are recomputed.
+            "none" saves all activations. "layers" saves the input of every block. "selective" saves
+            the outputs of the matrix products in every block. "segments" saves the input of every
             segment, a number of consecutive blocks. "optimal" saves what the fastest schedule
             within `schedule_bytes` saves. "segments" and "optimal" run the chain that the model's
             method `stages` returns (see `course_lib.models.Decoder.stages`). If the model has no
             such method, if `blocks` is given, or if the precision is "autocast", the blocks
             themselves must form a chain.
-        blocks: Names of the blocks to checkpoint, as a tuple or as one name. A name may contain
-            wildcards, as in "model.layers.*". None selects the blocks of all lists of blocks in the
-            model (see `course_lib.checkpoint.checkpoint_blocks`), for example those of an encoder
-            and of a decoder. If these do not form one chain, "segments" and "optimal" need the
-            names of the blocks of one list.
+        blocks: Names of the blocks to checkpoint, as a tuple of names or as a single name. A name
+            may contain wildcards, as in "model.layers.*". None selects the blocks of all lists of
+            blocks in the model (see `course_lib.checkpoint.checkpoint_blocks`), for example those
+            of an encoder and of a decoder. If the blocks of all lists do not form one chain,
+            "segments" and "optimal" need the names of the blocks of one list.
         first_blocks: Number of blocks to checkpoint, counted from the first block of the first
             list. None checkpoints all blocks.
         segments: Number of segments, only with checkpoint="segments". The last segment is not
@@ -85,13 +85,13 @@ class Recipe:
         prefetch: Number of storages of offloaded activations that backward fetches ahead. None
             stands for 1 on a CPU and 2 on CUDA. In an estimate, it stands for 1 with the tier
             "file", and 2 with the tier "host".
-        in_flight: Number of copies of activations to the lower tier that may be in flight at once.
-            None stands for the same numbers as in `prefetch`. A larger number hides longer copies,
-            but needs more memory.
+        in_flight: Largest number of copies of activations to the lower tier that run at once. None
+            stands for the same numbers as in `prefetch`. A larger number hides longer copies, but
+            needs more memory.
         page_bytes: Size of a page in bytes. Optimizer state in a file, including master weights, is
             updated page by page, and three pages are in memory at once. If the state of one
-            parameter is larger than a page, it is a page by itself. For master weights on the
-            device, the gradients are converted to fp32 in parts of this size.
+            parameter is larger than a page, this state is updated as one page. For master weights
+            on the device, the gradients are converted to fp32 in parts of this size.
         head_chunk: Number of tokens per chunk in which the output head and the loss are computed.
             None computes them for all tokens at once.
         in_backward: Whether the optimizer updates each parameter as soon as its gradient is
@@ -165,11 +165,11 @@ class Recipe:
             )
 
     def copies(self, tier: str) -> tuple[int, int]:
-        """Return the pair (`prefetch`, `in_flight`), with a number instead of None.
+        """Return the pair (`prefetch`, `in_flight`), in which each None is replaced by a number.
 
         Args:
-            tier: Lower tier, "file" or "host". None is replaced by 1 for "file" and by 2 for
-                "host".
+            tier: Lower tier, where offloaded tensors are stored: "file", or "host" for host memory.
+                None is replaced by 1 for "file" and by 2 for "host".
         """
         own = Cuda.ahead if tier == "host" else Device.ahead
         return (
@@ -178,13 +178,13 @@ class Recipe:
         )
 
     def for_tier(self, tier: str) -> Recipe:
-        """Return the recipe with numbers for `prefetch` and `in_flight` instead of None.
+        """Return the recipe with `prefetch` and `in_flight` set to numbers if they are None.
 
-        The method `copies` returns these numbers. A recipe without offloaded activations is
-        returned unchanged.
+        The numbers are those that the method `copies` returns. A recipe without offloaded
+        activations is returned unchanged.
 
         Args:
-            tier: Where offloaded tensors are stored: "file" or "host".
+            tier: Lower tier, where offloaded tensors are stored: "file", or "host" for host memory.
         """
         prefetch, in_flight = self.copies(tier)
         return (

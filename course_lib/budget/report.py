@@ -30,7 +30,8 @@ from .waterfall import TechniqueSteps
 class PerFramework(Table):
     """Table with a row per framework: its cheapest recipe, or the reason why none fits.
 
-    A recipe is a set of memory-saving techniques for a training step.
+    A recipe is a set of memory-saving techniques for a training step, and its cost is the duration
+    of the step.
 
     Args:
         answers: Answers of the frameworks, one per row.
@@ -56,7 +57,8 @@ class PerFramework(Table):
 class Result:
     """Result of the command `python -m course_lib.budget`, if at least one recipe fits the budget.
 
-    A recipe is a set of memory-saving techniques for a training step.
+    A recipe is a set of memory-saving techniques for a training step, and its cost is the duration
+    of the step.
 
     Attributes:
         model: Model and batch of the step.
@@ -75,10 +77,10 @@ class Result:
 
     @cached_property
     def steps(self) -> TechniqueSteps:
-        """Estimates from the baseline to the cheapest recipe, each with one more technique.
+        """List of estimated training steps, each with one more technique than the step before.
 
-        The baseline has the precision and the optimizer of the cheapest recipe, but none of its
-        techniques.
+        The first step is the baseline, which has the precision and the optimizer of the cheapest
+        recipe, but none of its techniques. The last step is that of the cheapest recipe.
         """
         return self.found.steps_from_baseline()
 
@@ -291,8 +293,8 @@ def nothing_fits(
     """Return the message that the command prints if no recipe fits the budget.
 
     The message says how many bytes are missing for the recipe with the lowest peak. For this
-    recipe, it lists the live bytes at the peak by category, and unused techniques that reduce the
-    largest category.
+    recipe, it lists the live bytes at the peak by category of memory, such as "activation". It also
+    lists techniques that the recipe does not use and that reduce the largest category.
 
     Args:
         error: Error of the search, with the estimate of the recipe with the lowest peak.

@@ -44,7 +44,7 @@ LOSS_METHODS = ("forward", "loss", "loss_sum")
 
 
 def own_stages(model: nn.Module) -> Callable[[Any], Sequence[Callable]] | None:
-    """Return the model's method `stages`, or None if the step must not use it.
+    """Return the model's method `stages`, or None if a training step must not use it.
 
     `stages(batch)` divides the computation of the loss into functions, each of which takes the
     result of the previous one (see `course_lib.models.Decoder.stages`). The result is None in these
@@ -87,9 +87,10 @@ def runs_stages(model: nn.Module, recipe: Recipe) -> bool:
 def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, float | Tensor]:
     """Run the functions that the model's method `stages` returns, and compute the loss.
 
-    With checkpoint="segments", the functions run one after the other, and each segment of
-    consecutive functions is checkpointed, except the last one. With "optimal", a schedule decides
-    which functions run again in backward.
+    With checkpoint="segments", the functions run one after the other. All functions between the
+    first and the last one are divided into segments, and every segment except the last one is
+    checkpointed. With checkpoint="optimal", a schedule decides which functions run again in
+    backward.
 
     Args:
         model: Model with a method `stages`.
@@ -97,7 +98,8 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
         recipe: Memory-saving techniques of the step, with checkpoint="segments" or "optimal".
 
     Returns:
-        The pair (sum of losses, weight), which is the result of the last function.
+        The pair (sum of losses, weight), which is the result of the last function. The weight is
+        the number by which the sum is divided, such as the number of tokens.
     """
     x, stages = _split_into_stages(model, batch)
     if recipe.checkpoint == "optimal":
@@ -140,9 +142,9 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
 def max_segments(model: nn.Module, batch: Any) -> int:
     """Return the largest number of checkpointed segments into which the model can be divided.
 
-    The model's method `stages` returns the functions that compute the loss, called stages. The
-    result is the number of stages without the first and the last one, because each segment needs at
-    least one stage. The first stage is the first one with parameters.
+    The model's method `stages` returns functions that compute the loss, called stages. The first
+    stage with parameters and the last stage belong to no segment. Each segment needs at least one
+    of the stages between these two, so the result is the number of stages between them.
     """
     return len(_split_into_stages(model, batch)[1]) - 2
 
@@ -180,8 +182,9 @@ def is_compared(model: nn.Module, recipe: Recipe) -> bool:
     """Return whether a step compares each recomputation of a block with the block's first run.
 
     The result is True in the first step of a model with a recipe, and in every step on symbolic
-    tensors. Symbolic tensors have no values to compare. For these, the comparison serves only to
-    name a changed argument in the error message if the recomputation fails.
+    tensors. Symbolic tensors have no values to compare. In a step on symbolic tensors, the
+    comparison serves only to name a changed argument in the error message if the recomputation
+    fails.
 
     Args:
         model: Model to train.
@@ -193,7 +196,7 @@ def is_compared(model: nn.Module, recipe: Recipe) -> bool:
 def record_comparison(model: nn.Module, recipe: Recipe) -> None:
     """Record that a step compared its recomputations and found no difference.
 
-    Later steps of the same model and recipe are then not compared. A step on symbolic tensors is
+    Later steps of the same model and recipe then skip the comparison. A step on symbolic tensors is
     not recorded.
 
     Args:
@@ -246,8 +249,8 @@ def chains_of(model: nn.Module, recipe: Recipe) -> dict[Any, Chain]:
 def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
     """Return the times and sizes of the stages that the model's method `stages` returns.
 
-    The stages are measured on symbolic tensors, and the result is cached. The recipe's attention
-    and loss head must already be applied to the model.
+    The stages are measured on symbolic tensors, and the result is cached. Before the call, the
+    recipe's attention and loss head must be applied to the model.
 
     Args:
         model: Model with a method `stages`.
@@ -275,10 +278,11 @@ def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Return whether a forward pass may draw random numbers, which a checkpoint must repeat.
+    """Return whether a forward pass can draw random numbers, which a checkpoint must repeat.
 
-    A model can declare that it draws none, by an attribute `draws_random_numbers` that is False.
-    The declaration counts only if the model has a usable method `stages` (see `own_stages`). For
-    all other models the result is True, because calls of `F.dropout` cannot be detected here.
+    A model can declare that it draws no random numbers, by an attribute `draws_random_numbers` that
+    is False. The declaration counts only if the model has a usable method `stages` (see
+    `own_stages`). For all other models the result is True, because calls of `F.dropout` cannot be
+    detected here.
     """
     return own_stages(model) is None or getattr(model, "draws_random_numbers", True)

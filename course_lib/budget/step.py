@@ -167,8 +167,8 @@ def _framework_of(model: nn.Module) -> Any:
 def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer state that exists from the second training step on.
 
-    For this, the optimizer runs steps on zero gradients with a learning rate of 0. Afterwards the
-    gradients are None.
+    To create the state, the optimizer runs steps on zero gradients with a learning rate of 0.
+    Afterwards the gradients are None.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = trainable_parameters(model)
@@ -209,30 +209,32 @@ def train_step(
     **Compiled models.** A model that was compiled in place (`model.compile()`) runs compiled, and
     so do compiled blocks, even with `fullgraph=True`. Checkpoints inside a compiled model become
     PyTorch's own checkpoints in its graph. With checkpoint="segments" or "optimal", the step calls
-    the blocks instead of the model, so compile the blocks. "optimal" measures uncompiled copies of
-    the blocks, and raises an error if the copy of a `torch.compile(block)` would still call the
-    original block. `torch.compile(model)` does not compile a method `loss` or `loss_sum` of the
-    model. If the step uses this method, a warning says that the method runs uncompiled.
+    the blocks instead of the model, so compile the blocks instead of the model. "optimal" measures
+    uncompiled copies of the blocks, and raises an error if the copy of a `torch.compile(block)`
+    would still call the original block. `torch.compile(model)` does not compile a method `loss` or
+    `loss_sum` of the model. If the step uses this method, a warning says that the method runs
+    uncompiled.
 
     **Recomputation.** Before a checkpointed block runs again, the state that it had before its
     first run is restored:
 
-    - random generators of PyTorch, Python and NumPy, including those in attributes of its modules;
-    - attributes of its modules: tensors, arrays, numbers, and containers of these.
+    - random generators of PyTorch, Python and NumPy, including those in attributes of the block's
+      modules;
+    - attributes of the block's modules that are tensors, arrays, numbers, or containers of these.
 
-    For this, tensors in attributes are copied during the first run, and the copies of changed
-    tensors are kept. Inside a compiled model, only PyTorch's random numbers are restored.
+    To restore tensors in attributes, they are copied during the first run, and the copies of
+    changed tensors are kept. Inside a compiled model, only PyTorch's random numbers are restored.
 
     **Comparison.** The first step of a model with a recipe compares the recomputation of each block
-    with the first run of the block. Checksums are compared: of the tensors that are saved for
-    backward (in a schedule, of the outputs), and of the block's parameters and buffers. The
-    comparison takes time, but `MemoryMeter` does not count its memory. The comparison leaves out
-    later steps, compiled models, tensor subclasses, and symbolic, sparse, nested and quantized
-    tensors.
+    with the first run of the block. It compares checksums of the block's parameters and buffers,
+    and of the tensors that are saved for backward. In a schedule, it compares the block's outputs
+    instead of the saved tensors. The comparison takes time, but `MemoryMeter` does not count its
+    memory. Later steps, steps of compiled models, tensor subclasses, and symbolic, sparse, nested
+    and quantized tensors are not compared.
 
-    **Errors.** After an error, gradients and random generators are as before the step. No parameter
-    has changed, with two exceptions: parameters that were already updated by `in_backward`, and
-    parameters that the optimizer changed before it raised an error itself.
+    **Errors.** After an error, gradients and random generators have the values that they had before
+    the step. No parameter has changed, with two exceptions: parameters that were already updated by
+    `in_backward`, and parameters that the optimizer changed before it raised an error itself.
 
     Args:
         model: Model in the recipe's precision, as `build` returns it.
@@ -245,7 +247,8 @@ def train_step(
             output of the previous block as its input (see `course_lib.schedule.schedule_blocks`).
             `AccumulatedStep` describes `in_backward`.
         loss_sum: Function (model, batch) -> (sum of losses, weight), as in
-            `course_lib.accumulation.AccumulatedStep`. The default is `model.loss_sum(batch)` if the
+            `course_lib.accumulation.AccumulatedStep`. The weight is the number by which the sum is
+            divided, such as the number of tokens. The default is `model.loss_sum(batch)` if the
             model has this method, and `model.loss(batch)` otherwise. `model.loss` returns a mean,
             which allows only one micro-batch: the number of tokens or samples in the mean is not
             known, so the means of several micro-batches cannot be added up. For a Hugging Face
@@ -256,13 +259,13 @@ def train_step(
         split: Function (batch, parts) -> list of `parts` batches. It is needed for a batch with a
             tensor whose first dimension is not the samples, such as packed sequences, graphs and
             boxes of objects. It is called only for several micro-batches. An estimate does not
-            count the tensors that it creates.
+            count the tensors that `split` creates.
         store: Store for offloaded activations; by default that of `offload_activations`.
 
     Returns:
-        A `StepResult`. If the loss is `model.loss`, its weight is the number of samples. The weight
-        is 1 if a tensor of the batch has another first dimension than the samples. Gradients are
-        None afterwards.
+        A `StepResult`. If the loss is `model.loss`, the attribute `weight` is the number of
+        samples, or 1 if the batch has a tensor whose first dimension is not the samples. The
+        gradients of the model are None afterwards.
 
     Raises:
         TypeError, ValueError: Recipe, model and batch cannot be combined. The message gives the
@@ -304,8 +307,7 @@ def run_micro_batches(
         micro_batches: Micro-batches of the step.
         recipe: Memory-saving techniques of the step.
         loss_sum: Function (model, batch) -> (sum of losses, weight). The weight is the number by
-            which the sum is divided, such as the number of tokens. If None, the model's
-            own loss is used.
+            which the sum is divided, such as the number of tokens. None uses the model's own loss.
         store: Store for offloaded activations; by default that of `offload_activations`.
         max_norm: Norm to which the gradient is clipped; None for no clipping.
     """
@@ -339,8 +341,8 @@ def apply_techniques(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], 
     here. `run_micro_batches` applies them to each micro-batch.
 
     Yields:
-        A function to call after each forward pass. It raises an error if the forward pass has
-        bypassed one of the techniques.
+        A function without arguments, to be called after each forward pass. It raises an error if
+        the forward pass did not use one of the techniques.
     """
     with ExitStack() as stack:
         stack.enter_context(without_cache(model))
@@ -363,16 +365,15 @@ def chain_of(
 
     The model is measured for one micro-batch as a chain of stages that run one after the other. The
     stages come from the model's method `stages` if the step runs it (see `runs_stages`). Otherwise
-    the stages are the model's blocks, which are measured in a forward pass that ends at the first
-    block.
+    the stages are the model's blocks. They are measured when a forward pass of the model reaches
+    the first block, and the forward pass then stops.
 
     Args:
         model: Model to train.
         micro_batch: Micro-batch to measure.
         recipe: Memory-saving techniques of the step.
         loss_sum: Function (model, batch) -> (sum of losses, weight). The weight is the number by
-            which the sum is divided, such as the number of tokens. If None, the model's
-            own loss is used.
+            which the sum is divided, such as the number of tokens. None uses the model's own loss.
     """
     found: list[Chain] = []
 
@@ -400,13 +401,12 @@ class _ChainFound(Exception):
 def micro_batches_of(batch: Any, micro_batches: int, split: Split | None = None) -> list[Any]:
     """Split a batch into a list of micro-batches.
 
-    All micro-batches have the same number of samples, except that the last one may have fewer.
-
     Args:
         batch: Batch to split.
         micro_batches: Number of micro-batches.
-        split: Function (batch, parts) -> list of `parts` batches, which may have any sizes. By
-            default, the batch is cut along the first dimension of its tensors.
+        split: Function (batch, parts) -> list of `parts` batches, which can differ in size. By
+            default, the batch is cut along the first dimension of its tensors. All micro-batches
+            then have the same number of samples, except that the last one may have fewer.
 
     Raises:
         TypeError, ValueError: The batch cannot be split into this number of micro-batches. The

@@ -28,8 +28,9 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
     """Return a list of recipes from the baseline to the given recipe, each with one more technique.
 
     A recipe is a set of memory-saving techniques for a training step. The first recipe in the list
-    uses none of them, but has the precision, the optimizer and the number of ranks of the given
-    recipe. With several ranks, its `shard` is "ddp", which shards no tensors.
+    is the baseline. It uses no technique, but has the precision, the optimizer and the number of
+    ranks of the given recipe. With several ranks, the baseline has shard="ddp", which shards no
+    tensors.
     """
     base: dict = {
         "precision": recipe.precision,
@@ -67,7 +68,7 @@ class TechniqueSteps(Table, list):
     moved.
 
     Args:
-        estimates: Estimates of the steps, in this order.
+        estimates: Estimates of the steps, the baseline first.
     """
 
     columns = ("step", "peak (MB)", "× FLOPs", "GB moved")
@@ -110,8 +111,8 @@ def waterfall(
     """Draw a bar chart of the estimated peak memory as techniques are added one by one.
 
     Each bar is an estimated training step, and its height is the peak, stacked by category of
-    memory. The text above it gives the peak, the FLOPs relative to the first step, and the bytes
-    moved.
+    memory. The text above each bar gives the peak, the FLOPs relative to the first step, and the
+    bytes moved by offloading and communication.
 
     Args:
         estimates: Estimates of training steps, each with one more technique than the previous one.
@@ -123,7 +124,7 @@ def waterfall(
             and each later bar with the added techniques.
         labels: Labels for the legend and the budget line, as a mapping from a category, "measured"
             or "budget" to text. Keys that are missing are their own labels.
-        ax: Matplotlib axes to draw on; by default new ones.
+        ax: Matplotlib axes to draw on. By default, new axes are created.
 
     Returns:
         The axes.

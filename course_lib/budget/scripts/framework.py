@@ -27,7 +27,7 @@ class Framework:
         name: Value of the argument `framework` of `fit`, and of the option `--for` of
             `python -m course_lib.budget`.
         title: Name that is shown to the user, such as "Hugging Face's Trainer".
-        precisions: Values of `Recipe.precision` to try if the user gives none.
+        precisions: Values of `Recipe.precision` to try if the user does not set one.
             `python -m course_lib.budget` tries them in this order until a recipe fits the budget.
         only: Mapping from the name of a field of `Recipe` to the values that the framework can run.
             A field that is not in this mapping may have any value.
@@ -50,8 +50,8 @@ class Framework:
     def allows(self, values: Mapping[str, Any]) -> bool:
         """Return whether the framework can run all of the given field values of a recipe.
 
-        Each value is checked by itself. A recipe with several of these values may still be rejected
-        by `conflict`.
+        Each value is checked by itself. The method `conflict` also checks combinations of values,
+        and may reject a recipe whose single values are all allowed.
 
         Args:
             values: Mapping from names of fields of `Recipe` to values.
@@ -87,7 +87,7 @@ class Framework:
     # ---- What the framework's own step does differently from `train_step`
 
     def for_model(self, model: nn.Module) -> Framework:
-        """Return the framework, or a copy that allows only recipes that the model supports.
+        """Return this framework, or a copy that rejects recipes that the model does not support.
 
         Args:
             model: Model with symbolic tensors, which have shapes but no values.
@@ -100,6 +100,9 @@ class Framework:
         The base class returns `make_model` itself. A framework with its own step returns a function
         that also sets the model's attribute `_training_code` to the framework.
         `course_lib.budget.step` then calls the framework's methods `optimizer` and `around_step`.
+
+        Args:
+            make_model: Function without arguments that returns the model.
         """
         return make_model
 
@@ -119,7 +122,15 @@ class Framework:
         return None
 
     def around_step(self, model: nn.Module, recipe: Recipe) -> AbstractContextManager:
-        """Return a context manager that changes the model during a step, as the framework does."""
+        """Return a context manager inside which an estimated step runs as the framework runs it.
+
+        The context manager can change the model until it exits. That of the base class changes
+        nothing.
+
+        Args:
+            model: Model to train.
+            recipe: Recipe of the step.
+        """
         return nullcontext()
 
 
@@ -152,9 +163,9 @@ class FrameworkLimits:
     def allowed_micro_batch_counts(self, counts: Iterable[int], ranks: int = 1) -> list[int]:
         """Return those numbers of micro-batches in `counts` that the framework can run.
 
-        If the framework needs micro-batches of equal size, the number must divide the number of
-        samples per rank. Otherwise all numbers are allowed, also if the number of samples is not
-        known.
+        If the framework needs micro-batches of equal size, only the divisors of the number of
+        samples per rank are allowed. If it does not, or if the number of samples is not known, all
+        numbers are allowed.
 
         Args:
             counts: Numbers of micro-batches to choose from.

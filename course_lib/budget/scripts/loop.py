@@ -28,8 +28,8 @@ class Loop(Framework):
 
     Attributes:
         alternatives: Mapping from the name of a field of `Recipe` to the end of an error message.
-            It says which code can run values of the field that this framework cannot run, such as
-            "framework='fsdp2' can run several ranks".
+            The error says that this framework cannot run a value of the field. The end of its
+            message names code that can, such as "framework='fsdp2' can run several ranks".
     """
 
     alternatives: Mapping[str, str] = MappingProxyType({})
@@ -49,9 +49,12 @@ class Loop(Framework):
             return batch_problem(workload.make_batch())
 
     def for_model(self, model: nn.Module) -> Framework:
-        """Return a copy of the framework that allows only what a script can set in the model.
+        """Return a copy of the framework that allows only values that a script can set in a model.
 
         Only the fields `attention` and `checkpoint` are affected.
+
+        Args:
+            model: Model with symbolic tensors, which have shapes but no values.
         """
         changed = copy(self)
         only = {**self.only, "attention": settable_attentions(model)}

@@ -19,7 +19,8 @@ from .settings import reject_statistics
 def loss_is_mean(lines: Lines) -> bool:
     """Return whether the loss in a script is a mean.
 
-    Otherwise the loss is a pair (sum of losses, weight).
+    If it is not, it is a pair (sum of losses, weight). The weight is the number by which the sum is
+    divided, such as the number of tokens.
 
     Args:
         lines: Builder of the script.
@@ -33,8 +34,9 @@ def loss_code(lines: Lines) -> tuple[list[str], str]:
     """Return the code that computes the loss of the variable `batch` in a script.
 
     The result is a pair (lines, expression). The lines, often an empty list, must run before the
-    expression. The value of the expression is a mean if `loss_is_mean(lines)` is true, and
-    otherwise a pair (sum of losses, weight).
+    expression. The value of the expression is the mean loss if `loss_is_mean(lines)` is true.
+    Otherwise it is a pair (sum of losses, weight), in which the weight is the number of tokens or
+    samples.
 
     Args:
         lines: Builder of the script.
@@ -78,9 +80,9 @@ def loss_function_code(lines: Lines, parts: int) -> tuple[list[str], str]:
     """Return the code of a function that computes the loss in a script.
 
     The result is a pair (lines, expression). The lines define the function, and the expression is
-    its name. The function takes (model, batch) and returns (sum of losses, weight). If the model or
-    the user already has such a function, there are no lines, and the expression is the name of that
-    function.
+    its name. The function takes (model, batch) and returns (sum of losses, weight), in which the
+    weight is the number of tokens or samples. If the model or the user already has such a function,
+    there are no lines, and the expression is the name of that function.
 
     Args:
         lines: Builder of the script.

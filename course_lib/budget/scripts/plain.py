@@ -38,8 +38,9 @@ CLASSES: Mapping[str, tuple[str, str]] = {
 class Plain(Loop):
     """Framework whose script is a PyTorch training loop on one device.
 
-    The loop uses the techniques of this library. It cannot run the checkpoint "optimal", because
-    the schedule of "optimal" depends on the costs of the blocks, measured for each micro-batch.
+    The loop uses the techniques of this library. It cannot run checkpoint="optimal", because that
+    schedule depends on the costs of the blocks, which would have to be measured for each
+    micro-batch.
     """
 
     name = "torch"

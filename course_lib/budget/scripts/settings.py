@@ -21,7 +21,11 @@ MATRIX_PRODUCTS_CODE = "[torch.ops.aten.addmm.default, torch.ops.aten.mm.default
 
 
 def setting_lines(lines: Lines) -> list[str]:
-    """Return script lines that turn off the key-value cache and set the attention of the model."""
+    """Return script lines that turn off the key-value cache and set the attention of the model.
+
+    Args:
+        lines: Builder of the script, with the model and the recipe.
+    """
     return [*cache_lines(lines.model), *_attention(lines)]
 
 
@@ -107,7 +111,11 @@ def block_list_names(lines: Lines) -> list[str]:
 
 
 def selected_block_names(lines: Lines) -> list[str]:
-    """Return the names of the modules that `recipe.blocks` selects in the script's model."""
+    """Return the names of the modules that `recipe.blocks` selects in the script's model.
+
+    Args:
+        lines: Builder of the script, with the model and the recipe.
+    """
     return names_of(lines.model, block_names(lines.recipe))
 
 
@@ -121,7 +129,7 @@ def checkpoint_lines(lines: Lines, sharded: bool = False) -> list[str]:
         lines: Builder of the script, with the model and the recipe.
         sharded: Whether FSDP2 has sharded the blocks. Sharding changes the class of a block, so it
             can no longer be detected whether the block draws random numbers. The script then
-            assumes that it does, like the library's own step.
+            assumes that the block does, like the library's own step.
     """
     recipe, model = lines.recipe, lines.model
     if recipe.checkpoint == "none" or runs_stages(model, recipe):
@@ -174,7 +182,8 @@ def has_statistics(model: nn.Module) -> bool:
 def reject_statistics(blocks: Iterable[nn.Module], checkpoint: str) -> None:
     """Raise ValueError if a block updates running statistics, as BatchNorm does.
 
-    With a checkpoint, the recomputation would update them a second time.
+    Such a block cannot be checkpointed, because the recomputation would update the statistics a
+    second time.
 
     Args:
         blocks: Blocks to be checkpointed.

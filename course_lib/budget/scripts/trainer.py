@@ -55,8 +55,9 @@ _OTHERS = {
 class Trainer(Framework):
     """Framework that trains a model with Hugging Face's Trainer in one process.
 
-    It rejects recipes with offloaded activations. The Trainer can run them, but its copies block
-    the step, and such a step is not estimated.
+    Recipes with offloaded activations are rejected, although the Trainer can run them. The reason
+    is that the Trainer's step waits for each copy, and this library has no estimate for such a
+    step.
     """
 
     name = "trainer"

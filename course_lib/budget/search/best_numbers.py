@@ -31,7 +31,7 @@ def best_of(search: RecipeSearch, family: Recipe) -> Recipe | None:
     estimated duration of its training step.
 
     Args:
-        search: Search for one model, batch and budget.
+        search: Model, batch and memory budget for which recipes are searched.
         family: Any recipe of the family.
     """
     if family.offload_activations:
@@ -53,12 +53,14 @@ def best_in_flight(search: RecipeSearch, family: Recipe) -> Recipe | None:
     during the compute. Larger numbers hide more of the copying, but need more memory.
 
     `in_flight` does not change the number of bytes that are copied. Therefore the cost of each
-    recipe is computed from the estimate with the smallest `in_flight`. Then the recipes are
-    estimated in the order of their costs, until one fits the memory budget.
+    recipe (the duration of its step) is computed from the estimate of the same recipe with the
+    smallest `in_flight`. Then the recipes are estimated in the order of their costs, until one fits
+    the memory budget.
 
     Args:
-        search: Search for one model, batch and budget.
-        family: Recipe with the smallest values of both fields, which need the least memory.
+        search: Model, batch and memory budget for which recipes are searched.
+        family: Recipe with the smallest values of both fields. It needs less memory than the
+            recipes with larger values.
 
     Returns:
         The recipe; None if `family` itself does not fit the budget.
@@ -79,18 +81,21 @@ def best_in_flight(search: RecipeSearch, family: Recipe) -> Recipe | None:
 def fewest_micro_batches(
     search: RecipeSearch, family: Recipe, counts: Sequence[int] = ()
 ) -> Recipe | None:
-    """Return a copy of a recipe with the fewest micro-batches with which its step fits, or None.
+    """Return a copy of a recipe with the fewest micro-batches that fit the memory budget, or None.
 
     Among the numbers above 1, a larger number never needs more memory, because the micro-batches do
     not get larger. The smallest number that fits is therefore found by bisection. The number 1 is
-    tried separately: the activations of a single micro-batch are not live together with all
-    gradients.
+    tried separately, because it can need less memory than 2: with two micro-batches, the
+    activations of the second one are live together with all gradients of the first one.
 
     Args:
-        search: Search for one model, batch and budget.
+        search: Model, batch and memory budget for which recipes are searched.
         family: Recipe whose field `micro_batches` is replaced.
         counts: Numbers of micro-batches to try, in rising order. By default, the numbers that the
             search allows for this recipe.
+
+    Returns:
+        The recipe; None if its step does not fit the budget with any of these numbers.
     """
     one, *more = [
         replace(family, micro_batches=n) for n in counts or search.micro_batch_counts_for(family)
@@ -101,15 +106,18 @@ def fewest_micro_batches(
 def first_with_fewest_micro_batches(
     search: RecipeSearch, trials: Sequence[Recipe]
 ) -> Recipe | None:
-    """Return the first recipe of a sequence that fits the memory budget, or None if none fits.
+    """Find by bisection the first recipe of a sorted sequence that fits the memory budget.
 
-    The result has the fewest micro-batches with which its step fits. To decide whether a recipe
-    fits, only its largest and its smallest number of micro-batches are tried.
+    The recipes must be sorted so that all recipes after the first one that fits also fit. To decide
+    whether a recipe fits, only its largest and its smallest number of micro-batches are tried.
 
     Args:
-        search: Search for one model, batch and budget.
-        trials: Recipes in an order in which all recipes after one that fits also fit. The first one
-            is found by bisection.
+        search: Model, batch and memory budget for which recipes are searched.
+        trials: Recipes in this order. Their field `micro_batches` is ignored.
+
+    Returns:
+        A copy of the first recipe that fits, with the fewest micro-batches with which it fits; None
+        if no recipe fits.
     """
 
     def fits(recipe: Recipe) -> bool:
@@ -128,16 +136,17 @@ def first_with_fewest_micro_batches(
 def fewest_segments(search: RecipeSearch, family: Recipe) -> Recipe | None:
     """Return a copy of a recipe with the fewest checkpointed segments with which its step fits.
 
-    A segment consists of consecutive blocks, and only the input of the segment is saved. From 2 to
-    the square root of the number of blocks, each additional segment saves memory, and all these
-    numbers are tried by bisection. Above the square root, only one segment per block is tried.
+    A segment consists of consecutive blocks, and only the input of the segment is saved. Up to the
+    square root of the number of blocks, each additional segment saves memory. The smallest number
+    of segments that fits the budget is found among these numbers by bisection. If none of them
+    fits, the recipe has one segment per block.
 
     Args:
-        search: Search for one model, batch and budget.
+        search: Model, batch and memory budget for which recipes are searched.
         family: Recipe with checkpoint="segments".
 
     Returns:
-        The recipe, also with the fewest micro-batches; None if the step does not fit.
+        The recipe, also with the fewest micro-batches; None if the step does not fit the budget.
     """
     blocks = search.cache.segments
     few = range(2, math.isqrt(blocks) + 1)
@@ -154,12 +163,13 @@ def fewest_blocks(search: RecipeSearch, one_block: Recipe, most: int) -> Recipe 
 
     Only the first blocks of the model get a checkpoint, and the smallest number of blocks is found
     by bisection. Bisection requires that the step also fits with every larger number up to `most`.
-    This holds if the step does not fit without checkpoints but fits with `most` of them. The reason
-    is that the peak is a convex function of the number of checkpoints: at each operator of the
-    step, each checkpoint around an equal block changes the live bytes by the same amount.
+    This is the case if the step does not fit the budget without checkpoints, but fits with `most`
+    of them. The reason is that the peak is a convex function of the number of checkpoints: at each
+    operator of the step, each checkpoint around an equal block changes the live bytes by the same
+    amount.
 
     Args:
-        search: Search for one model, batch and budget.
+        search: Model, batch and memory budget for which recipes are searched.
         one_block: Recipe that checkpoints only the first block.
         most: Largest number of blocks to checkpoint.
 
@@ -172,10 +182,11 @@ def fewest_blocks(search: RecipeSearch, one_block: Recipe, most: int) -> Recipe 
 
 
 def best_schedule(search: RecipeSearch, family: Recipe) -> Recipe | None:
-    """Choose micro-batches and schedule of a recipe, and return the cheapest recipe that fits.
+    """Find the micro-batches and the schedule with which a recipe is cheapest and fits the budget.
 
-    A schedule decides which activations are saved, and which are recomputed. With smaller
-    micro-batches, it can save the activations of more layers.
+    The cost of a recipe is the duration of its step, which must fit the memory budget. A schedule
+    decides which activations are saved, and which are recomputed. With smaller micro-batches, it
+    can save the activations of more layers.
 
     The search starts with the largest number of micro-batches, and halves it as long as the step
     does not get slower. The duration of a schedule is known without an estimate of the step. The
@@ -184,7 +195,7 @@ def best_schedule(search: RecipeSearch, family: Recipe) -> Recipe | None:
     live while the later micro-batches run.
 
     Args:
-        search: Search for one model, batch and budget.
+        search: Model, batch and memory budget for which recipes are searched.
         family: Recipe with checkpoint="optimal".
 
     Returns:
@@ -220,15 +231,16 @@ def best_schedule(search: RecipeSearch, family: Recipe) -> Recipe | None:
 
 
 def with_schedule(search: RecipeSearch, recipe: Recipe) -> Recipe | None:
-    """Return a copy of a recipe with a fast schedule with which the step fits, or None.
+    """Return a copy of a recipe with a fast schedule that fits the memory budget, or None.
 
-    Activations may use the bytes of the memory budget that other tensors of the step do not need.
-    The number of these bytes differs between schedules. Therefore the limit `schedule_bytes` is
-    found by trial, in at most `ROUNDS` rounds. Each round narrows the range between a limit with
-    which the step fits and a limit with which it does not fit.
+    A schedule decides which activations are saved, and which are recomputed. The field
+    `schedule_bytes` limits the bytes of activations to the part of the budget that the other
+    tensors of the step do not need. This part differs between schedules, so the limit is found by
+    trial, in at most `ROUNDS` rounds. Each round narrows the range between a limit with which the
+    step fits and a limit with which it does not fit.
 
     Args:
-        search: Search for one model, batch and budget.
+        search: Model, batch and memory budget for which recipes are searched.
         recipe: Recipe with checkpoint="optimal".
 
     Returns:
@@ -264,7 +276,7 @@ def fastest_within(search: RecipeSearch, recipe: Recipe, nbytes: int) -> Cost:
     the training step, so it is fast.
 
     Args:
-        search: Search for one model, batch and budget.
+        search: Model, batch and memory budget for which recipes are searched.
         recipe: Recipe with checkpoint="optimal".
         nbytes: Limit in bytes for the activations.
     """
@@ -289,11 +301,13 @@ def least_schedule(search: RecipeSearch, recipe: Recipe) -> Recipe:
 
 
 def first_that_fits(recipes: Sequence[Recipe], fits: Callable[[Recipe], Any]) -> Recipe | None:
-    """Return the first recipe of a sequence that fits, or None if the last one does not fit.
+    """Find by bisection the first recipe of a sorted sequence that fits, or return None.
+
+    The recipes must be sorted so that all recipes after the first one that fits also fit. Therefore
+    the result is None if the last recipe does not fit, or if the sequence is empty.
 
     Args:
-        recipes: Recipes in an order in which all recipes after one that fits also fit. The first
-            one is found by bisection.
+        recipes: Recipes in this order.
         fits: Function that takes a recipe and returns whether it fits.
     """
     if not recipes or not fits(recipes[-1]):

@@ -33,17 +33,18 @@ ALL_RECIPES = FrameworkLimits()
 
 
 class RecipeSearch:
-    """Search for one model and batch: the recipes that can be tried, and their estimated costs.
+    """State of a search: the recipes that can be tried for one model and batch, and their costs.
 
-    A recipe is a set of memory-saving techniques for a training step. The base recipe,
-    `cache.base`, has the fields that all recipes of the search share.
+    A recipe is a set of memory-saving techniques for a training step, and its cost is the estimated
+    duration of the step. The base recipe, `cache.base`, has the fields that all recipes of the
+    search share.
 
     Attributes:
         cache: Cache of estimates for this model and batch.
         budget: Limit in bytes for the peak of live tensors in a step.
         rates: Speed of the machine, from which the duration of a step is computed.
-        quick: Whether to try fewer recipes, which takes less time, but may miss the cheapest
-            recipe.
+        quick: Whether to try fewer recipes. The search then takes less time, but may miss the
+            cheapest recipe.
         limits: Limits of the framework that must be able to run the recipes.
     """
 
@@ -149,8 +150,8 @@ class RecipeSearch:
     def doublings(self, recipe: Recipe) -> list[int]:
         """Return a selection of the numbers of micro-batches for a recipe, in rising order.
 
-        Each number is at least twice the previous one. Only the last number may be less than that,
-        because it is the largest possible one.
+        The last number is the largest possible one. Each of the other numbers is at least twice the
+        previous one.
         """
         found = []
         for count in self.micro_batch_counts_for(recipe):
@@ -170,8 +171,8 @@ class RecipeSearch:
 
         Returns:
             A sequence of dicts, each with values for some fields of the technique. If the base
-            recipe (`cache.base`) sets the technique, there is only an empty dict, which changes
-            nothing.
+            recipe (`cache.base`) already sets the technique, the sequence consists of an empty
+            dict, which changes nothing.
         """
         if field not in self._candidates:
             self._candidates[field] = _candidates_of(self, field)
@@ -184,8 +185,8 @@ class RecipeSearch:
     def values(self, field: str) -> list[Any]:
         """Return the values of a field that the search tries, as a list.
 
-        The list has one value for each dict in `candidates(field)`. For a dict without the field,
-        this is the value of the base recipe (`cache.base`).
+        The list has one value for each dict in `candidates(field)`. If a dict does not contain the
+        field, the value is that of the base recipe (`cache.base`).
 
         Args:
             field: First field of a technique, such as "checkpoint".
@@ -198,8 +199,8 @@ class RecipeSearch:
 
         For most techniques, the result is 0 or 1. A graded technique can be used to different
         degrees, such as the fraction of the optimizer state that is offloaded. For a graded
-        technique, the result is the position of the recipe's value in the list of values that are
-        tried. The position rises evenly from 0 for the first value to 1 for the last one.
+        technique, the result is the position of the recipe's value in the list `values(field)`. The
+        position rises evenly from 0 for the first value to 1 for the last value.
 
         Args:
             field: First field of the technique, such as "offload_optimizer".
@@ -224,8 +225,8 @@ class RecipeSearch:
         to at least the same degree. The numbers of micro-batches are not compared.
 
         Args:
-            recipe: Recipe that may use more techniques.
-            smaller: Recipe whose techniques are looked for.
+            recipe: Recipe that can also use other techniques.
+            smaller: Recipe whose techniques `recipe` must use.
         """
 
         def covers(field: str, technique: Technique) -> bool:
@@ -267,8 +268,8 @@ class RecipeSearch:
         """The attention implementation that needs the least memory, as a tuple of 0 or 1 values.
 
         The implementations are compared by the peaks of the base recipe's step in forward and in
-        backward. The tuple is empty if only one implementation is tried, or if neither of two is at
-        least as good in both phases.
+        backward. The tuple is empty if the search tries only one implementation, or if one of two
+        has the lower peak in forward and the other one in backward.
         """
 
         def peaks(attention: str | None) -> tuple[int, int]:
@@ -284,11 +285,10 @@ class RecipeSearch:
         return (other,) if all(map(operator.le, peaks(other), peaks(one))) else ()
 
     def family(self, **techniques: Any) -> Recipe:
-        """Return a recipe with the given fields, and with pages and copies that need little memory.
+        """Return a recipe with the given fields, and with the smallest pages and the fewest copies.
 
-        Fields that are not given have the values of the base recipe (`cache.base`). The page size
-        is the smallest that is tried. `prefetch` and `in_flight` have the smallest values that are
-        tried.
+        Fields that are not given have the values of the base recipe (`cache.base`). The page size,
+        `prefetch` and `in_flight` have the smallest values that the search tries.
 
         Args:
             techniques: Values of the fields that differ from the base recipe.
@@ -358,7 +358,7 @@ def addable_techniques(search: RecipeSearch, recipe: Recipe) -> list[str]:
     the techniques that the recipe already uses.
 
     Args:
-        search: Search for one model and batch.
+        search: Model and batch for which recipes are searched.
         recipe: Recipe whose unused techniques are tested.
     """
     trials = {field: search.candidates(field) for field in BY_FIELD} | {

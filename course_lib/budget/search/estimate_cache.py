@@ -188,8 +188,9 @@ class EstimateCache:
     def known_flops(self, recipe: Recipe) -> int | None:
         """Return the FLOPs of a recipe's step if they are known from the cached estimates, or None.
 
-        The fields in `FLOPS_FIELDS` determine which operators run. The result is the fewest FLOPs
-        among the cached estimates with the same values of these fields as `recipe`.
+        The fields in `FLOPS_FIELDS` determine which operators run, so a cached estimate with the
+        same values of these fields also has the FLOPs of `recipe`. If there are several such
+        estimates, the result is their fewest FLOPs.
         """
         return self._flops.get(_fields_of_flops(recipe))
 
@@ -197,7 +198,7 @@ class EstimateCache:
 
     @cached_property
     def counts_of_batch(self) -> tuple[list[int], str | None]:
-        """Numbers of micro-batches into which the batch can be split, and a reason if it cannot.
+        """Numbers of micro-batches into which the batch can be split, or the reason why it cannot.
 
         The value is a pair of a list of numbers and a text. If the batch cannot be split, the list
         is [1], and the text gives the reason. Otherwise the text is None.

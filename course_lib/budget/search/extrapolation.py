@@ -76,8 +76,8 @@ class StepTrace:
 class ExtrapolationError(Exception):
     """Error raised when an estimate cannot be computed from steps with few of the model's blocks.
 
-    The reason is that the step raises an error in the shortened model, or in a model that has
-    already run a step. This original error is the `__cause__`.
+    The step has raised an error in the model with few blocks, or in a model that had already run a
+    step. The attribute `__cause__` is this error.
     """
 
 
@@ -99,14 +99,14 @@ class BlockExtrapolator:
     Args:
         make_model: Function without arguments that returns the model.
         make_batch: Function without arguments that returns the batch.
-        base: Recipe whose precision the model has.
+        base: Recipe whose field `precision` sets the dtypes of the model.
         loss_sum, tier, max_norm, split, kind, gpu: Options as in `estimate`.
 
     Attributes:
         trained: Parameters of the model that require gradients.
         blocks: Longest list of equal blocks of the model.
-        segments_are_blocks: Whether `blocks` are all blocks of the model that can be checkpointed.
-            Each checkpointed segment can then be one block.
+        segments_are_blocks: Whether `blocks` contains every block of the model that can be
+            checkpointed. If so, each checkpointed segment can be one block.
         parameters_of: Parameters of each block in `blocks`, as one list per block.
         positions: Mapping from each parameter of a block to the pair (index of the block in
             `blocks`, index of the parameter in the block).
@@ -181,7 +181,8 @@ class BlockExtrapolator:
         """Return the cost of a recipe's schedule for a micro-batch: time and bytes of activations.
 
         A schedule decides which activations are saved, and which are recomputed. If the
-        micro-batches run different operators, the result is for the one that needs the most memory.
+        micro-batches run different operators, the result is for the micro-batch that needs the most
+        memory.
 
         Args:
             recipe: Recipe with checkpoint="optimal".
@@ -215,7 +216,8 @@ class BlockExtrapolator:
 
         If this is not possible for the recipe and the model, all blocks are run. If the recipe
         checkpoints only the first blocks, the blocks with and without a checkpoint are extrapolated
-        one after the other. This needs up to four runs, where "few" is a number of blocks:
+        one after the other. This needs up to four runs, as in the following table, in which "few"
+        is a small number of blocks:
 
             blocks without a checkpoint    few with a checkpoint    few + 1 with a checkpoint
             few                            run                      run
@@ -451,8 +453,7 @@ def highest_cost(
         micro_batches: Micro-batches to compare.
         recipe: Recipe with checkpoint="optimal".
         loss_sum: Function (model, batch) -> (sum of losses, weight). The weight is the number by
-            which the sum is divided, such as the number of tokens. If None, the model's
-            own loss is used.
+            which the sum is divided, such as the number of tokens. None uses the model's own loss.
 
     Raises:
         InfeasibleBudget: For at least one micro-batch, no schedule fits into `schedule_bytes`. If

@@ -39,7 +39,7 @@ def fit_given_recipes(
     A recipe for which no schedule fits into its own `schedule_bytes` is left out.
 
     Args:
-        search: Search for one model, batch and budget.
+        search: Model, batch and memory budget for which recipes are searched.
         recipes: Recipes to estimate.
 
     Returns:
@@ -56,12 +56,14 @@ def fit_given_recipes(
 def fit_on_ranks(search: RecipeSearch, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
     """Find the recipes for several ranks that fit the memory budget of the search.
 
-    Each way to shard (the field `shard`) is tried with the fewest micro-batches with which the step
-    fits. Checkpoints are tried only if the step does not fit without them.
+    The search tries the values of `shard`, `checkpoint` and `attention`, each with the fewest
+    micro-batches with which the step fits. Checkpoints are tried only if the step does not fit
+    without them.
 
     Args:
-        search: Search for one model, batch and budget.
-        base: Recipe with several ranks, whose other fields all recipes share.
+        search: Model, batch and memory budget for which recipes are searched.
+        base: Recipe with several ranks. All recipes have its values in the fields that are not
+            tried.
 
     Returns:
         Two lists: the estimates of the recipes that fit, and the estimates of all recipes tried.
@@ -124,8 +126,8 @@ def fit_families(search: RecipeSearch) -> list[Estimate]:
     """Find the recipes on a single rank that fit the memory budget of the search.
 
     A family consists of all recipes with the same memory-saving techniques. Its best recipe is the
-    cheapest one that fits. Families with few techniques are tried first. If a family only adds
-    techniques to a recipe that fits, it is skipped unless it may still be cheaper.
+    cheapest one that fits. Families with few techniques are tried first. A family that only adds
+    techniques to a recipe that fits is skipped, unless it can still be the cheapest of all.
 
     Returns:
         The estimate of the best recipe of each family. A recipe is left out if a cheaper recipe
@@ -274,13 +276,13 @@ def max_first_blocks(search: RecipeSearch, one_block: Recipe, cheapest: float) -
     """Return how many blocks can be checkpointed before the step takes `cheapest` seconds.
 
     The blocks are counted from the first block of the model. If the blocks are equal, each
-    checkpoint adds the same number of recomputed FLOPs. If they are not, the result is only an
-    upper bound.
+    checkpoint adds the same number of recomputed FLOPs. If the blocks are not equal, the result is
+    only an upper bound.
 
     Args:
-        search: Search for one model and batch.
+        search: Model and batch for which recipes are searched.
         one_block: Recipe that checkpoints only the first block.
-        cheapest: Duration of the step that must not be reached, in seconds.
+        cheapest: Duration in seconds. The step must take less time.
     """
     cache = search.cache
     found = cache.estimate(one_block)

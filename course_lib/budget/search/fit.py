@@ -40,8 +40,8 @@ class Estimates(Table, list):
         rates: Speed of the machine, from which the duration of each step is computed.
         title: Caption of the table.
         whole: Number of recipes whose step was run with all blocks of the model. All other
-            estimates were computed from steps with only a few blocks, which some models and
-            techniques do not allow (see `Technique.composable`).
+            estimates were computed from steps with only a few blocks. Some models and techniques do
+            not allow this (see `Technique.composable`).
         estimate: Function that takes a recipe and returns its estimate. It reuses the estimates of
             the search.
         within: Function that takes another memory budget in bytes and returns the `Estimates` for
@@ -69,10 +69,10 @@ class Estimates(Table, list):
         self.whole, self.known = whole, known
 
     def steps_from_baseline(self) -> TechniqueSteps:
-        """Return estimates from the baseline to the cheapest recipe, each with one more technique.
+        """Return a list of estimated steps, each with one more technique than the step before.
 
-        The baseline has the precision and the optimizer of the cheapest recipe, but none of its
-        techniques.
+        The first step is the baseline, which has the precision and the optimizer of the cheapest
+        recipe, but none of its techniques. The last step is that of the cheapest recipe.
         """
         return TechniqueSteps(map(self.estimate, steps_to(self[0].recipe)))
 
@@ -149,14 +149,16 @@ def fit(
         make_batch: Function without arguments that returns the batch. If the batch cannot be split,
             only one micro-batch is tried, and `not_tried` of the result gives the reason.
         budget_bytes: Limit in bytes for all tensors of the step except the batch.
-        loss_sum: Function (model, batch) -> (sum of losses, weight), as in `estimate`. Without a
-            known weight, only one micro-batch is tried.
+        loss_sum: Function (model, batch) -> (sum of losses, weight), as in `estimate`. The weight
+            is the number by which the sum is divided, such as the number of tokens. None uses the
+            model's own loss. If that is a mean without a known weight, only one micro-batch is
+            tried.
         max_norm: Norm to which the gradient is clipped, as in `train_step`. If it is given, recipes
             that update parameters during backward are skipped.
         split: Function (batch, parts) -> list of `parts` batches, as in `estimate`. If it is given,
-            1, 2, 4, 8 and so on micro-batches are tried. The last number is the one before `split`
-            raises an error, returns a part without samples, or no longer makes the largest part
-            smaller. If `split` raises an error for two parts, so does `fit`.
+            1, 2, 4, 8 and so on micro-batches are tried, until `split` raises an error, returns a
+            part without samples, or no longer makes the largest part smaller. If `split` already
+            raises an error for two parts, `fit` raises this error too.
         blocks: Names of the blocks to checkpoint, as in `Recipe`.
         recipes: Recipes to choose from, instead of those listed above.
         base: Recipe whose settings all recipes share, such as precision, optimizer and `min_bytes`.
@@ -168,13 +170,14 @@ def fit(
             example, "trainer" clips gradients even if `max_norm` is None. None allows all recipes.
         rates: Speed of the machine, as `Rates` or as a name in `RATES`.
         tier: Lower tier, where offloaded tensors are stored: "file" or "host". The default is
-            "file" for the rates "laptop", and "host" for all others.
+            "file" if `rates` is "laptop", and otherwise "host".
         kind: Kind of device, "cpu" or "cuda", as in `estimate`.
         gpu: GPU that decides which attention kernel runs, as in `estimate`. If `rates` are those of
             a GPU, the default is this GPU.
-        count: Bytes that must fit the budget. "tensors" counts live tensors. "reserved" counts what
-            PyTorch's allocator reserves for them (see `Estimate.reserved_bytes`). "reserved"
-            requires the kind "cuda", and takes longer, because the step of each recipe runs again.
+        count: Kind of bytes that is compared with the budget: "tensors" for the bytes of live
+            tensors, or "reserved" for the bytes that PyTorch's allocator reserves (see
+            `Estimate.reserved_bytes`). "reserved" requires the kind "cuda", and takes longer,
+            because the step of each recipe runs again.
         quick: Whether to try fewer recipes. The search then takes less time, but may miss the
             cheapest recipe. Checkpoints are then around all blocks or none, and all of the
             optimizer state is offloaded or none. The number of micro-batches is 1 or the largest
@@ -290,7 +293,8 @@ def search_by_tensors(
     """Find the recipes whose live tensors fit the budget of a search, cheapest first.
 
     Args:
-        search: Search for one model, batch and budget, with a cache of estimates.
+        search: Model, batch and memory budget for which recipes are searched, with a cache of
+            estimates.
         base: Recipe whose settings all recipes share. It may have several ranks.
         recipes: Recipes to choose from; None to search all recipes.
 
@@ -328,11 +332,11 @@ def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: b
     The allocator is PyTorch's CUDA allocator. The result has the estimates of the recipes, cheapest
     first.
 
-    The function `within` limits the bytes of live tensors, which are fewer than the reserved bytes.
-    This function is called repeatedly with a lower limit, until the cheapest recipe in its result
-    reserves at most `budget_bytes`. Each new limit is the peak of the cheapest recipe's tensors,
-    minus the bytes that are reserved in excess. Recipes whose peak is between two of these limits
-    may be missed.
+    The function `within` finds recipes by the bytes of their live tensors, which are fewer than the
+    reserved bytes. `within` is called repeatedly, each time with a lower limit, until the cheapest
+    recipe in its result reserves at most `budget_bytes`. Each new limit is the peak of the cheapest
+    recipe's tensors, minus the bytes by which its reserved bytes exceed `budget_bytes`. Recipes
+    whose peak is between two of these limits may be missed.
 
     Args:
         budget_bytes: Limit in bytes for the memory that the allocator reserves.

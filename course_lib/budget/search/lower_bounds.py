@@ -126,10 +126,10 @@ def offloaded_state_traffic(cache: EstimateCache, recipe: Recipe) -> tuple[int, 
 def least_flops(cache: EstimateCache, recipe: Recipe) -> int:
     """Return a lower bound on the FLOPs of a recipe's training step.
 
-    The bound is the FLOPs of a cached estimate with the same operators as `recipe`. If there is
-    none, it is that of a cached estimate without the chunked loss head, without the checkpoints, or
-    without both. A step without these techniques does not need more FLOPs. If there is no cached
-    estimate of this kind either, the bound is 0.
+    The bound is the number of FLOPs of a cached estimate with the same operators as `recipe`. If
+    there is no such estimate, a cached estimate of the recipe without its chunked loss head, its
+    checkpoints, or both is used instead. A step without these techniques does not need more FLOPs.
+    If there is no such estimate either, the bound is 0.
 
     Args:
         cache: Cache of estimates for the model and the batch.
@@ -158,8 +158,8 @@ def recomputed_flops(cache: EstimateCache, checkpointed: Recipe) -> int:
     """Return the FLOPs that a recipe's checkpoints add, or 0 if they are not known.
 
     The result is the difference between two cached estimates, one with and one without the
-    checkpoints. Both have the loss head of the base recipe (`cache.base`), on which the difference
-    does not depend.
+    checkpoints. Both estimates have the loss head of the base recipe (`cache.base`), because the
+    difference does not depend on the loss head.
 
     Args:
         cache: Cache of estimates for the model and the batch.

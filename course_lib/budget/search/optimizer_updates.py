@@ -64,7 +64,8 @@ class UpdateCache:
         """Return the memory, FLOPs and copies of an update of all parameters of the model.
 
         To save time, the parameters that `parameters_left_out` returns are not part of the measured
-        update. Their state, FLOPs and copies are measured one parameter at a time, and added.
+        update. Their state, FLOPs and copies are measured one parameter at a time, and added to the
+        result.
 
         Args:
             recipe: Recipe with the settings of the optimizer.
@@ -88,10 +89,11 @@ class UpdateCache:
 
         A block's parameters can be left out if the two blocks before it and the two blocks after it
         have parameters of the same shapes. Only trainable parameters are compared. The parameters
-        with offloaded state and all other parameters of a block are compared separately, so only
-        one of these two groups may be left out. There is one more condition for an offloaded
-        optimizer, which updates its state page by page: at least one of the parameters must be
-        larger than a page, because small parameters share a page with parameters of other blocks.
+        with offloaded state and all other parameters of a block are compared separately, so it is
+        possible that only one of these two groups is left out. There is one more condition for an
+        offloaded optimizer, which updates its state page by page: at least one of the parameters
+        must be larger than a page, because small parameters share a page with parameters of other
+        blocks.
 
         The result is empty if all parameters are updated at once, or if they share a tensor of the
         optimizer state.
@@ -146,7 +148,8 @@ class UpdateCache:
     ) -> Update:
         """Run and measure an update of only the given parameters.
 
-        The optimizer state is created before, so the measured update is like any later one.
+        The optimizer state is created before the measurement, so the measured update is like any
+        update after the first one.
 
         Args:
             parameters: Parameters to update.

@@ -79,13 +79,14 @@ class AttentionKind(Technique):
     def candidates(self, search: RecipeSearch) -> list[Mapping[str, Any]]:
         """Return the attention implementations that `course_lib.budget.fit` tries for a model.
 
-        Each is a dict such as {"attention": "flash"}. The result has the model's own implementation
-        ("standard") and a fused one ("flash" or "sdpa"), sorted by the FLOPs of the step. Only
-        "standard" is tried if the model does not support fused attention or already uses it.
+        Each item is a dict such as {"attention": "flash"}. The list has the model's own
+        implementation ("standard") and a fused one ("flash" or "sdpa"), sorted by the FLOPs of the
+        step. If the model does not support fused attention or already uses it, the list has only
+        "standard".
 
         Args:
-            search: Search of `fit`. `search.cache` has the model, the batch and the base recipe
-                (the settings that the user has fixed).
+            search: Object of the search that `fit` runs. `search.cache` has the model, the batch
+                and the base recipe (the settings that the user has fixed).
         """
         unchanged = {"attention": "standard"}
         own = attentions_of(search.cache.model)
@@ -104,8 +105,8 @@ class AttentionKind(Technique):
 def set_attention(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], None]]:
     """Set the model's attention to `wanted` inside the `with` block.
 
-    The context manager yields a function without arguments, to be called after a forward pass. It
-    raises ValueError if `wanted` is "flash" and the model has not called
+    The context manager yields a function without arguments, to be called after a forward pass. This
+    function raises ValueError if `wanted` is "flash" and the model has not called
     `F.scaled_dot_product_attention`. Models that are built from `course_lib.models.Attention` need
     no such check.
 
@@ -140,7 +141,7 @@ def attentions_of(model: nn.Module) -> list[Attention]:
 
 
 def drop_probability(attentions: Iterable[Attention]) -> float:
-    """Return the largest dropout probability that the modules use for attention probabilities.
+    """Return the largest dropout rate that the modules apply to their attention probabilities.
 
     Modules in eval mode use no dropout. The result is 0.0 if no module uses dropout.
     """

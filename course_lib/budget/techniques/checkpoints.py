@@ -126,8 +126,8 @@ class Checkpoint(Technique):
         `best_numbers` later finds better values for these two fields.
 
         Args:
-            search: Search of `fit`. `search.cache` has the model, the batch and the base recipe
-                (the settings that the user has fixed).
+            search: Object of the search that `fit` runs. `search.cache` has the model, the batch
+                and the base recipe (the settings that the user has fixed).
         """
         cache = search.cache
         found: list[Mapping[str, Any]] = [{"checkpoint": "none"}]

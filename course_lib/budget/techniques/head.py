@@ -64,8 +64,8 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
     `F.cross_entropy`, the model may only reshape, select or convert the logits of each token. Any
     other operation on them raises ValueError.
 
-    The context manager yields a function without arguments, to be called after the forward pass. It
-    raises ValueError if the model has not passed its logits to `F.cross_entropy`.
+    The context manager yields a function without arguments, to be called after the forward pass.
+    This function raises ValueError if the model has not passed its logits to `F.cross_entropy`.
 
     Args:
         model: Model whose output head is changed (see `head_of`).
@@ -135,16 +135,17 @@ class _ForwardInChunks:
 def head_of(model: nn.Module, chunk: int) -> nn.Module:
     """Return the output head of a model, that is, the module that computes its logits.
 
-    This is the result of the method `get_output_embeddings` of the model or of a module inside it.
-    Without such a method, it is the `nn.Linear` with the most output features outside the model's
-    blocks. If several have equally many, it is the last one.
+    If the model or a module inside it has the method `get_output_embeddings`, the output head is
+    the result of this method. Otherwise it is the `nn.Linear` with the most output features outside
+    the model's blocks, or the last of several such layers.
 
     Args:
         model: The model.
         chunk: Value of `Recipe.head_chunk` for the error message.
 
     Raises:
-        ValueError: No output head was found in either way.
+        ValueError: The model has neither the method `get_output_embeddings` nor an `nn.Linear`
+            outside its blocks.
     """
     # The module that has the method may be wrapped in other modules.
     for module in model.modules():
@@ -235,8 +236,9 @@ class Logits(Tensor):
     ) -> Tensor:
         """Return `F.cross_entropy` of the logits, computed in chunks of tokens.
 
-        Only `ignore_index` and the reductions "mean" and "sum" are supported, for logits of shape
-        (tokens, vocabulary). Anything else raises ValueError.
+        The logits must have the shape (tokens, vocabulary). Only the arguments `target` and
+        `ignore_index`, and the reductions "mean" and "sum", are supported. All other shapes and
+        arguments raise ValueError.
         """
         if any(x is not None for x in (weight, size_average, reduce)) or label_smoothing:
             raise ValueError(

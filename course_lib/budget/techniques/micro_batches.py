@@ -60,8 +60,8 @@ def counts_allowed(samples: int) -> list[int]:
     """Return the numbers of micro-batches into which `samples` samples can be split.
 
     All micro-batches must have the same number of samples, except that the last one may have fewer.
-    For example, the result is [1, 2, 3, 5] for 5 samples, because no such split has 4
-    micro-batches.
+    For example, the result is [1, 2, 3, 5] for 5 samples. The number 4 is not possible, because
+    micro-batches of 2 samples make 3 micro-batches, and micro-batches of 1 sample make 5.
     """
     return [m for m in range(1, samples + 1) if math.ceil(samples / math.ceil(samples / m)) == m]
 
@@ -105,17 +105,19 @@ def _samples_in_last(samples: int, micro_batches: int) -> int:
 
 
 def counts_by_split(batch: Any, split: Split) -> list[int]:
-    """Return the numbers 1, 2, 4, ... of micro-batches into which a function can split a batch.
+    """Return the numbers of micro-batches into which the user's function `split` can split a batch.
 
-    The list ends before `split` raises an error, returns a micro-batch without samples, or no
-    longer makes the largest micro-batch smaller.
+    The numbers 1, 2, 4 and so on are tried in turn, and the result lists those that are possible.
+    The trials end when `split` raises an error, returns a micro-batch without samples, or no longer
+    makes the largest micro-batch smaller.
 
     Args:
         batch: The batch.
-        split: The user's function (batch, parts) that returns a list of `parts` batches.
+        split: Function (batch, parts) that returns a list of `parts` batches.
 
     Raises:
-        Exception: Any error that `split` raises for two parts.
+        Exception: `split` raised this error for two parts. An error for more parts only ends the
+            list.
     """
     counts, largest = [1], _elements(batch)
     while True:

@@ -61,8 +61,8 @@ def sets_parameter_dtype(recipe: Recipe, model: nn.Module) -> bool:
     """Return whether a recipe sets the dtype of a model's parameters.
 
     The result is False if `recipe.precision` is None. It is also False if the precision is
-    "autocast" and the model has frozen parameters, because the frozen weights below LoRA adapters
-    may be in bf16 or quantized.
+    "autocast" and the model has frozen parameters, because the frozen weights of a model with LoRA
+    adapters can be quantized or in bf16.
     """
     frozen = any(not p.requires_grad for p in model.parameters())
     return recipe.precision is not None and not (recipe.precision == "autocast" and frozen)
@@ -76,8 +76,8 @@ def autocast_forward(model: nn.Module) -> Iterator[Callable[[], None]]:
     does with `bf16=True`.
 
     The context manager yields a function without arguments, to be called after the loss is
-    computed. It raises ValueError if `model.forward` was not called, because autocast then had no
-    effect.
+    computed. This function raises ValueError if `model.forward` was not called, because autocast
+    then had no effect.
 
     Source: `accelerate.Accelerator.prepare_model`.
     """

@@ -42,8 +42,8 @@ class Technique:
         after: Techniques that are applied to a model before this one, each given by its first
             field. An example is "head_chunk" for `Checkpoint`, because the output head must be
             found before the blocks are wrapped. `course_lib.budget.waterfall` also adds techniques
-            to the baseline in this order, in which cheap ones come first. None means that `apply`
-            is not used, because the technique is part of every step. An example is the precision.
+            to the baseline in this order, cheap techniques first. None means that `apply` is not
+            used, because the technique is part of every step. An example is the precision.
         composable: Whether each of several equal blocks of a model adds the same bytes and FLOPs to
             a step with this technique. If so, `course_lib.budget.search.extrapolation` computes an
             estimate from steps with only a few of the blocks. If not, the step is run with all
@@ -107,10 +107,10 @@ class Technique:
     ) -> AbstractContextManager[ForwardCheck | None]:
         """Return a context manager inside which the model uses the technique.
 
-        The context manager changes the model in place and restores it on exit. It may yield a
-        function without arguments, which must be called after each forward pass. The function
-        raises an error if the forward pass did not use the technique, for example because it never
-        called the changed module.
+        The context manager changes the model in place and restores it on exit. Some techniques
+        yield a function without arguments, which must be called after each forward pass. All others
+        yield None. The function raises an error if the forward pass did not use the technique, for
+        example because it never called the changed module.
 
         Args:
             recipe: Recipe that uses the technique (see `is_used`).
@@ -130,13 +130,14 @@ class Technique:
     def candidates(self, search: RecipeSearch) -> Sequence[Mapping[str, Any]]:
         """Return the settings of the technique that `course_lib.budget.fit` tries.
 
-        Each candidate is a mapping from field names of the technique to values. The first one needs
-        the fewest FLOPs and copies to and from the lower tier (host memory or disk). This method is
-        not called if the base recipe of the search already sets the technique's first field.
+        Each candidate is a mapping from field names of the technique to values. The first candidate
+        needs the fewest FLOPs and copies to and from the lower tier (host memory or disk). This
+        method is not called if the base recipe of the search already sets the technique's first
+        field.
 
         Args:
-            search: Search of `fit`. `search.cache` has the model, the batch and the base recipe
-                (the settings that the user has fixed).
+            search: Object of the search that `fit` runs. `search.cache` has the model, the batch
+                and the base recipe (the settings that the user has fixed).
         """
         return ({},)
 
@@ -144,11 +145,11 @@ class Technique:
         """Return a sentence for the user if `course_lib.budget.fit` could not try the technique.
 
         The sentence states the reason and, if possible, what the user can do about it. The result
-        is None if there is no such reason.
+        is None if there is nothing to report, as in the base class.
 
         Args:
-            search: Search of `fit`. `search.cache` has the model, the batch and the base recipe
-                (the settings that the user has fixed).
+            search: Object of the search that `fit` runs. `search.cache` has the model, the batch
+                and the base recipe (the settings that the user has fixed).
         """
         return None
 
@@ -156,7 +157,8 @@ class Technique:
 def combine_checks(checks: Iterable[ForwardCheck | None]) -> ForwardCheck:
     """Return a function that calls each of the given functions in order, skipping None.
 
-    A given function takes no arguments and raises an error if a forward pass bypassed a technique.
+    Each of these functions takes no arguments, and raises an error if a forward pass did not use a
+    technique. The returned function takes no arguments either.
     """
     actual_checks = [check for check in checks if check is not None]
 
@@ -179,7 +181,7 @@ def fields_of(**checks: Callable[[str, Any], object]) -> Mapping[str, Callable[[
 def choice(*options: Any) -> Callable[[str, Any], object]:
     """Return a function (name, value) that raises ValueError unless the value is one of `options`.
 
-    The name is the name of a field, for the error message.
+    The argument `name` of this function is the name of a field, for the error message.
     """
     return partial(_one_of, options)
 
@@ -197,8 +199,8 @@ def check_bool(name: str, value: Any) -> None:
 def at_least(least: int, of: str = "") -> Callable[[str, Any], object]:
     """Return a function (name, value) that raises an error unless value is an integer >= `least`.
 
-    The error is TypeError for a value that is not an integer, and ValueError for one that is too
-    small. Its message contains the name of the field and `of`, a unit such as "bytes".
+    The error is TypeError if the value is not an integer, and ValueError if it is too small. Its
+    message contains the name of the field and `of`, a unit such as "bytes".
     """
     return partial(whole, least=least, of=of)
 

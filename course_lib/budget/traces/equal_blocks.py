@@ -21,9 +21,10 @@ from course_lib.memory import Trace
 def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
     """Return the longest list of equal blocks in a model.
 
-    A list is an `nn.ModuleList` or `nn.Sequential`. Its blocks are equal if they have the same
-    modules with the same settings, and tensors of the same shapes and dtypes. If the model has no
-    such list, the result is an empty `nn.ModuleList`.
+    Such a list is an `nn.ModuleList` or `nn.Sequential`. Its blocks are equal if they consist of
+    modules of the same classes with the same attributes, such as the stride of a convolution, and
+    if their tensors have the same shapes and dtypes. If the model has no such list, the result is
+    an empty `nn.ModuleList`.
     """
     lists = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
     return max(
@@ -50,8 +51,8 @@ def shorten_blocks(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterato
 class IrregularSteps(Exception):
     """Error raised if the trace of a training step cannot be computed from two shorter steps.
 
-    The model of the second step has one block more than the model of the first step. The error
-    means that the two steps differ in more than the operators of this block.
+    The model of the second step has one block more than the model of the first step. The error is
+    raised if the two steps differ in more than the operators of this additional block.
     """
 
 

@@ -43,20 +43,22 @@ def groups_of(
     """Return groups of micro-batches that run the same operators, as lists of indices.
 
     A trace needs to run only one micro-batch per group. Micro-batches are in one group if their
-    tensors have the same shapes. In two cases, the forward pass of each micro-batch is also run,
-    and the micro-batches of a group must run the same operators:
+    tensors have the same shapes. In two cases, their forward passes must also run the same
+    operators, and are run to compare them:
 
     - The model reads values of its batch, for example of an attention mask.
     - The micro-batches contain different objects that are not tensors.
 
-    One or two micro-batches are not compared, and each of them is a group of its own.
+    If there are only one or two micro-batches, each of them is a group of its own, without a
+    comparison.
 
     Call this function in symbolic mode (`course_lib.symbolic.symbolic`).
 
     Args:
         model: Model with symbolic tensors, which have shapes but no values.
         micro_batches: Micro-batches of one batch.
-        loss_sum: Function (model, micro-batch) that returns (sum of losses, weight); None for the
+        loss_sum: Function (model, micro-batch) that returns (sum of losses, weight). The weight is
+            the number by which the sum is divided, such as the number of tokens. None uses the
             model's own loss.
     """
     if len(micro_batches) < 3:

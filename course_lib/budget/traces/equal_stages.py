@@ -39,7 +39,7 @@ class ForwardRun:
 
     Attributes:
         operators: Pair (operator, phase) of each point.
-        flops: Dict from point to FLOPs, without points that have none.
+        flops: Dict from point to FLOPs. Points without FLOPs are left out.
         temporaries: Live bytes of the temporary storages, which the pass both creates and releases.
             An int64 array of shape (points, categories), with the categories in the order of
             `CATEGORIES`.
@@ -72,9 +72,9 @@ class ForwardPassCache:
     Args:
         tracker: The meter's records of storages.
         usage: The meter's tracker of the categories of storages, such as "activation".
-        kind_of: Function from a stage to a hashable value. Two stages with the same value are
-            equal: they run the same operators for the same input. None marks a stage that is equal
-            to no other one.
+        kind_of: Function that takes a stage and returns a hashable value. Two stages with the same
+            value are equal: they run the same operators for the same input. The value None means
+            that no other stage is equal.
     """
 
     def __init__(
@@ -99,17 +99,19 @@ class ForwardPassCache:
     ) -> Any:
         """Return the output of a stage that runs without gradients.
 
-        If an equal stage has run before, its recorded pass is replayed, and the output is a new
-        symbolic tensor with the same shape. Otherwise `compute` runs the stage. It also does so if
-        the pass cannot be replayed.
+        If an equal stage has run before, and its recorded pass can be replayed, the pass is
+        replayed. The output is then a new symbolic tensor with the same shape. Otherwise `compute`
+        runs the stage.
 
         Args:
             stage: The stage, a module of a chain.
             given: Tensors that the stage reads, except its parameters.
-            context: Hashable value of everything else that determines the output.
+            context: Hashable tuple of the remaining settings that determine the output: whether the
+                stage is the last one, whether its input needs a gradient, and whether autocast is
+                on.
             compute: Function without arguments that runs the stage and returns its output.
             drawing: Object whose attribute `seen` is True after the call if the stage draws random
-                numbers; None for no such report.
+                numbers; None if this information is not needed.
         """
         key = self._key(stage, given, context)
         if key not in self.cache:

@@ -80,9 +80,9 @@ def process_trace(
             takes about 1.5 times as long.
 
     Returns:
-        The trace of the step, with its operators and the live bytes after each of them; and the
-        number of parameter elements that the host (CPU) updates. The number is 0 unless `tier` is
-        "host".
+        A pair. The first item is the trace of the step, with its operators and the live bytes after
+        each operator. The second item is the number of parameter elements that the host (CPU)
+        updates. It is 0 unless `tier` is "host".
     """
     recipe = on_kind(recipe, kind)
     with symbolic(Symbolic(kind, gpu)):
@@ -151,12 +151,15 @@ def trace_step(
     skip_equal_stages: bool = False,
     places: bool = False,
 ) -> Trace:
-    """Run a training step under a memory meter and return its trace.
+    """Run a training step on symbolic tensors under a memory meter, and return its trace.
 
-    Micro-batches that run the same operators form a group. The first micro-batch of the step always
-    runs. Only the last of the later micro-batches in each group runs. Before it starts, a tensor is
-    allocated that has as many bytes as the losses of the skipped micro-batches. FLOPs and bytes
-    moved are totals of all micro-batches, including skipped ones.
+    To save time, only some of the micro-batches run. Micro-batches that run the same operators form
+    a group, and only the last micro-batch of each group runs. The first micro-batch of the step
+    also runs, because only this one starts without gradients.
+
+    A real step keeps the loss of every micro-batch until the optimizer step. In place of the losses
+    of the skipped micro-batches, this function therefore allocates a tensor of the same total size.
+    The FLOPs and the bytes moved are totals of all micro-batches, including the skipped ones.
 
     Args:
         model, optimizer, micro_batches, recipe, loss_sum, store, max_norm: Model, optimizer, batch
@@ -236,7 +239,7 @@ class StepMeter(UnguardedMeter):
 
     It raises ValueError for an operator whose memory cannot be computed from shapes alone, such as
     one that makes a sparse tensor. On CUDA, optimizers without a fused update keep their step
-    counters in host memory, so these are not counted.
+    counters in host memory, so these counters are not counted.
     """
 
     def __init__(self, model, optimizer, recipe: Recipe, **options: Any):
@@ -252,8 +255,8 @@ class StepMeter(UnguardedMeter):
     def run_equal_stages_once(self) -> AbstractContextManager[None]:
         """Return a context manager inside which only one of several equal stages runs.
 
-        The stages are those of a schedule (`course_lib.schedule`). For the stages that do not run,
-        the meter counts the operators and bytes of the equal stage again.
+        The stages are those of a schedule (`course_lib.schedule`). For each stage that does not
+        run, the meter counts the operators and bytes of the equal stage that has run.
         """
         return use_forward_runner(
             ForwardPassCache(self._tracker, self._usage, module_signature).forward

@@ -71,7 +71,8 @@ def rank_trace(
         make_model, make_batch, recipe, loss_sum, max_norm, split: Model, batch and options, as in
             `course_lib.budget.estimate`.
         events: Whether to record when each storage is allocated and released. If so, all blocks of
-            the model are run. Otherwise only a few blocks are run if the model has many equal ones.
+            the model are run. Otherwise, if the model has many equal blocks, only a few of them are
+            run.
 
     Raises:
         ValueError: Recipe, model and batch cannot be combined, or the batch cannot be split evenly
@@ -250,7 +251,7 @@ def _explain_sharded_parameters(recipe: Recipe) -> Iterator[None]:
 
 
 def one_rank_recipe(recipe: Recipe) -> Recipe:
-    """Return a recipe for the step of a single rank, with one micro-batch.
+    """Return a copy of a recipe for the step of a single rank, with one micro-batch.
 
     The precision of the new recipe is "fp32" if FSDP2 shards the parameters. FSDP2 keeps fp32
     shards, even if it computes in bf16.
@@ -264,7 +265,7 @@ def one_rank_recipe(recipe: Recipe) -> Recipe:
 def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
     """Return the bytes of Adam's state on the rank that has the most state.
 
-    If parameters are kept in bf16, their fp32 master weights are included.
+    If the parameters are in bf16, their fp32 master weights are included.
 
     Args:
         shapes: Shapes of the model's parameters.
@@ -279,7 +280,7 @@ def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
 
 
 def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
-    """Return a lower bound on the peak memory of the rank that needs the most, in bytes.
+    """Return a lower bound on the peak memory of the rank that needs the most memory, in bytes.
 
     The bound is the sum of parameters, gradients and optimizer state. All of these are live during
     the optimizer step.
