@@ -208,6 +208,6 @@ def test_verbatim_words_are_equal_in_both_languages(small_catalog, monkeypatch):
     assert chinese(both) == "my own label、my own label的一步"
 
 
-def test_plain_text_is_translated_after_a_verbatim_label_with_equal_text(small_catalog):
+def test_plain_text_is_translated_after_verbatim_label_with_equal_text(small_catalog):
     assert chinese(text("{name}", name=verbatim("slow"))) == "slow"
     assert chinese("slow") == "慢"
