@@ -48,10 +48,11 @@ _HAN = re.compile("[\u3400-\u9fff]")
 
 
 class LabelError(ValueError):
-    """Error in a label.
+    """Error in a label or in its translation.
 
-    Either a Chinese translation is missing, or the placeholders of the two languages differ, or two
-    sections of the catalog contain the same English text.
+    It is raised if a Chinese translation is missing, if the placeholders of the English text do not
+    match the Chinese text or the given values, or if two sections of `zh.toml` contain the same
+    English text.
     """
 
 
@@ -60,9 +61,10 @@ class LabelError(ValueError):
 
 
 def choose(default: str) -> str:
-    """Set the language of plain text to the user's setting, and return this language.
+    """Set the language of plain text, and return this language.
 
-    The setting is the result of `user_language`.
+    The language is the user's setting, which `user_language` returns. Without a setting, the
+    language is `default`.
 
     Args:
         default: Language if the user has no setting: "en", "zh" or "both".
@@ -76,7 +78,7 @@ def choose(default: str) -> str:
 
 
 def user_language() -> str | None:
-    """Return the language that the user has set: "en", "zh" or "both". None means no setting.
+    """Return the language that the user has set ("en", "zh" or "both"), or None without a setting.
 
     The environment variable COURSE_LANG is read first. If it is not set, the language is read from
     the file `.course-language` in the working directory.
@@ -92,9 +94,9 @@ def user_language() -> str | None:
 
 
 def choose_only(language: str) -> None:
-    """Write plain text, HTML and figures in a single language.
+    """Write plain text, HTML and figures in a single language from now on.
 
-    This function is for pages without a language switch. The language overrides the environment
+    Call this function for a page without a language switch. The language overrides the environment
     variable COURSE_LANG.
 
     Args:
@@ -149,11 +151,11 @@ class Label(str):
     A notebook shows a label in both languages, unless `choose_only` was called.
 
     Attributes:
-        template: English text with placeholders as for `str.format`. The label itself is the
-            template with the values filled in.
+        template: English text with placeholders as for `str.format`. The label itself, as a string,
+            is the template with the values filled in.
         values: Dict from the name of a placeholder to its value.
-        own_chinese: Chinese of the template if it was passed to `pair`. None if the Chinese is in
-            the catalog, `zh.toml`.
+        own_chinese: Chinese text of the template, for a label that `pair` created. None for other
+            labels, whose Chinese is in the catalog, `zh.toml`.
     """
 
     template: str
@@ -161,7 +163,7 @@ class Label(str):
     own_chinese: str | None = None
 
     def in_chinese(self) -> str | None:
-        """Return the label's Chinese text with the values filled in, or None without a translation.
+        """Return the Chinese text with the values filled in, or None if there is no translation.
 
         Raises:
             LabelError: The value of a placeholder is English text without a Chinese translation,
@@ -208,7 +210,7 @@ def text(english: str, /, **values: object) -> Label:
         values: Values of the placeholders, which may be labels themselves.
 
     Raises:
-        LabelError: Values are given, but their names differ from those of the placeholders.
+        LabelError: Values are given, but their names are not the names of the placeholders.
     """
     if values and placeholders(english) != set(values):
         raise LabelError(
@@ -263,11 +265,13 @@ def _remember(label: Label) -> None:
 
 
 def join_labels(words: Iterable[object], separator: str = ", ") -> str:
-    """Join labels into one label.
+    """Join labels into one label, such as "forward, backward".
 
     Args:
-        words: Labels or other objects, which are converted to strings.
-        separator: English text between two labels. Its Chinese form is in the catalog, `zh.toml`.
+        words: Labels or other objects. Objects that are not strings are converted to strings. If
+            there are no words, the result is "".
+        separator: English text between two labels. The catalog, `zh.toml`, must have an entry for
+            it, such as "{first}, {rest}" for the separator ", ".
     """
     template = f"{{first}}{separator}{{rest}}"
     items = [str(each) if not isinstance(each, str) else each for each in words]
@@ -306,14 +310,15 @@ def chinese(words: object) -> str | None:
 
 
 def in_both_languages(words: object) -> tuple[str, str]:
-    """Return a label's English and Chinese text as a pair.
+    """Return the English and the Chinese text of a label as a pair.
 
-    If there is no Chinese translation, both items of the pair are the English text.
+    If there is no Chinese translation, both items of the pair are the English text, because a
+    learner may write labels without Chinese. Only builds and tests of the course raise an error
+    instead. They set the environment variable COURSE_LABELS to "strict".
 
     Raises:
-        LabelError: The label, or the value of a placeholder in it, is English without a Chinese
-            translation, and the environment variable COURSE_LABELS is "strict". The variable is set
-            only to build and test the course, because a learner may write labels without Chinese.
+        LabelError: COURSE_LABELS is "strict", and the label or the value of a placeholder in it is
+            English text without a Chinese translation.
     """
     words = words if isinstance(words, str) else str(words)
     zh = chinese(words)
@@ -338,8 +343,8 @@ def say(words: object, separator: str = " ") -> str:
 def markup(words: object) -> str:
     """Return a label as escaped HTML. Text between `backquotes` is shown as code.
 
-    If English and Chinese differ and both are shown, the HTML has one block element per language,
-    one above the other.
+    If the two languages differ and the page has both (see `shown_languages`), the HTML has one
+    element per language, one above the other. The language switch of the page can hide one of them.
     """
     en, zh = (
         re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(each))
@@ -386,10 +391,10 @@ def _translate_labels_in(words: str) -> str | None:
 
 
 def is_english(words: str) -> bool:
-    """Return whether a text needs a Chinese translation.
+    """Return whether a text is English that needs a Chinese translation.
 
-    The result is true if the text has no Chinese character, and at least one English word that is
-    neither code nor in `same()`.
+    This is the case if the text has no Chinese character and at least one English word that must be
+    translated. Code need not be translated, and neither need the words in `same()`.
     """
     return not _HAN.search(words) and any(
         word not in same() for word in _WORD.findall(_NOT_WORDS.sub(" ", words))
@@ -439,7 +444,7 @@ def _read_catalog() -> dict:
 
 
 def entries(sections: dict) -> dict[str, str]:
-    """Merge the sections of a catalog into one dict from English to Chinese.
+    """Merge the sections of a catalog of translations into one dict from English to Chinese.
 
     Args:
         sections: Dict from the name of a section to its dict from English to Chinese. Entries that

@@ -36,7 +36,7 @@ CLOSED_PIPE = 128 + 13
 class Parser(argparse.ArgumentParser):
     """Argument parser whose help, usage and errors are in the user's language.
 
-    Both argparse's own text and the help that is passed to the parser are translated. If the
+    Both argparse's own text and the help text that is passed to the parser are translated. If the
     environment variable COURSE_LANG is "both", all text is in English, because text in two
     languages needs too much space in a terminal.
 
@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         """Print the help to `file`, by default to standard output.
 
-        argparse ignores an error in writing the help; this method raises it.
+        Unlike argparse, the method raises an error if the help cannot be written.
         """
         (file or sys.stdout).write(self.format_help())
 

@@ -32,9 +32,9 @@ def pyplot() -> ModuleType:
 
 
 def add_font() -> None:
-    """Register the course's font with matplotlib, if that has not been done yet.
+    """Register the course's font, which contains Chinese characters, with matplotlib.
 
-    The font contains Chinese characters.
+    If the font is already registered, the function does nothing.
     """
     from matplotlib import font_manager
 

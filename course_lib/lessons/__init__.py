@@ -51,7 +51,7 @@ def lesson(number: str, file: str) -> ModuleType | None:
 def checks_of(number: str) -> dict[str, Exercise]:
     """Return the checks of a lesson's exercises, as a dict from name to check.
 
-    A name is that of a function, such as "check_loop".
+    The keys of the dict are names of functions, such as "check_loop".
 
     Args:
         number: Two digits of the lesson, such as "05".
@@ -68,9 +68,10 @@ def checks_of(number: str) -> dict[str, Exercise]:
 
 
 def claims_of(number: str) -> tuple[Claim, ...]:
-    """Return the claims from other sources that a lesson tests by measurements.
+    """Return the claims that a lesson tests by measurements.
 
-    Claims of the lesson's optional sections come last.
+    Learners may have read these claims in other sources. Claims of the lesson's optional sections
+    come last.
 
     Args:
         number: Two digits of the lesson, such as "05".
@@ -105,9 +106,9 @@ def experiments(number: str | None = None) -> list[Experiment]:
 def on_gpu(number: str, *names: str, folder: Path = FOLDER) -> GpuResults:
     """Return the results of a lesson's GPU experiments, as an object that a notebook displays.
 
-    On a machine with a GPU, the experiments run now. Recorded results from other GPUs are shown,
-    too. Tag the notebook cell that calls this function `shows-device`, because the output depends
-    on the machine.
+    On a machine with a GPU, the experiments run now. The object also shows recorded results from
+    other GPUs. Tag the notebook cell that calls this function `shows-device`, because the output
+    depends on the machine.
 
     Args:
         number: Two digits of the lesson, such as "05".

@@ -92,7 +92,8 @@ def what_is_missing(device: str, folder: Path) -> str | None:
 
     Args:
         device: "cuda", or "cpu" in tests.
-        folder: Folder for the results. It must not be the default folder if `device` is "cpu".
+        folder: Folder for the results. If `device` is "cpu", it must not be the default folder,
+            because that folder is for results of GPUs.
     """
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
         return f"torch is {torch.__version__}, and the course takes 2.9 or newer"
@@ -110,7 +111,7 @@ def what_is_missing(device: str, folder: Path) -> str | None:
 def run_and_record(name: str, item: Experiment, device: str, folder: Path) -> bool:
     """Run a GPU experiment, and write each result to a file as soon as it is measured.
 
-    If the experiment fails, its name and the error are printed.
+    If the experiment fails, its name and the error are printed, and no error is raised.
 
     Args:
         name: Name to print, such as "01.decoder_step".

@@ -61,13 +61,14 @@ def ledger(
 ) -> Table:
     """Compare the training step of a lesson with the steps of all previous lessons.
 
-    Returns a table with one row per lesson. Ratios are relative to the baseline, the step without
-    any technique.
+    The result is a table with one row per lesson. Ratios are relative to the baseline, the step
+    without any technique.
 
     Args:
         lesson: Two digits of the lesson, such as "05".
         technique: Label of the lesson's technique.
-        measured: A `Measurement` of the step, or any object with `peak_bytes` and `flops`.
+        measured: A `Measurement` of the step, or any object with the attributes `peak_bytes` and
+            `flops`.
         flops: FLOPs of the step. By default, `measured.flops`.
         moved_bytes: Bytes moved to and from host memory or disk, or to and from other ranks.
     """

@@ -14,17 +14,17 @@ from course_lib.labels import in_both_languages, text, verbatim
 class OlderEdition(Exception):
     """Error for a notebook that uses a name from an older edition of the course.
 
-    The class is not an AttributeError, because `from package import name` would replace the
-    message.
+    The class is not a subclass of AttributeError, because `from package import name` would then
+    replace the message.
     """
 
 
 def reject_names_in(package: str) -> Callable[[str], NoReturn]:
     """Return a `__getattr__` for a lesson's package that rejects names of an older edition.
 
-    The function raises AttributeError for names that start with an underscore, because Python and
-    IPython look such names up, and for names of files in the package. It raises `OlderEdition` for
-    all other names.
+    For most names, `__getattr__` raises `OlderEdition`. For two kinds of names it raises
+    AttributeError as usual: names that start with an underscore, which Python and IPython look up
+    themselves, and names of files in the package.
 
     Args:
         package: Full name of the package.

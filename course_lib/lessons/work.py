@@ -11,11 +11,14 @@ from course_lib.teaching.exercises import WrongAnswer
 
 
 class WorkLimit(TorchDispatchMode):
-    """A dispatch mode that raises `WrongAnswer` when more than `limit` PyTorch operators have run.
+    """A dispatch mode that ends the check of a learner's answer when the answer does too much work.
+
+    If more than `limit` PyTorch operators run inside the `with` block, the mode raises
+    `WrongAnswer`.
 
     Args:
-        limit: Number of operators that may run inside the `with` block.
-        message: Label that explains the error to the learner. No hint is added.
+        limit: Number of operators that may run.
+        message: Label that explains the error to the learner. No hint is added to it.
     """
 
     def __init__(self, limit: int, message: str) -> None:

@@ -20,8 +20,9 @@ def release(device: torch.device) -> None:
 
 
 class Allocator:
-    """Counters of the CUDA allocator that leave out bytes allocated before the instance was made.
+    """Counters of the CUDA allocator that do not count earlier allocations.
 
+    An instance remembers how many bytes are allocated when it is created, and subtracts them later.
     On a CPU an instance can be created, but its counters cannot be read.
 
     Args:
@@ -45,7 +46,7 @@ class Allocator:
         return torch.cuda.memory_reserved(self.device) - self.allocated_before
 
     def requested_bytes(self) -> int:
-        """Return the bytes that live tensors requested, before rounding by the allocator."""
+        """Return the bytes requested for live tensors, before the allocator rounds them up."""
         return (
             torch.cuda.memory_stats(self.device)["requested_bytes.all.current"]
             - self.requested_before
@@ -72,8 +73,8 @@ class Allocator:
 class PeakBetweenOperators(TorchDispatchMode):
     """A dispatch mode that records the peak of allocated bytes, read at the end of each operator.
 
-    The attribute `peak_bytes` includes no workspace, because an operator has freed its workspace
-    when it ends.
+    The peak is in the attribute `peak_bytes`. It does not include the workspaces of operators,
+    because an operator has freed its workspace when it ends.
 
     Args:
         allocator: Allocator from which the bytes are read.

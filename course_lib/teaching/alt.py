@@ -22,9 +22,9 @@ _KINDS = {
 def alt_text(drawn: "Figure", language: str) -> str:
     """Return the alt text of a figure: its title, followed by a description.
 
-    The description is the argument `alt` that was passed to `figure`. Otherwise it lists the
-    figure's texts, and the end values of measured curves. Other coordinates are not listed, because
-    they may differ between machines.
+    If the argument `alt` was passed to `figure`, it is the description. Otherwise the description
+    lists the figure's texts, and the first and the last value of measured curves. Other values are
+    not listed, because they may differ between machines.
 
     Args:
         drawn: The figure, whose texts must already be in `language`.
@@ -44,7 +44,15 @@ def alt_text(drawn: "Figure", language: str) -> str:
 
 
 def in_language(words: str, language: str) -> str:
-    """Return a label as plain text in the given language, "en" or "zh"."""
+    """Return a label as plain text in a given language.
+
+    Args:
+        words: The label. A string that is not a label is translated if its translation is known.
+        language: "en" or "zh".
+
+    Returns:
+        The English or the Chinese text. If there is no Chinese translation, the English text.
+    """
     return str(words) if language == "en" else in_both_languages(words)[1]
 
 

@@ -20,9 +20,9 @@ OUTCOMES = ("fails", "partly", "holds")
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim from another source, with the experiment that tests it and the outcome.
+    """A claim from another source, with the experiment that tests it, and the outcome.
 
-    All attributes except `outcome` are labels.
+    All attributes except `outcome` are labels, which can be translated into Chinese.
 
     Attributes:
         claim: The claim, as it is stated in the source.
@@ -33,7 +33,7 @@ class Claim:
             developed.
 
     Raises:
-        ValueError: The outcome is not one of the three words.
+        ValueError: `outcome` is not one of these three words.
     """
 
     claim: str
@@ -48,14 +48,15 @@ class Claim:
 
 
 def read_claims(file: str, table: str) -> tuple[Claim, ...]:
-    """Read claims from a table of the file `claims.toml` in a module's folder.
+    """Read claims from the file `claims.toml` in a module's folder.
 
-    A text is given in both languages, such as `claim.en` and `claim.zh`, or as a single string if
-    it is the same in both.
+    The file has one table `[[claims]]` per claim. The keys of the table are the attributes of
+    `Claim`. A text is given in both languages, such as `claim.en` and `claim.zh`. It is a single
+    string if it is the same in both languages.
 
     Args:
         file: The module's `__file__`.
-        table: Name of the table, such as "claims".
+        table: Name of the tables to read, such as "claims" for `[[claims]]`.
 
     Raises:
         LabelError: A text is missing in one language.

@@ -55,8 +55,9 @@ class Run:
 
     Attributes:
         figures: Dict from the name of a result, such as "peak_bytes", to its number.
-        sizes: Dict from the name to the value of each size with which the experiment ran.
-        notes: Dict from the name of a note to text on how results were measured.
+        sizes: Dict from the name of a size, such as "layers", to the value with which the
+            experiment ran.
+        notes: Dict from the name of a note to a text that states how results were measured.
     """
 
     figures: dict[str, Number]
@@ -71,12 +72,12 @@ class Experiment:
     Attributes:
         lesson: Two digits of the lesson, such as "05".
         name: Name of the experiment.
-        function: Function of a device, and of sizes as keyword arguments. It yields dicts from the
-            name of a result to a number, or from the name of a note to a string.
+        function: Function that takes a device, and sizes as keyword arguments. It yields dicts.
+            They map the name of a result to a number, and the name of a note to a string.
         title: Label, the title of the experiment.
-        labels: Dict from the name of a result to its label. A name may have placeholders that match
-            any text. The same placeholders in the label are replaced by this text.
-        sizes: Dict from the name to the value of each size.
+        labels: Dict from the name of a result to its label. A name may have placeholders, such as
+            {n}, that match any text. This text replaces the same placeholders in the label.
+        sizes: Dict from the name of a size, such as "layers", to its value.
         small: Smaller sizes, with which the experiment takes about a second on any device.
     """
 
@@ -98,14 +99,14 @@ class Experiment:
         """Run the experiment on a device, with fixed seeds of the random number generators.
 
         The generators are restored afterwards. If memory runs out, the experiment starts again with
-        one of its sizes halved. The first name in `HALVED` whose size can be halved determines the
-        size.
+        one of its sizes halved. This is the first size named in `HALVED` that can be halved without
+        becoming smaller than the size in `small`.
 
         Args:
             device: Device on which the experiment runs.
-            small: Whether to use the small sizes.
-            on_result: Function that is called with all results so far, whenever the experiment
-                yields new ones.
+            small: Whether to use the sizes in the attribute `small`.
+            on_result: Function that is called whenever the experiment yields new results. Its
+                argument has all results so far.
 
         Raises:
             MemoryError: Memory is insufficient even at the smallest sizes.
@@ -155,7 +156,7 @@ class Experiment:
         return None
 
     def label_of(self, figure: str) -> str:
-        """Return the label of a result. Without a label, return its name in `backquotes`.
+        """Return the label of a result, or its name in `backquotes` if it has no label.
 
         Args:
             figure: Name of the result.
@@ -168,8 +169,8 @@ class Experiment:
     def in_order(self, values: dict[str, Number]) -> dict[str, Number]:
         """Sort results by the order of their labels, then by the numbers in their names.
 
-        For example, "fused_512_bytes" comes before "fused_1024_bytes". The results of a recording
-        are in alphabetical order.
+        For example, "fused_512_bytes" comes before "fused_1024_bytes". Sorting is necessary because
+        a recording stores its results in alphabetical order.
 
         Args:
             values: Dict from the name of a result to its number.
@@ -194,15 +195,15 @@ def experiment(
     variants: dict[str, str] | None = None,
     labels: dict[str, str] | None = None,
 ) -> Callable[[Callable], Experiment]:
-    """Turn a function into a GPU experiment, which has the name of the function.
+    """Turn a function into a GPU experiment with the same name.
 
-    The experiment belongs to the lesson that defines the function in its package.
+    The experiment belongs to the lesson whose package defines the function.
 
     Args:
         title, sizes, small, labels: Attributes of `Experiment`.
-        variants: Dict from the name of a variant, such as "plain", to its label. The results of a
-            variant, such as "plain_seconds", then get labels such as "plain: time". `QUANTITIES`
-            lists these results.
+        variants: Dict from the name of a variant, such as "plain", to its label. The results of
+            each variant then get labels automatically. For example, the result "plain_seconds" gets
+            the label "plain: time". `QUANTITIES` lists the results that get such labels.
     """
     derived = {
         f"{variant}_{quantity}": text("{variant}: {quantity}", variant=words, quantity=what)
@@ -221,7 +222,7 @@ def experiment(
 
 
 def peaks(variant: str, step: Callable[[], object], **held: object) -> Part:
-    """Measure a step, and return its peak in live tensors and its peak in the CUDA allocator.
+    """Measure a step, and return two peaks: of live tensors, and of the CUDA allocator.
 
     Args:
         variant: Name of the step, such as "plain".
@@ -229,7 +230,8 @@ def peaks(variant: str, step: Callable[[], object], **held: object) -> Part:
         held: Keyword arguments of `measure`, such as the model.
 
     Returns:
-        Dict with the keys "<variant>_peak_bytes" and "<variant>_allocator_peak_bytes".
+        Dict with the keys "<variant>_peak_bytes" and "<variant>_allocator_peak_bytes". The second
+        value is None on a CPU.
     """
     found = measure(step, repeats=1, **held)
     return {
@@ -243,8 +245,8 @@ def seconds(
 ) -> dict[str, Number]:
     """Measure the time of several steps, and return the median for each of them.
 
-    Each round calls every step once, and every second round in the reverse order. One more round
-    runs first as a warm-up and is not counted.
+    Each round calls every step once. Every second round calls the steps in reverse order, so that
+    no step always follows the same one. An additional first round is a warm-up and is not counted.
 
     Args:
         device: Device on which the steps run.
@@ -252,7 +254,7 @@ def seconds(
         rounds: Number of counted rounds.
 
     Returns:
-        Dict from "<name>_seconds" to the median in seconds.
+        Dict with one key "<name>_seconds" per step, whose value is the median in seconds.
     """
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     for i in range(rounds + 1):
@@ -264,7 +266,7 @@ def seconds(
 def compare_variants(
     device: torch.device, variants: Mapping[str, Callable[[], object]], **held: object
 ) -> Iterator[Part]:
-    """Measure the peaks of several steps one after the other, and then the time of all steps.
+    """Measure the peaks of several steps one after the other, and then the times of all steps.
 
     Args:
         device: Device on which the steps run.
@@ -377,8 +379,8 @@ def check_result(name: str, value: object) -> None:
     """Check the name and the value of a result of a GPU experiment.
 
     Raises:
-        ValueError: The name does not end in a unit, which is one of `UNITS`, or the value is not a
-            finite number. Bytes, FLOPs and counts must be whole numbers.
+        ValueError: The name does not end in a unit of `UNITS`, or the value is not a finite number,
+            or a value in bytes, FLOPs or counts is not a whole number.
     """
     unit = name.rpartition("_")[2]
     if unit not in UNITS:

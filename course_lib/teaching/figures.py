@@ -59,8 +59,11 @@ PHASE_NAMES = {name: name for name in ("forward", "backward", "optimizer")}
 def category_label(name: str) -> labels.Label:
     """Return the label of a category of bytes or of a phase of a training step.
 
-    The name "optimizer" is both a category and a phase. The result is then the label of the
+    For the name "optimizer", which is both a category and a phase, the result is the label of the
     category, "optimizer state".
+
+    Args:
+        name: A category, such as "gradient", or a phase, such as "forward".
 
     Raises:
         ValueError: The name is unknown.
@@ -72,7 +75,7 @@ def category_look(name: str) -> dict[str, Any]:
     """Return the color and the hatching of a category of bytes, such as "gradient".
 
     Returns:
-        Keyword arguments for patches of matplotlib.
+        Dict of keyword arguments for matplotlib's patches, such as bars.
     """
     look = {"facecolor": COLORS.get(name, "#777777"), "hatch": HATCHES.get(name)}
     return {**look, "edgecolor": _HATCH_COLOR, "linewidth": 0}
@@ -103,14 +106,14 @@ def figure(
 ) -> "tuple[Figure, Any]":
     """Create a matplotlib figure in the course's style.
 
-    Write all words in English. A notebook shows the figure once per language, and replaces the
-    words by their Chinese translations in the second picture.
+    All words in the figure must be in English. A notebook shows the figure once per language. In
+    the second picture, it replaces the words by their Chinese translations.
 
-    The first call sets the style in matplotlib's `rcParams`, because labels that are added later
-    take their font from `rcParams`. Your own changes to `rcParams` after the first call are kept.
+    The first call sets the course's style in matplotlib's `rcParams`, because labels that are added
+    later take their font from there. Later calls keep your own changes to `rcParams`.
 
     Args:
-        title: Message of the figure, a full sentence. It does not name the axes.
+        title: The figure's message, as a full sentence, not the names of its axes.
         rows, columns: Number of rows and columns of panels.
         width, height: Size in inches, at 100 dots per inch.
         sharex, sharey: Whether the panels have the same x axis or y axis.
@@ -142,7 +145,8 @@ def figure(
 def shown_once(drawn: "Figure") -> "Figure":
     """Close a figure, and return it as the value of a notebook cell.
 
-    A notebook would show an open figure a second time. Outside of notebooks, the figure stays open.
+    It is closed because a notebook would show an open figure a second time. Outside of notebooks,
+    the figure stays open.
     """
     import matplotlib
 
@@ -160,10 +164,10 @@ def predicted_and_measured(
     *,
     color: str | None = None,
 ) -> None:
-    """Draw a prediction as a line and measurements as points, in one color, with a label.
+    """Draw a prediction as a line, and measurements as points of the same color with a label.
 
-    The alt text of the figure contains the first and the last measurement. Therefore the
-    measurements should be the same on every machine, such as bytes or FLOPs.
+    The alt text of the figure contains the first and the last measurement. Therefore use this
+    function for measurements that are the same on every machine, such as bytes or FLOPs.
 
     Args:
         ax: Axes to draw on.
@@ -171,7 +175,7 @@ def predicted_and_measured(
         predicted: Values of the line at the positions `x`, or a function of x, which is drawn as a
             smooth line. None draws points only.
         measured: Values of the points, in the unit of the prediction.
-        name: Label of the points.
+        name: Label, written next to the last point.
         color: Color of the points. The default is the course's color for measurements. The line has
             a lighter shade of this color.
     """

@@ -13,7 +13,9 @@ from .tables import NumberText, Table
 
 
 class GpuResults:
-    """Results of GPU experiments, which a notebook displays with the title and the GPU of each.
+    """Results of GPU experiments, which a notebook displays as tables.
+
+    Above each table are the title of the experiment, and the GPUs on which it was measured.
 
     Args:
         parts: Pairs (experiment, results). The results are a sequence with one item per GPU, as

@@ -43,7 +43,8 @@ def note(
         ax: Axes to write on.
         words: The words, a label.
         point: The point, in data coordinates.
-        offset: Distance of the words from the point, (right, up), in units of 1/72 inch.
+        offset: Distance of the words from the point, as a pair (to the right, upwards) in units of
+            1/72 inch.
         look: Other arguments of `ax.annotate`.
     """
     look = {"textcoords": "offset points", "va": "center", **look}
@@ -125,12 +126,14 @@ def stacked_bars(
     *,
     upright: bool = False,
 ) -> list[float]:
-    """Draw bars of stacked bytes by category, and return the end of each bar in MB.
+    """Draw one stacked bar per position, and return the total of each bar in MB.
+
+    A bar has one part per category of bytes. Bytes are drawn in MB.
 
     Args:
         ax: Axes to draw on.
         bars: Dict from the position of a bar to a dict from category to bytes. A missing category
-            has 0 bytes. Bytes are drawn in MB.
+            has 0 bytes.
         categories: Categories to draw and to add to the legend, in this order.
         width: Width of a bar, in data coordinates.
         upright: Whether the bars are vertical instead of horizontal.
@@ -146,9 +149,9 @@ def stacked_bars(
 
 
 def name_rows(ax: "Axes", names: Sequence[str]) -> None:
-    """Write one name per row on the y axis, from top to bottom, and remove the grid.
+    """Write the names of rows on the y axis, from top to bottom, and remove the grid.
 
-    The first name is at y = 0, the second one at y = 1, and so on.
+    The first name is at y = 0, the second name at y = 1, and so on.
     """
     ax.set_yticks(range(len(names)), [text(name) for name in names])
     ax.invert_yaxis()
@@ -170,9 +173,9 @@ def category_legend(drawn: "Figure", names: Iterable[str], **look: Any) -> None:
 
 
 def clauses(pattern: str, rows: Iterable[Mapping[str, object]]) -> Label:
-    """Fill a pattern once per item, and return one sentence: the results, separated by semicolons.
+    """Fill a pattern once per item, and join the results with semicolons to one sentence.
 
-    Figures use such sentences in their alt texts.
+    The sentence is for the alt text of a figure.
 
     Args:
         pattern: English text with placeholders, such as "{name}: {peak} MB".

@@ -68,9 +68,9 @@ def show(drawn: "Figure") -> None:
     """Show a figure as HTML, with one picture per language.
 
     IPython's own PNG is left out, because it would make a notebook larger by half. If the
-    environment variable COURSE_SLIDES is set, pictures for slides are stored in the output's
-    metadata, under the key "slides". Drawing them takes twice as long as the rest. Therefore only
-    `make notebooks` and `make results` set the variable.
+    environment variable COURSE_SLIDES is set, the function also draws pictures for slides, and
+    stores them in the output's metadata, under the key "slides". They take twice as long to draw as
+    the pictures for the page. Therefore only `make notebooks` and `make results` set the variable.
     """
     from IPython.core.pylabtools import print_figure
     from IPython.display import display
@@ -107,10 +107,11 @@ def _for_slides(drawn: "Figure", languages: Iterable[str]) -> dict[str, str]:
 def enlarge(drawn: "Figure") -> Iterator[None]:
     """Give a figure the format of a slide in a `with` block, with larger letters and lines.
 
-    The figure gets the aspect ratio of a slide and a smaller size in inches. Ticks are chosen again
-    for the shorter axes, and long titles are broken into lines. Letters become `LARGER` times as
-    large. The factor is smaller if the axes would become too low, or if the attribute
-    `course_larger` of the figure is smaller.
+    The figure gets the aspect ratio of a slide and a smaller size in inches, so that its letters
+    and lines look larger on the slide. Letters are usually `LARGER` times as large. They are
+    enlarged less if the axes would otherwise become too low, or if the attribute `course_larger` of
+    the figure is smaller than `LARGER`. Ticks are chosen again for the smaller axes, and long
+    titles are broken into lines.
     """
     size = drawn.get_size_inches().copy()
     titles = [text for text in (drawn._suptitle, *_panel_titles(drawn)) if text and text.get_text()]
@@ -207,7 +208,7 @@ def description(drawn: "Figure") -> tuple[str, str]:
 def pictures_in(markup: str) -> dict[str, Picture]:
     """Return the pictures in the HTML of a notebook output, as a dict from language to picture.
 
-    The dict is empty if the HTML contains anything other than the course's figures.
+    The dict is empty if the HTML contains anything besides pictures that `show` has written.
     """
     one = (
         r'<figure lang="(\w+)" style="margin: 0"><img alt="([^"]*)"'

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 def playground(draw: Callable[..., "Figure"], sliders: Callable[[Any], dict[str, Any]]) -> None:
-    """Show a plot with sliders that change its arguments, which needs a running Jupyter kernel.
+    """Show a plot with sliders that change its arguments.
 
-    Without Jupyter, print a line instead.
+    The sliders need a running Jupyter kernel. Without Jupyter, the function prints a line instead.
 
     Args:
         draw: Function that draws the plot.

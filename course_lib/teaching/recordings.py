@@ -35,12 +35,12 @@ class RecordedResults:
         gpu: Name of the GPU, or None if there are no results.
         torch: Version of PyTorch, or None if there are no results.
         date: Date of the measurement, or None if there are no results.
-        problem: Name of this machine's GPU, and the reason why the experiment failed on it. None if
-            the experiment did not fail, or if this machine has no GPU.
-        smaller: Dict from the name to the value of each size that had to be reduced because memory
-            was insufficient.
-        notes: Dict from the name of a note to text on how results were measured, such as the name
-            of the attention kernel.
+        problem: Text with the name of this machine's GPU, and the reason why the experiment failed
+            on it. None if the experiment did not fail, or if this machine has no GPU.
+        smaller: Sizes that had to be reduced because memory was insufficient, as a dict from the
+            name of a size to its reduced value.
+        notes: Dict from the name of a note to a text that states how results were measured, such as
+            the name of the attention kernel that ran.
     """
 
     source: str
@@ -85,8 +85,8 @@ def recorded_results(item: Experiment, folder: Path = FOLDER) -> RecordedResults
 def results_of_gpus(item: Experiment, folder: Path = FOLDER) -> list[RecordedResults]:
     """Run a GPU experiment or read its latest recording, and add the recordings of other GPUs.
 
-    Only recordings with the same sizes as the first result are added. If no result is found, the
-    list has a single item with the source "none".
+    Only recordings with the same sizes as the first result are added. If there is no result at all,
+    the list has a single item, whose `source` is "none".
 
     Args:
         item: The experiment.
@@ -143,11 +143,11 @@ def record(
     of other experiments stay in the file. Results of the same experiment are treated as follows:
 
     - A finished run replaces the stored results.
-    - Results of an unfinished run are merged into the stored results if sizes, software and machine
-      are the same. Otherwise they are stored separately, under "unfinished".
+    - Results of an unfinished run are merged into the stored results if both have the same sizes,
+      software and machine. Otherwise they are stored separately, under the key "unfinished".
 
     The file is replaced as a whole. After an interruption it is therefore either the old file or
-    the new one.
+    the new file.
 
     Args:
         item: The experiment.
@@ -158,7 +158,8 @@ def record(
         finished: Whether the run has all results of the experiment.
 
     Returns:
-        Path of the file, whose contents do not depend on the order of the results.
+        Path of the file. Results are sorted in it, so that its contents do not depend on their
+        order.
     """
     gpu, total = "CPU", 0
     if torch.device(device).type == "cuda":

@@ -61,9 +61,10 @@ _OPTIONS = (("en", "English"), ("zh", "中文"), ("both", "both 双语"))
 
 
 class Switch:
-    """Buttons in a notebook that select the language of the page. In a terminal, one line of text.
+    """Buttons in a notebook that select the language of the page.
 
-    A language that the learner has selected stays selected when the cell runs again.
+    A language that the learner has selected stays selected when the cell runs again. In a terminal,
+    the switch is one line of text that shows the language.
 
     Args:
         chosen: Language at the start: "en", "zh" or "both".
@@ -111,18 +112,18 @@ class Switch:
 def language(default: str | None = None, *, only: bool = False) -> None:
     """Show the language switch of a notebook, and set the language of plain text.
 
-    The switch shows or hides text and figures on the page, without a kernel. Plain text that is
-    already printed stays in its language. The browser stores the language that the learner has
-    selected, for this notebook and the other lessons. After this call, a notebook shows each figure
-    once per language. Without IPython, one line is printed instead.
+    The switch shows or hides text and figures on the page, for which no running kernel is needed.
+    It does not change plain text that is already printed. The browser remembers the language that
+    the learner has selected, for this notebook and the other lessons. After this call, a notebook
+    shows each figure once per language. Without IPython, one line is printed instead of the switch.
 
     Args:
-        default: "en", "zh" or "both". The user's setting has priority: the environment variable
-            COURSE_LANG, or the file that `make lab LANGUAGE=zh` writes next to the lessons. If
-            neither is set and `default` is None, plain text is in English, and the page starts in
-            the language of the browser.
-        only: Whether the page has text in one language only, which is `default`. No switch is shown
-            then, and tables, verdicts and figures are in this language.
+        default: Language if the user has no setting: "en", "zh" or "both". With None, plain text is
+            then in English, and the page starts in the language of the browser. The user's setting
+            is the environment variable COURSE_LANG, or else the file that `make lab LANGUAGE=zh`
+            writes next to the lessons.
+        only: Whether the page has text in one language only, which is `default`. Tables, verdicts
+            and figures are then in this language, and no switch is shown.
 
     Raises:
         ValueError: The setting or `default` is not one of the three values, or `only` is true and

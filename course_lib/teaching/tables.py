@@ -25,12 +25,13 @@ _WRITTEN_NUMBER = re.compile(r"[+−-]?(?!0\d)[\d,]+(\.\d+)?( ?[%×])?|–")
 class Table(show.Table):
     """A table that displays itself in the language of the page.
 
-    It is HTML in a notebook, and aligned text elsewhere.
+    In a notebook the table is HTML. Elsewhere it is text with aligned columns.
 
     Args:
         columns: Headings, as labels.
         rows: Cells to show: labels or numbers.
-        values: Unrounded cells, which `data` and `rows()` return. By default, the cells to show.
+        values: Cells with unrounded numbers, which `data` and `rows()` return. By default, these
+            are the cells in `rows`.
 
     Raises:
         ValueError: A row does not have one cell per column.
@@ -55,14 +56,14 @@ class Table(show.Table):
         self.columns = [str(heading) for heading in self._headings]
 
     def rows(self) -> list[Sequence]:
-        """Return the unrounded cells of each row. Labels are text in the current language."""
+        """Return each row's cells: unrounded numbers, and labels in the current language."""
         return [
             [say(cell) if isinstance(cell, str) else cell for cell in row] for row in self._values
         ]
 
     @property
     def data(self) -> Any:
-        """The unrounded cells as a pandas DataFrame, whose columns have English names."""
+        """The cells with unrounded numbers, as a pandas DataFrame with English column names."""
         return self.frame()
 
     def __str__(self) -> str:
@@ -152,13 +153,13 @@ def compare(
         measurements: Dict from a label to a result of `measure`.
         seconds: Whether to add columns for the time and the device. Their values differ between
             runs, so the notebook cell needs the tag `nbval-ignore-output`.
-        workspace: Whether to add columns for the bytes that the operators' workspaces add to the
-            peak, and for the peak in the CUDA allocator. Their values differ between machines.
+        workspace: Whether to add two columns: the bytes that the operators' workspaces add to the
+            peak, and the peak in the CUDA allocator. Their values differ between machines.
         named: More measurements as keyword arguments, `label=measurement`.
 
     Returns:
-        Table with one row per measurement. Its columns are the peak in MB (10^6 bytes) and the
-        GFLOPs (10^9 FLOPs), each with its ratio to the first row.
+        Table with one row per measurement. It has columns for the peak in MB (10^6 bytes) and for
+        the GFLOPs (10^9 FLOPs). Next to each of them is a column with the ratio to the first row.
 
     Raises:
         ValueError: No measurement is passed.
@@ -206,15 +207,15 @@ def predictions(
 ) -> Table:
     """Compare predictions with measurements in a table.
 
-    A column shows the error in percent of the measurement.
+    The last column shows the error of the prediction in percent of the measurement.
 
     Args:
         rows: Tuples (label, predicted, measured), with both values in bytes or FLOPs. None means
             that a value is unknown. A prediction may be text with a unit, such as "300 MB".
-        unit: Unit of the columns: "bytes" or "FLOPs" for whole numbers; "kB", "MB", "GB" (powers of
-            10), "KiB", "MiB", "GiB" (powers of 2), "MFLOPs", "GFLOPs" or "TFLOPs" for three
-            decimals.
-        scale: Number of bytes or FLOPs per `unit`, for a unit that is not in this list.
+        unit: Unit of the columns. With "bytes" or "FLOPs", whole numbers are shown. With "kB",
+            "MB", "GB" (powers of 10), "KiB", "MiB", "GiB" (powers of 2), "MFLOPs", "GFLOPs" or
+            "TFLOPs", numbers have three decimals.
+        scale: Number of bytes or FLOPs per unit, for a `unit` that is not one of these.
 
     Raises:
         ValueError: The unit is unknown and `scale` is None, or a prediction is neither a number nor

@@ -30,14 +30,14 @@ def timelines(
 ) -> "Figure":
     """Draw the live bytes of training steps over time, one panel per step, all on the same scale.
 
-    In the panels after the first, a dashed line shows the peak of the first step, so that the
+    In each panel except the first, a dashed line shows the peak of the first step, so that the
     saving is visible.
 
     Args:
         meters: Dict from a label to the `MemoryMeter` that measured the step.
         title: Message of the figure.
         share_x: Whether all panels have the same x axis, so that a step with more operators is
-            wider.
+            drawn wider.
         width: Width of the figure in inches.
         panel_height: Height of a panel in inches. The default is 2.2 for one step and 1.85 for
             several, so that two panels fit on a laptop's screen.

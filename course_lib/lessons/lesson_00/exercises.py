@@ -51,9 +51,9 @@ def _peak_with_half() -> float:
     tolerance=0.005,  # 1 MB
 )
 def check_half() -> float:
-    """Check the learner's prediction of the training step's peak in MB with four checkpoints.
+    """Check the learner's prediction of a training step's peak in MB.
 
-    The checkpoints are around the first four of the decoder's eight layers. The function computes
-    the right answer, and the decorator `numbers` turns it into a check.
+    In this step, the first four of the decoder's eight layers have checkpoints. The function
+    computes the right answer, and the decorator `numbers` turns it into a check.
     """
     return _peak_with_half()

@@ -34,10 +34,11 @@ def replay_trace(
     """Replay a trace's allocations and releases in a simulation of PyTorch's CUDA allocator.
 
     Args:
-        trace: Recorded operators of a training, with their allocations and releases.
+        trace: Recorded operators of a training run, with their allocations and releases.
         capacity_bytes: Memory of the simulated GPU.
         expandable_segments: Value of the allocator's setting `expandable_segments`.
-        emptied_at: Numbers of operators after which the cache is emptied, in ascending order.
+        emptied_at: Places in the trace at which the allocator's cache is emptied, in ascending
+            order. A place is the number of operators before it.
 
     Returns:
         The allocator, and the message of its out-of-memory error, or "" if memory was sufficient.
@@ -93,15 +94,16 @@ def _longest_first(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
 
 
 def four_orders(make_decoder: Callable[..., Decoder]) -> tuple[dict[str, Trace], list[int]]:
-    """Record four trainings on batches A (384 tokens) and B (512 tokens) in different orders.
+    """Record four training runs on batches A (384 tokens) and B (512 tokens) in different orders.
 
     Args:
-        make_decoder: Function that returns a decoder for a given maximal length, the keyword
-            argument `sequence`.
+        make_decoder: Function that takes the largest sequence length as the keyword argument
+            `sequence`, and returns a decoder.
 
     Returns:
-        Dict from a label, such as "A, B, A, B", to the trace of a training; and the number of
-        operators that had run after each batch of the first training.
+        A pair. The first item is a dict from a label, such as "A, B, A, B", to the trace of a
+        training run. The second item belongs to the first of these runs. It lists, for each batch,
+        the number of operators that had run when the batch was finished.
     """
     short_first, ends = _record_training(make_decoder, (384, 512, 384, 512))
     scenes = {
@@ -117,12 +119,12 @@ def four_orders(make_decoder: Callable[..., Decoder]) -> tuple[dict[str, Trace],
 
 
 def orders_on(scenes: Mapping[str, Trace], capacity_bytes: int) -> Table:
-    """Return a table of whether each training fits into a GPU with little memory.
+    """Return a table that shows whether each training run fits into a GPU with little memory.
 
-    Each training is tried with and without the allocator's setting `expandable_segments`.
+    Each run is tried with and without the allocator's setting `expandable_segments`.
 
     Args:
-        scenes: Dict from the label of a training to its trace, as returned by `four_orders`.
+        scenes: Dict from the label of a training run to its trace, as returned by `four_orders`.
         capacity_bytes: Memory of the GPU.
     """
     rows = []
@@ -146,7 +148,7 @@ def wanted_bytes(trace: Trace, capacity_bytes: int) -> tuple[int, int, int]:
     """Replay a trace until GPU memory runs out, and return byte counts for the failed allocation.
 
     Args:
-        trace: Recorded allocations and releases of a training.
+        trace: Recorded allocations and releases of a training run.
         capacity_bytes: Memory of the simulated GPU.
 
     Returns:
@@ -177,9 +179,10 @@ def allocator_claims(scene: Trace, capacity_bytes: int, marks: Sequence[int]) ->
     """Return a table of claims about reserved memory, each with the numbers that test it.
 
     Args:
-        scene: Trace of a training on four batches that runs out of memory with `capacity_bytes`.
+        scene: Trace of a training run on four batches. With `capacity_bytes`, memory must run out.
         capacity_bytes: Memory of the simulated GPU.
-        marks: Number of operators that had run after each of the four batches.
+        marks: For each of the four batches, the number of operators that had run when the batch was
+            finished.
     """
     reserved = [_reserved_bytes(scene[:mark].allocator()) for mark in marks[1:3]]
     tensor, before, after = wanted_bytes(scene, capacity_bytes)
@@ -210,8 +213,9 @@ def draw_in_the_viewer(trace: Trace) -> "Figure":
     """Draw the memory of a training step in two ways, one above the other.
 
     The upper panel has the live bytes by category. The lower panel is like PyTorch's memory viewer:
-    it draws the blocks of a memory snapshot at their addresses. Tensors that exist before the
-    trace's first operator, or that this operator creates, are drawn as live before the step.
+    it draws the blocks of a memory snapshot at their addresses. A tensor that exists before the
+    trace's first operator, or that this operator creates, is drawn as if it had been live before
+    the step.
     """
     with tempfile.TemporaryDirectory() as folder:
         trace.save_snapshot(Path(folder, "step.pickle"))

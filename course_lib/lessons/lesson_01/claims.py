@@ -23,13 +23,15 @@ def older_claims(
     """Return a table of claims from older teaching documents, each with the number that tests it.
 
     Args:
-        growth: Bytes by which memory grew in a first and in a second run of the same MLP's step.
-        fair: Peaks of the same two runs in bytes, as `measure` returns them. `measure` starts both
-            runs in the same state.
+        growth: Peak minus live bytes at the start, in bytes, for two runs of an MLP's training
+            step, one after the other.
+        fair: Peaks of two runs of this step in bytes, measured by `measure`, which starts both runs
+            in the same state.
         attention_bytes: Bytes that standard attention saves for backward, with 12 heads and 512
             tokens.
         activations: Bytes that an MLP saves for backward, divided by the bytes of its input.
-        step: Live bytes after the decoder's forward pass, and the peak of its step in bytes.
+        step: Two numbers of bytes for the decoder's training step: the live bytes after the forward
+            pass, and the peak.
     """
     with_scores = attention_bytes + 4 * 12 * 512 * 512
     return claims_table(

@@ -130,8 +130,8 @@ _NORM_AND_HEAD = 2 * _WIDTH + _STATISTICS
 def check_whole_peak() -> dict[str, int]:
     """Check the learner's four byte counts whose sum is the peak of the decoder's training step.
 
-    The sum leaves out the loss and its gradient, two scalars of 4 bytes. The function computes the
-    right answer, and the decorator `numbers` turns it into a check.
+    The sum does not include the loss and its gradient, which are two scalars of 4 bytes each. The
+    function computes the right answer, and the decorator `numbers` turns it into a check.
     """
     return {
         "state": 12 * WEIGHTS + 400,
@@ -162,8 +162,9 @@ _FROZEN, _TRAINED = 7 * 10**9, 2 * 10**7
 def check_adapter_bytes() -> int:
     """Check the learner's bytes of weights, gradients and Adam's state for a model with adapters.
 
-    The model's 7e9 weights are frozen in bf16. The adapters have 2e7 weights and are trained in
-    fp32. The function computes the right answer, and the decorator `numbers` turns it into a check.
+    The model's 7e9 weights are in bf16 and frozen. The adapters have 2e7 weights, which are trained
+    in fp32. The function computes the right answer, and the decorator `numbers` turns it into a
+    check.
     """
     return 2 * _FROZEN + 16 * _TRAINED
 
@@ -449,10 +450,12 @@ def _reject_counts(case: _Case, live: int, peak: int, reason: str) -> None:
 
 @exercise()
 def check_new_storages(answer: Any) -> Verdict:
-    """Check the learner's condition for storages that a memory meter has not seen before.
+    """Check the learner's condition by which a memory meter detects new storages.
+
+    A storage is new if the meter has not counted it yet. The meter must count each storage once.
 
     Args:
-        answer: Class of a meter with this condition. Instances have the attributes `live` and
+        answer: Class of a meter that uses this condition. Instances have the attributes `live` and
             `peak`, in bytes.
     """
     new, view = _run_under_meter(answer(), _NEW), _run_under_meter(answer(), _A_VIEW)

@@ -89,7 +89,7 @@ def formula_rows(kept: SavedTensors) -> Table:
 def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table:
     """Return a table of the parts of a training step's peak, in bytes.
 
-    Each row also has the numbers of the lessons with techniques that reduce this part.
+    Each row also has the numbers of the lessons whose techniques reduce this part.
 
     Args:
         meter: Meter that has measured the decoder's step.
@@ -116,7 +116,7 @@ def parts_of_the_peak(meter: MemoryMeter, one_layer: Mapping[str, int]) -> Table
 def draw_around_the_peak(meter: MemoryMeter, unit_bytes: int, operators: int = 8) -> "Figure":
     """Draw live activations and temporary tensors at the operators around a training step's peak.
 
-    Activations that are live at all of these operators are left out.
+    Activations that stay live during all of these operators are left out.
 
     Args:
         meter: Meter that has measured the step.
@@ -198,11 +198,12 @@ def draw_lengths(formula: Callable[..., Mapping[str, int]], guess: float | None 
 
 
 def peak_and_sum(meter: MemoryMeter, logits_bytes: int) -> tuple[float, str, float]:
-    """Return the peak of a training step, the logits' share of it, and a naive estimate of it.
+    """Return a training step's peak, the logits' share of it, and a naive estimate of the peak.
 
     Args:
         meter: Meter that has measured the step.
-        logits_bytes: Bytes at the peak of all tensors of the logits' size.
+        logits_bytes: Sum of the bytes of all tensors that are live at the peak and as large as the
+            logits.
 
     Returns:
         The peak in MB, the share as text such as "30%", and the estimate `sum_of_kinds` in MB.
@@ -255,7 +256,7 @@ def under_autocast(make_decoder: Callable[[], Decoder]) -> tuple[Measurement, in
 class MixedAdam:
     """Adam for a model in bf16, with master weights and moments in fp32.
 
-    The update converts the gradient of one parameter at a time to fp32.
+    The update converts one gradient at a time to fp32, so that at most one fp32 gradient exists.
     """
 
     def __init__(self, model: nn.Module):
@@ -311,8 +312,8 @@ def claims_table(meter: MemoryMeter, autocast: Measurement, stays: int) -> Table
 
     Args:
         meter: Meter that has measured the baseline's step.
-        autocast: Measurement of the same step under autocast.
-        stays: Bytes of weights, gradients and optimizer state after the step under autocast.
+        autocast: Measurement of the same step with autocast.
+        stays: Bytes of weights, gradients and optimizer state after the step with autocast.
     """
     added = sum_of_kinds(meter)
     peak = f"{meter.peak_bytes / 1e6:.1f} MB"

@@ -40,16 +40,19 @@ _GPT = {"vocabulary": 32_000, "hidden": 768, "heads": 12, "layers": 12, "sequenc
     },
 )
 def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
-    """Measure a decoder's second training step with the meter, `measure` and the CUDA allocator.
+    """Measure a decoder's second training step: its live bytes, allocated bytes, FLOPs and time.
 
-    The decoder is pre-norm and in fp32, and is trained with Adam. The results include:
+    The decoder is pre-norm and in fp32, and is trained with Adam. Live bytes are counted by a
+    `MemoryMeter`, and allocated bytes by the CUDA allocator. The results include:
 
     - `max_memory_*`: the allocator's own peaks, minus the bytes that were allocated before the
       model was made.
-    - `allocated_between_operators_bytes`: the most bytes allocated at the end of any operator, when
-      its workspace has been freed. The tokens and the memory that libraries keep are subtracted, so
-      that the value can be compared with `meter_blocks_peak_bytes`. A large block may be up to 1 MB
-      larger than requested.
+    - `meter_blocks_peak_bytes`: the peak of live bytes if each tensor's size is rounded up to a
+      multiple of 512 bytes, as in the allocator.
+    - `allocated_between_operators_bytes`: the peak of allocated bytes, read at the end of each
+      operator, when its workspace has been freed. The tokens and the memory that libraries keep are
+      subtracted. The result can then be compared with `meter_blocks_peak_bytes`. It may be larger,
+      because the allocator may make a large block up to 1 MB larger than requested.
     """
     allocator = Allocator(device)
     model, tokens = decoder_and_tokens(device, **sizes)
@@ -111,9 +114,9 @@ def decoder_step(device: torch.device, **sizes: int) -> Iterator[Part]:
 def korthikanti(device: torch.device, **size: int) -> Iterator[Part]:
     """Compare the bytes that a decoder layer with dropout saves for backward with a formula.
 
-    The formula of Korthikanti et al. is s*b*h*(34 + 5*a*s/h) bytes; the LayerNorm statistics are
-    added to it. CUDA keeps these statistics in fp32 for every dtype of the activations. A CPU keeps
-    them in bf16.
+    The formula of Korthikanti et al. is s*b*h*(34 + 5*a*s/h) bytes, with sequence length s, batch
+    size b, hidden size h and a heads. The bytes of the LayerNorm statistics are added to it. CUDA
+    keeps these statistics in fp32 for every dtype of the activations. A CPU keeps them in bf16.
     """
     layer = DecoderLayer(size["hidden"], size["heads"], dropout=0.1).to(device, torch.bfloat16)
     x = torch.zeros(
@@ -195,8 +198,8 @@ def monitor(device: torch.device, **sizes: int) -> Iterator[Part]:
     """Measure memory after each phase of a decoder's first training step.
 
     The results are bytes of live tensors, and the allocated and reserved bytes of the CUDA
-    allocator. On a CPU only the bytes of live tensors are measured. Allocator bytes exclude those
-    that were allocated at the start of the experiment.
+    allocator. On a CPU only the bytes of live tensors are measured. Bytes that were already
+    allocated at the start of the experiment are subtracted.
     """
     allocator = Allocator(device)
     values: Part = {}

@@ -57,8 +57,8 @@ _ERRORS = {
 def check_checkpoint(function: Any) -> Verdict:
     """Check the learner's implementation of activation checkpointing.
 
-    The checkpoint must not change the gradients and must run the block twice. Only the input may be
-    kept between forward and backward.
+    The checkpoint must not change the gradients. It must run the block twice, in forward and in
+    backward, and may keep only the block's input in between.
 
     Args:
         function: Function that is called as `function(block, x)`, or an `autograd.Function` whose
@@ -75,7 +75,7 @@ def check_checkpoint(function: Any) -> Verdict:
     | dict.fromkeys(("shapes cannot be multiplied", "must match the size"), "hooks.another_tensor")
 )
 def check_hooks(function: Any) -> Verdict:
-    """Check the learner's activation checkpointing that is implemented with saved-tensor hooks.
+    """Check the learner's activation checkpointing, which is implemented with saved-tensor hooks.
 
     The checkpoint must also work if the block's weight requires a gradient and the input does not.
 
@@ -271,13 +271,14 @@ def _peak(checkpoints: int, kept: int = KEPT) -> int:
     in_bytes=True,
 )
 def check_peak_formula(k: int) -> int:
-    """Check the learner's formula for the training step's peak with a checkpoint around k layers.
+    """Check the learner's formula for a training step's peak if k layers have checkpoints.
 
     The function computes the right answer in bytes, and the decorator `numbers` turns it into a
     check.
 
     Args:
-        k: Number of layers with a checkpoint, 0 to 7: the first k of the decoder's eight layers.
+        k: Number of layers with a checkpoint, from 0 to 7. They are the first k of the decoder's
+            eight layers.
     """
     return _peak(k)
 
@@ -287,9 +288,9 @@ def check_which_block(answer: Any) -> Verdict:
     """Check two answers about a checkpoint around one of eight layers.
 
     Args:
-        answer: Pair of answers. The first one is the number of the layer whose checkpoint saves no
-            memory if the network has no output head. The second one is whether a checkpoint around
-            this layer saves memory in the decoder, which has an output head.
+        answer: Pair of answers. The first answer is the number of a layer: the one whose checkpoint
+            saves no memory if the network has no output head. The second answer is whether a
+            checkpoint around the same layer saves memory in the decoder, which has an output head.
     """
     two = isinstance(answer, tuple | list) and len(answer) == 2
     say.reject_if(not two, "which_block.two_answers")
@@ -413,11 +414,11 @@ _CHOICES: dict[str, Callable[[tuple[str, ...]], list[int]]] = {
 
 @largest([2**i for i in range(11)], budget_bytes=150_000_000)
 def check_head_chunk(chunk: int) -> int:
-    """Check the learner's answer: the largest chunk with which the loss peaks at most at 150 MB.
+    """Check the learner's answer: the largest chunk with which the loss needs at most 150 MB.
 
     The loss of 1024 tokens, with a vocabulary of 32,000 words, is computed in chunks of tokens. The
-    chunk size must be a power of two. The function returns the peak in bytes for a chunk size, and
-    the decorator `largest` turns it into a check.
+    size of a chunk must be a power of two. The function returns the peak in bytes for a chunk size,
+    and the decorator `largest` turns it into a check.
     """
     with symbolic():
         hidden = torch.randn(1024, 256, requires_grad=True)

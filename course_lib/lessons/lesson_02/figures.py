@@ -82,11 +82,13 @@ def metered_step(decoder: Decoder) -> MemoryMeter:
 
 
 def head_peak(run: Callable[..., Any], chunk: int) -> float:
-    """Return the peak of an output head with its loss, divided by the bytes of the head's weight.
+    """Return the peak of an output head with its loss, relative to the size of the head's weight.
+
+    Both are counted in bytes. There are 1024 tokens, a hidden size of 256 and a vocabulary of
+    32,000 words.
 
     Args:
-        run: Function that runs forward and backward, `run(hidden, weight, targets, chunk)`, for
-            1024 tokens, a hidden size of 256 and a vocabulary of 32,000 words.
+        run: Function that runs forward and backward, `run(hidden, weight, targets, chunk)`.
         chunk: Number of tokens per chunk.
     """
     with symbolic():
@@ -139,7 +141,7 @@ def one_backward_transposed(hidden: Tensor, weight: Tensor, targets: Tensor, chu
 
 
 def peak_of_groups(layers: int, group: int) -> float:
-    """Return the peak in MB of a forward and backward pass with several layers per checkpoint.
+    """Return the peak in MB of forward and backward if each checkpoint has several layers.
 
     Gradients are allocated before the forward pass. Hidden size, vocabulary and sequence length are
     a quarter of those of the course's decoder, so that 48 layers run quickly.
@@ -221,7 +223,7 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
         alone: Peaks in bytes of eight layers without an output head, as a dict from the number of
             the checkpointed layer to the peak. The key None means no checkpoint. The keys None, 0
             and 7 are required.
-        whole: Peaks of the decoder with its output head, in the same form.
+        whole: Peaks of the decoder with its output head, as a dict of the same form.
     """
     networks = {"Eight layers alone": alone, "The decoder, with its head": whole}
     title = (
@@ -295,8 +297,8 @@ def draw_policies(variants: Mapping[str, Any]) -> "Figure":
 def seconds_beside_flops(decoders: Mapping[str, Decoder], variants: Mapping[str, Any]) -> "Figure":
     """Draw the FLOPs and the CPU seconds of a forward and backward pass for several decoders.
 
-    All values are relative to the first decoder. The seconds are measured here, on 4 sequences, in
-    six rounds.
+    All values are relative to the first decoder. The function measures the seconds in six rounds,
+    on 4 sequences.
 
     Args:
         decoders: Dict from the name of a checkpointing policy to a decoder that uses it.

@@ -86,8 +86,8 @@ def lines_of_a_script(
     """Measure a forward and backward pass of a Llama for each checkpointing option of lesson 02.
 
     Options with `torch.compile` run on a GPU only. The library's memory meter counts the tensors of
-    PyTorch's operators, so it misses tensors that are created inside of compiled kernels. The
-    counters of the CUDA allocator include these tensors.
+    PyTorch's operators, so it misses tensors that compiled code creates. The counters of the CUDA
+    allocator include these tensors.
     """
     tokens = random_tokens(batch, sequence - 1, vocabulary).to(device)
     kept = [getattr(torch.ops.aten, name).default for name in _KEPT]

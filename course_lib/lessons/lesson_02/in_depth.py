@@ -71,10 +71,10 @@ class _BatchNorm(_Block):
 
 
 def repeats() -> Table:
-    """Return a table of the random numbers and states that a recomputation repeats correctly.
+    """Return a table that shows which random numbers and states a recomputation repeats correctly.
 
-    There is one column for each setting of the checkpoint. ✓ means that gradients, state and later
-    random numbers are the same as without a checkpoint.
+    There is one column for each setting of the checkpoint. ✓ means that a step with the checkpoint
+    gives the same gradients, state and later random numbers as a step without a checkpoint.
     """
     cases = {
         "PyTorch's random numbers": _Dropout,
@@ -132,7 +132,7 @@ def _after_a_step(case: type[_Block], options: dict[str, Any] | None = None) -> 
 
 @contextlib.contextmanager
 def statistics_unchanged(norm: nn.BatchNorm1d) -> Iterator[None]:
-    """Leave the running statistics of a BatchNorm unchanged by forward passes in a `with` block."""
+    """Keep a BatchNorm's running statistics constant during forward passes in a `with` block."""
     momentum, tracked = norm.momentum, norm.num_batches_tracked.clone()
     norm.momentum = 0.0
     try:
@@ -143,7 +143,9 @@ def statistics_unchanged(norm: nn.BatchNorm1d) -> Iterator[None]:
 
 
 def attention_saving(length: int) -> int:
-    """Return how many bytes checkpoints save at the peak of an attention layer that runs 3 times.
+    """Return by how many bytes checkpoints lower the peak if an attention layer runs three times.
+
+    The three runs follow one another: each takes the output of the previous run as its input.
 
     Args:
         length: Sequence length in tokens.
@@ -203,9 +205,10 @@ def compare_kept_outputs(
     x: Tensor,
     contexts: Mapping[str, Callable | None],
 ) -> Table:
-    """Return a table of a checkpointed block's FLOPs and of whether its gradients are right.
+    """Return a table with the FLOPs of a checkpointed block, and whether its gradients are right.
 
-    The gradients are compared with those of the block without a checkpoint.
+    There is one row for each `context_fn`. Gradients are right if they are equal to those of the
+    block without a checkpoint.
 
     Args:
         gradients: Function that takes the block's output, runs backward and returns the gradients.
@@ -224,11 +227,11 @@ def compare_kept_outputs(
 
 
 def statistics_after(contexts: Callable[[nn.BatchNorm1d], tuple]) -> Table:
-    """Return a table of the running statistics of a BatchNorm after one checkpointed batch.
+    """Return a table of a BatchNorm's running statistics after one batch in a checkpoint.
 
     Args:
-        contexts: Function that takes the BatchNorm and returns two context managers: one for the
-            forward pass, one for the recomputation.
+        contexts: Function that takes the BatchNorm and returns two context managers: the first for
+            the forward pass, the second for the recomputation.
     """
     norm, images = nn.BatchNorm1d(4), torch.linspace(1, 2, 32).view(8, 4).requires_grad_()
     still = partial(contexts, norm)
@@ -256,7 +259,7 @@ def peaks_of_segments(run: Callable[[nn.Module, int, Tensor], Tensor]) -> Table:
 
 
 def trainer_steps(settings: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of the peak of one step of Hugging Face's Trainer for several settings.
+    """Return a table of the peaks of Hugging Face's Trainer in one step, for several settings.
 
     Each row has the settings, the peak in MB, and the categories of warnings that were raised.
 

@@ -20,9 +20,9 @@ Run = Callable[..., Tensor]  # run(block, x): a checkpoint
 def gaps(runs: Mapping[str, Run]) -> Table:
     """Return a table of what several checkpoint functions support, with one column per function.
 
-    The first row has the peak in MB of a checkpointed block of four layers. Each other row has the
-    outcome of a test, such as whether the function draws the same dropout mask again: ✓, ✗ or
-    "error".
+    The first row has the peak in MB if each function checkpoints a block of four layers. Every
+    other row is for a test, such as whether the function draws the same dropout mask again. The
+    outcome of a test is ✓, ✗ or "error".
 
     Args:
         runs: Dict from the name of a checkpoint function to the function, `run(block, x)`.

@@ -63,7 +63,7 @@ def _initialized_llama(vocabulary: int) -> tuple[nn.Module, Tensor]:
 def llama_batch() -> dict[str, Tensor]:
     """Return a batch of 8 sequences of 128 tokens for a Llama, as a dict of inputs and labels.
 
-    The first 32 labels of each sequence are -100, as for a prompt, so they are ignored.
+    The first 32 labels of each sequence are -100, as for a prompt. The loss ignores these tokens.
     """
     tokens = random_tokens(8, 127, VOCABULARY)
     return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(128) < 32, -100)}
@@ -77,7 +77,9 @@ def loss_of_model(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 def cost_of(
     model: nn.Module, batch: dict[str, Tensor], loss: Callable[..., Tensor] = loss_of_model
 ) -> Cost | None:
-    """Measure a forward and backward pass of a model. Return None if the loss is None.
+    """Measure a forward and backward pass of a model.
+
+    If the loss is None, because the learner has not written it yet, the result is None.
 
     Args:
         model: The model.
@@ -103,13 +105,14 @@ def recorded_warnings() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def measured_lines(lines: Sequence[str]) -> Table:
-    """Run lines of code that change a Llama, and return a table of the costs of its training step.
+    """Return a table of the costs of a Llama's training step, with one row per line of code.
 
-    The columns are those of `compare_costs`.
+    Each line of code is run before the step of its row, and may change the model. The columns are
+    those of `compare_costs`.
 
     Args:
-        lines: Lines of code that may change the variable `model`, a new Llama for each line. The
-            first line is empty, for the Llama without a checkpoint.
+        lines: Lines of code that may change the variable `model`, which is a new Llama for each
+            line. The first line is empty, so its Llama has no checkpoint.
     """
     costs = {}
     for line in lines:
@@ -123,14 +126,14 @@ def measured_lines(lines: Sequence[str]) -> Table:
 def compare_costs(
     costs: Mapping[str, tuple[Cost | None, Sequence[warnings.WarningMessage]]],
 ) -> Table:
-    """Return a table of the peak, the FLOPs and the warnings of several lines of code.
+    """Return a table that compares the costs of a training step for several lines of code.
 
-    The peak is in MB. The FLOPs are relative to the first row.
+    The columns are the peak in MB, the FLOPs relative to the first row, and the warnings.
 
     Args:
         costs: Dict from a line of code to a pair (cost, warnings that the line printed). The first
-            key is an empty line, which is shown as "no checkpoint". A cost is None if the learner
-            has not solved the exercise yet. The row of the line is then empty.
+            key is an empty line, which is shown as "no checkpoint". If a cost is None, because the
+            learner has not solved the exercise yet, the row of its line is empty.
 
     Raises:
         ValueError: The gradients of a line differ from those of the first line by more than

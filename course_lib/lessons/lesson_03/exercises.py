@@ -120,9 +120,9 @@ _CUTS += [[0, 6, 11, 16, 21, 22], [0, 4, 8, 9]]
 def check_predicted_peak(cuts: Sequence[int]) -> int:
     """Check the learner's formula for the peak of equal layers that run in checkpointed segments.
 
-    While segment j runs backward, the live tensors are j + 1 inputs of segments, the saved tensors
-    of all layers in segment j, and one gradient. The function computes the right answer in bytes,
-    and the decorator `numbers` turns it into a check.
+    Segments are numbered from 0. While segment j runs backward, the live tensors are the inputs of
+    segments 0 to j, the saved tensors of all layers in segment j, and one gradient. The function
+    computes the right answer in bytes, and the decorator `numbers` turns it into a check.
 
     Args:
         cuts: Numbers of layers at which segments begin and end, such as [0, 40, 70, 100].
@@ -194,7 +194,7 @@ def _right_if_whole(L: int, A: int, B: int) -> tuple[int, int]:
 def check_best_count(L: int, A: int, B: int) -> float:
     """Check the learner's formula for the number of equal segments with the lowest peak.
 
-    The exact value and the best whole number are both accepted. The function computes the right
+    Both the exact minimum and the best whole number are accepted. The function computes the right
     answer, and the decorator `numbers` turns it into a check.
 
     Args:
@@ -233,7 +233,7 @@ def least_peak(depth: int, layer_bytes: int = A) -> int:
 def check_tapered(answer: Any) -> Verdict:
     """Check the learner's function that cuts equal layers into segments so that the peak is lowest.
 
-    Some of the tested depths can be cut into equal segments, and some cannot.
+    It is tried on numbers of layers that can be cut into equal segments, and on others that cannot.
 
     Args:
         answer: Function that is called as `answer(depth, kept)`. `kept` is the ratio of the bytes
@@ -405,12 +405,14 @@ def _run_on(stages: tuple[Stage, ...], e: int, room: int, mistake: str) -> float
 def check_recurrence(answer: Any) -> Verdict:
     """Check the learner's recurrence for the least time of a training step within a memory budget.
 
-    The recurrence is tried on four chains of stages, with every budget at which the least time can
-    change. The right times are found by simulating every schedule.
+    The step runs a chain of stages. The learner's function is tried on four chains, each with many
+    budgets. It must return the least time of all persistent schedules that fit into the budget (see
+    `every_schedule`), or infinity if no schedule fits.
 
     Args:
-        answer: Function that is called as `answer(stages, room)`, with the budget `room` in bytes
-            without the input of the first stage. It returns the least time of the stages.
+        answer: Function that is called as `answer(stages, room)`, and returns the least time of
+            these stages. `room` is the number of bytes that remain of the budget when the input of
+            the first stage is in memory.
     """
     tried = _least_times(tuple(cases(_CHAINS, _draw_chain)))
 
@@ -483,9 +485,9 @@ def _run_without_checkpoints(
 def check_nested(answer: Any) -> Verdict:
     """Check the learner's function that runs layers in nested checkpoints.
 
-    The gradients must be those of the layers without checkpoints. No Linear may run forward more
-    than twice. The peak must be close to the lowest peak of checkpointed segments whose layers save
-    only their input.
+    The gradients must be those of the layers without checkpoints. Each linear layer may run forward
+    at most twice. The peak may be only slightly higher than the lowest peak of checkpointed
+    segments in which each layer saves nothing but its input.
 
     Args:
         answer: Function that is called as `answer(layers, x)`, and returns the output of the
@@ -525,7 +527,7 @@ def check_nested(answer: Any) -> Verdict:
 def check_drawn_schedule(actions: Any) -> Verdict:
     """Check a schedule for six equal stages that save 2 bytes each.
 
-    The schedule may have a peak of at most 7 bytes, and may run stages forward at most 11 times.
+    The schedule may have a peak of at most 7 bytes, and at most 11 forward runs of stages in total.
 
     Args:
         actions: Actions of the schedule for `Chain.uniform(6, saved_bytes=2)`.
@@ -585,8 +587,8 @@ def check_plan(answer: Any) -> Verdict:
 
     Args:
         answer: Function that is called as `answer(first, stages, room)`. `first` is the number of
-            the first stage, and `room` is the budget in bytes without the input of that stage. The
-            function returns a list of actions.
+            the first of these stages. `room` is the number of bytes that remain of the budget when
+            the input of this stage is in memory. The function returns a list of actions.
     """
     of_chains = _least_times(tuple(cases(_CHAINS, _draw_chain)))
     tried = [(chain, room, least) for chain, room, least in of_chains if least < math.inf]

@@ -32,10 +32,10 @@ _NAMES = {
 
 
 def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -> "Figure":
-    """Draw predicted and measured peaks of layers against the number of checkpointed segments.
+    """Draw a network's predicted and measured peaks against its number of checkpointed segments.
 
-    Predictions are computed by the formula k·B + (L/k)·A + B for k segments. A is the bytes that a
-    layer saves for backward, and B the bytes of its input.
+    Predictions are computed by the formula k·B + (L/k)·A + B, in which k is the number of segments
+    and L the number of layers. A layer saves A bytes for backward, and its input has B bytes.
 
     Args:
         depth: Number of layers, L.
@@ -64,7 +64,9 @@ def draw_sweep(depth: int, measured: Mapping[int, int], marked: Sequence[int]) -
 def draw_sweeps(
     sweeps: Mapping[int, Mapping[int, int]], predicted: Callable[[int, int], int]
 ) -> "Figure":
-    """Draw predicted and measured peaks against the number of segments, with one panel per depth.
+    """Draw predicted and measured peaks against the number of segments, for several depths.
+
+    There is one panel per depth, which is the number of layers.
 
     Args:
         sweeps: Dict from the number of layers to a dict from the number of checkpointed segments to
@@ -91,8 +93,8 @@ def peak_and_flops(
     """Return the peak in bytes and the FLOPs of a forward and backward pass.
 
     Gradients of the weights are allocated before the forward pass. The input x has the shape (1000,
-    25), and its bytes count. The gradient of the output has no repeated elements, so it is a full
-    tensor.
+    25), and its bytes are part of the peak. The gradient of the output is not an expanded scalar,
+    so it needs as many bytes as the output.
 
     Args:
         run: Function that runs the layers, `run(layers, how, x)`.
@@ -113,7 +115,7 @@ def gradients(
 ) -> list[Tensor | None]:
     """Run layers forward and backward, and return the gradients of all parameters.
 
-    The loss is a sum of the outputs with different weights.
+    The loss is a weighted sum of the output's elements, whose weights all differ.
 
     Args:
         run: Function that runs the layers, `run(layers, how, x)`.
@@ -148,7 +150,7 @@ def cost_of(
 ) -> tuple[int, int]:
     """Return the peak in bytes and the FLOPs of a forward and backward pass on symbolic tensors.
 
-    Gradients are allocated before the forward pass, and the bytes of the input x count.
+    Gradients are allocated before the forward pass. The bytes of the input x are part of the peak.
 
     Args:
         make: Function that returns a pair: stages that end in a loss, and their input x.
@@ -169,8 +171,8 @@ def draw_budgets(cuts: Mapping[str, Sequence[int]]) -> "Figure":
     """Draw the tensors that are live while each checkpointed segment runs backward.
 
     There is one panel for each way to cut the layers into segments, and one column per segment. A
-    column has a box for the inputs and a gradient, and above it one box for each layer of the
-    segment.
+    column has one box for the inputs of segments together with a gradient, and above it one box for
+    each layer of the segment.
 
     Args:
         cuts: Dict from a label to the numbers of layers at which segments begin and end, such as
@@ -213,14 +215,15 @@ def schedule_pictures(
     panel_height: float = 1.6,
     rows: Sequence[str] | None = None,
 ) -> "Figure":
-    """Draw schedules for one chain of stages next to each other, with time on the x axis.
+    """Draw several schedules for the same chain of stages, with time on the x axis.
 
     The upper panel of each schedule has its actions, with stages on the y axis. The lower panel has
     the live bytes.
 
     Args:
         schedules: Dict from a label to a schedule.
-        chain: Chain of the schedules. Times are drawn relative to a step that stores all tensors.
+        chain: Chain of the schedules. Times are drawn relative to the time of a step that stores
+            all tensors.
         title: Title of the figure.
         unit, scale: Unit of the bytes, and number of bytes per unit.
         panel_height: Height of the upper panels in inches.
@@ -322,8 +325,8 @@ def claims_table(
     Args:
         peak: Function that returns the measured peak in bytes. Its argument is the numbers of
             layers at which segments begin and end, such as [0, 40, 70, 100].
-        tapered: Function that takes the number of layers, and returns these layer numbers for the
-            segments with the lowest peak.
+        tapered: Function that takes the number of layers, and returns the layer numbers that give
+            the segments with the lowest peak.
         groups: Peaks in bytes of a decoder with one and with two layers per checkpoint.
     """
     shorter, equal, longer = (

@@ -22,11 +22,11 @@ EARLY = "#AA3377"  # color of lines and points with early stop
 def best_cuts(chain: Chain) -> list[Cost]:
     """Return the costs of the best ways to cut a chain of stages into checkpointed segments.
 
-    The last segment runs forward once, and all others run forward twice. The start of the last
-    segment therefore determines the time.
+    The last segment runs forward once, and the other segments run forward twice. The start of the
+    last segment therefore determines the time.
 
     Returns:
-        One cost for each possible start of the last segment. All other segments are chosen so that
+        One cost for each possible start of the last segment. The other segments are chosen so that
         the peak is lowest.
     """
     sizes, length = Sizes(chain), len(chain)
@@ -71,7 +71,7 @@ def frontier_with_early_stop(
     Returns:
         One cost for each budget at which a schedule is faster than at all smaller budgets. The last
         cost has the time of a step that stores all tensors. In each cost, `peak_bytes` is the
-        budget, and `forward_steps` is 0.
+        budget, and `forward_steps` is 0, because forward steps are not counted.
     """
     stopped = [
         replace(
@@ -166,7 +166,7 @@ def draw_frontier(
         lines: Dict from a label to the costs on a frontier, in which `time` is in FLOPs. The last
             cost of the first frontier is the baseline.
         variants: Dict from a label to (points, marker, color). `points` is a dict from a name to
-            (peak in bytes, FLOPs). A name that is a string is written next to its point.
+            (peak in bytes, FLOPs). If the name is a string, it is written next to the point.
         xlim: Limits of the x axis in MB.
     """
     baseline = next(iter(lines.values()))[-1]

@@ -35,9 +35,9 @@ from course_lib.teaching.experiments import (
 def scheduled_decoder(device: torch.device, **sizes: int) -> Iterator[Part]:
     """Measure the peaks and times of a decoder's forward and backward pass under three schedules.
 
-    The first schedule stores all tensors. The other two have half and a quarter of its peak as
-    their budget, or the lowest possible peak if that is larger. All gradients are allocated before
-    the forward pass.
+    The first schedule stores all tensors. The second one has half of the first schedule's peak as
+    its budget, and the third one a quarter. A budget below the lowest possible peak is raised to
+    that peak. All gradients are allocated before the forward pass.
     """
     model, tokens = decoder_and_tokens(device, **sizes, tied=False)
     stages = loss_stages(model, tokens[:, 1:])

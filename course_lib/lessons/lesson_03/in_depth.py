@@ -51,8 +51,9 @@ def compare_cuts(
     Args:
         balanced: Function of the number of layers L and the number of segments. It returns the
             numbers of layers at which equal segments begin and end, such as [0, 25, 50].
-        tapered: Function of L that returns these layer numbers for segments that become shorter.
-        predicted, measured: Functions that take these layer numbers and return the peak in bytes.
+        tapered: Function of L that returns the layer numbers for segments that become shorter.
+        predicted, measured: Functions that take such layer numbers, and return the predicted and
+            the measured peak in bytes.
     """
     rows = []
     for depth in (16, 36, 50, 64):
@@ -74,7 +75,7 @@ def figures_of_older_claims(run: Run, layers: nn.Sequential, cuts: Sequence[int]
     Args:
         run: Function that runs layers in checkpointed segments, `run(layers, cuts, x)`.
         layers: 100 layers.
-        cuts: Numbers of layers at which segments begin and end, for the lowest peak.
+        cuts: Numbers of layers at which segments begin and end, chosen for the lowest peak.
     """
     shape = {"depth": 1, "width": 25, "activation": nn.Tanh}
     tanh = nn.Sequential(*(deep_mlp(**shape, seed=seed) for seed in range(100)))

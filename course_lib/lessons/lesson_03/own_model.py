@@ -54,16 +54,16 @@ def with_chunked_loss(stages: nn.Sequential, chunk: int, x: Tensor) -> Tensor:
 
 
 def llama_layer_bytes(hidden: int, inner: int, heads: int, tokens: int) -> tuple[int, int, int]:
-    """Return the bytes of a Llama layer's saved tensors, of its input, and of its gradients.
+    """Return three numbers of bytes for a Llama layer: saved tensors, input, and gradients.
 
-    The gradients are those of all parameters. The layer is in bf16 with 8 key-value heads, and runs
-    on symbolic tensors.
+    The saved tensors are those that the layer keeps for backward. The gradients are those of its
+    parameters. The layer is in bf16 with 8 key-value heads, and runs on symbolic tensors.
 
     Args:
         hidden: Hidden size.
         inner: Inner width of the feed-forward network.
         heads: Number of query heads.
-        tokens: Length of the sequence; the batch has one sequence.
+        tokens: Length of the sequence. The batch has one sequence.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -85,7 +85,7 @@ def llama_layer_bytes(hidden: int, inner: int, heads: int, tokens: int) -> tuple
 
 
 def saved_when_compiled(run: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """Return the bytes that a compiled module saves for backward, without its parameters."""
+    """Return the bytes that a compiled module saves for backward, not counting its parameters."""
     with warnings.catch_warnings():
         # `saved_tensors` uses global hooks on modules, about which the compiler warns.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
@@ -126,8 +126,8 @@ def compile_privately(module: nn.Module, x: Tensor, budget: float) -> Callable[[
 def compiled_cost(budget: float) -> Cost:
     """Return the peak in bytes and the FLOPs of the compiled decoder's forward and backward pass.
 
-    The decoder has 8 layers. Gradients are allocated before the forward pass, and the bytes of the
-    input count.
+    The decoder has 8 layers. Gradients are allocated before the forward pass. The bytes of the
+    input are part of the peak.
 
     Args:
         budget: Value of PyTorch's setting `activation_memory_budget`, from 0 to 1.
@@ -143,9 +143,9 @@ def draw_ways(measured: Mapping[int, Mapping[str, Cost]]) -> "Figure":
     """Draw the peak and the FLOPs of several ways to run the decoder, with one panel per depth.
 
     Args:
-        measured: Dict from the number of layers to a dict. The inner dict is from a label, such as
-            "each layer", to (peak in bytes, FLOPs). Its first item is the baseline, to which FLOPs
-            are relative.
+        measured: Dict from the number of layers to an inner dict, whose keys are labels such as
+            "each layer", and whose values are (peak in bytes, FLOPs). The first item of an inner
+            dict is the baseline. FLOPs are drawn relative to it.
     """
     title = "A checkpoint around each layer has the lowest peak with 8 layers, but not with 48"
     drawn, axes = figure(title, columns=len(measured), width=8.6, height=3.6, sharey=True)
@@ -196,7 +196,9 @@ def budget_table(
 
 
 def outcomes(runs: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor) -> Table:
-    """Return a table of whether each function runs, forward and backward, or which error it raises.
+    """Run functions forward and backward, and return a table of their outcomes.
+
+    The outcome is "runs", or the type of the error that was raised.
 
     Args:
         runs: Dict from the label of a row to a function of x. The functions may be compiled.

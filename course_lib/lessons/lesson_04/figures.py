@@ -50,8 +50,8 @@ def draw_tiers() -> "Figure":
 def draw_recorded() -> "Figure":
     """Draw recorded times of a decoder's forward and backward pass on an H200.
 
-    One bar is the pass without offload. The other two bars are passes with offloaded activations,
-    by `offload_activations` and by PyTorch's `save_on_cpu`.
+    There are three bars: without offload, with `offload_activations`, and with PyTorch's
+    `save_on_cpu`.
     """
     found, rows = recorded_on_h200(), []
     names = {"plain": "plain", "offload_activations": "offloaded", "save_on_cpu": "save_on_cpu"}
@@ -77,16 +77,16 @@ Step = tuple[SimulatedDevice, float, int]
 
 
 def draw_steps(runs: Mapping[int, Step], plain: float) -> "Figure":
-    """Draw timelines of computation and of copies in both directions.
+    """Draw timelines of steps with offload: computation, and copies in both directions.
 
-    If there is a single timeline, a second panel shows the live bytes without those from before the
-    step.
+    If there is only one step, a second panel shows its live bytes, minus those that were live
+    before the step.
 
     Args:
-        runs: Dict from p to (device, start, live bytes). p is the number of storages that are
-            fetched ahead, and device is the simulated device after the step. The start is a time in
-            seconds, and the live bytes are those at the start.
-        plain: Seconds of the step without copies, marked by a line.
+        runs: Dict from p, the number of storages that are fetched ahead, to a tuple: the simulated
+            device after the step, the time in seconds at which the step began, and the live bytes
+            at that time.
+        plain: Seconds of the step without copies, which are marked by a line.
     """
     took = {p: f"{1000 * (device.seconds - began):.2f}" for p, (device, began, _) in runs.items()}
     title = text(_STEPS[tuple(runs)], **{f"ms{p}": ms for p, ms in took.items()})
@@ -118,8 +118,8 @@ def draw_layers(step: Step) -> "Figure":
     """Draw computation and copies to the host during a decoder's first two layers.
 
     Args:
-        step: Result of `small_decoder`, a simulation in which everything takes 1/256 of its time on
-            a GPU. The axis shows the times on the GPU.
+        step: Result of `small_decoder`. All times in this simulation are 1/256 of the times of a
+            large decoder on a GPU. The axis shows the times of the large decoder.
     """
     alt = text(
         "Two lanes during the first layers of forward: compute, and copies to the host. Twice per"
@@ -134,10 +134,11 @@ def draw_layers(step: Step) -> "Figure":
 
 
 def draw_taken(taken: Mapping[str, Sequence[int]]) -> "Figure":
-    """Draw how many layer outputs are in memory after the host has started each layer.
+    """Draw how many outputs of layers take memory, after the host has started each layer.
 
     Args:
-        taken: Dict from the label of a line to the number of outputs in memory after each layer.
+        taken: Dict from the label of a line to a list. For each layer, the list has the number of
+            outputs that take memory when the host has started this layer.
     """
     rows = [{"name": text(name), "most": max(counts)} for name, counts in taken.items()]
     title = "With record_stream, each layer that the host runs ahead takes one more block"
@@ -238,7 +239,7 @@ def draw_pages(
         typed: The learner's `peak_in_step(parameters, page_bytes)`. It returns None if the learner
             has not written it yet.
         peaks: Dict from the size of a page in MiB to the measured peak in bytes.
-        plain: Peak in bytes with all of the state in memory.
+        plain: Peak in bytes if the whole state stays in memory.
     """
     sizes = [text("{mib} MiB: {peak} MB", mib=m, peak=f"{p / 1e6:.1f}") for m, p in peaks.items()]
     alt = text(
@@ -303,8 +304,9 @@ def claims_table(
     """Return a table of claims about offload, each with the number that tests it.
 
     Args:
-        steps: Dict from (checkpointed, p) to (meter, copied bytes) of a training step. p is the
-            number of storages that are fetched ahead. Only the steps with p = 1 are shown.
+        steps: Dict from (checkpointed, p) to (meter, copied bytes) of a training step.
+            `checkpointed` is whether each layer has a checkpoint, and p is the number of storages
+            that are fetched ahead. Only the steps with p = 1 are shown.
         times: Dict from (p, copies in flight) to the time of a step, relative to the step without
             offload. Only the times with two copies in flight are shown.
     """
@@ -337,12 +339,13 @@ def older_claims(
 
     Args:
         ratio: Gradient that code from these documents gives, divided by the right gradient.
-        kept: Bytes that the graph saves without and with the function `Offload` from these
-            documents.
-        unmoved: Whether each state tensor of the optimizer is still at its old address, after code
-            that should offload it.
-        error: Name of the attribute that is missing in a prefetcher from these documents.
-        peaks: Peaks in bytes of making an attention mask with and without a new `nn.Transformer`.
+        kept: Two numbers of bytes that the graph saves: without and with the function `Offload`
+            from these documents.
+        unmoved: For each state tensor of the optimizer, whether its address is still the same after
+            code from these documents that should offload it.
+        error: Name of an attribute that a prefetcher from these documents uses before it exists.
+        peaks: Two peaks in bytes of code that makes an attention mask: with and without a new
+            `nn.Transformer`.
     """
     return claims.claims_table(
         OLDER_CLAIMS,

@@ -44,9 +44,9 @@ from course_lib.teaching.recordings import FOLDER
 def offloaded_activations(device: torch.device, **sizes: int) -> Iterator[Part]:
     """Measure a decoder's forward and backward pass with and without offloaded activations.
 
-    Activations are offloaded by `offload_activations`, and by PyTorch's `save_on_cpu`. On a GPU,
-    each of them pins about 13 GB of host memory, because PyTorch rounds every block up to a power
-    of two.
+    Activations are offloaded by `offload_activations`, and in another variant by PyTorch's
+    `save_on_cpu`. On a GPU, each of these two variants pins about 13 GB of host memory, because
+    PyTorch rounds every block up to a power of two.
     """
     pinned = device.type == "cuda"
     # In fp32 a layer saves 68 bytes per element of its input. Pinned memory holds these bytes
@@ -102,7 +102,7 @@ def recorded_on_h200() -> dict[str, float]:
 def offloaded_optimizer(device: torch.device, **sizes: int) -> Iterator[Part]:
     """Measure a decoder's training step with AdamW's state on the device and in host memory.
 
-    On a GPU this experiment pins up to 16 bytes of host memory per parameter (2 GB in total). With
+    On a GPU this experiment pins at most 16 bytes of host memory per parameter, 2 GB in total. With
     a slow CPU it takes half a minute.
     """
     variants = {}

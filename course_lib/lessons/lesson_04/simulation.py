@@ -24,14 +24,14 @@ from .gpu import offloaded_activations
 
 @cache
 def clock(layers: int, copy: float, p: int, in_flight: int = 2) -> float:
-    """Return the simulated time of forward and backward of equal layers with offload.
+    """Return the simulated time of forward and backward with offload, for equal layers.
 
     Each layer is a Linear followed by a GELU. The unit is the time of one layer's forward pass
     without copies.
 
     Args:
         layers: Number of layers.
-        copy: Time of one copy, in the same unit.
+        copy: Time of copying one storage, in the same unit.
         p: Number of storages that are fetched ahead in backward.
         in_flight: Number of copies to the host that may run at the same time as computation.
     """
@@ -63,8 +63,9 @@ def settings_table(typed: Callable[..., Any]) -> Table:
 
     The settings are the number of copies in flight, and the number of storages that are fetched
     ahead. The columns compare the learner's formula, a simulation and a measurement on an H200, all
-    relative to the step without offload. Formula and simulation assume 50 TFLOP/s and 50 GB/s. With
-    one copy in flight, the time of one copy per layer is added to the formula.
+    relative to the step without offload. Formula and simulation assume 50 TFLOP/s and 50 GB/s. The
+    formula assumes at least two copies in flight. For one copy in flight, the time of one copy per
+    layer is added to its result.
 
     Args:
         typed: The learner's `step_time(L, f, g, c, p)`. It returns None if the learner has not
@@ -87,9 +88,9 @@ def count_forward() -> tuple[int, int, int]:
     The decoder is that of the experiment `offloaded_activations`.
 
     Returns:
-        FLOPs of matrix products outside of attention, bytes that `offload_activations` copies to
-        the host, and bytes that PyTorch's `save_on_cpu` copies, which are those of all saved
-        tensors.
+        Three numbers: the FLOPs of matrix products outside of attention, the bytes that
+        `offload_activations` copies to the host, and the bytes that PyTorch's `save_on_cpu` copies
+        to the host. `save_on_cpu` copies all saved tensors.
     """
     saved, store, sizes = [], SymbolicStore(), dict(offloaded_activations.sizes)
     batch = sizes.pop("batch"), sizes["sequence"], sizes["vocabulary"]
@@ -154,15 +155,18 @@ def decoder_seconds(link: float | None, p: int = 0, checkpointed: bool = False) 
 
 
 def small_decoder(rate: float, link: float, ahead: int) -> tuple[SimulatedDevice, float, int]:
-    """Simulate a decoder with offloaded activations at a sixteenth of its sizes and of the FLOP/s.
+    """Simulate a small decoder that stands for a large decoder with offloaded activations on a GPU.
 
-    Every matrix product and every copy takes 1/256 of its time on the GPU.
+    The small decoder has a sixteenth of the large decoder's hidden size, vocabulary and sequence
+    length. Its copies therefore have 1/256 of the bytes, and its matrix products 1/4096 of the
+    FLOPs. The simulated device computes at a sixteenth of `rate`, so that both copies and matrix
+    products take 1/256 of their time on the GPU.
 
     Args:
         rate: FLOP/s of the GPU.
         link: Bytes per second of copies in each direction.
-        ahead: Number of storages that are fetched ahead in backward, and number of copies to the
-            host that may be in flight.
+        ahead: Number of storages that are fetched ahead in backward. It is also the number of
+            copies to the host that may be in flight.
 
     Returns:
         The simulated device after the step, the time at which the step began, and the live bytes at
@@ -197,9 +201,9 @@ _VARIANTS = {
 def link_table() -> Table:
     """Return a table of the bandwidth that a decoder's step with offloaded activations needs.
 
-    One column is for all activations, the other for the inputs of checkpoints only. Simulated times
-    are stored results. They are relative to the same step without copies, except in the last row,
-    where they are relative to the baseline.
+    One column is for offloading all activations, the other for offloading only the inputs of
+    checkpoints. The times are stored results of simulations. Each time is relative to the same step
+    without copies. Only the last row is relative to the baseline.
     """
     plain = RECORDED[None, 0, False]
     rows: dict[str, list[str]] = {}
@@ -242,8 +246,8 @@ class _UnorderedDevice(SimulatedDevice):
 def without_waits() -> Table:
     """Return a table of the effects of missing waits in a small network with offloaded activations.
 
-    Each row is for another missing wait. The columns are the number of races, and whether the
-    gradient of the first weight is right in each mode of the simulated device.
+    In each row a different wait is missing. The columns are the number of races, and for each mode
+    of the simulated device, whether the gradient of the first weight is right.
     """
     mistakes = {
         "nothing": (SimulatedDevice, None),
@@ -277,11 +281,12 @@ def _first_gradient(
 
 
 def copies_without_waits() -> dict[str, tuple[float, float]]:
-    """Copy the number 2 to the host without any wait, and reuse its memory for the number 100.
+    """Copy the number 2 to the host without any wait, and reuse its GPU memory for the number 100.
 
     Returns:
         Dict from the mode of the simulated device ("normal", "late" or "early") to two numbers: the
-        one that the host reads, and the one that the copy has at the end.
+        number that the host reads at once, and the number that the host has when the copy is
+        complete.
     """
     found = {}
     for mode, options in {"normal": {}, "late": {"late": True}, "early": {"early": True}}.items():

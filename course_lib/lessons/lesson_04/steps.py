@@ -44,7 +44,9 @@ def metered_step(checkpointed: bool, p: int | None) -> tuple[MemoryMeter, int]:
 
 
 def checkpointed_peak(layers: int, tokens_per_h: int, p: int | None, frozen: bool = False) -> int:
-    """Return the peak in bytes of a decoder whose layers have checkpoints, on symbolic tensors.
+    """Return the peak in bytes of forward and backward of a decoder with checkpointed layers.
+
+    The decoder runs on symbolic tensors, which have no values.
 
     Args:
         layers: Number of layers.
@@ -63,7 +65,7 @@ def checkpointed_peak(layers: int, tokens_per_h: int, p: int | None, frozen: boo
 
 
 def step_peak(mib: int, fraction: float = 1.0) -> int:
-    """Return the peak in bytes of `OffloadedOptimizer.step()` for the course's decoder.
+    """Return the peak in bytes of the method `OffloadedOptimizer.step` for the course's decoder.
 
     Args:
         mib: Size in MiB of a page, the unit in which the state is copied.

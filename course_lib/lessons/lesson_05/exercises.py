@@ -63,10 +63,11 @@ def _line(m: int) -> int:
     in_bytes=True,
 )
 def check_peaks(m: int) -> int:
-    """Check the learner's formula for the peak in bytes of a step with gradient accumulation.
+    """Check the learner's formula for a step's peak in bytes with gradient accumulation.
 
-    The step has eight sequences. The measured peak is also accepted. The function computes the
-    right answer, and the decorator `numbers` turns it into a check.
+    The step has eight sequences. If the measured peak differs from the formula, it is also
+    accepted. The function computes the right answer, and the decorator `numbers` turns it into a
+    check.
 
     Args:
         m: Number of sequences per micro-batch: 1, 2, 4 or 8.
@@ -105,7 +106,7 @@ def _best(budget: float) -> int:
     tolerance=2e-10,  # bytes may be rounded to whole numbers
 )
 def check_micro_batch(budget: int) -> dict[str, float]:
-    """Check the learner's function that finds the fastest micro-batch within a memory budget.
+    """Check the learner's function that finds the fastest micro-batch size within a memory budget.
 
     If several sizes are equally fast, the smallest is right. The function computes the right
     answer, and the decorator `numbers` turns it into a check.
@@ -287,7 +288,7 @@ def schedule(loop: Callable) -> Label | None:
 
 
 def samples_used(loop: Callable, samples: int, size: int, every: int) -> tuple[int, int]:
-    """Return how many samples of an epoch reach an optimizer step, and how many steps are taken.
+    """Return how many samples of an epoch reach an optimizer step, and the number of steps.
 
     Args:
         loop: The learner's `train_epoch`.
@@ -300,9 +301,9 @@ def samples_used(loop: Callable, samples: int, size: int, every: int) -> tuple[i
 
 
 def remainder(loop: Callable) -> Label | None:
-    """Check that a training loop uses the last micro-batches if they do not fill a group.
+    """Check that a training loop uses the last micro-batches even if they do not fill a group.
 
-    Five micro-batches are accumulated in groups of two.
+    The loop accumulates five micro-batches in groups of two, so the last group has only one.
 
     Args:
         loop: The learner's `train_epoch`.
@@ -387,7 +388,7 @@ FIVE: Mapping[str, Callable[[Callable], Label | None]] = {
     }
 )
 def check_loop(function: Any) -> Verdict:
-    """Check the learner's training loop with gradient accumulation for five bugs.
+    """Check that the learner's training loop with gradient accumulation has none of five bugs.
 
     The peak memory of the loop is checked, too.
 
@@ -413,12 +414,13 @@ def check_loop(function: Any) -> Verdict:
 def check_fp32_sums(function: Any) -> Verdict:
     """Check the learner's accumulation of bf16 gradients in fp32.
 
-    After all backward passes, every `.grad` must be None, and no memory beyond the sums may be
-    live.
+    After all backward passes, every `.grad` must be None, and the sums must be the only additional
+    memory that is live.
 
     Args:
-        function: Function that is called with parameters, and returns a dict from each parameter to
-            the sum of its gradients in fp32. Later backward passes add to the sums.
+        function: Function that is called with the parameters before the first backward pass. It
+            returns a dict from each parameter to a tensor in fp32, to which each backward pass must
+            add the parameter's gradient.
     """
     generator = torch.Generator().manual_seed(seed_of(0))
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16, bias=False)).bfloat16()

@@ -24,7 +24,7 @@ _PARTS = ("parameter", "optimizer", "gradient", "activation", "temporary")
 
 
 def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figure":
-    """Draw the live bytes at a step's peak against the number of sequences per micro-batch.
+    """Draw a step's live bytes at the peak against the number of sequences per micro-batch.
 
     The bars are measured, and the line is computed by the learner's formula.
 
@@ -62,11 +62,12 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
 def draw_say(tokens: Sequence[int], errors: Mapping[int, Sequence[float]]) -> "Figure":
     """Draw two effects of averaging the mean losses of micro-batches, in two panels.
 
-    The left panel has the weight of one character against the length of its sample. The right panel
-    has the error of the gradient against the size of a micro-batch.
+    The left panel has the weight of one character in the loss against the length of its sample. The
+    right panel has the error of the gradient against the number of samples per micro-batch.
 
     Args:
-        tokens: Number of tokens of each sample in a batch. Each micro-batch has one sample.
+        tokens: Number of tokens (characters) of each sample in a batch, for the left panel. In that
+            panel each micro-batch has one sample.
         errors: Dict from the number of samples per micro-batch to relative errors of the gradient,
             one per batch.
     """
@@ -136,10 +137,11 @@ def draw_order() -> "Figure":
 
 
 def draw_training() -> "Figure":
-    """Draw recorded differences between two losses against the training step, one line per seed.
+    """Draw recorded differences between the losses of two models against the training step.
 
-    One model is trained with the average of the micro-batches' mean losses, the other with the mean
-    over all tokens. Short and long samples have separate panels.
+    One model is trained with the average of the micro-batches' mean losses, the other model with
+    the mean over all tokens. There is one line per seed, and one panel each for short and for long
+    samples.
     """
     made = load_record()
     every = made["every"]
@@ -180,9 +182,9 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
     """Draw gradient errors against the number of micro-batches, for sums in bf16 and in fp32.
 
     Args:
-        errors: Dict from "bf16" and "fp32", the dtype of the sums, to a dict. The inner dict is
-            from the number of micro-batches to relative errors, one for each seed. The gradients
-            are those of the weights of Linear layers.
+        errors: Dict from the dtype of the sums, "bf16" or "fp32", to an inner dict. The inner dict
+            maps the number of micro-batches to relative errors, one for each seed. The errors are
+            those of the gradients of linear layers' weights.
     """
     title = "With more micro-batches, sums in bf16 become less exact, but sums in fp32 do not"
     alt = (
@@ -207,7 +209,8 @@ def draw_sums(errors: Mapping[str, Mapping[int, Sequence[float]]]) -> "Figure":
 def five_bugs() -> Table:
     """Return a table of five training loops, each with one bug in its gradient accumulation.
 
-    Each row has the message of the check for this bug, and how many of the other four checks fail.
+    Each row has the message of the check that looks for this bug, and how many of the checks for
+    the other four bugs fail.
     """
     rows = []
     for name, loop in PLANTED.items():
@@ -229,8 +232,8 @@ def claims_table(
         off: Relative gradient errors of the average of the micro-batches' mean losses, as a dict
             from the number of samples per micro-batch to a list with one error per batch. The keys
             1 and 8 are required.
-        sums: Relative errors of bf16 gradients. `sums["fp32"]` is for sums in fp32: a dict from the
-            number of micro-batches to a list with one error per seed.
+        sums: Relative errors of bf16 gradients, as for `draw_sums`. Only `sums["fp32"]` is used, a
+            dict from the number of micro-batches to a list with one error per seed.
         exact: Relative gradient errors of the mean over all tokens, in fp32.
         meters: Dict from the number of sequences per micro-batch to the meter that measured the
             step. The keys 1 and 8 are required.

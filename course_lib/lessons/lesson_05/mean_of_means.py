@@ -29,9 +29,9 @@ KINDS = ("token mean", "mean of means")
 
 
 def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
-    """Return the sum of the losses of all predicted characters, and the number of these characters.
+    """Return the sum of the losses of all predicted characters, and the number of characters.
 
-    Padding (0) is not counted.
+    Padding, which has the number 0, is not counted.
 
     Args:
         model: Model that returns logits for characters.
@@ -46,7 +46,11 @@ def loss_sum(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
 
 
 def small_decoder(seed: int = 0) -> Decoder:
-    """Return a small decoder of two layers for characters, initialized with a seed."""
+    """Build a small decoder with two layers that predicts characters.
+
+    Args:
+        seed: Seed of the initial weights.
+    """
     return Decoder(
         vocabulary=VOCABULARY, hidden=64, heads=4, layers=2, sequence=LENGTH, seed=100 * seed
     )
@@ -99,9 +103,10 @@ def batch(seed: int, samples: int = SAMPLES) -> Tensor:
 
 
 def evaluate(model: torch.nn.Module) -> tuple[float, float]:
-    """Return two mean losses per character on texts that are not used for training.
+    """Return a model's mean losses per character on lines of code and on paragraphs.
 
-    The first one is for 128 lines of code, the second one for 62 paragraphs.
+    The first number is for 128 lines of code, the second number for 62 paragraphs. None of these
+    texts is used for training.
     """
     short, long = _halves()[1]
     losses = []
@@ -145,7 +150,7 @@ def train(
 
 
 def load_record() -> dict[str, Any]:
-    """Return the stored losses of trainings with two kinds of mean, and data on their origin.
+    """Return the stored losses of training runs with two kinds of mean, and data on their origin.
 
     The key "runs" has a dict from the seed to a dict from the kind of mean to a list of losses.
     """

@@ -61,9 +61,9 @@ def largest_at_peak(meter: Any) -> Table:
 
 
 def training_parts(seed: int) -> tuple[Decoder, Any, Any, torch.amp.GradScaler]:
-    """Return a decoder, an SGD optimizer, a learning rate scheduler and a gradient scaler.
+    """Return the parts of a training run: decoder, SGD optimizer, scheduler and gradient scaler.
 
-    The scheduler halves the learning rate at each step, and the scale is 1024.
+    The scheduler halves the learning rate at each step. The scale of the gradient scaler is 1024.
     """
     decoder = small_decoder(seed)
     sgd = torch.optim.SGD(decoder.parameters(), lr=0.5)
@@ -117,7 +117,7 @@ def errors_of_sums(gradient_in: Callable[..., Tensor]) -> dict[str, dict[int, li
             to add in fp32) and returns the gradient as a vector.
 
     Returns:
-        Dict from "bf16" and "fp32", the dtype of the sums, to a dict. The inner dict is from the
+        Dict from the dtype of the sums, "bf16" or "fp32", to an inner dict. The inner dict maps the
         number of micro-batches to a list of errors, one for each of two seeds.
     """
     errors: dict[str, dict[int, list[float]]] = {
@@ -150,8 +150,8 @@ def bytes_reduced(figures: Mapping[str, float], micro_batches: int) -> Table:
 def errors_of_pairs(by_size: Callable[..., None], grad_cache: Callable[..., None]) -> Table:
     """Return a table of gradient errors of two ways to compute a contrastive loss in micro-batches.
 
-    There are 32 pairs, in micro-batches of 8. The right gradient is that of all 32 pairs at once,
-    in float64.
+    There are 32 pairs, in micro-batches of 8. Errors are relative to the gradient of all 32 pairs
+    at once, in float64.
 
     Args:
         by_size, grad_cache: Functions that are called as `function(net, x, y, size)`, with the
@@ -187,18 +187,18 @@ def on_ranks(
     Args:
         step: Function that is called as `step(model, loss_sum, micro_batches, each)`. It leaves the
             gradient of the mean loss over the tokens of all ranks in `.grad`. If `each` is true,
-            every backward pass reduces the gradients, otherwise only the last one does. The source
-            code of the function runs in the processes, with `torch`, `dist` and `nullcontext` as
-            the only names defined outside.
+            every backward pass reduces the gradients. Otherwise only the last backward pass does.
+            The processes receive the source code of the function. It may use only `torch`, `dist`
+            and `nullcontext` from outside the function.
         micro_batches: Number of micro-batches per rank.
         processes: Number of ranks.
 
     Returns:
-        A dict with these keys. "parameters" is the bytes of all parameters. "each" and "last" are
-        the bytes that one rank passes to all-reduce if every backward pass reduces gradients, and
-        if only the last one does. "error" is the relative error of the gradient, compared with one
-        process that has all tokens. "library" is the bytes that `AccumulatedStep` passes to
-        all-reduce.
+        A dict with these keys. "parameters" is the bytes of all parameters. "each" is the bytes
+        that one rank passes to all-reduce if every backward pass reduces gradients, and "last" is
+        these bytes if only the last backward pass reduces them. "error" is the relative error of
+        the gradient, compared with one process that has all tokens. "library" is the bytes that
+        `AccumulatedStep` passes to all-reduce.
 
     Raises:
         RuntimeError: A process failed; the message has the end of its output.

@@ -115,7 +115,7 @@ LOG_SUM_EXP_MISTAKES = {
 
 
 def log_sum_exp(scores: Tensor, block: int, **mistake: Any) -> Tensor:
-    """Return the log-sum-exp of each row, computed block by block, optionally with a mistake.
+    """Compute the log-sum-exp of each row block by block, optionally with a mistake.
 
     Args:
         scores: Tensor of shape (rows, columns).
@@ -273,9 +273,10 @@ FORWARD_MISTAKES = {
 def check_forward(function: Any) -> Verdict:
     """Check the learner's forward pass of flash attention for one head.
 
-    Output and log-sum-exp must be right in float64, for large scores and for blocks that do not
-    divide the lengths. The function may run only two matrix products per tile (a query block and a
-    key block). The scores of at most one tile may be live at once.
+    A tile is a pair of a query block and a key block. Output and log-sum-exp must be right in
+    float64, for large scores and for block sizes that do not divide the sequence lengths. The
+    function may run only two matrix products per tile. The scores of at most one tile may be live
+    at once.
 
     Args:
         function: Function that is called as `function(q, k, v, block_q, block_k)`, and returns the
@@ -344,9 +345,9 @@ BACKWARD_MISTAKES: dict[str, dict[str, Any]] = {
 def check_backward(function: Any) -> Verdict:
     """Check the learner's backward pass of flash attention for one head.
 
-    The gradients must be right in float64. The scores of at most one tile (a query block and a key
-    block) may be live at once. One pass over the tiles needs five matrix products per tile; two
-    passes need seven.
+    A tile is a pair of a query block and a key block. The gradients must be right in float64, and
+    the scores of at most one tile may be live at once. The function may run five matrix products
+    per tile, in one pass over the tiles, or seven in two passes.
 
     Args:
         function: Function that is called as `function(q, k, v, o, lse, grad_o, block_q, block_k)`,
@@ -399,9 +400,10 @@ def _reject_gradients(found: list[Tensor], wanted: Sequence[Tensor]) -> NoReturn
 def check_flops() -> dict[str, int]:
     """Check the learner's count of the FLOPs of flash attention, in units of N² d.
 
-    N is the number of tokens, and d the head size. The keys are "forward", "backward" in one pass
-    over the tiles, and backward in "two passes". The function returns the right answer, and the
-    decorator `numbers` turns it into a check.
+    N is the number of tokens, and d the head size. The answer is a dict with three keys: "forward";
+    "backward", for a backward pass that goes over the tiles once; and "two passes", for a backward
+    pass that goes over the tiles twice. The function returns the right answer, and the decorator
+    `numbers` turns it into a check.
     """
     return {"forward": 4, "backward": 10, "two passes": 14}
 
@@ -444,12 +446,12 @@ def tile_count(
 ) -> Callable[[int, int, int, int], int]:
     """Return a function that counts the tiles of causal attention, optionally with a mistake.
 
-    A tile is a query block and a key block. Each query block needs the tiles up to the last key
-    that the block's last query may attend to.
+    A tile is a pair of a query block and a key block. Each query block needs the tiles up to the
+    last key to which the block's last query may attend.
 
     Args:
-        last, seen, rounded: Steps of the computation. The defaults are right, and other functions
-            introduce a mistake.
+        last, seen, rounded: Functions for the steps of the computation. The defaults are right, and
+            other functions introduce a mistake.
 
     Returns:
         Function of (queries, keys, block_q, block_k) that returns the number of tiles.
@@ -490,9 +492,10 @@ def tile_count(
 def check_causal_tiles(queries: int, keys: int, block_q: int, block_k: int) -> int:
     """Check the learner's count of the tiles that causal attention must compute.
 
-    A tile is a query block and a key block. It counts if the causal mask allows at least one of its
-    scores. The mask is aligned at the bottom right, so the last query may attend to all keys. The
-    function computes the right answer, and the decorator `numbers` turns it into a check.
+    A tile is a pair of a query block and a key block. It must be computed if the causal mask allows
+    at least one of its scores. The mask is aligned at the bottom right, so the last query may
+    attend to all keys. The function computes the right answer, and the decorator `numbers` turns it
+    into a check.
 
     Args:
         queries, keys: Number of queries and of keys.
@@ -586,10 +589,10 @@ def merge_parts(
     """Merge the attention outputs of two parts of the keys, optionally with a mistake.
 
     Args:
-        parts: Tensors o1, lse1, o2 and lse2: the output and the log-sum-exp for each part of the
-            keys.
-        weigh: Function of the log-sum-exps of a part, of all keys and of the other part, which
-            returns the weight of the part. The default is right.
+        parts: Four tensors o1, lse1, o2 and lse2. They are the output and the log-sum-exp of
+            attention to the first part of the keys, and the same for the second part.
+        weigh: Function that returns the weight of a part. Its arguments are three log-sum-exps: of
+            this part, of all keys, and of the other part. The default is right.
 
     Returns:
         The output and the log-sum-exp for all keys.
@@ -644,7 +647,7 @@ def check_merge(function: Any) -> Verdict:
 
     Args:
         function: Function that is called as `function(o1, lse1, o2, lse2)`, with the output and the
-            log-sum-exp for each part. It returns both for all keys.
+            log-sum-exp for each part. It returns the output and the log-sum-exp for all keys.
     """
     q, k, v, *_ = one_head(40, 56, 16, torch.float64)
     q[::5] /= 400
@@ -689,8 +692,9 @@ def check_merge(function: Any) -> Verdict:
 def triton_here() -> tuple[ModuleType | None, ModuleType | SimpleNamespace, Callable]:
     """Return the modules `triton` and `triton.language`, and the decorator `triton.jit`.
 
-    If Triton is not installed, a line is printed, and the results are None, a stand-in for
-    `triton.language`, and a decorator that does nothing.
+    If Triton is not installed, the function prints a line. It then returns None, a stand-in for
+    `triton.language`, and a decorator that does nothing, so that cells which define kernels still
+    run.
 
     Raises:
         RuntimeError: There is no GPU, and Triton was imported before the lesson could turn on

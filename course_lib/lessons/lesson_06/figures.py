@@ -19,7 +19,7 @@ _KINDS = {"standard": (_STANDARD, "o"), "checkpointed": ("#57606A", "s"), "flash
 
 
 def draw_running(maxima: Sequence[float], sums: Sequence[float]) -> "Figure":
-    """Draw the running maximum and the running sum of an online softmax after each block.
+    """Draw an online softmax's running maximum and running sum after each block.
 
     Blocks that raise the maximum are marked.
 
@@ -118,13 +118,15 @@ def draw_saved(lengths: Sequence[int], saved: Mapping[str, Sequence[int]]) -> "F
 def draw_roofline(
     devices: Mapping[str, tuple[float, float]], reached: Mapping[str, float]
 ) -> "Figure":
-    """Draw rooflines: the FLOP/s that devices can reach against arithmetic intensity, on log axes.
+    """Draw rooflines: the FLOP/s that a device can reach against the arithmetic intensity.
+
+    Both axes are logarithmic. There is one roofline per device.
 
     Args:
         devices: Dict from the name of a device to (peak FLOP/s, memory bandwidth in bytes per
             second).
-        reached: Dict from a kind of attention, which is marked on each roofline, to its FLOPs per
-            byte.
+        reached: Dict from a kind of attention to its FLOPs per byte. Each kind is marked on each
+            roofline.
     """
     rows = [{"name": name, "x": round(x)} for name, x in reached.items()]
     title = "The size of the block limits flash attention, and the L2 cache raises the limit"
@@ -169,7 +171,7 @@ def draw_peaks(costs: Mapping[str, tuple[float, float]]) -> "Figure":
 def draw_causal_tiles() -> "Figure":
     """Draw the tiles that causal attention computes, for 8 query blocks and 8 key blocks.
 
-    The tiles are numbered in the order in which they are computed.
+    Each tile has its number in the order of computation.
     """
     alt = (
         "An 8 by 8 grid of tiles. Tiles on the diagonal need the mask, the 28 tiles below it do"
@@ -191,7 +193,7 @@ def costs_of_both_passes(sequence: int, head_dim: int) -> Table:
     """Return a table of FLOPs, moved bytes and times of attention for one head in bf16.
 
     There is one row for each pass, forward or backward, of standard and of flash attention. The
-    times are lower bounds for computation and for memory traffic, on an A100 with 312 TFLOP/s and
+    times are two lower bounds on an A100: for computation at 312 TFLOP/s, and for memory traffic at
     2.0 TB/s.
 
     Args:

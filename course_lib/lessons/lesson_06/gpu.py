@@ -32,7 +32,7 @@ def attention_forward_and_backward(
     """Measure forward and backward of causal attention with each kernel that runs on the device.
 
     The kernels are standard attention, PyTorch's fused kernels and the course's flash attention. A
-    note has the names of the kernels that PyTorch chooses by default.
+    string in the results names the kernels that PyTorch chooses by default.
     """
     shape = (2, heads, sequence, head_dim)
     inputs = [

@@ -41,13 +41,14 @@ def fold(
     output: Step = lambda old, shrink, added: old * shrink + added,
     result: Callable = lambda o, total, largest: (o / total, largest + total.log()),
 ) -> list[Tensor]:
-    """Compute attention of a block of n queries with an online softmax, one tile after the other.
+    """Compute attention of a block of n queries with an online softmax, tile by tile.
 
     Args:
         tiles: One pair per key block: the scores, of shape (n, keys), and the values, of shape
             (keys, d).
-        start, of_rows, larger, factor, weigh, total, output, result: Steps of the online softmax.
-            The defaults are right, and other values introduce a mistake.
+        start, of_rows, larger, factor, weigh, total, output, result: Steps of the online softmax: a
+            number to start from, and functions. The defaults are right, and other values introduce
+            a mistake.
 
     Returns:
         The output, of shape (n, d), and the log-sum-exp, of shape (n,).
@@ -107,7 +108,8 @@ def backward_in_tiles(
         block_q, block_k: Number of queries and of keys per tile.
         weigh: Function that returns the probabilities P from the scores and `lse`.
         gradient: Function that returns dS from P, dP and D, the row sums of dO ∘ O.
-        adds: Whether each tile adds to dQ, dK and dV. False is a mistake: the tile overwrites.
+        adds: For each of dQ, dK and dV, whether a tile adds its part of the gradient. False is a
+            mistake, because the tile then overwrites the parts of earlier tiles.
 
     Returns:
         dQ, dK and dV, with the shapes of q, k and v.
@@ -142,8 +144,8 @@ def large_and_small(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values of one head with very large and very small scores.
 
-    In some rows all scores are near 1000 or −1000. In other rows the scores rise or fall by
-    hundreds from the first key to the last. The tensors have 16 features and are equal on every
+    For some queries, all scores are near 1000 or −1000. For other queries, the scores rise or fall
+    by hundreds from the first key to the last. The tensors have 16 features and are equal on every
     machine. All numbers are small multiples of 1/16, so that matrix products are exact in TF32,
     too.
     """

@@ -63,9 +63,9 @@ def _tokens(sizes: _Sizes) -> torch.Tensor:
 
 @exercise()
 def check_peak_without_memory(function: Any) -> Verdict:
-    """Check the learner's function that predicts a training step's peak with symbolic tensors.
+    """Check the learner's function that predicts a training step's peak on symbolic tensors.
 
-    Two decoders are tried. One has its peak in backward, the other in the optimizer step.
+    Two decoders are tried. The first has its peak in backward, the second in the optimizer step.
 
     Args:
         function: Function that is called as `function(make_model, make_batch)`, and returns the
@@ -180,10 +180,11 @@ def _draw_two_costs(rng: random.Random) -> tuple[SimpleNamespace, SimpleNamespac
     place="",
 )
 def check_break_even(first: Any, second: Any) -> float:
-    """Check the learner's formula for the machine on which two training steps take the same time.
+    """Check the learner's formula for the machine on which two training steps are equally fast.
 
-    The learner's function and this one return the ratio of compute rate to link bandwidth, in FLOP
-    per byte. The decorator `numbers` turns this function into a check.
+    The machine is described by the ratio of its compute rate to its link bandwidth, in FLOP per
+    byte. The learner's function and this one return this ratio. The decorator `numbers` turns this
+    function into a check.
 
     Args:
         first, second: Estimates of the two steps, with `flops` and `moved_bytes`.
@@ -210,10 +211,11 @@ def check_same_flops(recipe: Any) -> Verdict:
 
 @exercise()
 def check_keeps_clipping(recipe: Any) -> Verdict:
-    """Check a recipe (the learner's choice of techniques for a training step) that allows clipping.
+    """Check a recipe with which the gradients can be clipped.
 
-    The norm of all gradients must be known before the update. The peak may be at most 120 MB, and
-    the FLOPs at most 1.19 times those of the step without techniques. No bytes may be moved.
+    A recipe is the learner's choice of techniques for a training step. For clipping, the norm of
+    all gradients must be known before the update. The peak may be at most 120 MB, and the FLOPs at
+    most 1.19 times those of the step without techniques. No bytes may be moved.
 
     Args:
         recipe: The learner's `Recipe`.
@@ -285,7 +287,7 @@ def _fitting_estimate(recipe: Any, budget: int, most_flops: float | None = None)
 
 
 def peak_phase(found: Estimate) -> str:
-    """Return the phase in which an estimated step has its peak, such as "backward"."""
+    """Return the phase in which an estimated training step has its peak, such as "backward"."""
     return max(found.phase_peaks, key=found.phase_peaks.get)
 
 

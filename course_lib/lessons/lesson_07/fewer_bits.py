@@ -96,8 +96,8 @@ class FourBitLinear(nn.Module):
 class Adam8bit(Adam8bitState):
     """AdamW with 8-bit moments, and one fp32 scale per 256 elements of a moment.
 
-    The levels to which moments are rounded are a geometric series. bitsandbytes has finer levels,
-    in tables of the same size.
+    Moments are rounded to levels that form a geometric series. The levels of the library
+    bitsandbytes are finer, although its tables have the same size.
     """
 
     BETAS = (0.9, 0.999)
@@ -161,8 +161,8 @@ def run_in_8_bits(
 ) -> MemoryMeter:
     """Run two training steps with 8-bit AdamW, and return the meter of the second one.
 
-    The update of `Adam8bit` creates temporary tensors, which the update of bitsandbytes does not.
-    If the peak occurs in backward, it is the same for both.
+    The update of `Adam8bit` creates temporary tensors, unlike the update of the library
+    bitsandbytes. If the peak occurs in backward, both optimizers have the same peak.
 
     Args:
         make_model, make_batch: Functions that return the model and the batch.

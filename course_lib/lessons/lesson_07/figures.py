@@ -92,8 +92,8 @@ def recipe_fields(others: bool = False) -> Table:
     Each row has the name of a field, its default and its meaning.
 
     Args:
-        others: Whether to show the fields that the main part of the lesson does not use, instead of
-            those that it uses.
+        others: True for the fields that the main part of the lesson does not use, False for the
+            fields that it uses.
     """
     shown = [field for field in fields(Recipe) if (field.name in _CHANGED_HERE) != others]
     rows = [(f"`{field.name}={field.default!r}`", FIELDS[field.name]) for field in shown]
@@ -152,8 +152,8 @@ def waterfall_picture(
 ) -> "Figure":
     """Draw predicted and measured peaks of training steps to which techniques are added one by one.
 
-    Predicted peaks are stacked bars, labeled with the added FLOPs and moved bytes. Measured peaks
-    are points.
+    Predicted peaks are stacked bars. The text above a bar has the peak, the FLOPs relative to the
+    baseline, and the moved bytes. Measured peaks are points.
 
     Args:
         names: Label of each step. The first step is the baseline.
@@ -217,8 +217,8 @@ _MARKERS = {
 def draw_recipes(points: Sequence[RecipeCosts], budget: int = 60, intensity: int = 100) -> "Figure":
     """Draw the times and peaks of many training steps with different recipes as points.
 
-    A recipe is a choice of memory-saving techniques. The recipes to the left of the budget fit into
-    it. The figure names the fastest of them.
+    A recipe is a choice of memory-saving techniques. The budget is a vertical line, and the recipes
+    to its left fit into the budget. The figure names the fastest of these recipes.
 
     Args:
         points: Costs of the recipes, as `stored_estimates` returns them.

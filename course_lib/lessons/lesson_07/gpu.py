@@ -45,7 +45,7 @@ def three_recipes(device: torch.device, *, batch: int, **sizes: int) -> Iterator
     """Measure the peak of a decoder's training step with three combinations of techniques.
 
     On a GPU the last combination pins about 20 GB of host memory. It needs 14 bytes per parameter,
-    and PyTorch rounds blocks up to powers of two.
+    and more is pinned because PyTorch rounds blocks up to powers of two.
     """
 
     def make_batch() -> torch.Tensor:

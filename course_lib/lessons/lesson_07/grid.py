@@ -15,7 +15,9 @@ from .exercises import make_batch, make_model
 
 
 class RecipeCosts(NamedTuple):
-    """A recipe (the techniques of a training step), and the costs of every step after the first.
+    """A recipe (the techniques of a training step), and the costs of a step with these techniques.
+
+    All steps after the first step have these costs.
 
     Attributes:
         recipe: The recipe.
@@ -31,10 +33,16 @@ class RecipeCosts(NamedTuple):
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield 64 recipes: combinations of the techniques of a training step.
+    """Yield 64 recipes, which are combinations of the techniques of a training step.
 
-    The recipes combine kinds of attention, checkpoints, micro-batches or an optimizer step in
-    backward, offloaded optimizer state, and offloaded activations.
+    The recipes combine these choices:
+
+    - attention: standard or flash
+    - checkpoints: none, or around each layer
+    - batch: whole, in 2 micro-batches, in 8 micro-batches, or whole with an optimizer step in
+      backward
+    - optimizer state: in memory or offloaded
+    - activations: in memory or offloaded
     """
     # 0 micro-batches mean an optimizer step in backward
     combinations = product(
@@ -128,7 +136,7 @@ _ROWS: tuple[tuple[int, int, int], ...] = (
 
 
 def print_rows() -> None:
-    """Compute the costs of all recipes again, and print them in the form of `_ROWS`."""
+    """Compute the costs of all recipes again, and print them as lines of the stored table."""
     for recipe in recipes():
         found = estimate(make_model, make_batch, recipe)
         print(f"    ({found.peak_bytes}, {found.flops}, {found.moved_bytes}),")

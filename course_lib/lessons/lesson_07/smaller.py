@@ -80,9 +80,10 @@ def compare_roundings(
 
     Args:
         make_model, make_batch: Functions that return the model and the batch.
-        roundings: Dict from a label to a rounding: a function of the exact weights that returns the
-            weights in bf16 and the rest that the next update adds. The fraction of unchanged
-            weights is shown for the first rounding.
+        roundings: Dict from a label to a rounding. A rounding is a function of the exact weights
+            after an update. It returns a pair: the weights in bf16, and the rest that is added
+            again before the next update. The fraction of unchanged weights is shown for the first
+            rounding only.
         guesses: Dict from a learning rate to the learner's guess of the fraction of unchanged
             weights, in percent. None is a missing guess.
     """

@@ -62,11 +62,11 @@ def _draw_ranks(rng: random.Random) -> tuple[int, int]:
     blank=(None, ..., 0),
 )
 def check_held(psi: int, n: int) -> dict[str, float]:
-    """Check the learner's formulas for the bytes of training state per rank, for each ZeRO stage.
+    """Check the learner's formulas for the bytes of training state that a rank stores with ZeRO.
 
-    The training state consists of weights, gradients and Adam's state in fp32. FSDP2 with mixed
-    precision also stores its shards in fp32. The function computes the right answer, and the
-    decorator `numbers` turns it into a check.
+    There is one formula for each stage of ZeRO. The training state consists of weights, gradients
+    and Adam's state in fp32. With mixed precision, FSDP2 (stage 3) stores its shards in fp32, too.
+    The function computes the right answer, and the decorator `numbers` turns it into a check.
 
     Args:
         psi: Number of parameters.
@@ -98,7 +98,7 @@ def check_held(psi: int, n: int) -> dict[str, float]:
     place="place",
 )
 def check_seven_billion() -> dict[str, float]:
-    """Check the learner's bytes of training state per rank, for each ZeRO stage.
+    """Check the learner's numbers of bytes of training state per rank, for each stage of ZeRO.
 
     The model has 7e9 parameters and is trained in mixed precision on 8 ranks. The function computes
     the right answer, and the decorator `numbers` turns it into a check.
@@ -152,8 +152,8 @@ def check_sharded_step(answer: Any) -> Verdict:
 
     Args:
         answer: Function that is called as `answer(weights, gradients, adams, wire)`. The first
-            three arguments are lists with one item per rank, and `wire` has the collectives. It
-            returns the new weights of all ranks.
+            three arguments are lists with one item per rank. `wire` has the collectives. The
+            function returns a list with the new weights of each rank.
     """
     for n in (2, 4):
         _reject_unless_adam(answer, n)
@@ -254,7 +254,7 @@ def check_gathered_linear(function: Any) -> Verdict:
     """Check the learner's linear layer whose weight is sharded over several ranks.
 
     The layer must gather the weight for forward, release it, and gather it again for backward. The
-    layer is tried as rank 2 of 4 and as rank 0 of 2.
+    layer is tried as rank 2 of 4 ranks, and as rank 0 of 2 ranks.
 
     Args:
         function: Function that is called as `function(x, shard, wire)`, or an `autograd.Function`
@@ -351,7 +351,7 @@ def _is_unchanged(given: Any, psi: int, root: int) -> bool:
 def check_sent(psi: int, root: int) -> dict[str, int]:
     """Check the learner's formulas for the bytes that a rank communicates per training step.
 
-    There is one number for each of DDP, FSDP2, and FSDP2 in bf16. The function computes the right
+    There is one formula for each of DDP, FSDP2, and FSDP2 in bf16. The function computes the right
     answer, and the decorator `numbers` turns it into a check.
 
     Args:
@@ -401,10 +401,11 @@ def _break_even_tokens(factor: Callable[[int], float]) -> Callable[[int, int, fl
     blank=(None, ..., 0),
 )
 def check_second_machine(psi: int, gpus: int, rate: float, network: float) -> float:
-    """Check the learner's formula for the tokens per step at which a second machine starts to help.
+    """Check the learner's formula for the least number of tokens with which a second machine helps.
 
-    With this number of tokens, a step of FSDP2 in bf16 takes equally long on one machine and on
-    two. The function computes the right answer, and the decorator `numbers` turns it into a check.
+    With this number of tokens per step, a step of FSDP2 in bf16 takes equally long on one machine
+    and on two machines. The function computes the right answer, and the decorator `numbers` turns
+    it into a check.
 
     Args:
         psi: Number of parameters. The answer does not depend on it.

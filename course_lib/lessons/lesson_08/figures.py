@@ -46,8 +46,9 @@ _COLORS = {
 def held_by(run: Mapping[str, Any]) -> int:
     """Return the most bytes of training state that one rank stores during the optimizer step.
 
-    Weights, gradients and optimizer state are counted. For the mode "fsdp-keep", in which a rank
-    keeps gathered weights between forward and backward, these weights are added.
+    The training state consists of weights, gradients and optimizer state. In the mode "fsdp-keep",
+    a rank keeps gathered weights between forward and backward. In this mode, the bytes of these
+    weights are added.
 
     Args:
         run: Result of `course_lib.distributed.launch`.
@@ -59,13 +60,13 @@ def held_by(run: Mapping[str, Any]) -> int:
 def draw_ranks(
     lines: Mapping[int, Mapping[str, float]], runs: Sequence[Mapping[str, Any]]
 ) -> "Figure":
-    """Draw the stored bytes and the communicated bytes of a rank against the number of ranks.
+    """Draw a rank's stored bytes and communicated bytes against the number of ranks.
 
     Lines are predictions, and points are measured.
 
     Args:
-        lines: Dict from the number of ranks to a dict from the ZeRO stage to stored bytes, by the
-            learner's formulas.
+        lines: Dict from the number of ranks to an inner dict, which maps the name of a ZeRO stage
+            to the stored bytes. The bytes are computed by the learner's formulas.
         runs: Results of `course_lib.distributed.launch` for several modes and numbers of ranks.
     """
     title = "Sharded bytes fall to 1/n per rank, but the communication volume stays the same"
@@ -139,12 +140,12 @@ def draw_peaks(variants: Mapping[str, Mapping[str, int]], title: str) -> "Figure
 
 
 def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figure":
-    """Draw a device whose training step exceeds its memory budget, and ranks whose steps do not.
+    """Draw one device that exceeds its memory budget, and several ranks that stay within theirs.
 
     Args:
         alone: Error `MemoryBudgetExceeded` of the step on one device.
         run: Result of `course_lib.distributed.launch` with a budget per rank.
-        device_bytes: Budget of the device in bytes.
+        device_bytes: Memory budget of the one device in bytes.
     """
     title = "One device runs out of memory, but four smaller ones process the whole batch"
     drawn, ax = figure(title, height=2.9, width=8.2)
@@ -220,9 +221,9 @@ def claims_table(
     Args:
         runs: Dict from a mode, such as "ddp", to the result of `course_lib.distributed.launch` on 2
             ranks.
-        alone: Dict from the category to bytes at the peak of one device with 4 sequences.
-        saved: Bytes by which DDP's option `gradient_as_bucket_view` lowers the peak, with 128 and
-            with 16 tokens per sequence.
+        alone: Bytes at the peak of one device with 4 sequences, as a dict from category to bytes.
+        saved: Two numbers of bytes by which DDP's option `gradient_as_bucket_view` lowers the peak:
+            with 128 and with 16 tokens per sequence.
     """
     sent = [runs[mode]["communicated"]["measured"] for mode in ("ddp", "zero1")]
     whole, part = held_by(runs["ddp"]), held_by(runs["fsdp"])

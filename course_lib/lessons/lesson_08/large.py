@@ -45,10 +45,10 @@ def seventy_billion() -> Shapes:
 def compare_splits(shapes: Shapes, link: float) -> Table:
     """Return a table of three ways to split the training of a model over 64 GPUs in 8 machines.
 
-    Each row has the bytes of training state per GPU, the bytes that leave a machine per step, and
-    the time that sending them takes. All ways use FSDP2; sent bytes are those of FSDP2 in bf16. The
-    row of tensor parallelism counts all parameters as divided, although less than 1% of this
-    model's parameters are not.
+    All three ways use FSDP2. Each row has the bytes of training state per GPU, the bytes that leave
+    a machine per step, and the time that sending them takes. The sent bytes are those of FSDP2 in
+    bf16. The row of tensor parallelism is slightly too low: it assumes that all parameters are
+    divided, although less than 1% of this model's parameters are not.
 
     Args:
         shapes: Shapes of the model's parameters.
@@ -92,10 +92,10 @@ def draw_machines(
     Args:
         seconds: Function of the number of machines, the number of tokens and the rates that returns
             the time in seconds.
-        machines: Dict from the number of network cards per machine, 8 and 1, to the machine's
-            rates.
-        pays: Dict from the number of network cards per machine to the least number of tokens at
-            which two machines are as fast as one.
+        machines: Dict from the number of network cards per machine to the machine's rates. The keys
+            are 8 and 1.
+        pays: Dict from the number of network cards per machine to the smallest number of tokens at
+            which two machines are as fast as one machine.
     """
     drawn, ax = figure("A second machine pays only if a step has enough tokens", width=8.2)
     most = 2.2 * max(pays.values()) or 1.0  # if nothing is solved yet, axes of some width
@@ -164,8 +164,8 @@ def tensor_rows(
 def kept_per_layer(mode: str, ranks: int) -> int:
     """Return the bytes of activations that one rank saves for backward in one decoder layer.
 
-    The result is the difference between a decoder of two layers and a decoder of one layer,
-    estimated on symbolic tensors.
+    The result is the difference between the saved bytes of a decoder with two layers and of a
+    decoder with one layer. Both are estimated on symbolic tensors.
 
     Args:
         mode: "tp" for tensor parallelism, or "tp-sp" for tensor and sequence parallelism.
@@ -186,7 +186,7 @@ def kept_per_layer(mode: str, ranks: int) -> int:
 
 
 def sync_table(taken: Mapping[str, RankUsage]) -> Table:
-    """Return a table of the memory and the communication of one rank with gradient accumulation.
+    """Return a table of one rank's memory and communication with gradient accumulation.
 
     The rows differ in when gradients are reduced over the ranks: after each micro-batch, or only
     after the last one.

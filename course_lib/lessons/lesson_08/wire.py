@@ -77,23 +77,23 @@ class Wire(_ByteCounter):
     def all_reduce(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Add up the tensors of all ranks, and return a copy of the sum for each rank.
 
-        For the attribute `sent_bytes`, the call counts as a reduce-scatter and an all-gather.
+        The attribute `sent_bytes` grows by the bytes of a reduce-scatter and an all-gather.
         """
         return self.all_gather(self.reduce_scatter(tensors))
 
 
 class RankWire(_ByteCounter):
-    """Collectives as a single rank calls them.
+    """Collectives for a single rank, as the rank itself calls them.
 
-    The tensors of the other ranks are fixed at creation. Each method takes the tensor of the
-    calling rank, and returns the result for this rank.
+    Each method takes the tensor of the calling rank, and returns the result for this rank. The
+    tensors of the other ranks are fixed when the instance is created.
 
     Args:
         rank: Number of the calling rank.
         shards: Shards of a weight, one per rank, cut along the first dimension. `all_gather` uses
-            those of the other ranks.
+            the shards of the other ranks.
         gradients: Gradients of the whole weight, one per rank. `reduce_scatter` and `all_reduce`
-            use those of the other ranks.
+            use the gradients of the other ranks.
     """
 
     def __init__(self, rank: int, shards: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -138,7 +138,7 @@ class RankWire(_ByteCounter):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of the gradients of all ranks.
 
-        For the attribute `sent_bytes`, the call counts as a reduce-scatter and an all-gather.
+        The attribute `sent_bytes` grows by the bytes of a reduce-scatter and an all-gather.
 
         Args:
             tensor: The calling rank's gradient of the whole weight.

@@ -60,13 +60,13 @@ def passages(step: int, samples: int = 4, length: int = 128) -> dict[str, Tensor
     """Return a batch of random passages from the course's English text.
 
     Args:
-        step: Number of the training step, the seed of the random choice.
+        step: Number of the training step. It is the seed of the random choice.
         samples: Number of passages.
         length: Number of characters per passage.
 
     Returns:
-        Dict with "input_ids", of shape (samples, length) with one token per character, and
-        "labels", which are equal.
+        Dict with the keys "input_ids" and "labels", whose values are equal. They have the shape
+        (samples, length), with one token per character.
     """
     whole = " ".join(corpus.prose())
     starts = torch.randint(
@@ -189,7 +189,8 @@ def check_parameters(function: Any) -> Verdict:
     """Check the learner's function that counts the parameters of a Llama from its configuration.
 
     Args:
-        function: Function that is called with a dict of the configuration's fields.
+        function: Function that is called with a dict of the configuration's fields, and returns the
+            number of parameters.
     """
     tied = {**UNTIED, "tie_word_embeddings": True}
     configs = (UNTIED, tied, LLAMA, CONFIG_8B)
@@ -378,8 +379,9 @@ def _draw_adapters(rng: random.Random) -> tuple[Mapping[str, Any], int]:
 def check_qlora_bytes(config: Mapping[str, Any], rank: int) -> dict[str, float]:
     """Check the learner's formula for the bytes that QLoRA stores between training steps.
 
-    All matrices of the layers are quantized to NF4 and have adapters in fp32. The optimizer is
-    Adam. The function computes the right answer, and the decorator `numbers` turns it into a check.
+    All matrices in the layers are quantized to NF4, and each of them has an adapter in fp32. The
+    optimizer is Adam. The function computes the right answer, and the decorator `numbers` turns it
+    into a check.
 
     Args:
         config: Dict with the fields of a Llama's configuration.

@@ -46,7 +46,7 @@ def draw_techniques(found: Mapping[str, Estimate], budget_bytes: int) -> "Figure
 
 
 def on_a_card(found: Mapping[str, Estimate]) -> Table:
-    """Return a table of GPU memory, host memory and moved bytes of training steps, in GB.
+    """Return a table of training steps: their GPU memory, host memory and moved bytes, in GB.
 
     Args:
         found: Dict from a label to an estimate of a step that offloads to host memory.

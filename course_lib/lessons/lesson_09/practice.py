@@ -39,10 +39,12 @@ def run_predicted(
     *,
     guess: float | None = None,
 ) -> Table:
-    """Run training steps whose peaks were estimated, and return a table of both peaks in bytes.
+    """Run training steps whose peaks were estimated, and return a table that compares the peaks.
+
+    Each row has the estimated and the measured peak of a step in bytes.
 
     Args:
-        make_model: Function that returns a new model. The loss that the model computes is used.
+        make_model: Function that returns a new model, which computes its loss itself.
         make_batch: Function that returns the batch.
         predicted: Dict from a label to the estimate of a step.
         guess: The learner's guess of the first step's peak in MB, shown in an additional row. None
@@ -76,13 +78,13 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def difference(found: Tensor, expected: Tensor, update: Tensor) -> str:
-    """Return the relative distance of two vectors of weights as text.
+    """Return the relative distance of two models' weights as text.
 
-    The result is "0" for equal vectors, "< 0.0005" for a difference by rounding, and "✗" otherwise.
-    The exact distance is not shown, because it differs between CPUs.
+    The result is "0" if the weights are equal, "< 0.0005" if they differ only by rounding, and "✗"
+    otherwise. The exact distance is not shown, because it differs between CPUs.
 
     Args:
-        found, expected: Weights of a model as vectors.
+        found, expected: Weights of the two models, each as one vector.
         update: Norm by which the distance is divided, as a tensor without dimensions.
     """
     error = ((found - expected).norm() / update).item()

@@ -74,7 +74,8 @@ class Difference:
 
     Attributes:
         relative: Norm of the difference, divided by the norm of the baseline's gradients.
-        training: Whether the model was in training mode. In evaluation mode there is no dropout.
+        training: Whether the model was in training mode. If not, it was in evaluation mode, in
+            which dropout is off.
     """
 
     relative: float
@@ -91,13 +92,15 @@ class Sheet:
     """Results of the learner's project, which `hand_in` shows as a table.
 
     Results are attributes, such as `sheet.plain = estimate(...)`. Reading a result that no section
-    has computed raises `MissingResult`, which `part` shows as a verdict.
+    has computed yet raises `MissingResult`. Inside a `with` block of `part`, this error is shown as
+    a verdict.
 
     Args:
         make_model: Function that returns a new model.
         make_batch: Function that takes the number of a training step and returns its batch.
-        loss_sum: Function that takes (model, batch) and returns (sum of losses, weight). None for
-            the loss that the model computes.
+        loss_sum: Function that takes (model, batch) and returns a pair: the sum of the losses, and
+            the weight by which it is divided to give the mean loss. The weight is the number of
+            tokens or samples in the sum. None uses the loss that the model computes itself.
         budget_bytes: Memory budget of the training step in bytes.
     """
 
@@ -122,8 +125,9 @@ class Sheet:
     def part(self, section: str) -> Iterator[None]:
         """Run a section of the project in a `with` block.
 
-        Results that an earlier run stored for this or later sections are removed first. An error
-        ends the block and is shown as a verdict.
+        At the start, results of this section and of later sections are removed, so that no result
+        of an earlier run remains. An error in the block ends it, and is shown as a verdict instead
+        of being raised.
 
         Args:
             section: Number of the section, such as "10.2".
@@ -148,9 +152,12 @@ class Sheet:
         _show(shown)
 
     def show_guess(self, guess: float | None) -> None:
-        """Display the learner's guess of the baseline's peak, in MB.
+        """Display a table of the learner's guess next to the predicted and the measured peak.
 
-        The table also has the predicted and the measured peak.
+        All three are peaks of the baseline.
+
+        Args:
+            guess: The guess in MB. None shows a dash.
         """
         rows = [(text("your guess of the peak (MB)"), "–" if guess is None else f"{guess:,}")]
         rows += [(text("peak, predicted (bytes)"), f"{self.plain.peak_bytes:,}")]
@@ -160,7 +167,7 @@ class Sheet:
     # ---- the techniques that the model allows, and the bytes that each saves
 
     def techniques(self) -> list[Recipe]:
-        """Return a list of recipes (settings of a training step), each with a single technique."""
+        """Return a list of recipes, each with a single memory-saving technique."""
         samples = samples_in(self.make_batch(0)) or 2
         return [
             replace(AS_IT_IS, checkpoint="layers"),
@@ -172,7 +179,14 @@ class Sheet:
 
     @contextmanager
     def attempt(self, recipe: Recipe) -> Iterator[None]:
-        """Try a recipe in a `with` block. If an error is raised, store it in `excluded`."""
+        """Try a recipe in a `with` block.
+
+        If the block raises an error, the error is stored in the attribute `excluded` and not
+        raised.
+
+        Args:
+            recipe: Techniques of the training step.
+        """
         try:
             with warnings.catch_warnings():
                 # If none of a model's activations is large enough, offloading has no effect.
@@ -222,8 +236,9 @@ class Sheet:
     def gradient_error(self, recipe: Recipe) -> Difference:
         """Measure how much the gradients of a training step differ from those of the baseline.
 
-        Micro-batches draw other random numbers than the whole batch. Therefore a model that draws
-        random numbers is compared in evaluation mode if the recipe has micro-batches.
+        Both steps run in training mode, with one exception. If the recipe has micro-batches and the
+        model draws random numbers, both steps run in evaluation mode, because micro-batches draw
+        other random numbers than the whole batch.
 
         Args:
             recipe: Techniques of the step.
@@ -238,12 +253,12 @@ class Sheet:
 
     @cached_property
     def is_random(self) -> bool:
-        """Whether the baseline's gradients depend on the random seed of the training step."""
+        """Whether the baseline's gradients depend on the training step's seed, as with dropout."""
         first, second = (self.gradients(AS_IT_IS, seed=seed) for seed in (0, 1))
         return any(not torch.equal(first[name], second[name]) for name in first)
 
     def show_errors(self, errors: dict[Recipe, Difference]) -> None:
-        """Display a table of the relative differences of gradients from those of the baseline.
+        """Display how much the gradients of several recipes differ from those of the baseline.
 
         Args:
             errors: Dict from a recipe to the difference of its gradients.
@@ -256,7 +271,7 @@ class Sheet:
     def show_run(self) -> None:
         """Display the predicted and the measured peak of the chosen recipe.
 
-        A second table has the relative difference of its gradients from those of the baseline.
+        A second table shows how much its gradients differ from those of the baseline.
         """
         rows = [(name_of(self.recipe), self.reduced.peak_bytes, self.taken.peak_bytes)]
         self.show(predictions(rows, unit="bytes"))
@@ -279,7 +294,7 @@ class Sheet:
         return _LOOP.format(recipe=repr(recipe), loss=loss)
 
     def hand_in(self, why: str, wrong_guess: str) -> Verdict:
-        """Display the table of all results, and return a verdict on whether it is complete.
+        """Display a table of all results, and return a verdict on whether the table is complete.
 
         Args:
             why: The learner's reason why the recipe uses these techniques and no others.
@@ -387,7 +402,7 @@ _ROWS: dict[str, Callable[[Sheet], str]] = {
 
 
 def name_of(recipe: Recipe) -> str:
-    """Return the techniques that a recipe adds to the baseline as a label, or "no technique"."""
+    """Return a label with the techniques that a recipe adds to the baseline, or "no technique"."""
     plain = technique_labels(AS_IT_IS)
     added = [word for word in technique_labels(recipe) if word not in plain]
     return join_labels(added) if added else text("no technique")

@@ -25,15 +25,16 @@ Make = Callable[..., Any]
 def verdict_on(make_model: Make, make_batch: Make, loss_sum: Make | None = None) -> Verdict:
     """Check that a learner's own model, batch and loss work with the library's tools.
 
-    The model is built three times. One step runs on symbolic tensors and one for real, so the step
-    without any technique must fit into this machine's memory.
+    The model is built three times. One training step runs on symbolic tensors, and one on real
+    tensors. Therefore a step without any technique must fit into this machine's memory.
 
     Args:
         make_model: Function that returns a new module.
-        make_batch: Function that takes the number of a step and returns the batch of that step: a
-            tensor, or tuples and dictionaries of tensors.
-        loss_sum: Function that takes (model, batch) and returns (sum of losses, weight). None for
-            the loss that the model computes.
+        make_batch: Function that takes the number of a training step and returns its batch: a
+            tensor, or tensors in tuples and dicts.
+        loss_sum: Function that takes (model, batch) and returns a pair: the sum of the losses, and
+            the weight by which it is divided to give the mean loss. The weight is the number of
+            tokens or samples in the sum. None uses the loss that the model computes itself.
     """
     return _check_slots((make_model, make_batch, loss_sum))
 

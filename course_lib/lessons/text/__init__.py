@@ -31,7 +31,7 @@ def _lines(name: str) -> list[str]:
 
 
 def pad_texts(texts: Sequence[str], most: int) -> Tensor:
-    """Return texts as a tensor of ASCII numbers, 1 to 127. Shorter texts are padded with 0.
+    """Return texts as a tensor of ASCII codes, which are 1 to 127. Shorter texts are padded with 0.
 
     Args:
         texts: The texts.

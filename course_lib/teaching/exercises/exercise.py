@@ -25,14 +25,15 @@ _MISCALLED = re.compile(
 
 
 class Exercise:
-    """The check of an exercise. Calling it with an answer returns a `Verdict` for any answer.
+    """The check of an exercise. Calling it with a learner's answer returns a `Verdict`.
 
-    The decorator `exercise` creates it.
+    A call never raises an error, whatever the answer is. The decorator `exercise` creates
+    instances.
 
     Attributes:
-        accepted: Whether the last answer was right. A notebook cell with the solution reads this
-            before it overwrites the learner's names.
-        tries: Number of wrong answers so far for which the verdict showed a hint of the exercise.
+        accepted: Whether the last answer was right. The notebook cell with the solution reads this
+            attribute, and defines the solution only if it is False.
+        tries: Number of wrong answers so far after which a hint of the exercise was shown.
     """
 
     def __init__(
@@ -92,10 +93,10 @@ def exercise(
 ) -> Callable[[Callable[[Any], Verdict]], Exercise]:
     """Turn a function `check_NAME` into the check of an exercise.
 
-    The check never raises an error. `check_NAME` takes the learner's answer. It returns
-    `say.right(...)`, or rejects the answer with `say.reject`, `say.reject_if` or `say.wrong`. `say`
-    is a `Messages` instance with the messages of the lesson's `messages.toml`. The table NAME of
-    this file has these messages of the check:
+    The resulting check never raises an error. `check_NAME` takes the learner's answer. Its module
+    has an instance of `Messages`, named `say`, with the messages of the lesson's `messages.toml`.
+    `check_NAME` returns `say.right(...)`, or rejects the answer with `say.reject`, `say.reject_if`
+    or `say.wrong`. The table NAME of `messages.toml` has these messages of the check:
 
     - `hint` is shown after the first wrong answer.
     - `later_hint`, if it exists, is shown after later wrong answers.
@@ -103,21 +104,23 @@ def exercise(
 
     No hint is shown in these cases:
 
-    - The cell is unchanged.
+    - The learner has not changed the cell.
     - The message names the mistake (`exact`), or has its own hint.
     - The library raised a ValueError or TypeError.
     - The answer has a typing mistake: a name that does not exist, or a call with wrong arguments.
 
-    The answers None and `...` mean that the cell is unchanged, and `check_NAME` is not called. If
-    the answer is a function that returns None or `...`, `check_NAME` must return `not_answered()`.
+    The answers None and `...` mean that the learner has not changed the cell, and `check_NAME` is
+    not called. If the answer is a function that returns None or `...`, `check_NAME` must return
+    `not_answered()`.
 
-    An error counts as a wrong answer. If it passed through the learner's code, the verdict shows
-    the last line of this code instead of the message `raised`. Compare numbers with
-    `expect_number`, because `==` treats True as 1 and raises an error for some arrays.
+    An error counts as a wrong answer. If the error passed through the learner's code, the verdict
+    shows the last line of this code instead of the message `raised`. `check_NAME` should compare
+    numbers with `expect_number`, because `==` treats True as 1 and raises an error for some arrays.
 
     Args:
-        errors: Dict from a part of an error's first line to the name of the message that explains
-            the error. By default, no error is explained.
+        errors: Dict from a text to the name of a message. If the first line of an error contains
+            the text, the message explains the error to the learner. By default, no error is
+            explained.
     """
     return lambda check: Exercise(check, *messages_of(check, errors or {}))
 
@@ -127,12 +130,12 @@ def messages_of(
 ) -> tuple[list[str], Callable[[str], str], dict[str, str]]:
     """Return the messages of a check as a tuple (hints, message for errors, explanations).
 
-    The message for errors is a function of an error's text. The explanations are a dict from a part
-    of an error's first line to a message.
+    The message for errors is a function of an error's text. The explanations are a dict from a text
+    to a message. The message explains errors whose first line contains the text.
 
     Args:
         check: The function `check_NAME` that the decorator `exercise` turns into a check.
-        errors: Dict from a part of an error's first line to the name of a message.
+        errors: Dict from a text, as in the explanations, to the name of the message.
     """
     say, table = Messages(inspect.getfile(check)), table_of(check)
     hints: list[str] = [say(f"{table}.hint")]
@@ -160,9 +163,9 @@ def _error_repr(error: Exception) -> str:
 
 
 def error_text(error: Exception) -> str:
-    """Return an error as a label: its type, its message, and the line of the learner's code.
+    """Describe an error as a label: its type, its message, and the line of the learner's code.
 
-    If no code of the learner was running, the line is left out.
+    If the error did not pass through the learner's code, the line is left out.
     """
     message = verbatim(f"{type(error).__name__}: {_first_line(error, 1000)}")
     return _own_line(error, None, 1000) or message

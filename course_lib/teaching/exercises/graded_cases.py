@@ -12,10 +12,11 @@ Case = TypeVar("Case")
 
 
 def draw_case(page: Case, draw: Callable[[random.Random], Case]) -> Case:
-    """Return the fixed test case of an exercise, or a random one while notebooks are graded.
+    """Return the fixed test case of an exercise, or a random case while notebooks are graded.
 
-    Random cases detect an answer that only repeats the known results of the fixed case. The
-    environment variable COURSE_GRADING_SEED turns on grading. Its value is the seed.
+    Random cases detect an answer that only repeats the known results of the fixed case. Notebooks
+    are graded if the environment variable COURSE_GRADING_SEED is set. Its value is the seed of the
+    random cases.
 
     Args:
         page: The fixed case, such as a size or the seed of random tensors.
@@ -27,7 +28,9 @@ def draw_case(page: Case, draw: Callable[[random.Random], Case]) -> Case:
 def cases(
     page: Sequence[Case], draw: Callable[[random.Random], Case], count: int = 2
 ) -> list[Case]:
-    """Return the fixed test cases of an exercise. While notebooks are graded, add random ones.
+    """Return the fixed test cases of an exercise. While notebooks are graded, add random cases.
+
+    Grading is explained at `draw_case`.
 
     Args:
         page: The fixed cases.

@@ -23,8 +23,9 @@ from .verdicts import Verdict, WrongAnswer, right
 class Messages:
     """Messages of a lesson's exercises, from its `messages.toml`.
 
-    Calling an instance with a name, such as `say("checkpoint.right")`, returns the message as a
-    label. The name is that of a table in the file and of a message in this table.
+    If an instance is named `say`, the call `say("checkpoint.right")` returns a message as a label.
+    The name consists of the name of a table in the file, here "checkpoint", and the name of a
+    message in this table, here "right".
 
     Args:
         file: `__file__` of a module in the lesson's folder.
@@ -54,8 +55,8 @@ class Messages:
     def fill(self, name: str, /, **values: object) -> Label:
         """Return a message as a label, with values for its placeholders.
 
-        Unlike a call of the instance, the method ignores values that have no placeholder in the
-        message.
+        Values without a placeholder in the message are ignored. A call of the instance, such as
+        `say(name, n=1)`, raises an error instead.
 
         Args:
             name: Table and name of the message, such as "checkpoint.right".
@@ -65,7 +66,7 @@ class Messages:
         return self(name, **{each: values[each] for each in wanted})
 
     def reasons(self, table: str, mistakes: Mapping[str, Any]) -> dict[float, str]:
-        """Return the messages about wrong numbers, as a dict from number to message.
+        """Return messages about wrong numbers, as a dict from wrong number to message.
 
         The dict can be passed to `expect_number` as `wrong_answers`.
 
@@ -82,7 +83,7 @@ class Messages:
         return found
 
     def right(self, name: str, /, **values: object) -> Verdict:
-        """Return the verdict "right" with a message.
+        """Return a verdict that the answer is right, with a message.
 
         Args:
             name: Table and name of the message, such as "checkpoint.right".
@@ -91,7 +92,9 @@ class Messages:
         return right(self(name, **values))
 
     def reject(self, name: str, /, **values: object) -> NoReturn:
-        """Reject the learner's answer with a message that names the mistake, without a hint.
+        """Reject the learner's answer by an error, with a message that names the mistake.
+
+        No hint is shown with the message. The error ends the check, which turns it into a verdict.
 
         Args:
             name: Table and name of the message, such as "common.kept".
@@ -117,7 +120,9 @@ class Messages:
             self.reject(name, **values)
 
     def wrong(self, name: str, /, *, hint: str | None = None, **values: object) -> NoReturn:
-        """Reject the learner's answer with a message and a hint.
+        """Reject the learner's answer by an error, with a message and a hint.
+
+        The error ends the check, which turns it into a verdict.
 
         Args:
             name: Table and name of the message, such as "common.kept".

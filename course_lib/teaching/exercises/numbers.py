@@ -48,11 +48,11 @@ def largest_that_fits(
         sizes: Allowed sizes in ascending order.
         peak: Function that returns the peak in bytes for a size.
         budget_bytes: Budget in bytes.
-        not_a_size: Message for an answer that is not one of the sizes.
+        not_a_size: Label, the message for an answer that is not one of the sizes.
 
     Returns:
-        The answer, its peak in bytes, and the peak of the next size. The latter is None if there is
-        no next size.
+        Three numbers: the answer, its peak in bytes, and the peak of the next larger size in bytes.
+        The third is None if there is no larger size.
 
     Raises:
         WrongAnswer: The answer is wrong.
@@ -91,18 +91,21 @@ def expect_number(
     why: str | None = None,
     in_bytes: bool = False,
 ) -> Verdict:
-    """Compare the learner's answer with a number, and return a verdict. No answer raises an error.
+    """Compare the learner's answer with a number, and return a verdict.
+
+    The function never raises an error because of the answer.
 
     Args:
-        answer: Number of any type, including a tensor with one element. None and `...` mean that
-            the cell is unchanged. Anything else is a wrong answer.
+        answer: The answer. Numbers of any numeric type are accepted, including tensors with one
+            element. None and `...` mean that the learner has not changed the cell. Any other answer
+            is wrong.
         expected: The right answer.
-        tolerance: Relative tolerance, for the right answer and for the wrong ones.
+        tolerance: Relative tolerance, for the right answer and for the wrong answers.
         wrong_answers: Dict from a wrong number to the explanation of the mistake. If the answer is
-            one of these numbers, the verdict has the explanation and no hint (`exact`).
+            one of these numbers, the verdict has the explanation and no hint.
         why: Reason why the right answer is right. It is shown only if the answer is right.
-        in_bytes: Whether the right answer is in bytes. An answer that is right in another unit,
-            such as MB or GiB, then gets its own message.
+        in_bytes: Whether the right answer is in bytes. If so, an answer that is right in another
+            unit, such as MB or GiB, gets a message about the unit.
     """
     if answer is None or answer is ...:
         return not_answered()
@@ -172,15 +175,14 @@ _Answers = list[tuple[tuple, Any]]
 class each:
     """A mistake that can be made in every row of an answer, such as elements instead of bytes.
 
-    An answer to an exercise may be a dict of numbers, and a row is one of its keys. A single number
-    is one row. Each row is compared alone, so that the mistake is named even if the other rows are
-    right. For use in the argument `mistakes` of `numbers`.
+    It is used in the argument `mistakes` of `numbers`. The answer to an exercise may be a dict of
+    numbers, and a row is one of its keys. If the answer is a single number, it is the only row.
+    Each row is compared alone, so that the mistake is named even if the other rows are right.
 
     Attributes:
-        of: Function that returns the wrong number of a row, or a tuple of several wrong numbers.
-            None means that the row cannot have the mistake. The arguments are the right number of
-            the row, followed by those with which the learner's function is called, if the answer is
-            a function.
+        of: Function that returns the wrong number of a row, or a tuple of several wrong numbers. It
+            returns None if the row cannot have the mistake. The first argument is the right number
+            of the row. If the answer is a function, the arguments of the answer follow.
     """
 
     of: Callable[..., Any]
@@ -190,15 +192,15 @@ class each:
 class throughout:
     """A mistake that is named only if it explains all numbers of the learner's answer.
 
-    The numbers are those of all calls of the learner's function, and of all keys of a dict. This
-    form suits a mistake that gives the right number, or the number of another mistake, in some
-    calls. The mistake is named before mistakes that explain a single number. For use in the
-    argument `mistakes` of `numbers`.
+    It is used in the argument `mistakes` of `numbers`. The numbers are those of all calls of the
+    learner's function, and of all keys of a dict. This form suits a mistake that in some calls
+    gives the right number, or the number of another mistake. Mistakes of this form are tried before
+    mistakes that explain a single number.
 
     Attributes:
-        mistake: The mistake, in another form that `numbers` accepts. It must give a number for
+        mistake: The mistake, in any other form that `numbers` accepts. It must give a number for
             every key.
-        tolerance: Relative tolerance of the wrong numbers, instead of the tolerance of the
+        tolerance: Relative tolerance of the wrong numbers. It replaces the tolerance of the
             exercise.
     """
 
@@ -305,11 +307,12 @@ class _Table:
 class Numbers(Exercise):
     """The check of an exercise whose answer is a number, a dict of numbers, or a function.
 
-    The function returns a number or a dict of numbers. The decorator `numbers` creates this check.
+    If the answer is a function, it returns a number or a dict of numbers. The decorator `numbers`
+    creates instances.
 
     Attributes:
-        mistakes: Dict from the name of a message to the wrong numbers that it explains (see
-            `numbers`).
+        mistakes: Dict from the name of a message to the wrong numbers that the message explains
+            (see `numbers`).
     """
 
     def __init__(
@@ -565,33 +568,35 @@ def numbers(
         mistakes: Dict from the name of a message to the wrong number that the message explains, or
             to a dict from row to wrong number. A tuple lists several wrong numbers of one mistake.
             If there are cases, the value may also be a function of a case that returns a number, a
-            tuple or a dict. None means that the mistake makes no difference in this case. `each` is
-            for a mistake in any row, and `throughout` for one that must explain all numbers. If two
-            mistakes have the same number, the first one is named. A name "a b" joins the messages a
-            and b.
+            tuple or a dict. If it returns None, the mistake makes no difference in this case.
+            `each` is for a mistake in any row, and `throughout` for a mistake that must explain all
+            numbers. If two mistakes have the same number, the first one is named. A name with a
+            space, such as "a b", joins the messages a and b.
         cases: Iterable with the arguments of each case (a tuple or a single argument), or a
             function that returns such an iterable. The function can call `graded_cases.cases`,
             which adds random cases while notebooks are graded. None means that the answer is not a
             function.
-        also: Numbers that are right as well, in the form of a value of `mistakes`.
+        also: Numbers that are accepted besides the result of `check_NAME`, in the form of a value
+            of `mistakes`.
         tolerance: Relative tolerance of right and wrong numbers, or a function of a case that
-            returns it.
-        in_bytes: Whether the answer is in bytes (see `expect_number`), or the names of the rows in
-            bytes.
+            returns this tolerance.
+        in_bytes: Whether the answer is in bytes (see `expect_number`), or the names of the rows
+            that are in bytes.
         place: Name of a message that adds the case and the row to another message. Its placeholders
-            are the case's arguments, {row} and {message}. By default, "For k = 3: " and "`row`: "
-            are written before the message. With "", nothing is added, which suits cases that are
-            long texts.
+            are the case's arguments, {row} and {message}. By default, the case and the row are
+            written before the message, such as "For k = 3: " and "`row`: ". With "", nothing is
+            added, which suits cases that are long texts.
         hint_below: Name of the hint for all rows after the first. By default, all rows have the
             same hint.
-        blank: Values that mean that the cell is unchanged. Or a function that returns whether the
-            cell is unchanged. Its arguments are the result of the answer for a case, followed by
-            the arguments of this case.
+        blank: Values that mean that the learner has not changed the cell, or a function that
+            returns whether this is so. The function's arguments are the result of the answer for a
+            case, followed by the arguments of this case.
         elsewhere: Name of a message for a row that is wrong in one case and right in another. Its
-            placeholders are {row}, {right} (the case in which the row is right) and {wrong}. If
-            this argument is given, no other message names the case.
-        within: Function that returns a context manager for each call of the learner's function,
-            such as one that limits its work.
+            placeholders are {row}, {right} (the case in which the row is right) and {wrong} (the
+            case in which it is wrong). If this argument is given, no other message names a case.
+        within: Function that returns a context manager, in which the learner's function is called.
+            It may, for example, limit the work of the call (`WorkLimit`). A new one is used for
+            each call.
         right_values: Function that returns the values of the placeholders in the message `right`.
             Its argument is a list of pairs: a case, and the result of the answer for this case.
         otherwise: Name of a message for a number that no mistake explains, instead of "too small"
@@ -617,7 +622,7 @@ def numbers(
 class Largest(Exercise):
     """The check of an exercise that asks for the largest size whose peak is within a budget.
 
-    The decorator `largest` creates it.
+    The decorator `largest` creates instances.
     """
 
     def __init__(
@@ -657,8 +662,8 @@ def largest(
     `check_NAME` takes a size, such as a batch size, and returns the peak in bytes. The right answer
     is the largest size whose peak is within the budget. The table NAME of the lesson's
     `messages.toml` has the messages `hint`, `right` and `not_a_size`. The message `right` may have
-    four placeholders: {size} and {here} for the answer and its peak, {next} and {above} for the
-    next size and its peak.
+    four placeholders: {size} for the answer, {here} for its peak, {next} for the answer plus 1, and
+    {above} for the peak of the next larger allowed size.
 
     Args:
         sizes: Allowed sizes in ascending order.

@@ -41,19 +41,20 @@ def reject_mistakes(
     within: str | None = None,
     **tolerance: Any,
 ) -> None:
-    """Reject the learner's answer if its result is that of a known mistake.
+    """Reject the learner's answer by an error if its result is the result of a known mistake.
 
     Args:
         say: The lesson's messages.
         found: Result of the answer: a number, a tensor, or a sequence of tensors.
         mistakes: Dict from the name of a message to the result of the mistake that the message
             explains, or to a tuple of results.
-        within: Name of a message to show, in which {reason} is replaced by the message about the
-            mistake. By default, the message about the mistake is shown.
+        within: Name of a message with the placeholder {reason}. This message is shown, and the
+            message about the mistake replaces {reason}. By default, only the message about the
+            mistake is shown.
         tolerance: `rtol`, `atol` and `equal_nan` of `is_close`.
 
     Raises:
-        WrongAnswer: The result is that of a mistake.
+        WrongAnswer: The result is close to the result of a mistake.
     """
     for name, results in mistakes.items():
         for result in results if isinstance(results, tuple) else (results,):
@@ -64,12 +65,16 @@ def reject_mistakes(
 
 
 def run_forward(function: Callable, *inputs: Any) -> tuple[Any, int]:
-    """Run a learner's function, and return its output and how many other bytes stay live.
+    """Run a learner's function, and return its output and the other bytes that stay live.
 
-    These bytes are, for example, those of tensors that autograd has saved for backward.
+    The other bytes are, for example, those of tensors that autograd has saved for backward.
+
+    Args:
+        function: The learner's function.
+        inputs: Arguments of the function.
 
     Raises:
-        NotImplementedError: The function returned None or `...`, so the cell is unchanged.
+        NotImplementedError: The function returned None or `...`, so the learner has not changed it.
     """
     with MemoryMeter() as meter:
         output = function(*inputs)

@@ -13,13 +13,15 @@ UNANSWERED = "Not answered yet."
 class Verdict:
     """The result of a check, which a notebook displays.
 
-    `bool(verdict)` is whether the answer is right.
+    `bool(verdict)` is True only if the answer is right.
 
     Args:
-        correct: Whether the answer is right. None if it is not judged, such as a reason in words.
+        correct: Whether the answer is right. None for an answer that is not judged, such as a
+            reason in words.
         message: Label, the first line of the verdict.
-        hint: Label, shown below the message. None shows no hint.
-        exact: Whether the message names the precise mistake. No hint of the exercise is added then.
+        hint: Label of a hint, shown below the message. None for no hint.
+        exact: Whether the message names the precise mistake. If it does, `Exercise` adds no hint.
+            Otherwise it adds the hint of the exercise to a wrong verdict without a hint.
     """
 
     correct: bool | None
@@ -49,7 +51,11 @@ class Verdict:
 
 
 def right(message: str) -> Verdict:
-    """Return a verdict that an answer is right."""
+    """Return a verdict that an answer is right.
+
+    Args:
+        message: Label, the text of the verdict.
+    """
     return Verdict(True, message)
 
 
@@ -58,8 +64,10 @@ def wrong(message: str, *, hint: str | None = None, exact: bool = False) -> Verd
 
     Args:
         message: Label, the first line of the verdict.
-        hint: Label, shown instead of the hint of the exercise. None shows the hint of the exercise.
-        exact: Whether the message names the precise mistake. No hint of the exercise is shown then.
+        hint: Label of a hint, shown instead of the hint of the exercise. None shows the hint of the
+            exercise, unless `exact` is true.
+        exact: Whether the message names the precise mistake, so that the hint of the exercise is
+            not needed.
     """
     return Verdict(False, message, hint, exact)
 
@@ -70,7 +78,7 @@ def not_answered() -> Verdict:
 
 
 def returns_none(case: str) -> Verdict:
-    """Return a verdict on a learner's function that returns None in some test cases only.
+    """Return a verdict on a learner's function that returns None in some, but not all test cases.
 
     Args:
         case: Label of a case in which the function returns None, such as "k = 3".
@@ -84,7 +92,15 @@ def returns_none(case: str) -> Verdict:
 class WrongAnswer(Exception):
     """Error that ends a check because the learner's answer is wrong.
 
-    Its attribute `verdict` is the result of `wrong(message, hint=hint, exact=exact)`.
+    A check may raise it anywhere, instead of returning a verdict. `Exercise` catches the error, and
+    returns the verdict in its attribute `verdict`.
+
+    Args:
+        message: Label, the first line of the verdict.
+        hint: Label of a hint, shown instead of the hint of the exercise. None shows the hint of the
+            exercise, unless `exact` is true.
+        exact: Whether the message names the precise mistake, so that the hint of the exercise is
+            not needed.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, exact: bool = False) -> None:
