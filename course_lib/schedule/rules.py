@@ -86,7 +86,8 @@ def sqrt_segments(chain: Chain) -> Schedule:
     s = sum(stage.saved_bytes for stage in chain.stages) / length
     b = sum(stage.output_bytes for stage in chain.stages) / length
     best = math.sqrt(length * s / b)
-    counts = {min(max(1, count), length) for count in (math.floor(best), math.ceil(best))}
+    # A stage saves at least its output, so `best` is at least 1.
+    counts = {min(count, length) for count in (math.floor(best), math.ceil(best))}
     return segments(chain, min(sorted(counts), key=lambda k: k * b + length / k * s))
 
 

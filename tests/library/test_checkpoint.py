@@ -306,6 +306,7 @@ def test_forward_patched_before_or_after_checkpointing_still_runs():
     assert Counter(calls) == {"before": 2, "after": 1}
     handle.remove()
     assert results_and_peak(model)[1] == plain_peak
+    assert Counter(calls) == {"before": 3, "after": 2}
 
 
 # ---- policies

@@ -227,6 +227,17 @@ def test_symbolic_image_operators_have_strides_of_real_ones(name):
         assert_same_outlines(results, *case)
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (2, 4, 3)])
+def test_symbolic_results_of_overlapping_operands_have_strides_of_real_ones(shape):
+    """Add a tensor that has the same stride in all dimensions to tensors in either layout."""
+
+    def sums():
+        x = torch.ones(9).as_strided(shape, [1] * len(shape))
+        return x + torch.ones(shape), x + torch.ones(shape[::-1]).permute(*range(len(shape))[::-1])
+
+    assert_same_outlines(sums)
+
+
 def loss(name, *options):
     """Return a function of operands (input, target, gradient) that computes a loss and slopes."""
     weight = [None] if name == "binary_cross_entropy" else []
