@@ -11,7 +11,7 @@
 #
 # <div lang="en">
 #
-# `CUDA out of memory` (OOM) usually means that at some point, the training step needed more memory than the GPU has. The small decoder on this page has eight layers and 27.5 MB of weights. The most memory that its training step needs at any point is 277.7 MB. This maximum is called the **peak**.
+# `CUDA out of memory` (OOM) usually means that at some point, the training step needed more memory than the GPU has. The small decoder on this page has eight layers and 27.5 MB of weights. Its training step needs up to 277.7 MB of memory. This maximum is called the **peak**.
 #
 # If you wrap each layer in one function call, the peak falls, but every bit of the gradients stays the same. How far does the peak fall, and at what cost? You guess both numbers and then measure them, with or without a GPU.
 #
@@ -106,7 +106,7 @@ forgetful = with_checkpoints(8)
 # %% [markdown] slide={"en": "**Guess first.** The baseline's peak is 277.7 MB, including 82.5 MB of weights and optimizer state.\n\nPeak with checkpoints? How many times the FLOPs?", "zh": "**先猜**：基线的峰值是 277.7 MB，其中 82.5 MB 是权重和优化器状态。\n\n用检查点，峰值是多少？FLOPs 是基线的几倍？"}
 # <div lang="en">
 #
-# **Guess first.** The baseline, which is the step without any technique, has a peak of 277.7 MB. Weights and optimizer state take 82.5 MB of this peak, and checkpoints cannot reduce them. What will the peak be with checkpoints, in MB? Each layer's forward now runs twice. How many times the baseline's floating-point operations (FLOPs) will the step need? Write both guesses below, for example 200 and 2.0.
+# **Guess first.** The baseline, which is the step without any technique, has a peak of 277.7 MB. Weights and optimizer state take 82.5 MB of this peak, and checkpoints cannot reduce them. What will the peak be with checkpoints, in MB? Each layer's forward now runs twice. By what factor will the step's floating-point operations (FLOPs) grow? Write both guesses below, for example 200 and 2.0.
 #
 # </div>
 # <div lang="zh">
@@ -180,7 +180,7 @@ figures.peak_table(meters)
 #
 # Each position on the horizontal axis is one operator. In the upper timeline, the activations (green) grow until forward ends. The peak comes at the start of backward, before any gradient exists. In the lower timeline, each tooth of the curve is one layer, whose activations are recomputed, used and released.
 #
-# With checkpoints, the peak is near the end of backward, when 23.2 MB of gradients are in memory. All teeth are about equally high, but each tooth starts higher than the tooth before it. The reason is that backward adds each layer's gradients and releases the layer's input, which has fewer bytes.
+# With checkpoints, the peak is near the end of backward, when 23.2 MB of gradients are in memory. All teeth are about equally high, but each tooth starts higher than the tooth before it. The reason is that backward adds each layer's gradients and releases the layer's input, which has fewer bytes than these gradients.
 #
 # </div>
 # <div lang="zh">
@@ -225,7 +225,7 @@ table(["", "your guess", "measured"], shown)
 #
 # <div lang="en">
 #
-# Every lesson has this order: **predict** a number, **build** the idea, check that the gradients are **equal**, and **measure**. We check before we measure, because a technique that changes the result is useless. From lesson 01 on, a table tests **claims** that you may have read elsewhere. The [glossary](GLOSSARY.md) explains terms, and letters in formulas.
+# Every lesson has this order: **predict** a number, **build** the idea, check that the gradients are **equal**, and **measure**. We check before we measure, because a technique that changes the result is useless. From lesson 01 on, a table tests **claims** that you may have read elsewhere. The [glossary](GLOSSARY.md) explains terms and the letters in formulas.
 #
 # An **exercise** is a cell with a gap, often `None` or `0`. Fill in your answer and run the cell to check it. Below the cell, a click<span class="lab-only"> on the three dots</span> opens the solution.
 #

@@ -11,12 +11,12 @@
 #
 # <div lang="en">
 #
-# If a training step ends in `CUDA out of memory` (OOM), first find out what fills the memory. The weights of lesson 00's decoder take 27.5 MB, and its training step needs far more. Which bytes are these, when is each of them in memory, and how many are in memory at the peak? On this page you compute this peak by hand, to within a few bytes of the measurement.
+# If a training step ends in `CUDA out of memory` (OOM), first find out what fills the memory. The weights of lesson 00's decoder take 27.5 MB, and its training step needs far more. What are the step's bytes for, when is each byte in memory, and how many bytes are in memory at the peak? On this page you compute this peak by hand, to within a few bytes of the measurement.
 #
 # </div>
 # <div lang="zh">
 #
-# 训练时遇到 `CUDA out of memory`（显存不足，OOM），首先要弄清显存被什么占满了。第 00 课的解码器，权重只占 27.5 MB，训练步要用的内存却远不止这些。这些字节是什么？各自什么时候在内存里？峰值时一共有多少？在这一课里，你会亲手算出这个训练步的峰值，算出的结果与实测只差几个字节。
+# 训练时遇到 `CUDA out of memory`（显存不足，OOM），首先要弄清显存被什么占满了。第 00 课的解码器，权重只占 27.5 MB，训练步要用的内存却远不止这些。这些字节用来做什么？各自什么时候在内存里？峰值时一共有多少？在这一课里，你会亲手算出这个训练步的峰值，算出的结果与实测只差几个字节。
 #
 # </div>
 
@@ -101,7 +101,7 @@ from course_lib.teaching import category_label, predictions, table, timelines
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 1.** How many weights does the decoder have, and how many bytes do parameters, gradients and optimizer state take? Fill in the number of weights (`weights`) and the bytes of the other three. If the cell raises a `NameError`, run all cells above it first<span class="lab-only"> (*Run → Run All Above Selected Cell*)</span>.
+# **Exercise 1.** How many weights does the decoder have, and how many bytes do parameters, gradients and optimizer state take? Fill in the number of weights (`weights`) and the bytes of the other three entries. If the cell raises a `NameError`, run all cells above it first<span class="lab-only"> (*Run → Run All Above Selected Cell*)</span>.
 #
 # </div>
 # <div lang="zh">
@@ -291,7 +291,7 @@ table(["tensor", "elements", "bytes of storage"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# This loss keeps as many bytes as its input has, because PyTorch writes all squared differences into the storage of the result before it takes their mean. A training loop that collects such losses in a list keeps 4.2 MB more per step. `loss.detach()` shares the storage, so it still keeps all 4,194,304 bytes. Collect `loss.item()` or `loss.detach().clone()` instead. On this CPU, `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` also keep a storage as large as their input, even with `reduction="sum"`, but `cross_entropy` does not.
+# This loss keeps a storage as large as its input, because PyTorch writes all squared differences into the storage of the result before it takes their mean. A training loop that collects such losses in a list keeps 4.2 MB more per step. `loss.detach()` shares the storage, so it still keeps all 4,194,304 bytes. Collect `loss.item()` or `loss.detach().clone()` instead. On this CPU, `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` also keep a storage as large as their input, even with `reduction="sum"`, but `cross_entropy` does not.
 #
 # </div>
 # <div lang="zh">
@@ -320,7 +320,7 @@ timelines({"one step": meter}, title="Activations are released before the gradie
 # %% [markdown]
 # <div lang="en">
 #
-# At the peak, no parameter has its gradient yet. The next figure shows the eight operators around the peak that change the live bytes by 1 MB or more. Bytes that stay in memory during all eight operators are not drawn.
+# At the peak, no parameter has its gradient yet. The next figure shows eight operators around the peak. Each of these operators changes the live bytes by 1 MB or more. Bytes that stay in memory during all eight operators are not drawn.
 #
 # </div>
 # <div lang="zh">
@@ -405,9 +405,9 @@ peak.phase, peak.operator, single.at_peak()["activation"]
 # %% [markdown]
 # <div lang="en">
 #
-# At this peak, no activations are in memory. So the sum of all kinds, 132.3 MB, is 16% higher than the peak. The operator that runs at the peak is `add`. It adds the two gradients of the tied weight tensor. Backward computes the head's gradient first and the embedding's gradient last. Each of the two gradients takes 2.1 MB, and their sum takes 2.1 MB more. These three tensors are in memory together with all other gradients.
+# At this peak, no activations are in memory. So the sum of all kinds, 132.3 MB, is 16% higher than the peak. The operator that runs at the peak is `add`. It adds the two gradients of the tied weight tensor. Backward computes the head's gradient first and the embedding's gradient last. Each of the two gradients takes 2.1 MB, and their sum takes another 2.1 MB. These three tensors are in memory together with all other gradients.
 #
-# Which technique lowers a peak depends on where the peak is. Checkpoints cannot lower this peak, because it contains no activations.
+# Whether a technique lowers a peak depends on where the peak is. Checkpoints cannot lower this peak, because it contains no activations.
 #
 # </div>
 # <div lang="zh">
@@ -567,7 +567,7 @@ exercises.check_layer_formula(saved_by_one_layer)
 # %% [markdown]
 # <div lang="en">
 #
-# Compare your rows with the list below. The function `saved_tensors` makes it with the same two hooks. The last columns name the tensor and your row. (`Addmm` is a Linear layer, and `mat1` is its input. `Bmm` is one matrix product per sequence and head, 64 in all.)
+# Compare your rows with the list below. The function `saved_tensors` makes this list with the same two hooks. The last two columns name each tensor and your row that counts it. (`Addmm` is a Linear layer, and `mat1` is its input. `Bmm` is one matrix product per sequence and head, 64 in all.)
 #
 # </div>
 # <div lang="zh">
@@ -935,7 +935,7 @@ figures.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# The other lessons don't need the sections below. You can read each of these sections alone. It uses only names that are defined above this line.
+# The other lessons don't need the sections below. You can read each of these sections alone. Each section uses only names that are defined above this line.
 #
 # </div>
 # <div lang="zh">
@@ -1055,7 +1055,7 @@ table(["step", *headings], rows)
 #
 # <div lang="en">
 #
-# In `symbolic()`, a step runs all of its operators on tensors without data (PyTorch's `FakeTensorMode`), and the meter counts the bytes that these tensors would take. First we add layers. Each layer keeps its own tensors, so the kept bytes grow linearly with the number of layers. The slope of this line is your sum for one layer. The intercept is what a decoder without layers would keep. This includes the inputs of the last norm and the head, the statistics, and the log-softmax. Another 16,452 bytes are the token numbers, the targets and one scalar that the loss keeps.
+# In `symbolic()`, a step runs all of its operators on tensors without data (PyTorch's `FakeTensorMode`), and the meter counts the bytes that these tensors would take. First we add layers. Each layer keeps its own tensors, so the kept bytes grow linearly with the number of layers. The slope of this line is your sum for one layer. The intercept is what a decoder without layers would keep: the inputs of the last norm and the head, the statistics, and the log-softmax. The intercept also contains 16,452 bytes for the token numbers, the targets and one scalar that the loss keeps.
 #
 # </div>
 # <div lang="zh">
@@ -1078,14 +1078,14 @@ predictions(rows, unit="bytes")
 #
 # So this computer can also count the bytes that a model with 6.6 billion parameters needs for a step. We take the same kind of decoder in bf16, with fused attention, and one sequence of 2048 tokens. Adam keeps fp32 master weights and updates one parameter tensor after the other. Your formula still works if you leave out P, take 2 bytes per number, and add one fp32 number per query and head.
 #
-# At 16 bytes per parameter, this model (hidden size $h$ 4096, 32 heads, 32 layers) takes 105.3 GB. **Guess first**: what is its peak, in GB, and in which phase? (The table calls this model 7 B.)
+# At 16 bytes per parameter, the weights, gradients and optimizer state of this model (hidden size $h$ 4096, 32 heads, 32 layers) take 105.3 GB. **Guess first**: what is the model's peak, in GB, and in which phase? (The table calls this model 7 B.)
 #
 # </div>
 # <div lang="zh">
 #
 # 因此这台电脑也能算出 66 亿参数的模型训练一步要用多少内存。我们用同一种解码器，精度为 bf16，注意力用融合算子，输入是一条 2048 个 token 的序列。Adam 带 fp32 主权重，逐个参数张量更新。你的公式仍然可用，只要去掉 P，每个数按 2 字节算，再为每个头的每个查询加一个 fp32 数。
 #
-# 这个模型的隐藏维度 $h$ 为 4096，有 32 个头、32 层，按每个参数 16 字节计算，共 105.3 GB。**先猜**：它的峰值是多少 GB？在哪个阶段？（表里把这个模型写作 7 B。）
+# 这个模型的隐藏维度 $h$ 为 4096，有 32 个头、32 层，按每个参数 16 字节计算，权重、梯度和优化器状态共占 105.3 GB。**先猜**：它的峰值是多少 GB？在哪个阶段？（表里把这个模型写作 7 B。）
 #
 # </div>
 
@@ -1122,9 +1122,9 @@ table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak
 # %% [markdown]
 # <div lang="en">
 #
-# You derived your formula from a model of 6.9 million parameters, and it also gives the 8.8 GB of activations of a model with 6.6 billion parameters. But these activations add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer's step. Apart from 16 bytes per parameter, the peak has only three fp32 temporaries, each as large as the largest parameter tensor. In the 1 B model, the peak is still in backward, while activations are in memory. (This holds for one sequence, and for Adam in a loop over the parameters. Try `batch=8`.)
+# You derived your formula from a model of 6.9 million parameters, and it also gives the 8.8 GB of activations of a model with 6.6 billion parameters. But these activations add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer's step. Apart from 16 bytes per parameter, the peak contains only three fp32 temporaries, each as large as the largest parameter tensor. In the 1 B model, the peak is still in backward, while activations are in memory. (This holds for one sequence, and for Adam in a loop over the parameters. Try `batch=8`.)
 #
-# **Exercise 7.** Lesson 00's decoder is trained with Adam and may use 1,300 MB. What is the largest batch of 128-token sequences? Two measurements determine a line, if both peaks are at the same place in the step (section 1.3). (`answer`: number of sequences.)
+# **Exercise 7.** Lesson 00's decoder is trained with Adam, and the peak of its step must be at most 1,300 MB. What is the largest batch of 128-token sequences? Two measurements determine a line, if both peaks are at the same place in the step (section 1.3). (`answer`: number of sequences.)
 #
 # </div>
 # <div lang="zh">
@@ -1183,7 +1183,7 @@ table(["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequenc
 #
 # With one sequence, `foreach` moves the peak into the optimizer's step and raises it by a fifth.
 #
-# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink. With one sequence, even the activations do not shrink. If the weights are in bf16 too, all bytes are halved here. But without fp32 master weights, rounding removes small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes all weights, and trains two thin matrices next to each adapted layer. Here the adapted layers are both Linears of each attention. So hardly any gradients and optimizer state are left. Most activations are still kept. Only the inputs of frozen Linears without an adapter are no longer kept, because only the gradients of their weights needed these inputs.
+# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink. With one sequence, they do not shrink either. If the weights are in bf16 too, all bytes are halved here. But without fp32 master weights, rounding removes small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes all weights, and trains two thin matrices next to each adapted layer. Here the adapted layers are both Linears of each attention. So hardly any gradients and optimizer state are left. Most activations are still kept. Only the inputs of frozen Linears without an adapter are no longer kept, because only the gradients of their weights needed these inputs.
 #
 # </div>
 # <div lang="zh">
@@ -1230,7 +1230,7 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 8.** A model of 7 billion parameters is frozen in bf16. Adapters with 20 million parameters are trained with Adam, all in fp32. How many bytes do weights, gradients and optimizer state take together? (`answer`, in bytes.)
+# **Exercise 8.** All 7 billion parameters of a model are frozen and stored in bf16. Adapters with 20 million parameters are trained with Adam, all in fp32. How many bytes do weights, gradients and optimizer state take together? (`answer`, in bytes.)
 #
 # </div>
 # <div lang="zh">
@@ -1300,7 +1300,7 @@ table(["step", "after", "live (MB)", "allocated (MB)", "reserved (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# After forward, the first step has 55.0 MB less in memory than the second step, because Adam creates its state at the end of step 1. The peak is inside backward, so no reading between phases shows it. Allocated memory follows the live bytes, but reserved memory only rises, because the allocator keeps the memory that `zero_grad` has released. The second step reuses this memory and takes 44 MB more, because Adam's state now occupies part of the reused memory.
+# After forward, the first step has 55.0 MB less in memory than the second step, because Adam creates its state at the end of step 1. The peak is inside backward, so no reading between phases shows it. Allocated memory follows the live bytes, but reserved memory only rises, because the allocator keeps the memory that `zero_grad` has released. The second step reuses this memory and reserves another 44 MB, because Adam's state now occupies part of the reused memory.
 #
 # `save_snapshot` writes one step for PyTorch's memory viewer, as `torch.cuda.memory._dump_snapshot` does on a GPU:
 #
@@ -1361,7 +1361,7 @@ allocator.allocator_claims(scenes["A, B, A, B"], 388 << 20, ends)
 #
 # <div lang="en">
 #
-# A common method to compare two techniques is "run plain first, then the other technique, and compare the growth". Here this method compares a deep MLP with itself. A fair method should find no difference.
+# A common method to compare two techniques is to run the baseline first, then the other technique, and to compare by how much the memory grows in each run. Here this method compares a deep MLP with itself. A fair method should find no difference.
 #
 # </div>
 # <div lang="zh">
@@ -1443,7 +1443,7 @@ claims.older_claims(grown, fair, kept[512][0], inputs, (forward, meter.peak_byte
 # %% [markdown]
 # <div lang="en">
 #
-# If you have a GPU, this cell measures on it. Otherwise it shows the numbers recorded on an H100 and an H200. The bytes are the same on both GPUs. The meter's peak of the training step is 3,931.7 MB, and the allocator's peak is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB. The thread that runs forward and the thread that runs backward use 32 MiB each, and matrix products with a bias use 1 MiB. The CUDA context took 806 MB on the H200 after a few steps of training. The bytes that a layer keeps in bf16 equal the formula of section 1.14 plus the LayerNorm statistics.
+# If you have a GPU, this cell measures on it. Otherwise it shows the numbers recorded on an H100 and an H200. The bytes are the same on both GPUs. The meter's peak of the training step is 3,931.7 MB, and the allocator's peak is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB allocated. The thread that runs forward and the thread that runs backward use 32 MiB each, and matrix products with a bias use 1 MiB. The CUDA context took 806 MB on the H200 after a few steps of training. The bytes that a layer keeps in bf16 equal the formula of section 1.14 plus the LayerNorm statistics.
 #
 # </div>
 # <div lang="zh">

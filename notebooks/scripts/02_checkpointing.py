@@ -76,14 +76,14 @@ from course_lib.teaching import predictions, table, timelines
 #
 # Autograd keeps the tensors that backward will need. **Activation checkpointing** keeps only the **input** of a block. When backward arrives at the block, the block's forward runs once more. (The technique is also called gradient checkpointing or activation recomputation. Such a checkpoint is not a file of weights.)
 #
-# In PyTorch you write `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`; section 2.3 explains the option. In the next cell, each block reports when it runs. **Guess first:** in which order do three checkpointed blocks a, b and c run, in forward and in backward?
+# In PyTorch you write `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`; section 2.3 explains `use_reentrant`. In the next cell, each block reports when it runs. **Guess first:** in which order do three checkpointed blocks a, b and c run, in forward and in backward?
 #
 # </div>
 # <div lang="zh">
 #
 # autograd 会保存反向要用的张量。**激活检查点**（activation checkpointing，又称梯度检查点、激活重计算）只保存一个块的**输入**，等反向走到这个块，再把它的前向跑一遍。下文简称检查点，它不是存盘的模型权重。
 #
-# 在 PyTorch 里写作 `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`，其中的选项留到 2.3 节解释。在下一个单元格里，每个块运行时都会报告。**先猜**：a、b、c 三个块都加了检查点，它们的前向和反向按什么顺序运行？
+# 在 PyTorch 里写作 `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`，其中的 `use_reentrant` 留到 2.3 节解释。在下一个单元格里，每个块运行时都会报告。**先猜**：a、b、c 三个块都加了检查点，它们的前向和反向按什么顺序运行？
 #
 # </div>
 
@@ -128,7 +128,7 @@ figures.draw_order(heard)
 #
 # - `context.save_for_backward(x)` keeps a tensor, and `context.saved_tensors` returns it in backward.
 # - Inside a Function, no graph is recorded. `torch.enable_grad()` turns recording on.
-# - `x.detach().requires_grad_()` shares the data of x and begins a new graph.
+# - `x.detach().requires_grad_()` returns a tensor that shares the data of x and begins a new graph.
 # - `torch.autograd.backward(output, gradient)` goes backward through that graph, and leaves gradients in `.grad`.
 #
 # </div>
@@ -148,7 +148,7 @@ figures.draw_order(heard)
 #
 # **Exercise 1.** Write both functions. `forward` returns the block's output and records no graph. `backward` returns two values: `None` as the gradient of `block`, and the gradient of `x`.
 #
-# The check compares the gradients of the input and of the weight, and counts how often the block runs. It looks at the bytes that are live between forward and backward. Then it runs two blocks in a row.
+# The check compares the gradients of the input and of the weight, and counts how often the block runs. The check also looks at the bytes that are live between forward and backward. Then it runs two blocks in a row.
 #
 # </div>
 # <div lang="zh">
@@ -206,7 +206,7 @@ exercises.check_checkpoint(MyCheckpoint)
 #
 # Your checkpoint is PyTorch's older mode, `use_reentrant=True`, in which autograd runs inside autograd. The newer mode, `use_reentrant=False`, records the graph as usual, and takes the tensors out of the graph with the two hooks of lesson 01. In forward, the first hook keeps a number instead of each tensor. In backward, the second hook receives the number. At its first call, the second hook runs the block again and collects the tensors that this run saves. You can write this mode in section 2.13.
 #
-# A block's input needs a gradient if it is an activation. Input data need no gradient. **Guess first:** you pass data to a block with 12 parameters, and a head follows the block. How many of the 12 parameters get a gradient with your checkpoint? How many get one with PyTorch's checkpoint, if you leave out `use_reentrant`?
+# A block's input needs a gradient if it is an activation. Input data need no gradient. **Guess first:** you pass data to a block with 12 parameters, and a head follows the block. How many of the 12 parameters get a gradient with your checkpoint? How many get a gradient with PyTorch's checkpoint, if you leave out `use_reentrant`?
 #
 # </div>
 # <div lang="zh">
@@ -248,7 +248,7 @@ table(["`use_reentrant`", "gradients equal", "trained from data", "warnings"], r
 #
 # If no input tensor of a Function needs a gradient, the output has no graph. Therefore the head gets gradients, but the block gets none. PyTorch's older mode warns about this, but your checkpoint gives no warning. If you leave out the option, PyTorch 2.13 still uses the older mode, and gives a second warning, which is printed above. This warning announces an error from version 2.9 on, but version 2.13 raises no such error. Always write `use_reentrant=False`.
 #
-# In both modes, a block must compute the same results twice. PyTorch repeats its own random numbers and `autocast`, so dropout draws the same mask. PyTorch does not repeat Python's random numbers or a counter of your module (section 2.16). So the second result may differ, which may raise a `CheckpointError` (section 2.14).
+# In both modes, a block must compute the same results twice. PyTorch repeats its own random numbers and the `autocast` settings, so dropout draws the same mask. PyTorch does not repeat Python's random numbers or a counter of your module (section 2.16). So the second result may differ, which may raise a `CheckpointError` (section 2.14).
 #
 # </div>
 # <div lang="zh">
@@ -264,7 +264,7 @@ table(["`use_reentrant`", "gradients equal", "trained from data", "warnings"], r
 #
 # <div lang="en">
 #
-# `checkpoint_blocks(model, "layers.*")` puts a checkpoint around every block whose name matches, in any model that calls its blocks as modules. As in lesson 01, we measure the second step with Adam. Gradients are released before this step, so they **arrive during backward** (except in section 2.17).
+# `checkpoint_blocks(model, "layers.*")` puts a checkpoint around every block whose name matches, in any model that calls its blocks as modules. As in lesson 01, we measure the second step with Adam. All gradients are released before this step, so gradients **arrive during backward**. (Section 2.17 is an exception.)
 #
 # </div>
 # <div lang="zh">
@@ -289,7 +289,7 @@ timelines(
 # %% [markdown] slide={"en": "A layer keeps 20,987,904 bytes. A checkpoint keeps its input and 5,056 bytes.\n\n**Guess first.** Peak without checkpoints: 277,682,584 bytes. With $k$ checkpoints?", "zh": "一层保存 20,987,904 字节，检查点只保存这一层的输入和 5,056 字节。\n\n**先猜**：不加检查点时，峰值是 277,682,584 字节。加 $k$ 个检查点呢？"}
 # <div lang="en">
 #
-# Each tooth is one layer whose activations are in memory again. A checkpoint keeps the layer's input, $b s h$ numbers, and 5,056 bytes for the state of the random number generator. Without a checkpoint, a layer keeps 20,987,904 bytes (your sum in lesson 01). When backward starts, the bytes that the checkpoint does not keep are not in memory. At this point, the step without checkpoints has its peak, 277,682,584 bytes.
+# Each tooth is one layer whose activations are in memory again. A checkpoint keeps the layer's input, $b s h$ numbers, and 5,056 bytes for the state of the random number generator. Without a checkpoint, a layer keeps 20,987,904 bytes (your sum in lesson 01). When backward starts, the other bytes of a checkpointed layer are not in memory. At this point, the step without checkpoints has its peak, 277,682,584 bytes.
 #
 # **Exercise 2.** The first $k$ of the eight layers have a checkpoint. What is the peak, in bytes?
 #
@@ -331,7 +331,7 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 # %% [markdown]
 # <div lang="en">
 #
-# The formula is exact to the byte for $k = 0$ and $7$, and 16 MB too low for $k = 8$. The formula describes one point of the step, the start of backward. The eighth checkpoint lowers the memory at this point so far that the peak moves to the end of backward. There, one layer's activations and nearly all gradients are in memory.
+# Your formula is exact to the byte for $k = 0$ and $7$, and 16 MB too low for $k = 8$. The formula describes one point of the step, the start of backward. The eighth checkpoint lowers the memory at this point so far that the peak moves to the end of backward. There, one layer's activations and nearly all gradients are in memory.
 #
 # </div>
 # <div lang="zh">
@@ -357,7 +357,7 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 #
 # <div lang="en">
 #
-# We place one checkpoint in each of two networks: the eight layers alone, with a mean of squares as loss, and the decoder with its head. (Without Adam's 55.0 MB, the decoder needs 222.7 MB.)
+# We place one checkpoint in each of two networks: the eight layers alone, with a mean of squares as loss, and the decoder with its head. (Without Adam's 55.0 MB, the decoder's peak is 222.7 MB.)
 #
 # **Exercise 3.** Guess before you measure. In the eight layers alone, around which layer does a checkpoint not reduce the peak? Does a checkpoint around the same layer reduce the decoder's peak? Write the layer's number, from 0 to 7, and `True` or `False`.
 #
@@ -406,7 +406,7 @@ figures.draw_which_block(alone, whole)
 #
 # <div lang="en">
 #
-# A checkpoint need not forget everything. **Selective checkpointing** keeps the results of some operators and recomputes the others. PyTorch calls a **policy** after each operator of the forward pass. The policy returns `MUST_SAVE` or `PREFER_RECOMPUTE` for the result. The checkpoint takes a `context_fn`, a function that makes a new policy for each checkpoint. The policy below keeps the matrix products of the linear layers. A Linear with a bias calls `addmm`, and a Linear without a bias calls `mm`.
+# **Selective checkpointing** keeps the results of some operators and recomputes the others. PyTorch calls a **policy** after each operator of the forward pass. The policy returns `MUST_SAVE` or `PREFER_RECOMPUTE` for the result. The checkpoint takes a `context_fn`, a function that makes a new policy for each checkpoint. The policy below keeps the matrix products of the linear layers. A Linear calls `addmm` if it has a bias, and `mm` otherwise.
 #
 # </div>
 # <div lang="zh">
@@ -522,7 +522,7 @@ figures.draw_policies(arms)
 # %% [markdown]
 # <div lang="en">
 #
-# Keeping all matrix products reduces the peak by 84 MB for 2% more FLOPs. (With 2048 tokens per sequence, it costs 18% more FLOPs, because the matrix products inside attention run again.) Your policy reduces the peak by 101 MB for 5% more FLOPs. If your policy kept the second and fourth of a layer's four matrix products, it would cost 19%. The second product is small, and early stop skips the fourth anyway. Keeping every operator's result needs 429.8 MB, more than without checkpoints.
+# Keeping all matrix products reduces the peak by 84 MB for 2% more FLOPs. (With 2048 tokens per sequence, it costs 18% more FLOPs, because the matrix products inside attention run again.) Your policy reduces the peak by 101 MB for 5% more FLOPs. If your policy kept the second and fourth of a layer's four matrix products, the FLOPs would rise by 19%. The second product is small, and early stop skips the fourth anyway. Keeping every operator's result needs 429.8 MB, more than the step without checkpoints needs.
 #
 # One checkpoint around all eight layers costs the most FLOPs and reduces the peak by only 19 MB.
 #
@@ -585,7 +585,7 @@ exercises.check_loss_in_pieces(loss_in_pieces)
 # %% [markdown]
 # <div lang="en">
 #
-# With small chunks, the peak no longer comes from the logits, but from three tensors as large as the head's weight matrix (33 MB each). Section 2.17 shows two ways to need only two tensors. Fused losses such as Liger's compute the gradients of a chunk in forward, so they recompute nothing.
+# With small chunks, the peak no longer comes from the logits, but from three tensors as large as the head's weight matrix (33 MB each). In two ways of section 2.17, two such tensors are enough. Fused losses such as Liger's compute the gradients of a chunk in forward, so they recompute nothing.
 #
 # </div>
 # <div lang="zh">
@@ -601,7 +601,7 @@ exercises.check_loss_in_pieces(loss_in_pieces)
 #
 # You probably train a model from Hugging Face. `own_code.llama` makes a small Llama from a configuration: 4 layers, hidden size 256. The vocabulary of 8,192 is 32 times the hidden size, about as in Llama 3 8B. Forward and backward of 8 sequences of 128 tokens need 215.2 MB. Prompt tokens have the label −100.
 #
-# **Exercise 6.** Fill in the last row of the table below. Checkpoint the layers with `model.activation_checkpointing_enable()`, and compute the loss in chunks. `model.model(tokens).last_hidden_state` contains the hidden states before the head, `model.lm_head.weight` is the head's weight matrix, and position $t$ predicts the label of position $t + 1$. The loss and the gradients must equal the model's own, and the peak may be at most 80 MB.
+# **Exercise 6.** Fill in the last row of the table below. Checkpoint the layers with `model.activation_checkpointing_enable()`, and compute the loss in chunks. `model.model(tokens).last_hidden_state` contains the hidden states before the head, `model.lm_head.weight` is the head's weight matrix, and position $t$ predicts the label of position $t + 1$. The loss and the gradients must equal the model's own, and the peak must be at most 80 MB.
 #
 # </div>
 # <div lang="zh">
@@ -637,12 +637,12 @@ exercises.check_in_chunks(in_chunks)
 # %% [markdown]
 # <div lang="en">
 #
-# Each line below runs on a new model. Three lines use a policy. In one line, the compiler may keep half of the bytes that it usually keeps. **Guess first:** do `keep_addmm` and `keep_mm` need fewer FLOPs than `enable()`?
+# Each line below runs on a new model. Three lines use a policy. In one line, the compiler saves at most half of the bytes that it usually saves. `enable()` stands for `model.activation_checkpointing_enable()`. **Guess first:** do `keep_addmm` and `keep_mm` need fewer FLOPs than `enable()`?
 #
 # </div>
 # <div lang="zh">
 #
-# 下面每一行都在一个新的模型上运行。其中三行用了策略。另有一行由编译器自己选择保留什么，预算是它平时保留字节数的一半。**先猜**：`keep_addmm` 和 `keep_mm` 用的 FLOPs 会比 `enable()` 少吗？
+# 下面每一行都在一个新的模型上运行。其中三行用了策略。另有一行由编译器自己选择保存什么，最多保存平时字节数的一半。`enable()` 代表 `model.activation_checkpointing_enable()`。**先猜**：`keep_addmm` 和 `keep_mm` 用的 FLOPs 会比 `enable()` 少吗？
 #
 # </div>
 
@@ -682,7 +682,7 @@ own_code.compare_costs(costs)
 # %% [markdown]
 # <div lang="en">
 #
-# `enable()` stands for `model.activation_checkpointing_enable()`, and lowers the peak by 79 MB. Most scripts use its older name, which warns that `transformers` 6 will remove it. Without `use_reentrant`, `transformers` 5.23 uses the newer mode. The older mode never stops early, so it needs more FLOPs.
+# `enable()` lowers the peak by 79 MB. Most scripts use an older name, but a warning says that `transformers` 6 will remove this name. Without `use_reentrant`, `transformers` 5.23 uses the newer mode. The older mode never stops early, so it needs more FLOPs.
 #
 # `keep_addmm` changes nothing. A Llama's Linears have no bias, so they call `mm`, and everything is recomputed without a warning. (`checkpoint_blocks` would warn.) With `keep_mm`, no matrix product is computed twice. Your policy lies between these two policies.
 #
@@ -693,7 +693,7 @@ own_code.compare_costs(costs)
 # </div>
 # <div lang="zh">
 #
-# `enable()` 代表 `model.activation_checkpointing_enable()`，它让峰值降低 79 MB。多数脚本里写的还是旧名称，现在用旧名称会收到警告，说 `transformers` 6 将删除它。不写 `use_reentrant` 时，`transformers` 5.23 用的是新模式。旧模式不会提前终止，所以在这里计算量更大。
+# `enable()` 让峰值降低 79 MB。多数脚本里写的还是旧名称，现在用旧名称会收到警告，说 `transformers` 6 将删除它。不写 `use_reentrant` 时，`transformers` 5.23 用的是新模式。旧模式不会提前终止，所以在这里计算量更大。
 #
 # `keep_addmm` 什么也没有改变，因为 Llama 的 Linear 没有偏置，调用的是 `mm`，所以策略一个结果也没有保留，全部都要重新计算，而且没有任何警告。（换成 `checkpoint_blocks` 就会警告。）用 `keep_mm` 时，任何矩阵乘法都只做一遍。你的策略介于这两种策略之间。
 #
@@ -725,7 +725,7 @@ figures.claims_table(arms, alone)
 #
 # <div lang="en">
 #
-# This lesson adds its row to the ledger:
+# The ledger gets this lesson's row:
 #
 # </div>
 # <div lang="zh">
@@ -742,10 +742,10 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 #
 # <div lang="en">
 #
-# - A checkpoint keeps the input of a block and recomputes its activations in backward. Always write `use_reentrant=False`.
+# - A checkpoint keeps a block's input and recomputes the block's activations in backward. Always write `use_reentrant=False`.
 # - A checkpoint reduces the peak by the tensors that it removes from memory at the peak. Without a head, a checkpoint around the last layer does not reduce the peak. A formula for one point of the step fails if memory is higher at another point.
 # - One more forward pass adds about a third to a step's FLOPs if all weights are trained, and less with early stop. A policy that keeps the linear layers' matrix products adds 2% here, and more with longer sequences.
-# - The loss is a block, too. In small chunks, it needs two to three times the memory of the head's weight matrix here.
+# - The loss is a block, too. Here, in small chunks, it needs two to three times the bytes of the head's weight matrix.
 #
 # **Next:** [lesson 03](03_sqrt_schedule.ipynb) asks which blocks to forget.
 #
@@ -879,7 +879,7 @@ gaps(runs)
 # %% [markdown]
 # <div lang="en">
 #
-# `with_hooks` keeps everything that it has recomputed until the block's backward is done. The libraries release each tensor after its use. The last column is `course_lib.checkpoint.readable`, an easily readable file of 350 lines with both modes.
+# `with_hooks` keeps everything that it has recomputed until the block's backward is done. PyTorch and the course's library release each tensor after its use. The last column is `course_lib.checkpoint.readable`, a file of 350 lines that is written to be read and contains both modes.
 #
 # </div>
 # <div lang="zh">
@@ -929,7 +929,7 @@ def gradient_of(block, **options):
 # %% [markdown]
 # <div lang="en">
 #
-# **Read the first lines of the error.** They give the number of saved tensors in both runs, or the first tensor that differs. With `debug=True` the message lists all operators of both runs, each with its stack traces, over hundreds of lines. You only need the operators that differ. The hooks of the recomputation call `detach`, so we leave `detach` out. (For a checkpoint in a library, use `set_checkpoint_debug_enabled(True)`.)
+# **Read the first lines of the error.** They give the number of saved tensors in both runs, or the first tensor that differs. With `debug=True` the message lists all operators of both runs, each with its stack traces, over hundreds of lines. You only need the operators that differ. The hooks of the recomputation call `detach`, so we leave `detach` out of these lists. (For a checkpoint in a library, use `set_checkpoint_debug_enabled(True)`.)
 #
 # </div>
 # <div lang="zh">
@@ -990,7 +990,7 @@ table(["what has changed", "default", '`determinism_check="none"`'], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The first two blocks still raise an error. The slice, whose shape can be broadcast, now gives a wrong gradient without an error. PyTorch never notices that the runs of the last two blocks differ, because shapes and numbers of tensors are the same. (`checkpoint_blocks` raises an error for both of these blocks, see section 2.16.) In all five cases the remedy is to make both runs equal:
+# The first two blocks still raise an error. The slice, whose shape can be broadcast, now gives a wrong gradient without an error. For the last two blocks, PyTorch never notices that the two runs differ, because both runs save the same number of tensors, with the same shapes. (`checkpoint_blocks` raises an error for both of these blocks, see section 2.16.) In all five cases the remedy is to make both runs equal:
 #
 # - Call `eval()` after backward.
 # - Do not cache during training. Hugging Face's encoder-decoders need `use_cache=False`.
@@ -1146,7 +1146,7 @@ exercises.check_dropout_checkpoint(Careful.apply)
 #
 # <div lang="en">
 #
-# **Layers per checkpoint.** In section 2.7, two layers per checkpoint needed more memory and FLOPs than one layer per checkpoint. These pairs of layers may need less memory if the gradients exist from the start, as in the later micro-batches of gradient accumulation (lesson 05). With pairs, one more layer is recomputed at a time, but only half as many inputs are kept. A layer keeps as many bytes as 20 inputs take. **Guess first:** from which depth on do pairs need less memory? (All sizes are a quarter of the decoder's.)
+# **Layers per checkpoint.** In section 2.7, two layers per checkpoint needed more memory and FLOPs than one layer per checkpoint. These pairs of layers can need less memory if the gradients exist from the start, as in the later micro-batches of gradient accumulation (lesson 05). With pairs, one more layer is recomputed at a time, but only half of the inputs are kept. A layer keeps 20 times the bytes of its input. **Guess first:** from which depth on do pairs need less memory? (Here, all sizes are a quarter of the sizes in the decoder.)
 #
 # </div>
 # <div lang="zh">
@@ -1220,7 +1220,7 @@ table(["tokens in a chunk", "one backward", "`(weight @ rows.T).T`", "a backward
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 9.** The loss of section 2.8 has one backward pass for all chunks, and its peak may be at most 150 MB. How many tokens can a chunk have at most, if this number is a power of 2? Three tensors as large as a chunk's logits and one gradient of the weight matrix are in memory at once.
+# **Exercise 9.** The loss of section 2.8 has one backward pass for all chunks, and its peak must be at most 150 MB. How many tokens can a chunk have at most, if this number is a power of 2? Three tensors as large as a chunk's logits and one gradient of the weight matrix are in memory at once.
 #
 # </div>
 # <div lang="zh">
@@ -1422,12 +1422,12 @@ in_depth.trainer_steps(arguments)
 #
 # <div lang="en">
 #
-# `checkpoint_sequential` divides an `nn.Sequential` into segments, and puts a checkpoint around each segment except the last. Then an attention layer runs three times, each with a checkpoint. At the peak, two of the three runs keep only their inputs instead of $2 (5 s b h + a s^2 b)$ numbers. (For short sequences the peak comes later, with gradients that the formula leaves out.) Last, a post-norm layer (hidden size 512, 8 heads) is trained with Adam, with and without a checkpoint.
+# `checkpoint_sequential` divides an `nn.Sequential` into segments, and puts a checkpoint around each segment except the last. Then an attention layer runs three times. Without checkpoints, each run keeps $5 s b h + a s^2 b$ numbers, including its input of $s b h$ numbers. If each run has a checkpoint, two of the three runs keep only their inputs at the peak, and the third run keeps all its numbers. (For short sequences the peak comes later, with gradients that the formula leaves out.) Last, a post-norm layer (hidden size 512, 8 heads) is trained with Adam, with and without a checkpoint.
 #
 # </div>
 # <div lang="zh">
 #
-# `checkpoint_sequential` 把一个 `nn.Sequential` 分成几段，除最后一段外，每段加一个检查点。接着，同一个注意力层连用三次，每次都加检查点。其中两次原本要保存 $2 (5 s b h + a s^2 b)$ 个数，峰值时内存里却只有这两次的输入。（序列短时，峰值出现得较晚，公式没有计入那时的梯度。）最后用 Adam 训练一个 post-norm（后置归一化）层，隐藏维度 512，8 个头，加检查点和不加检查点各训练一次。
+# `checkpoint_sequential` 把一个 `nn.Sequential` 分成几段，除最后一段外，每段加一个检查点。接着，同一个注意力层连用三次。不加检查点时，每一次保存 $5 s b h + a s^2 b$ 个数，其中输入占 $s b h$ 个。三次都加检查点时，峰值那一刻有两次只保存着输入，只有一次保存着全部的数。（序列短时，峰值出现得较晚，公式没有计入那时的梯度。）最后用 Adam 训练一个 post-norm（后置归一化）层，隐藏维度 512，8 个头，加检查点和不加检查点各训练一次。
 #
 # </div>
 

@@ -108,7 +108,7 @@ print(layer_cuts(8), layer_cuts(8, group=2), sep="\n")
 # - **Two layers per checkpoint.**
 # - **Products kept:** a selective checkpoint per layer keeps the results of the linear layers.
 # - **Loss in chunks:** lesson 02's loss, 128 tokens at a time, and no checkpoint elsewhere.
-# - **Compiler's budget:** `torch.compile` chooses what to keep, within half of the activations that it usually keeps (section 3.5). The compiler needs real tensors, so it runs with 8 layers only. The other ways use symbolic tensors.
+# - **Compiler's budget:** `torch.compile` chooses what to keep, up to half of the bytes that it usually keeps (section 3.5). The compiler needs real tensors, so it runs with 8 layers only. The other ways use symbolic tensors.
 #
 # **On this page**, a peak counts all live activations, including the model's input. It does not count weights, gradients and optimizer state. They exist from the start, as in later micro-batches (lesson 05).
 #
@@ -152,7 +152,7 @@ own_model.draw_ways({8: eight, 48: deep})
 # %% [markdown]
 # <div lang="en">
 #
-# With 8 layers, a checkpoint around **each layer** has the lowest peak: 36.7 MB, instead of 195.2 MB without a checkpoint, for 1.21 times the FLOPs. Three ways add only about 2% to the FLOPs. Two of them, products kept and the compiler's budget, lower the peak by nearly half. The loss in chunks lowers it by 18 MB at both depths, because it reduces only the logits, which any model computes once. With 48 layers, **two layers per checkpoint** have the lowest peak.
+# With 8 layers, a checkpoint around **each layer** has the lowest peak: 36.7 MB, instead of 195.2 MB without a checkpoint, for 1.21 times the FLOPs. Three ways add only about 2% to the FLOPs. Two of them, products kept and the compiler's budget, lower the peak by nearly half. The loss in chunks lowers the peak by 18 MB at both depths, because the logits do not grow with the depth. With 48 layers, **two layers per checkpoint** have the lowest peak.
 #
 # </div>
 # <div lang="zh">
@@ -189,7 +189,7 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 # %% [markdown]
 # <div lang="en">
 #
-# In both models, pairs need less memory from about 49 layers on. (In the 8B model, 134 of the 825 MB are float32 copies in Hugging Face's norms. With fused norms, pairs help in shallower models, too.) The 8B model has only 32 layers. The 70B model has 80 layers, so pairs lower its peak if its gradients exist before backward, as on this page, or are sharded (lesson 08).
+# In both models, pairs need less memory from about 49 layers on. (In the 8B model, 134 of the 825 MB are float32 copies in Hugging Face's norms. With fused norms, pairs help in shallower models, too.) The 8B model has only 32 layers. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
 #
 # In other training steps the gradients arrive during backward. In these two models a layer's gradients take far more bytes than its input, so the peak is at the end of backward. The inputs are released by then, so groups do not lower the peak.
 #
@@ -250,9 +250,9 @@ figures.draw_sweep(100, sweep, marked=(50, 51))
 # %% [markdown]
 # <div lang="en">
 #
-# The points are not smooth. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment and **all remaining layers into the last one**. For $k = 51$, fifty segments have one layer each, and the last segment has fifty layers. While a segment runs backward, the activations of all its layers are in memory.
+# The points are not smooth. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment, but **all remaining layers into the last one**. For $k = 51$, fifty segments have one layer each, and the last segment has fifty layers. While a segment runs backward, the activations of all its layers are in memory.
 #
-# **Exercise 1.** Cuts form a list such as `[0, 40, 70, 100]`. While segment $j$ (counted from 0) runs backward, which inputs are still kept, how much do its layers keep, and which gradients exist? Count every tensor once. Return the peak in bytes, from `A` and `B`.
+# **Exercise 1.** Cuts form a list such as `[0, 40, 70, 100]`. While segment $j$ (counted from 0) runs backward, which inputs are still kept, how many bytes do its layers keep, and which gradients exist? Count every tensor once. Return the peak in bytes, from `A` and `B`.
 #
 # </div>
 # <div lang="zh">
@@ -337,14 +337,14 @@ exercises.check_best_count(best_count)
 # %% [markdown]
 # <div lang="en">
 #
-# The sum is least for $k^* = \sqrt{L \cdot A / B}$, where the peak is $2 \sqrt{L A B} + B$. The well-known $\sqrt L$ is right only if a layer keeps as many bytes as one boundary. Here $A = 2B$, so 14 segments are best, not 10. With 14 segments the peak is $29.3 B$. With 10 segments it is only a little higher, $31 B$, because the curve is flat near its minimum. `checkpoint_sequential` with 14 segments peaks at $33 B$, because its last segment is longer.
+# The sum is least for $k^* = \sqrt{L \cdot A / B}$, where the peak is $2 \sqrt{L A B} + B$. The well-known $\sqrt L$ is right only if $A = B$. Here $A = 2B$, so 14 segments are best, not 10. With 14 segments the peak is $29.3 B$. With 10 segments it is only a little higher, $31 B$, because the curve is flat near its minimum. `checkpoint_sequential` with 14 segments peaks at $33 B$, because its last segment is longer.
 #
 # For the 32 layers of Llama 3 8B, $k^* = \sqrt{32 \cdot 24.6} = 28$, which is nearly one segment per layer.
 #
 # </div>
 # <div lang="zh">
 #
-# 段数为 $k^* = \sqrt{L \cdot A / B}$ 时，两项之和最小，此时的峰值是 $2 \sqrt{L A B} + B$。常说的 $\sqrt L$，只有当一层保存的字节恰好等于一个边界的字节时才对。这里 $A = 2B$，所以最好的段数是 14，不是 10。分 14 段时峰值是 $29.3 B$，分 10 段时是 $31 B$，差别很小，因为曲线在最低点附近很平。把余下的层全归最后一段，影响反而更大。例如 `checkpoint_sequential` 分 14 段时，峰值是 $33 B$。
+# 段数为 $k^* = \sqrt{L \cdot A / B}$ 时，两项之和最小，此时的峰值是 $2 \sqrt{L A B} + B$。常说的 $\sqrt L$，只有当 $A = B$ 时才对。这里 $A = 2B$，所以最好的段数是 14，不是 10。分 14 段时峰值是 $29.3 B$，分 10 段时是 $31 B$，差别很小，因为曲线在最低点附近很平。把余下的层全归最后一段，影响反而更大。例如 `checkpoint_sequential` 分 14 段时，峰值是 $33 B$。
 #
 # 对 Llama 3 8B 的 32 层，$k^* = \sqrt{32 \cdot 24.6} = 28$，几乎就是一层一段。
 #
@@ -355,20 +355,20 @@ exercises.check_best_count(best_count)
 #
 # <div lang="en">
 #
-# While the **last** segment runs backward, the inputs of all segments are kept. While the **first** segment runs backward, all other inputs have been released, so the first segment may be longer. Let every segment need the same $R$ bytes, not counting the last $B$ of the sum. A segment with $j$ inputs before its own has $R - (j + 1) B$ bytes left for its layers.
+# While the **last** segment runs backward, the inputs of all segments are kept. While the **first** segment runs backward, all other inputs have been released, so the first segment can be longer. Let every segment need the same $R$ bytes, not counting the last $B$ of the sum in section 3.2. A segment with $j$ inputs before its own has $R - (j + 1) B$ bytes left for its layers.
 #
-# The sizes fall by $B / A$ from segment to segment. If you draw the segments as columns, they form a triangle that is $R / B$ segments long and $R / A$ layers high. Its area is the number of layers:
+# Each segment has $B / A$ fewer layers than the segment before it. If you draw the segments as columns, they form a triangle that is $R / B$ segments long and $R / A$ layers high. Its area is the number of layers:
 #
 # $$L \approx \frac{R^2}{2 A B}, \qquad R \approx \sqrt{2 L A B}$$
 #
 # Equal segments need $2 \sqrt{L A B}$, and $R$ is $1 / \sqrt 2$ of that.
 #
-# **Exercise 3.** Sizes are whole numbers, so the formula does not give the cuts yet. Write `tapered(depth, kept)`, where a layer keeps `kept` times the bytes of a boundary, $A$ = `kept` · $B$. It returns the cuts. For example, `[0, 4, 6, 7]` are segments of 4, 2 and 1 layers. No other cuts may have a lower peak.
+# **Exercise 3.** Sizes are whole numbers, so the formula does not give the cuts yet. Write `tapered(depth, kept)`, where a layer keeps `kept` times the bytes of a boundary, $A$ = `kept` · $B$. It returns the cuts. For example, `[0, 4, 6, 7]` are segments of 4, 2 and 1 layers. Your cuts must have the lowest possible peak.
 #
 # </div>
 # <div lang="zh">
 #
-# **最后**一段做反向时，各段的输入都还保留着。**第一**段做反向时，其他各段的输入都已释放，所以第一段可以更长。因此，我们让每一段做反向时都占同样的 $R$ 字节（不计公式末尾的 $B$）。如果某一段之前还保留着 $j$ 份输入，那么留给这一段各层的是 $R - (j + 1) B$ 字节。
+# **最后**一段做反向时，各段的输入都还保留着。**第一**段做反向时，其他各段的输入都已释放，所以第一段可以更长。因此，我们让每一段做反向时都占同样的 $R$ 字节（不计 3.2 节的和里末尾的 $B$）。如果某一段之前还保留着 $j$ 份输入，那么留给这一段各层的是 $R - (j + 1) B$ 字节。
 #
 # 每往后一段，段长就减少 $B / A$ 层。把每一段的各层画成一列，各列就排成一个三角形，底边长 $R / B$ 段，高 $R / A$ 层，三角形的面积就是层数：
 #
@@ -449,7 +449,7 @@ figures.draw_budgets({name: arms[name] for name in ("10 equal segments", "tapere
 #
 # <div lang="en">
 #
-# `torch.compile` traces forward and backward as one graph and cuts the graph in two. The results that cross the cut are saved, and backward computes the other results again. A **budget**, a share between 0 and 1, limits the saved bytes. The default, 1, minimizes the run time. With 0, only the graph's inputs are saved, as with one checkpoint around everything. With 0.5, the compiler may save the inputs and half of the other bytes that it saves with 1.
+# `torch.compile` traces forward and backward as one graph and cuts the graph in two. The results that cross the cut are saved, and backward computes the other results again. A **budget**, a share between 0 and 1, limits the saved bytes. The default, 1, minimizes the run time. With 0, only the graph's inputs are saved, as with one checkpoint around everything. With 0.5, the compiler saves the inputs and at most half of the other bytes that it saves with 1.
 #
 # Torch 2.13 has a context manager for the budget, which is still a prototype. The context must cover the whole forward pass of a compiled graph, and raises an error outside of the compiler (section 3.16). Section 3.1 used the older private setting, `torch._functorch.config.activation_memory_budget`.
 #
@@ -539,19 +539,19 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 # %% [markdown]
 # <div lang="en">
 #
-# The second list runs stages 0 and 1 forward twice to lower the peak.
+# The second schedule runs stages 0 and 1 forward twice to lower the peak.
 #
 # Let $T_{i..n}(R)$ be the least time for forward and backward of stages $i$ to $n$ within $R$ bytes. The input of stage $i$ exists already and is not counted. We assume that schedules never discard a kept tensor before its backward, and that no output is larger than the output before it. Stage $i$ keeps $A_i$ bytes, its output takes $B_i$ bytes, its forward takes time $f_i$, and its backward takes time $g_i$. A schedule can begin in two ways:
 #
 # - **Keep all** of stage $i$. With the gradient of its output, this needs $A_i + B_i \le R$. The time is $f_i + T_{i+1..n}(R - A_i) + g_i$.
-# - **Run on** to a later stage $e$, keep its input, and come back to $i$ when stages $e$ to $n$ are done. This takes the forwards of stages $i$ to $e - 1$. Which two parts remain, and how many bytes may each part use?
+# - **Run on** to a later stage $e$, keep its input, and come back to $i$ when stages $e$ to $n$ are done. This takes the forwards of stages $i$ to $e - 1$. Which two parts remain, and how many bytes can each part use?
 #
 # The least of these times, over both ways and every $e$, is $T_{i..n}(R)$.
 #
 # </div>
 # <div lang="zh">
 #
-# 第二张清单让第 0、1 级的前向运行两遍，换来更低的峰值。
+# 第二个调度让第 0、1 级的前向运行两遍，换来更低的峰值。
 #
 # 设 $T_{i..n}(R)$ 是在 $R$ 字节之内，做完第 $i$ 到第 $n$ 级的前向和反向所需的最短时间。此时第 $i$ 级的输入已经存在，不计入 $R$。我们假设，调度保留的每个张量都一直留到反向用完它为止，并且每一级的输出都不大于前一级的输出。第 $i$ 级保存 $A_i$ 字节，输出占 $B_i$ 字节，前向用时 $f_i$，反向用时 $g_i$。调度的开头有两种做法：
 #
@@ -626,9 +626,9 @@ exercises.check_recurrence(fastest)
 #
 # <div lang="en">
 #
-# While stages $e$ to $n$ run, the kept input takes $B_{e-1}$ of the $R$ bytes. Then this input is released, so stages $i$ to $e - 1$ may use all of $R$ again.
+# While stages $e$ to $n$ run, the kept input takes $B_{e-1}$ of the $R$ bytes. Then this input is released, so stages $i$ to $e - 1$ can use all of $R$ again.
 #
-# The library's `optimal` is your recurrence for long chains, and returns the schedule itself. It also checks that each forward fits into the remaining bytes, so it handles chains in which a stage's output is larger than its input. `ScheduledSequential` runs a schedule under autograd (section 3.14). We allow half of the bytes that the decoder keeps. Are the gradients equal, and is the peak as simulated?
+# The library's `optimal` is your recurrence for long chains, and returns the schedule itself. `optimal` also checks that each forward fits into the remaining bytes, so it handles chains in which a stage's output is larger than its input. `ScheduledSequential` runs a schedule under autograd (section 3.14). The limit is half of the bytes that the decoder keeps. Are the gradients equal, and is the peak as simulated?
 #
 # </div>
 # <div lang="zh">
@@ -663,7 +663,7 @@ predictions([("half", simulate(halved, chain).peak_bytes, half[0])], unit="bytes
 # %% [markdown] slide={"en": "The schedule for half the bytes takes 1.17 times the FLOPs.\n\n**Guess first.** Where are the ways of section 3.1: above the frontier, or below?", "zh": "字节减半的调度，FLOPs 是基线的 1.17 倍。\n\n**先猜**：3.1 节的各种做法，在前沿的上方还是下方？"}
 # <div lang="en">
 #
-# The gradients are equal, and the measured peak is 8 bytes above the simulated peak. With half the bytes, the step takes 1.17 times the FLOPs. `frontier` finds the best schedules for all budgets at once. They form the **Pareto frontier**: any schedule of this kind with fewer bytes than one of its points takes more time.
+# The gradients are equal, and the measured peak is 8 bytes above the simulated peak. With half the bytes, the step takes 1.17 times the FLOPs. `frontier` finds the best schedules for all budgets at once. They form the **Pareto frontier**: compared with each of them, any schedule of this kind with fewer bytes takes more time.
 #
 # **Guess first:** are the ways of section 3.1 above the decoder's frontier, or below it?
 #
@@ -690,9 +690,9 @@ frontiers.draw_frontier(title, lines, arms, xlim=(20, 205))
 # %% [markdown] slide={"en": "On the decoder the search loses against the compiler.\n\nAnd on a pyramid, whose stages shrink from 32 to 1 MB?", "zh": "在解码器上，搜索输给了编译器。\n\n那么在金字塔上呢？它的各级从 32 MB 缩小到 1 MB。"}
 # <div lang="en">
 #
-# **On this transformer the search loses.** At a peak of 104.9 MB, the compiler's budget takes 1.02 times the baseline's FLOPs, and the search takes 1.16 times. The compiler and products kept recompute single operators, but the search recomputes whole stages. Even a checkpoint around each layer lies below the frontier. It takes 1.21 times the FLOPs, and the search takes 1.31 times, because a checkpoint's recomputation stops early (lesson 02) and skips each segment's last matrix product. A search that may also stop early finds the second frontier.
+# **On this transformer the search loses.** At a peak of 104.9 MB, the compiler's budget takes 1.02 times the baseline's FLOPs, and the search takes 1.16 times. The compiler and products kept recompute single operators, but the search recomputes whole stages. Even a checkpoint around each layer lies below the frontier. It takes 1.21 times the FLOPs, and at the same peak the search takes 1.31 times, because a checkpoint's recomputation stops early (lesson 02) and skips each segment's last matrix product. A search that can also stop early finds the second frontier.
 #
-# Now take a chain whose stages differ much: a pyramid of 12 stages whose outputs shrink from 32 MB to 1 MB, as in a convolutional network.
+# Now take a pyramid, a chain of 12 stages whose outputs shrink from 32 MB to 1 MB, as in a convolutional network.
 #
 # </div>
 # <div lang="zh">
@@ -709,7 +709,7 @@ frontiers.draw_cuts({"the decoder, 18 stages": chain, "a pyramid, 12 stages": ex
 # %% [markdown]
 # <div lang="en">
 #
-# **On the pyramid the search wins.** No cuts of the pyramid need less than 163 MB. The search reaches 131 MB, for 1.25 times the baseline's time. On the decoder, below 81 MB, the best cuts lie on the frontier. Above 81 MB, they need at most 9% more bytes than the search. So a loop of checkpoints is enough. Only peaks below 35 MB need the search, which reaches 27 MB, for 1.68 times the time.
+# **On the pyramid the search wins.** No cuts of the pyramid need less than 163 MB. The search reaches 131 MB, for 1.25 times the baseline's time. On the decoder, below 81 MB, the best cuts lie on the frontier. Above 81 MB, they need at most 9% more bytes than the search. So a loop of checkpoints is enough. Only peaks below 35 MB need the search, which reaches 27 MB, for 1.68 times the baseline's time.
 #
 # </div>
 # <div lang="zh">
@@ -741,7 +741,7 @@ min(cost.peak_bytes for cost in frontier(links) if cost.time <= 300 + 99)
 #
 # No. Among these schedules **$22 B$ is optimal**. But this optimum holds only for a model in which a layer is one stage.
 #
-# **Exercise 5.** Get below $22 B$ with checkpoints inside the segments. `inside` runs the layers of one segment, and each layer is a pair of Linear and GELU. How can a layer keep $B$ instead of $2 B$ without additional matrix products? Which cuts are then the best? In `inside`, pass `use_reentrant=False, preserve_rng_state=False` to `checkpoint`, because `options` is local to `nested`. The gradients must be equal, and no Linear may run forward more than twice. The check also tries a shorter and narrower chain.
+# **Exercise 5.** Get below $22 B$ with checkpoints inside the segments. `inside` runs the layers of one segment, and each layer is a pair of Linear and GELU. How can a layer keep $B$ instead of $2 B$ without additional matrix products? Which cuts are then the best? In `inside`, pass `use_reentrant=False, preserve_rng_state=False` to `checkpoint`, because `options` is local to `nested`. The gradients must be equal, and each Linear must run forward at most twice. The check also tries a shorter and narrower chain.
 #
 # </div>
 # <div lang="zh">
@@ -802,14 +802,14 @@ table(["cut", "gradients equal", "measured (units of B)", "FLOPs (× baseline)"]
 # %% [markdown] slide={"en": "**A proof of optimality is a proof about a model.**\n\n22 B was optimal for whole layers. Nested checkpoints: 17 B, at the same FLOPs.", "zh": "**最优性的证明只在它假设的模型里成立。**\n\n以整层为单位，22 B 是最优。嵌套的检查点：17 B，FLOPs 相同。"}
 # <div lang="en">
 #
-# The peak falls to $17.03 B$ at the same 1.331 times the baseline's FLOPs, and the gradients are equal to the last bit. Each inner checkpoint contains a GELU and the next Linear. It keeps only its input, the output of the Linear before it, so a layer keeps $1 B$. In backward only the GELU runs again, because early stop skips the Linear, so no matrix product is added. The best segments' sizes then fall from 14 layers to 1.
+# The peak falls to $17.03 B$ at the same 1.331 times the baseline's FLOPs, and the gradients are equal to the last bit. Each inner checkpoint contains a GELU and the next Linear. The checkpoint keeps only its input, the output of the Linear before the GELU, so a layer keeps $1 B$. In backward only the GELU runs again, because early stop skips the Linear, so no matrix product is added. The first of the best segments has 14 layers, and the last has 1 layer.
 #
 # **A proof of optimality is a proof about a model.** The proof for $22 B$ holds for whole layers only. The compiler beat the search because it chose among single operators.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值降到 $17.03 B$，FLOPs 同样是基线的 1.331 倍，梯度逐比特相等。每个内层检查点包住一个 GELU 和下一个 Linear，只保存 GELU 的输入，也就是前一个 Linear 的输出，所以每层保存 $1 B$。反向时只有 GELU 再运行一次，因为提前终止省去了 Linear，所以没有多出矩阵乘法。这时，最好的切法里，各段的长度从 14 层一直减到 1 层。
+# 峰值降到 $17.03 B$，FLOPs 同样是基线的 1.331 倍，梯度逐比特相等。每个内层检查点包住一个 GELU 和下一个 Linear，只保存 GELU 的输入，也就是前一个 Linear 的输出，所以每层保存 $1 B$。反向时只有 GELU 再运行一次，因为提前终止省去了 Linear，所以没有多出矩阵乘法。这时，最好的切法里，第一段有 14 层，最后一段只有 1 层。
 #
 # **最优性的证明只在它假设的模型里成立。** 证明 $22 B$ 最优时，假设了调度以整层为单位。编译器能胜过搜索，也是因为它在算子之间做选择。
 #
@@ -867,7 +867,7 @@ own_code.measured_lines(lines=lines)
 #
 # <div lang="en">
 #
-# The last row above has a checkpoint around every second layer and keeps all activations of the other layers. So its numbers lie between the other rows' numbers.
+# The last row above has a checkpoint around every second layer only, so its numbers lie between the other rows' numbers.
 #
 # The next table tests three claims from public pages.
 #
@@ -1021,7 +1021,7 @@ in_depth.compare_cuts(balanced, tapered, predicted_peak, measured_peak)
 # %% [markdown]
 # <div lang="en">
 #
-# Some schedules discard a kept result before its backward. Can such a schedule be faster? On equal stages, we have found no faster schedule. But take five stages whose forwards take 10, 5, 5, 5, 10 units of time, and whose backwards take 1 unit each. Their outputs have 2, 4, 4, 1, 4 bytes, and the stages keep 3, 4, 4, 1, 4 bytes. (Some outputs are larger than the output before, so `optimal` checks that forwards fit.) Within 13 bytes `optimal` takes 80 units of time:
+# Some schedules discard a kept result before its backward. Can such a schedule be faster? On equal stages, we have found no faster schedule. But take five stages whose forwards take 10, 5, 5, 5, 10 units of time, and whose backwards take 1 unit each. Their outputs have 2, 4, 4, 1, 4 bytes, and the stages keep 3, 4, 4, 1, 4 bytes. (Some outputs are larger than the output before, so `optimal` checks that forwards fit.) Within 13 bytes, the schedule of `optimal` takes 80 units of time:
 #
 # </div>
 # <div lang="zh">
@@ -1065,7 +1065,7 @@ exercises.check_gives_up_early(actions)
 # %% [markdown]
 # <div lang="en">
 #
-# The new schedule takes 70 units of time, because stage 0 runs forward one time less. Stages 2 and 3 run forward from $x_1$, which is then released, so everything that both stages keep fits. This schedule lies *below* the frontier that the library computes, because the library, like the program of Beaumont et al., finds the best **persistent** schedule.
+# The new schedule takes 70 units of time, because stage 0 runs forward one time less. Stages 2 and 3 run forward from $x_1$, which is then released, so everything that both stages keep fits within the limit. This schedule lies *below* the frontier that the library computes, because the library, like the program of Beaumont et al., finds the best **persistent** schedule.
 #
 # </div>
 # <div lang="zh">
@@ -1129,12 +1129,12 @@ table(["gradients equal"], [[equal]])
 #
 # <div lang="en">
 #
-# A **recursive** schedule keeps the input of the middle stage. It does the right half of the chain, then the left half, and treats each half in the same way. About $\log_2 L$ inputs are live, and a stage runs $\frac12 \log_2 L$ more times on average. Until the picture below, each stage keeps one activation, $A = B$.
+# A **recursive** schedule keeps the input of the middle stage. It does the right half of the chain, then the left half, and treats each half in the same way. About $\log_2 L$ inputs are live, and a stage runs forward $\frac12 \log_2 L$ more times on average. Until the picture below, each stage keeps one activation, $A = B$.
 #
 # </div>
 # <div lang="zh">
 #
-# **递归**的调度保留链中点的输入，先做后一半，再做前一半，每一半也同样处理。同时存活的输入约有 $\log_2 L$ 份，每一级平均多运行 $\frac12 \log_2 L$ 次。下图之前的内容都假设每一级只保存一份激活值，即 $A = B$。
+# **递归**的调度保留链中点的输入，先做后一半，再做前一半，每一半也同样处理。同时存活的输入约有 $\log_2 L$ 份，每一级的前向平均多运行 $\frac12 \log_2 L$ 次。下图之前的内容都假设每一级只保存一份激活值，即 $A = B$。
 #
 # </div>
 
@@ -1291,7 +1291,7 @@ evenly
 # %% [markdown]
 # <div lang="en">
 #
-# The context manager of section 3.5 must cover the whole forward pass of a graph, so two budgets need two graphs. Outside of the compiler it raises an error:
+# The context manager of section 3.5 must cover the whole forward pass of a graph, so a model with two budgets needs two graphs. Outside of the compiler it raises an error:
 #
 # </div>
 # <div lang="zh">
@@ -1319,7 +1319,7 @@ own_model.outcomes({**runs, "two graphs, two budgets": compiled}, x)
 # %% [markdown]
 # <div lang="en">
 #
-# `checkpoint_sequential` has two traps, shown with 3 segments of six Linears and GELUs. First, if you pass a list of the Linears only, it runs them without a warning and without the GELUs. Second, in the reentrant mode a segment whose input needs no gradient does not train. Then only the last segment, which has no checkpoint, gets gradients.
+# `checkpoint_sequential` has two traps, shown on a network of six pairs of Linear and GELU, cut into 3 segments. First, if you pass a list of the Linears only, it runs them without a warning and without the GELUs. Second, in the reentrant mode a segment whose input needs no gradient does not train. Then only the last segment, which has no checkpoint, gets gradients.
 #
 # </div>
 # <div lang="zh">
@@ -1368,7 +1368,7 @@ claims.older_claims(*measured)
 #
 # <div lang="en">
 #
-# `ScheduledSequential` runs on CUDA without a change. Here each stage's cost is in seconds. Without a GPU, the cell shows the numbers recorded on an H100 and an H200. Each measured peak is 8 bytes above the predicted peak. One schedule may use half of the memory that keeping everything takes, and the other may use a quarter of it. The weights' gradients are not counted. With half of the memory, the step takes 15% longer on the H200 and 16% longer on the H100. With a quarter, it takes 27% longer on both GPUs. The two GPUs get different schedules for a quarter, because the same stage takes different times on them.
+# `ScheduledSequential` runs on CUDA without a change. Here each stage's cost is in seconds. Without a GPU, the cell shows the numbers recorded on an H100 and an H200. Each measured peak is 8 bytes above the predicted peak. The limit of one schedule is half of the memory that keeping everything takes, and the limit of the other schedule is a quarter of that memory. The weights' gradients are not counted. With half of the memory, the step takes 15% longer on the H200 and 16% longer on the H100. With a quarter, it takes 27% longer on both GPUs. The two GPUs get different schedules for a quarter, because the same stage takes different times on them.
 #
 # </div>
 # <div lang="zh">
@@ -1387,12 +1387,12 @@ on_gpu("03")
 #
 # <div lang="en">
 #
-# **Exercise 7.** Take six stages, `Chain.uniform(6, saved_bytes=2)`. On paper, draw a schedule that peaks at 7 or less and needs at most 11 forwards. Then write it as a list. The check simulates your list.
+# **Exercise 7.** Take six stages, `Chain.uniform(6, saved_bytes=2)`. On paper, draw a schedule that peaks at 7 bytes or less and needs at most 11 forwards. Then write it as a list. The check simulates your list.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 7。** 链有六级，即 `Chain.uniform(6, saved_bytes=2)`。先在纸上画一个调度，峰值不超过 7，前向不超过 11 次，再把它写成清单。检查程序会模拟它。
+# **练习 7。** 链有六级，即 `Chain.uniform(6, saved_bytes=2)`。先在纸上画一个调度，峰值不超过 7 字节，前向不超过 11 次，再把它写成清单。检查程序会模拟它。
 #
 # </div>
 
@@ -1415,7 +1415,7 @@ exercises.check_drawn_schedule(actions)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 8.** Write `plan(first, stages, room)`, which returns a list of actions that takes the time of `fastest`. `first` is the number of the first of these stages in the chain. The check simulates your list for the chains of exercise 4, and for the pyramid within 150 MB, where all cuts need at least 163 MB.
+# **Exercise 8.** Write `plan(first, stages, room)`, which returns a list of actions. The total time of the actions must equal the result of `fastest`. `first` is the number of the first of these stages in the chain. The check simulates your list for the chains of exercise 4, and for the pyramid within 150 MB, where all cuts need at least 163 MB.
 #
 # </div>
 # <div lang="zh">

@@ -328,7 +328,7 @@ exercises.check_offloading(offloading)
 #
 # <div lang="en">
 #
-# The memory of a storage is free only when its copy to the host is finished, so compute must not run far ahead of these copies. A copy is **in flight** from its start to its end. `in_flight` is the largest number of copies to the host that may be in flight while compute goes on. With `in_flight=1`, when a copy starts, compute waits until the previous copy is finished. With `in_flight=2`, the default on CUDA and in section 4.2, compute waits only for the copy before the previous copy.
+# The memory of a storage is free only when its copy to the host is finished, so compute must not run far ahead of these copies. A copy is **in flight** from its start to its end. `in_flight` is the largest number of copies to the host that can be in flight while compute goes on. With `in_flight=1`, when a copy starts, compute waits until the previous copy is finished. With `in_flight=2`, the default on CUDA and in section 4.2, compute waits only for the copy before the previous copy.
 #
 # </div>
 # <div lang="zh">
@@ -348,7 +348,7 @@ table([*columns, "peak above the start (in units of B)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# With one copy in flight, the step takes 16% longer than without copies. GELU takes no time. So its input and its output, which the next Linear keeps, are saved directly one after the other. When the output's copy starts, compute waits for the whole copy of the input, $c = f/2$. This happens in each of the 14 layers that copy both storages. So a step needs both settings, $p$ and `in_flight`.
+# With one copy in flight, the step takes 16% longer than without copies. GELU takes no time. So GELU's input and its output, which the next Linear keeps, are saved directly one after the other. When the output's copy starts, compute waits for the whole copy of the input, $c = f/2$. This happens in each of the 14 layers that copy both storages. So a step needs both settings, $p$ and `in_flight`.
 #
 # These settings cost memory. With two copies in flight, the peak here is $(p + 4)\,B$ higher than the memory at the start. The additional bytes are the last $p + 1$ storages, two storages in flight, and one storage that is being computed.
 #
@@ -602,7 +602,7 @@ table(["", "equal"], [(k, all(map(torch.equal, expected, gradients(c)))) for k, 
 # %% [markdown] slide={"en": "The course's decoder: offload, or checkpoints, or both.\n\n**Guess first.** Which has the lowest peak? Which moves the fewest bytes?", "zh": "课程的解码器，可以卸载、用检查点，或两者合用。\n\n**先猜**：三种做法里，哪种峰值最低？哪种搬的字节最少？"}
 # <div lang="en">
 #
-# For backward, a layer of this decoder keeps 20 times as many bytes as its input has. A layer with a checkpoint keeps only its input. **Guess first:** how high is the peak of a step with offload, with checkpoints, and with both?
+# For backward, a layer of this decoder keeps 20 times the bytes of its input. A layer with a checkpoint keeps only its input. **Guess first:** how high is the peak of a step with offload, with checkpoints, and with both?
 #
 # </div>
 # <div lang="zh">
@@ -629,7 +629,7 @@ timelines(two, title=title, panel_height=1.9)
 # %% [markdown] slide={"en": "Offload: 124.8 MB. Offload and checkpoints: 134.0 MB, a **higher** peak.\n\nAt that point, moved inputs are already freed, and a whole layer is recomputed.", "zh": "只卸载，峰值 124.8 MB。再加检查点，134.0 MB，反而**更高**。\n\n峰值那一刻，搬走的输入本来就已经释放，而整整一层又重新算了出来。"}
 # <div lang="en">
 #
-# With both techniques, the peak is 134,006,104 bytes. This is the same as with checkpoints alone, and 9 MB higher than with offload alone. This peak is near the end of backward. By then the inputs of later layers have been freed, whether or not they were moved. Backward now needs the activations of the **first** layer. Offload alone copies them back one by one, but a checkpoint recomputes all of them at once.
+# With both techniques, the peak is 134,006,104 bytes. This is the same as with checkpoints alone, and 9 MB higher than with offload alone. This peak is near the end of backward. By then the inputs of later layers have been freed, whether or not they were moved. Backward now needs the activations of the **first** layer. Offload alone copies these activations back one by one, but a checkpoint recomputes all of them at once.
 #
 # Is it a mistake to use both? For each layer, backward frees one input of $4 h$ bytes per token, and creates $4 \cdot 12 h^2$ bytes of gradients. So with fewer than $12 h$ tokens per step, the gradients at the end of backward are larger than the inputs at its start. The course's step has $4 h$ tokens. The table varies tokens and layers, on tensors without values (`symbolic`):
 #
@@ -658,7 +658,7 @@ table(["layers", "tokens per h", *columns], rows)
 #
 # If a step has 16 or 32 times $h$ tokens, adding offload to checkpoints lowers the peak by 7% to 29%. The peak falls more with 32 layers than with 8 layers. With 4 times $h$ tokens, the peak stays the same, unless most weights are frozen and have no gradients, as with LoRA. With frozen layers, the peak falls by 15% with 8 layers, and by 21% with 32 layers.
 #
-# The second reason to use both is the link. Offload alone moves 168.8 MB. Both together move 9.4 MB, which is only 1/18 of these bytes. The table shows the step on the simulated device at $10^{12}$ FLOP/s, with two copies in flight. With $p$ = 2, one more storage stays on the device:
+# The second reason to use both is the link. Offload alone moves 168.8 MB. Both together move 9.4 MB, which is only 1/18 of these bytes. The table shows the step on the simulated device at $10^{12}$ FLOP/s, with two copies in flight. With $p$ = 2, one more storage than above stays on the device:
 #
 # </div>
 # <div lang="zh">
@@ -689,7 +689,7 @@ simulation.link_table()
 #
 # <div lang="en">
 #
-# PyTorch has such hooks in one line, `save_on_cpu` (on a GPU with `pin_memory=True`). `save_on_cpu` fetches nothing ahead. On a CPU it copies nothing, because `.cpu()` of a CPU tensor is that tensor. So the cell counts what `save_on_cpu` would copy from a GPU, which is every saved tensor:
+# PyTorch has such hooks in one line, `save_on_cpu` (on a GPU with `pin_memory=True`). `save_on_cpu` fetches nothing ahead. On a CPU it copies nothing, because `.cpu()` of a CPU tensor returns that tensor. So the cell counts what `save_on_cpu` would copy from a GPU, which is every saved tensor:
 #
 # </div>
 # <div lang="zh">
@@ -905,7 +905,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # - A copy can hide if the FLOPs per byte reach the machine's threshold, if the copy starts early enough, and if enough copies are in flight. `prefetch` hides copies to the GPU (H2D), and `in_flight` hides copies to the host (D2H). Both settings count storages. In a decoder, two storages are too few, because their sizes differ.
 # - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and moves a storage as often as it is saved for backward.
 # - Only a wait orders two streams. If a wait is missing, the result is right only by luck.
-# - Offload on top of checkpoints can use a far slower link than offload alone. In the decoders here, adding offload lowers the peak further only with more than about $12 h$ tokens per step, or with frozen weights.
+# - Offload combined with checkpoints can use a far slower link than offload alone. In the decoders here, adding offload lowers the peak further only with more than about $12 h$ tokens per step, or with frozen weights.
 #
 # **Next:** [lesson 05](05_gradient_accumulation.ipynb) splits the batch into micro-batches.
 #
@@ -952,12 +952,12 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# Take a sequence of $s = 4096$ tokens and activations of 16 bits per number. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. For backward, the layer keeps $34 h$ bytes per token (lesson 01), or $2 h$ bytes with a checkpoint. By the data sheets, the copies of all activations can hide on NVLink-C2C if $h \ge 2773$:
+# Take a sequence of $s = 4096$ tokens and activations of 16 bits per number. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. For backward, the layer keeps $34 h$ bytes per token (lesson 01), or $2 h$ bytes with a checkpoint. According to the data sheets, NVLink-C2C is fast enough to hide the copies of all activations if $h \ge 2773$:
 #
 # </div>
 # <div lang="zh">
 #
-# 设序列长 $s = 4096$，激活值的每个数占 16 位。用融合的因果注意力时，每个 token 在一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs。这一层为反向保存 $34 h$ 字节（第 01 课），加了检查点则是 $2 h$ 字节。按数据手册，$h \ge 2773$ 时，全部激活值的拷贝在 NVLink-C2C 上能被掩盖。
+# 设序列长 $s = 4096$，激活值的每个数占 16 位。用融合的因果注意力时，每个 token 在一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs。这一层为反向保存 $34 h$ 字节（第 01 课），加了检查点则是 $2 h$ 字节。按数据手册上的带宽，只要 $h \ge 2773$，NVLink-C2C 就足够快，全部激活值的拷贝都能被掩盖。
 #
 # </div>
 
@@ -1140,12 +1140,12 @@ ratio, kept
 # %% [markdown]
 # <div lang="en">
 #
-# The gradient is exactly doubled, because the function passes it on unchanged, and adds it again through the "restored" activation. And no memory is freed, because the next operator, `sin`, keeps the same storage. This function and the three other claims below are from the teaching documents from which the course grew:
+# The gradient is exactly doubled, because the function passes it on unchanged, and adds it again through the "restored" activation. And no memory is freed, because the next operator, `sin`, keeps the same storage. The table below tests four claims from the teaching documents from which the course grew. The first claim is about this function:
 #
 # </div>
 # <div lang="zh">
 #
-# 梯度恰好翻倍，因为这个函数先把梯度原样传下去，又经过“恢复”的激活值再加上一份。而且这个函数什么内存也没有释放，因为下一个算子 `sin` 仍然保存着同一份存储区。这个函数和下面的三种说法，都出自编写本课程时最初参考的教学材料。
+# 梯度恰好翻倍，因为这个函数先把梯度原样传下去，又经过“恢复”的激活值再加上一份。而且这个函数什么内存也没有释放，因为下一个算子 `sin` 仍然保存着同一份存储区。下表检验四种说法，都出自编写本课程时最初参考的教学材料，其中第一种说的就是这个函数。
 #
 # </div>
 
@@ -1222,7 +1222,7 @@ except RuntimeError as refused:
 # %% [markdown]
 # <div lang="en">
 #
-# On CUDA, a tensor's memory must not be reused while a side stream still copies the tensor (section 4.5). Two ways are safe. With `record_stream`, the memory is marked as used by the side stream, and the program may drop the tensor at once. When PyTorch's allocator gets this memory back, it records an event on the side stream. The memory can be reused only after the host finds this event complete at a later allocation. But the host starts layers long before the GPU runs them, and at that time hardly any event is complete. FSDP2, torchtune and TRL use the second way: they hold a reference to the tensor. A few tensors later, the compute stream waits for the copy's event, and the reference is dropped. So the host does not have to find an event complete.
+# On CUDA, a tensor's memory must not be reused while a side stream still copies the tensor (section 4.5). Two ways are safe. With `record_stream`, the memory is marked as used by the side stream, and the program can drop the tensor at once. When PyTorch's allocator gets this memory back, it records an event on the side stream. The memory can be reused only after the host finds this event complete at a later allocation. But the host starts layers long before the GPU runs them, and at that time hardly any event is complete. FSDP2, torchtune and TRL use the second way: they hold a reference to the tensor. A few tensors later, the compute stream waits for the copy's event, and the reference is dropped. So the host does not have to find an event complete.
 #
 # </div>
 # <div lang="zh">
@@ -1430,12 +1430,12 @@ predictions([*rows, ("copied back", 4 * 8 * count, copied.bytes_up)], unit="byte
 #
 # <div lang="en">
 #
-# This script uses five techniques: prefetched batches (on a GPU from pinned memory), TF32, autocast with a GradScaler (lesson 05), clipping after unscaling, and an offloaded optimizer state. **Guess first:** by how many bytes does the peak fall?
+# This script uses five techniques: prefetched batches (on a GPU from pinned memory), TF32, autocast with a GradScaler (lesson 05), clipping after unscaling, and an offloaded optimizer state. **Guess first:** by how many bytes does offloading the optimizer state lower the peak?
 #
 # </div>
 # <div lang="zh">
 #
-# 这个脚本同时用了五种技术：预取批次（在 GPU 上用锁页内存），TF32，autocast 加 GradScaler（第 05 课），先还原缩放（unscale）再裁剪梯度，卸载优化器状态。**先猜**：峰值会降低多少字节？
+# 这个脚本同时用了五种技术：预取批次（在 GPU 上用锁页内存），TF32，autocast 加 GradScaler（第 05 课），先还原缩放（unscale）再裁剪梯度，卸载优化器状态。**先猜**：卸载优化器状态会让峰值降低多少字节？
 #
 # </div>
 
@@ -1481,7 +1481,7 @@ predictions([*rows, ("peak with offloaded state", above - 8 * parameters, below)
 # %% [markdown]
 # <div lang="en">
 #
-# The prefetcher makes the next batch while the current batch is used, so each batch takes the longer of the two times instead of their sum. No time is hidden if making a batch and using a batch need the same CPU core, or the GIL:
+# The prefetcher makes the next batch while the current batch is used. So the time per batch is not the sum of the time to make a batch and the time to use a batch, but only the longer of both times. No time is hidden if making a batch and using a batch need the same CPU core, or the GIL:
 #
 # </div>
 # <div lang="zh">

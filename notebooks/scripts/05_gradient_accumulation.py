@@ -293,7 +293,7 @@ figures.draw_say(lengths, off)
 # %% [markdown]
 # <div lang="en">
 #
-# Without dropout, BatchNorm (5.15) and bf16 (5.5), the gradient of summed losses is right up to rounding, however the batch is split. The gradient of the mean of means is off by 15% to 25% with one sample per micro-batch, and by 0.1% to 10% with eight samples of mixed lengths. The reason is that each micro-batch has the same weight, whatever its length. With one sample per micro-batch, a character in a 14-character line has nearly seven times its proper weight. A character in a long paragraph has three quarters of its proper weight. If the micro-batches have equal token counts, both loops agree. So tests with such data never found the bug.
+# Without dropout, BatchNorm (5.15) and bf16 (5.5), the gradient of summed losses is right up to rounding, however the batch is split. With one sample per micro-batch, the gradient of the mean of means is off by 15% to 25%. With eight samples of mixed lengths, it is off by 0.1% to 10%. The reason is that each micro-batch has the same weight, whatever its length. With one sample per micro-batch, a character in a 14-character line has nearly seven times its proper weight. A character in a long paragraph has three quarters of its proper weight. If the micro-batches have equal token counts, both loops agree. So tests with such data cannot find this bug.
 #
 # A mean of means can also be a **choice**. Some reinforcement-learning fine-tuning methods average the loss within each answer, then over the answers. Even then, the result should not depend on the split.
 #
@@ -350,7 +350,7 @@ table(["", "error of the gradient", "below 1e-6"], rows)
 #
 # With these prompts and random tokens, the gradient is off by 33%. With `num_items_in_batch`, only rounding errors are left.
 #
-# By default, the `Trainer` of `transformers` 5.23 counts a step's targets over all micro-batches and devices (`average_tokens_across_devices=True`). It passes this number to a model whose `forward` takes extra keyword arguments, such as Llama's, or to your `compute_loss_func`. Otherwise, the `Trainer` still divides the loss by the number of micro-batches. If you override `compute_loss`, divide the summed loss by `num_items_in_batch`, or set `loss_is_scaled_for_ga = False`. If you do neither, Llama's loss is not divided at all. Packing changes the number of targets (section 5.11).
+# By default, the `Trainer` of `transformers` 5.23 counts a step's targets over all micro-batches and devices (`average_tokens_across_devices=True`). It passes this number to a model whose `forward` takes extra keyword arguments, as Llama's does, or to your `compute_loss_func`. Otherwise, the `Trainer` still divides the loss by the number of micro-batches. If you override `compute_loss`, divide the summed loss by `num_items_in_batch`, or set `loss_is_scaled_for_ga = False`. If you do neither, Llama's loss is not divided at all. Packing changes the number of targets (section 5.11).
 #
 # </div>
 # <div lang="zh">
@@ -431,7 +431,7 @@ results.bytes_reduced(ranks, micro_batches=8)
 # - A **scaler** multiplies the loss before backward, so that small gradients do not become zero in fp16. `scaler.unscale_(optimizer)` divides the gradients by the same factor. Without this call, `scaler.step` divides them.
 # - **Clipping** scales the whole batch's gradient down to the norm `max_norm`.
 # - The **scheduler** sets the learning rate for the optimizer's next step.
-# - The optimizer steps after `every` micro-batches. An epoch's last step may have fewer micro-batches.
+# - One optimizer step uses `every` micro-batches. An epoch's last step may have fewer micro-batches.
 #
 # **Exercise 2.** Fix the loop. Each of five checks looks for one bug. Then a meter checks that only one micro-batch's activations are live at a time.
 #
@@ -522,14 +522,14 @@ table(["weights equal"], [[results.same_weights_as_library(train_epoch)]])
 #
 # With bf16 parameters, the gradients and their sums are bf16, too, with 8 bits of precision. **Guess first:** draw the gradient's error against the number of micro-batches, from 1 to 256.
 #
-# **Exercise 3.** Sum the gradients in fp32 instead. After `parameter.register_post_accumulate_grad_hook(hook)`, PyTorch calls `hook(parameter)` each time the parameter's `.grad` is complete. Return a dict that will hold each parameter's sum in fp32. No bf16 gradient may stay in memory.
+# **Exercise 3.** Sum the gradients in fp32 instead. After `parameter.register_post_accumulate_grad_hook(hook)`, PyTorch calls `hook(parameter)` each time the parameter's `.grad` is complete. Return a dict that will hold each parameter's sum in fp32. The hook must release the bf16 gradient.
 #
 # </div>
 # <div lang="zh">
 #
 # 参数是 bf16 时，各微批次的梯度和梯度之和也都是 bf16，有效精度只有 8 位。**先猜**：微批次数从 1 到 256，梯度的误差怎样变？画出来。
 #
-# **练习 3。** 改用 fp32 对梯度求和。用 `parameter.register_post_accumulate_grad_hook(hook)` 注册钩子后，每当这个参数的 `.grad` 算好，PyTorch 就调用 `hook(parameter)`。请返回一个字典，用来存放每个参数的梯度之和（fp32）。钩子运行之后，内存里不能还留着 bf16 的梯度。
+# **练习 3。** 改用 fp32 对梯度求和。用 `parameter.register_post_accumulate_grad_hook(hook)` 注册钩子后，每当这个参数的 `.grad` 算好，PyTorch 就调用 `hook(parameter)`。请返回一个字典，用来存放每个参数的梯度之和（fp32）。钩子还要释放 bf16 的梯度。
 #
 # </div>
 
@@ -693,7 +693,7 @@ ledger("05", "eight micro-batches", row)
 # <div lang="en">
 #
 # - In this decoder the peak is a floor plus a number of bytes per sequence. In fp32 the floor is 16 bytes per trained parameter with Adam, and 8 bytes with SGD without momentum. With a single micro-batch the peak lacks one set of gradients, unless `set_to_none=False` keeps them. With few tokens the peak may be in the optimizer step (`foreach=True`), and higher than without accumulation (7.16). With a large vocabulary, the logits of one sequence may be most of the activations.
-# - Sum the losses, and divide once by the step's number of tokens on all ranks.
+# - Sum the losses, and divide once by the step's number of tokens, counted over all ranks.
 # - Once per step: unscale, clip, step the optimizer, update the scaler, step the scheduler, clear gradients.
 # - The error of bf16 sums grows with the number of micro-batches. Sums in fp32 avoid this, and take 4 bytes per parameter.
 # - With DDP, reduce the gradients only in the last micro-batch (`no_sync`).
