@@ -15,7 +15,7 @@ TEXTS = tomllib.loads(Path(__file__).with_name("texts.toml").read_text(encoding=
 GROUPS: dict[str, list[str]] = TEXTS["groups"]
 HEADS = {
     "en": ("Work", "Peer", "Time, course / peer", "Bytes, course", "Bytes, peer", "Note"),
-    "zh": ("做什么", "对比对象", "时间，本课程 / 对方", "字节，本课程", "字节，对方", "说明"),
+    "zh": ("测试项目", "对比对象", "用时之比（本课程 / 对方）", "字节数（本课程）", "字节数（对方）", "说明"),
 }
 ABOUT = {
     "en": "# Scoreboard\n\n{other}\n\n"
@@ -33,7 +33,7 @@ ABOUT = {
     "本页把课程库里的每种技术与做同样工作的常用工具相比较，下文把这个工具称为“对方”。"
     "`make bench` 会重新测量全部项目，并打印每一行结果。\n\n"
     "在同一次运行中，每一轮都让本课程和对方各执行一次。"
-    "“时间”一栏是双方用时的中位数之比，小于 1 表示本课程更快。"
+    "“用时之比”一栏是双方用时的中位数之比，小于 1 表示本课程更快。"
     "括号里是各轮用时之比的四分位数。"
     "如果机器的速度在运行期间有变化，中位数之比可能落在四分位数之外。"
     "字节数是精确值。这些结果于 {date} 测得，机器是 {machine}，"
