@@ -132,7 +132,7 @@ def languages(notebook):
     return [name for name in ("en", "zh") if cells.locator(f"div[lang={name}]:visible").count()]
 
 
-def test_language_switch_works_by_keyboard_and_per_notebook(open_lesson):
+def test_arrow_keys_change_language_of_current_notebook_only(open_lesson):
     page = open_lesson(LESSON)
     left = rendered(page.locator(".jp-Notebook").first)
     assert languages(left) == ["en"]
@@ -172,7 +172,7 @@ def run_switch(page):
     page.wait_for_function("!document.querySelector('.course-language.old')")
 
 
-def test_language_is_kept_when_switch_cell_runs_again(open_lesson):
+def test_rerunning_language_cell_preserves_selected_language(open_lesson):
     page = open_lesson(LESSON)
     notebook = rendered(page.locator(".jp-Notebook"))
     for chosen in ("zh", "en"):
@@ -189,7 +189,7 @@ def test_language_is_kept_when_switch_cell_runs_again(open_lesson):
 
 
 @pytest.mark.parametrize("folder", ["notebooks", "work"])
-def test_opened_lesson_is_not_marked_as_changed(open_lesson, folder):
+def test_opening_notebook_does_not_mark_it_as_unsaved(open_lesson, folder):
     stored = json.loads((ROOT / f"notebooks/{LESSON}.ipynb").read_text("utf-8"))["metadata"]
     if folder == "work":
         stored.pop("outputs_made_from")
@@ -202,7 +202,7 @@ def test_opened_lesson_is_not_marked_as_changed(open_lesson, folder):
     assert json.loads(metadata) == stored and page.evaluate(f"{model}.dirty") is False
 
 
-def test_learner_copy_opens_in_browser_language_with_labeled_solutions(open_lesson):
+def test_learner_notebook_opens_in_browser_language_with_collapsed_labeled_solutions(open_lesson):
     page = open_lesson(SLIDERS, "work", locale="zh-CN")
     notebook = rendered(page.locator(".jp-Notebook"))
     assert notebook.locator(".jp-OutputArea-output").count() == 1
@@ -215,7 +215,7 @@ def test_learner_copy_opens_in_browser_language_with_labeled_solutions(open_less
     assert len(solutions) >= 5 and all("答案" in line for line in solutions)
 
 
-def test_notebook_runs_and_slider_changes_its_figure(open_lesson):
+def test_moving_slider_in_executed_notebook_redraws_plot(open_lesson):
     page = open_lesson("sliders")
     wait_for_kernel(page)
     run_command(page, "notebook:run-all-cells")

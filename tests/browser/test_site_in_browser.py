@@ -48,7 +48,7 @@ ENGLISH = "Which ones should we forget? (checkpoint schedules)"
 CHINESE = "该忘掉哪些？（检查点的调度）"
 
 
-def test_keyboard_reaches_switch_and_page_shows_one_language(address, open_page):
+def test_language_link_is_reachable_by_keyboard_and_page_is_monolingual(address, open_page):
     page = open_page(f"{address}/en/{LESSON}", viewport={"width": 1600, "height": 900})
     for _ in range(8):
         page.keyboard.press("Tab")
@@ -69,7 +69,7 @@ def test_keyboard_reaches_switch_and_page_shows_one_language(address, open_page)
     )
 
 
-def test_switch_keeps_section_and_index_remembers_language(address, open_page):
+def test_language_switch_preserves_section_and_index_page_remembers_choice(address, open_page):
     page = open_page(f"{address}/index.html")
     page.wait_for_url("**/en/index.html")
     page.goto(f"{address}/en/{LESSON}#section-3-4")
@@ -81,7 +81,7 @@ def test_switch_keeps_section_and_index_remembers_language(address, open_page):
 
 
 @pytest.mark.parametrize(("locale", "language"), [("de-DE", "en"), ("zh-TW", "zh")])
-def test_first_visit_uses_browser_language_from_server_and_files(
+def test_first_visit_selects_browser_language_over_http_and_file_urls(
     address, built_site, open_page, locale, language
 ):
     for root in (address, built_site.as_uri()):
@@ -108,7 +108,9 @@ for (const name of ["getItem", "setItem"]) {
 """
 
 
-def test_links_keep_language_without_browser_storage(address, open_page):
+def test_navigation_preserves_chosen_language_when_browser_storage_is_unavailable(
+    address, open_page
+):
     page = open_page("about:blank")
     page.add_init_script(NO_STORAGE)
     page.goto(f"{address}/index.html")
@@ -120,7 +122,7 @@ def test_links_keep_language_without_browser_storage(address, open_page):
 
 # A phone, the least width at which the theme shows contents next to the text, and a laptop.
 @pytest.mark.parametrize("width", [390, 1320, 1366])
-def test_pages_fit_screen_width_and_wide_boxes_scroll(address, open_page, width):
+def test_site_pages_fit_screen_width_and_wide_content_scrolls(address, open_page, width):
     page = open_page("about:blank", viewport={"width": width, "height": 800})
     for name in ("index.html", "notebooks/claims.html", "api/memory.html", LESSON):
         page.goto(f"{address}/en/{name}")
@@ -146,7 +148,9 @@ def test_pages_fit_screen_width_and_wide_boxes_scroll(address, open_page, width)
         ("zh", "带宽", "04_offload"),
     ],
 )
-def test_search_finds_page_in_its_language(address, open_page, language, words, page_found):
+def test_search_returns_results_in_language_of_page(
+    address, open_page, language, words, page_found
+):
     page = open_page(f"{address}/{language}/search.html?q={words}")
     results = page.locator("#search-results li a")
     results.first.wait_for()
@@ -167,7 +171,7 @@ WRITTEN_BY_SPHINX = {"definition-list"}
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_axe_finds_no_accessibility_violations(address, open_page, language):
+def test_axe_finds_no_accessibility_violations_on_site_pages(address, open_page, language):
     """Run axe-core, whose axe.min.js the environment variable AXE names."""
     axe = os.environ.get("AXE") or pytest.skip("needs axe-core: AXE=path/to/axe.min.js")
     page = open_page(f"{address}/{language}/index.html")

@@ -56,7 +56,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("language", "name"), list(decks))
 
 
-def test_slides_fit_screen_and_load_nothing(open_deck, language, name):
+def test_slides_fit_screen_and_request_no_external_resources(open_deck, language, name):
     page = open_deck(language, name)
     found = page.evaluate(INSPECT_SLIDES)
     assert len(found) >= 8
@@ -67,7 +67,7 @@ def test_slides_fit_screen_and_load_nothing(open_deck, language, name):
 
 
 @pytest.mark.parametrize("key", ["Space", "ArrowRight"])
-def test_key_shows_all_slides_in_order(open_deck, key):
+def test_space_or_arrow_key_shows_all_slides_in_order(open_deck, key):
     page = open_deck("both", "00_start_here")
     total = page.evaluate("Reveal.getTotalSlides()")
     shown = [page.evaluate("Reveal.getSlidePastCount()")]
@@ -101,7 +101,7 @@ def test_handout_has_one_page_per_slide(built_decks, browser, open_deck, tmp_pat
     assert handout.page_count(target.read_bytes()) == slides_shown
 
 
-def test_handout_without_chromium_or_decks_exits_with_message(tmp_path, monkeypatch):
+def test_handout_command_exits_with_message_if_chromium_or_deck_missing(tmp_path, monkeypatch):
     for find_chromium, message in (
         (lambda: None, "a handout needs Chromium"),
         (lambda: "chromium", "has no deck of these lessons: run `make slides` first"),

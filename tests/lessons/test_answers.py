@@ -23,7 +23,7 @@ from publish.watching import Watch
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-def test_every_check_has_right_and_wrong_answers():
+def test_every_exercise_check_has_sample_right_and_wrong_answers():
     """Require at least three wrong answers per check."""
     assert ANSWERS.keys() == CHECKS.keys()
     assert [
@@ -32,7 +32,7 @@ def test_every_check_has_right_and_wrong_answers():
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_check_accepts_right_answers(name):
+def test_exercise_check_accepts_every_sample_right_answer(name):
     for answer in ANSWERS[name][0]:
         verdict = CHECKS[name](answer)
         assert verdict and verdict.hint is None, verdict
@@ -73,7 +73,7 @@ NO_TABLES = {
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_check_in_grading_accepts_right_answers_under_watch(name, monkeypatch):
+def test_grading_accepts_right_answers_without_reporting_tampering(name, monkeypatch):
     draws = []
 
     class Recorded(random.Random):
@@ -103,7 +103,7 @@ def test_check_in_grading_accepts_right_answers_under_watch(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(CHECKS.keys() - SAME_IN_GRADING - NO_TABLES))
-def test_check_in_grading_rejects_results_recorded_on_page(name, monkeypatch):
+def test_grading_rejects_answer_that_replays_recorded_results(name, monkeypatch):
     """Replay the results of a right answer to the cases of the page on the cases of grading."""
     answer, results = ANSWERS[name][0][0], []
     functions = answer if isinstance(answer, tuple) else (answer,)
@@ -154,7 +154,7 @@ KINDS = (double, numpy.int64, Fraction)
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_check_accepts_numbers_of_other_types(name):
+def test_exercise_check_accepts_right_answers_of_other_numeric_types(name):
     functions = [answer for answer in ANSWERS[name][0] if callable(answer)]
     numbers = [answer for answer in ANSWERS[name][0] if not callable(answer)]
     # checks of functions take long, and look at the numbers of all functions in the same way
@@ -165,7 +165,7 @@ def test_check_accepts_numbers_of_other_types(name):
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_check_rejects_wrong_answers_with_message_or_hint(name):
+def test_exercise_check_rejects_wrong_answers_with_message_or_hint(name):
     recipes = name in {"07.same_flops", "07.keeps_clipping", "07.fifty"}
     wrong = [*ANSWERS[name][1], *(FILES["07"].NO_RECIPES if recipes else ())]
     for case in wrong:
@@ -190,7 +190,7 @@ NONSENSE.append(10**5000)
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_check_rejects_meaningless_objects_without_raising(name):
+def test_exercise_check_rejects_arbitrary_objects_without_raising(name):
     for answer in (None, ...):
         verdict = CHECKS[name](answer)
         assert not verdict and verdict.message == "Not answered yet." and verdict.hint is None

@@ -46,7 +46,7 @@ def counter():
 
 
 @pytest.mark.parametrize("number", LESSONS)
-def test_check_rejects_all_mutants_except_equivalent_ones(number):
+def test_exercise_check_rejects_every_mutated_solution_except_equivalent_ones(number):
     problems = []
     for name, each in findings(number, SAMPLED).items():
         listed = EQUIVALENT.get(name, {})
@@ -60,7 +60,7 @@ def test_check_rejects_all_mutants_except_equivalent_ones(number):
 
 
 @pytest.mark.parametrize("number", LESSONS)
-def test_running_solution_cell_keeps_accepted_answer(number):
+def test_running_solution_cell_does_not_overwrite_accepted_answer(number):
     for each in solutions(number):
         answer = ANSWERS[each.name][0][0]
         exercises = lessons.lesson(number, "exercises")
@@ -71,12 +71,12 @@ def test_running_solution_cell_keeps_accepted_answer(number):
         assert all(names[name] is answer for name in each.answer_names), each.name
 
 
-def test_every_check_is_called_by_one_solution():
+def test_every_exercise_check_is_called_in_exactly_one_solution():
     found = [each.name for number in LESSONS for each in solutions(number)]
     assert sorted(found) == sorted(CHECKS)
 
 
-def test_mutants_change_every_kind_of_code():
+def test_mutants_cover_statements_calls_arguments_operators_and_literals():
     source = """def f(block, x, gradient):
     with torch.no_grad():
         y = block(x.detach(), 2)[1:]
@@ -104,7 +104,7 @@ def test_mutants_change_every_kind_of_code():
         "forever()",  # lines outside of the mutant are not counted, calls are
     ],
 )
-def test_step_limit_ends_endless_code(source):
+def test_step_limit_stops_infinite_loop(source):
     forever = "def once(): pass\n\ndef forever():\n    while True: once()"
     exec(compile(forever, "library", "exec"), library := {})
     code, steps, before = (
@@ -126,7 +126,7 @@ def test_step_limit_ends_endless_code(source):
         "def g(): yield from g()\ntry: list(g())\nexcept RecursionError: pass",
     ],
 )
-def test_instruction_limit_ends_long_loop_or_deep_recursion(source):
+def test_instruction_limit_stops_long_loop_or_deep_recursion(source):
     code, steps = compile(source, exercise_mutants.MUTANT, "exec"), Steps(own_limit=20_000)
     with pytest.raises(exercise_mutants.Endless), steps:
         exec(code, {})

@@ -40,7 +40,7 @@ def names_in(file):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
-def test_each_message_is_used_and_belongs_to_an_exercise(file):
+def test_every_exercise_message_is_used_and_belongs_to_existing_exercise(file):
     used, number = set(names_in(file)), file.parent.name[-2:]
     # the check of the project's model has no exercise
     tables = {name[3:] for name in [*CHECKS, "10.slots"] if name[:2] == number} | {"common"}
@@ -55,7 +55,7 @@ def test_each_message_is_used_and_belongs_to_an_exercise(file):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
-def test_messages_are_unique_and_in_two_languages(file):
+def test_exercise_messages_are_unique_and_in_two_languages(file):
     english, chinese = zip(*read(file).values(), strict=True)
     assert len(set(english)) == len(english), "a message of several exercises is in `common`"
     assert not any(re.search("[\u3400-\u9fff]", words) for words in english)
@@ -101,7 +101,7 @@ def test_unknown_message_or_placeholder_raises_label_error(define):
         say("a.b", m=3)
 
 
-def test_number_of_two_mistakes_gets_message_of_the_first(define):
+def test_wrong_number_matching_two_mistakes_gets_first_mistakes_message(define):
     say = define('[a]\nm = {en = "m", zh = "甲"}\nn = {en = "n", zh = "乙"}').say
     assert say.reasons("a", {"m": (1, 2.5), "n": (2.5, 3)}) == {1: "m", 2.5: "m", 3: "n"}
 
@@ -152,7 +152,7 @@ def checks(define):
     return define(MESSAGES, CHECKS_SOURCE)
 
 
-def test_table_with_rows_and_cases_names_case_row_and_mistake(checks):
+def test_verdict_on_wrong_dictionary_names_input_key_and_mistake(checks):
     check = checks.check_rows
     assert check(lambda n: {"a": n, "b": n + 5})
     wrong = check(lambda n: {"a": n + 5 * (n == 7), "b": n + 5 - 5 * (n == 7)})
@@ -168,7 +168,7 @@ def test_table_with_rows_and_cases_names_case_row_and_mistake(checks):
 @pytest.mark.parametrize(
     ("mistakes", "options"), [({"dubble": 6}, {}), ({}, {"otherwise": "dubble"})]
 )
-def test_decorator_rejects_unknown_message_name(checks, mistakes, options):
+def test_exercise_decorator_rejects_unknown_message_name(checks, mistakes, options):
     compute = checks.check_rows.__wrapped__
     with pytest.raises(LabelError, match="'dubble' must be a message of 'rows' or `common`"):
         numbers(mistakes, **options)(compute)
@@ -187,11 +187,11 @@ def test_decorator_rejects_unknown_message_name(checks, mistakes, options):
         (lambda sides: 6 if sides == [2, 3] else None, "returns None for sides = [4, 5]"),
     ],
 )
-def test_table_shows_unexplained_number_next_to_right_one(checks, answer, message):
+def test_verdict_on_wrong_number_shows_input_and_correct_value(checks, answer, message):
     assert message in checks.check_area(answer).message
 
 
-def test_table_translates_message_about_type_of_answer(checks):
+def test_message_about_wrong_answer_type_is_translated_to_chinese(checks):
     for answer in (lambda sides: b"6", b"6"):
         assert "`bytes`" in in_both_languages(checks.check_area(answer).message)[1]
 
@@ -238,7 +238,9 @@ def check_formula(s, h):
         ("[s]", "1000 * s * h", "`count`: Expected one number, got a `list`."),
     ],
 )
-def test_table_names_mistakes_of_one_row_all_rows_one_case(define, count, size, message):
+def test_formula_verdict_names_wrong_key_missing_variable_or_failing_input(
+    define, count, size, message
+):
     check = define(FORMULA_MESSAGES, FORMULA_SOURCE).check_formula
     answer = eval(f"lambda s, h: {{'count': {count}, 'bytes': {size}}}")
     assert check(answer).message == message
@@ -246,7 +248,7 @@ def test_table_names_mistakes_of_one_row_all_rows_one_case(define, count, size, 
     assert "Return a dictionary with the keys" in check(lambda s, h: s).message
 
 
-def test_table_with_empty_place_shows_mistake_without_case(define):
+def test_mistake_message_omits_input_if_place_argument_is_empty(define):
     source = """
 @numbers({"double": each(lambda count, *_: 2 * count)}, cases=("ab", "c"), place="")
 def check_rows(word):
@@ -257,7 +259,7 @@ def check_rows(word):
     assert "returns None for word = c" in check({"ab": 2}.get).message
 
 
-def test_largest_shows_peak_of_answer_and_of_next_size(checks):
+def test_verdict_on_largest_fitting_size_shows_its_and_next_peak(checks):
     check = checks.check_size
     assert check(4) and check(4).message == "Right: 40, then 50."
     assert "fits as well" in check(3).message and "too large" in check(5).message
@@ -265,7 +267,7 @@ def test_largest_shows_peak_of_answer_and_of_next_size(checks):
     assert check(3).hint == "hint" and check(77).hint is None
 
 
-def test_exercise_replaces_listed_error_by_its_message(define):
+def test_listed_exception_shows_custom_message_of_exercise(define):
     messages = '[x]\nhint = {en = "h", zh = "提"}\nzero = {en = "Divided by 0.", zh = "除零。"}'
     source = '@exercise(errors={"division": "x.zero"})\ndef check_x(answer):\n    answer()'
     check = define(messages, source).check_x
@@ -277,7 +279,7 @@ def test_exercise_replaces_listed_error_by_its_message(define):
 # --------------------------------------------------------------------------------------------------
 
 
-def test_is_close_compares_each_part():
+def test_is_close_compares_values_shapes_and_nan_elementwise():
     one = torch.ones(3)
     assert is_close([one, 1.0], [one + 1e-7, 1.0]) and is_close(2.0, 2.0 + 1e-9)
     assert not is_close([one, None], [one, one]) and not is_close([one], [one, one])

@@ -45,7 +45,7 @@ def cells_of(number):
 
 
 @pytest.mark.parametrize(("number", "question", "numbers"), GUESSES)
-def test_guess_is_asked_before_its_answer_is_shown(number, question, numbers):
+def test_lesson_asks_each_guess_before_showing_its_answer(number, question, numbers):
     cells = cells_of(number)
     (asks,) = [n for n, cell in enumerate(cells, 1) if question in cell.source]
     assert numbers_in(visible_text(cells[:asks]), numbers) == []
@@ -53,7 +53,7 @@ def test_guess_is_asked_before_its_answer_is_shown(number, question, numbers):
 
 
 @pytest.mark.parametrize(("number", "question", "numbers"), GUESSES[:2])
-def test_readme_and_lesson_00_hide_answers_to_first_guesses(number, question, numbers):
+def test_readme_and_lesson_00_contain_no_answers_to_first_guesses(number, question, numbers):
     texts = [(FOLDER.parent / name).read_text("utf-8") for name in ("README.md", "README.zh.md")]
     if number != "00":
         texts.append(visible_text(cells_of("00")))

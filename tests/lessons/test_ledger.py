@@ -26,7 +26,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("lesson", RECIPES)
-def test_ledger_row_equals_estimate_of_its_recipe(lesson):
+def test_numbers_of_each_recipe_in_ledger_equal_its_estimate(lesson):
     found, row = estimate(make_model, make_batch, RECIPES[lesson]), ROWS[int(lesson)]
     wanted = (row.peak_bytes, row.flops, row.moved_bytes)
     assert (found.peak_bytes, found.flops, found.moved_bytes) == wanted
@@ -58,7 +58,7 @@ def half_scheduled(decoder, tokens):
         ("03", half_scheduled),
     ],
 )
-def test_ledger_row_equals_measured_step(lesson, make_loss):
+def test_numbers_of_each_recipe_in_ledger_equal_measured_step(lesson, make_loss):
     with symbolic():
         decoder, tokens = make_model(), make_batch()
         adam, loss = torch.optim.Adam(decoder.parameters()), make_loss(decoder, tokens)
@@ -71,7 +71,7 @@ def test_ledger_row_equals_measured_step(lesson, make_loss):
     assert (found.peak_bytes, found.flops) == (row.peak_bytes, row.flops)
 
 
-def test_ledger_shows_own_row_after_earlier_ones():
+def test_ledger_appends_learner_recipe_after_recipes_of_earlier_lessons():
     first = ROWS[0]
     assert ledger("00", "plain", first).data["technique"].tolist() == ["plain"]
     half = type(first)("09", "`mine`", first.peak_bytes // 2, 2 * first.flops)
@@ -80,7 +80,7 @@ def test_ledger_shows_own_row_after_earlier_ones():
     assert shown.iloc[-1].tolist()[2:] == [first.peak_bytes / 2e6, 0.5, 2.0, 3.0]
 
 
-def test_four_and_eight_checkpoints_have_equal_late_backward_peak():
+def test_four_and_eight_checkpointed_layers_have_equal_late_backward_peak():
     """Compare the points of lesson 00's exercise: only the start of backward differs."""
     early, late = {}, {}
     for count in (4, 8):

@@ -26,7 +26,7 @@ def batch():
     return random_tokens(4, 32, 256)
 
 
-def test_four_bit_linear_equals_bitsandbytes(bitsandbytes):
+def test_four_bit_linear_layer_equals_bitsandbytes_linear4bit(bitsandbytes):
     linear = torch.nn.Linear(128, 192)
     theirs = bitsandbytes.nn.Linear4bit(128, 192, quant_type="nf4", compress_statistics=False)
     theirs.load_state_dict(linear.state_dict())
@@ -43,7 +43,7 @@ def test_four_bit_linear_equals_bitsandbytes(bitsandbytes):
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
-def test_zero_block_of_four_bit_linear_stays_zero():
+def test_all_zero_block_of_four_bit_linear_dequantizes_to_zero():
     linear = torch.nn.Linear(64, 2)
     linear.weight.data[0] = 0
     weight = FourBitLinear(linear).dequantize(torch.float32)
@@ -63,7 +63,7 @@ def trained(optimizer_class):
     return parameters_to_vector(model.parameters()).detach() - start, sum(state.values())
 
 
-def test_adam_8bit_has_update_of_adam_and_bytes_of_bitsandbytes(bitsandbytes):
+def test_adam_8bit_updates_like_adam_with_state_bytes_of_bitsandbytes(bitsandbytes):
     expected, _ = trained(torch.optim.AdamW)
     theirs, their_bytes = trained(bitsandbytes.optim.AdamW8bit)
     ours, our_bytes = trained(Adam8bit)
@@ -72,7 +72,7 @@ def test_adam_8bit_has_update_of_adam_and_bytes_of_bitsandbytes(bitsandbytes):
     assert our_bytes == their_bytes
 
 
-def test_estimate_equals_run_for_four_bit_model_with_adapters():
+def test_estimate_of_four_bit_model_with_adapters_equals_measurement():
     def make_model():
         return with_adapters(in_four_bits(small_model()), 4)
 

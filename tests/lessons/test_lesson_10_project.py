@@ -169,7 +169,7 @@ def run_project(monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_project_predicts_each_model_and_completes_its_sheet(name, run_project):
+def test_predicted_peak_equals_measured_peak_and_project_sheet_is_complete(name, run_project):
     sheet, shown = run_project(*MODELS[name])
     assert sheet.plain.peak_bytes == sheet.measured.peak_bytes
     assert sheet.reduced.peak_bytes == sheet.taken.peak_bytes <= MODELS[name][3]
@@ -183,7 +183,7 @@ def test_project_predicts_each_model_and_completes_its_sheet(name, run_project):
 
 
 @pytest.mark.parametrize("name", BREAK_RULES)
-def test_project_explains_rule_that_model_breaks(name, run_project):
+def test_unsuitable_project_model_is_rejected_with_reason(name, run_project):
     make_model, reason = BREAK_RULES[name]
     sheet, shown = run_project(make_model, waves, wave_loss, 1_000_000)
     assert all(reason in each and each.startswith("✗") for each in shown[:2])
@@ -191,12 +191,12 @@ def test_project_explains_rule_that_model_breaks(name, run_project):
     assert sheet.hand_in("It fits.", "The peak.").correct is None
 
 
-def test_project_reports_budget_below_every_recipe(run_project):
+def test_project_reports_no_fitting_recipe_if_budget_too_small(run_project):
     _, shown = run_project(Graph, graph, graph_loss, 1000)
     assert any("No recipe that was tried fits the budget" in each for each in shown)
 
 
-def test_failed_section_discards_results_of_earlier_run(run_project):
+def test_project_section_that_raises_discards_its_earlier_results(run_project):
     sheet, _ = run_project(*MODELS["graph"])
     with sheet.part("10.5"):
         raise ValueError("nothing fits")
@@ -205,7 +205,7 @@ def test_failed_section_discards_results_of_earlier_run(run_project):
     assert sheet.plain and sheet.hand_in("It fits.", "The peak.").correct is None
 
 
-def test_sheet_is_incomplete_if_run_is_wrong(run_project):
+def test_project_sheet_is_not_accepted_with_wrong_error_or_budget(run_project):
     sheet, _ = run_project(*MODELS["graph"])
     for attribute, value in (
         ("error", Difference(0.2, True)),
@@ -217,7 +217,7 @@ def test_sheet_is_incomplete_if_run_is_wrong(run_project):
         assert wrong.hand_in("It fits.", "The peak.").correct is None
 
 
-def test_estimate_equals_run_for_loss_with_large_storage():
+def test_estimated_peak_equals_measured_peak_for_summed_mse_loss():
     """The sum of `F.mse_loss` holds a storage as large as the input (lesson 01)."""
 
     def mse(model, batch):
@@ -234,7 +234,7 @@ def test_estimate_equals_run_for_loss_with_large_storage():
         assert estimate(*step, loss_sum=mse).peak_bytes == peak
 
 
-def test_gradient_error_detects_recipe_that_scales_gradients(monkeypatch):
+def test_gradient_error_detects_gradients_scaled_by_one_percent(monkeypatch):
     sheet = Sheet(Graph, graph, graph_loss, 1)
     assert sheet.gradient_error(AS_IT_IS) == Difference(0.0, True)
     gradients = Sheet.gradients
@@ -263,7 +263,7 @@ def test_gradient_error_of_micro_batches_disables_dropout():
         ("fsdp2", "# left out: offload_optimizer"),
     ],
 )
-def test_framework_lines_follow_recipe(framework, line):
+def test_generated_framework_code_reflects_recipe(framework, line):
     sheet = Sheet(Graph, graph, graph_loss, 1)
     sheet.recipe = sheet.techniques()[3 if "left out" in line else 2]
     assert line in sheet.lines(framework)

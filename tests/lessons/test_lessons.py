@@ -90,7 +90,7 @@ pytestmark = pytest.mark.usefixtures("fresh")
         ("no_such_name", "which had `lesson_02.no_such_name`"),
     ],
 )
-def test_missing_lesson_name_raises_older_edition_with_update_command(name, place):
+def test_removed_lesson_attribute_raises_older_edition_error_with_update_command(name, place):
     for access in (lambda: getattr(lesson_02, name), lambda: exec(f"{FROM} {name}")):
         with pytest.raises(OlderEdition, match="older edition of the course") as error:
             access()
@@ -109,7 +109,7 @@ from course_lib.lessons.lesson_08 import *"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_claim_rejects_unknown_outcome_and_section_without_figure():
+def test_claim_rejects_unknown_outcome_and_table_rejects_section_without_numbers():
     with pytest.raises(ValueError, match=r"outcome .*'maybe'"):
         claims.Claim("a", "b", "c", "maybe")
     with pytest.raises(ValueError, match=r"figure.* got 1"):
@@ -194,7 +194,7 @@ PICTURES = {
 
 
 @pytest.mark.parametrize(("draw", "numbers"), PICTURES.values(), ids=PICTURES)
-def test_picture_shows_its_numbers(draw, numbers):
+def test_lesson_plot_shows_expected_numbers(draw, numbers):
     shown = []
     for ax in draw().axes:
         for line in ax.lines:
@@ -209,7 +209,7 @@ def test_picture_shows_its_numbers(draw, numbers):
     assert [n for n in wanted if not np.isclose(np.array(shown, float), n, rtol=2e-3).any()] == []
 
 
-def test_scheme_pictures_fill_held_share_of_each_rank():
+def test_sharding_plots_fill_area_proportional_to_bytes_per_rank():
     def widths(ax):
         return [patch.get_width() for patch in ax.patches if patch.get_facecolor()[3] > 0]
 
@@ -217,7 +217,7 @@ def test_scheme_pictures_fill_held_share_of_each_rank():
     assert [len(widths(ax)) for ax in schemes_08.draw_collectives().axes] == [16, 4, 16]
 
 
-def test_recipe_picture_names_cheapest_fitting_recipe():
+def test_recipe_plot_names_cheapest_fitting_recipe():
     points, named = grid_07.stored_estimates(), set()
     for intensity in (20, 100):
         fitting = [each for each in points if each.peak_bytes <= 60e6]
@@ -233,7 +233,7 @@ def test_recipe_picture_names_cheapest_fitting_recipe():
 # --------------------------------------------------------------------------------------------------
 
 
-def test_measured_lines_reject_line_that_changes_gradients():
+def test_measurement_of_code_lines_rejects_line_that_changes_gradients():
     pytest.importorskip("transformers")
     lines = ("", "model.lm_head.weight.data.mul_(2)")
     with pytest.raises(ValueError, match=r"got 'model\.lm_head"):
@@ -250,7 +250,7 @@ def all_cuts(depth):
         yield [0, *(i for i, cut in enumerate(inner, start=1) if cut), depth]
 
 
-def test_schedule_curve_has_peak_and_time_of_simulation():
+def test_schedule_memory_curve_has_peak_and_duration_of_simulation():
     for chain in (Chain.uniform(12, saved_bytes=2), exercises_03.pyramid()):
         for schedule in (store_all(chain), recursive(chain), sqrt_segments(chain)):
             spans, cost = live_bytes(schedule, chain), simulate(schedule, chain)
@@ -266,14 +266,14 @@ def test_number_of_valid_schedules_equals_schroeder_numbers():
         assert len(costs) == number and all(cost.forward_steps >= length for cost in costs)
 
 
-def test_least_peak_equals_minimum_over_all_cuts():
+def test_least_peak_of_segmented_chain_equals_minimum_over_all_segmentations():
     for depth in range(1, 10):
         chain = Chain.uniform(depth, saved_bytes=2)
         peaks = [simulate(segment_schedule(cuts), chain).peak_bytes for cuts in all_cuts(depth)]
         assert least_peak(depth) == 100_000 * min(peaks)
 
 
-def test_best_cuts_per_last_segment_equal_brute_force():
+def test_best_segmentation_per_last_boundary_equals_exhaustive_search():
     for chain in (uneven_chain(), exercises_03.pyramid()):
         by_last = collections.defaultdict(list)
         for cuts in all_cuts(len(chain)):
@@ -284,7 +284,7 @@ def test_best_cuts_per_last_segment_equal_brute_force():
         assert [(cost.peak_bytes, cost.time) for cost in frontiers_03.best_cuts(chain)] == wanted
 
 
-def test_frontier_with_early_stop_of_zero_equals_frontier():
+def test_pareto_frontier_with_zero_early_stop_savings_equals_standard_frontier():
     chain = uneven_chain()
     found = frontiers_03.frontier_with_early_stop(chain, [0] * 5, step_bytes=1)
     wanted = [(cost.peak_bytes, cost.time) for cost in frontier(chain)]
@@ -296,17 +296,17 @@ def test_frontier_with_early_stop_of_zero_equals_frontier():
 
 
 @pytest.mark.parametrize("lanes", [(11.16e9, 2, False), (0.85e9, 2, True)])  # two of nine
-def test_simulated_decoder_reproduces_recorded_seconds(lanes):
+def test_simulated_decoder_step_takes_recorded_seconds(lanes):
     found = simulation_04.decoder_seconds(*lanes)
     assert found == pytest.approx(simulation_04.RECORDED[lanes], rel=1e-4)
 
 
-def test_stored_peak_of_optimizer_step_equals_measured_one():
+def test_stored_peak_of_optimizer_step_equals_measured_peak():
     assert steps_04.step_peak(16) == exercises_04.STEP_PEAKS[16]
 
 
 @pytest.mark.parametrize(("copy", "p"), [(0.5, 0), (2, 1)])
-def test_clock_equals_simulated_device_with_equal_ratios(copy, p):
+def test_offload_time_formula_equals_simulated_device_time(copy, p):
     rows, width, flops = 64, 24, 1e9
     forward = 2 * rows * width**2 / flops
     links = ("up_bytes_per_second", "down_bytes_per_second")
@@ -321,13 +321,13 @@ def test_clock_equals_simulated_device_with_equal_ratios(copy, p):
 
 
 @pytest.mark.parametrize(("layers", "change"), [(8, -0.149), (32, -0.211)])
-def test_offloaded_checkpoint_inputs_lower_peak_of_frozen_layers(layers, change):
+def test_offloading_checkpoint_inputs_lowers_peak_of_frozen_layers(layers, change):
     """Section 4.7: 15% and 21% with 4 tokens per hidden unit."""
     alone, both = (steps_04.checkpointed_peak(layers, 4, p, frozen=True) for p in (None, 1))
     assert both / alone - 1 == pytest.approx(change, abs=0.001)
 
 
-def test_recorded_gpu_step_is_at_threshold_of_its_link():
+def test_recorded_h200_step_has_compute_to_copy_ratio_near_threshold():
     """Section 4.9: the recorded step, and a step of a sixteenth of all sizes."""
     recorded = gpu_04.recorded_on_h200()
     plain, link = recorded["plain_seconds"], recorded["link"]
@@ -363,7 +363,7 @@ def no_division(model, loss_sum, micro_batches, each):
             loss_sum(model, micro_batch)[0].backward()
 
 
-def test_on_ranks_counts_reduced_bytes_and_gradient_error():
+def test_rank_results_report_reduced_bytes_and_error_of_undivided_gradients():
     found = results_05.on_ranks(no_division, micro_batches=3)
     once = found["parameters"]
     assert (found["last"], found["library"], found["each"]) == (once, once, 3 * once)
@@ -372,7 +372,7 @@ def test_on_ranks_counts_reduced_bytes_and_gradient_error():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
-def test_forked_ranks_report_output_of_first_failed_rank(capfd, monkeypatch, tmp_path):
+def test_forked_ranks_error_contains_only_output_of_first_failed_rank(capfd, monkeypatch, tmp_path):
     def fail(folder, name, micro_batches, processes, rank):
         if rank:
             raise ArithmeticError(f"{rank} gives up")
@@ -395,7 +395,7 @@ print([name for name in names if 'gloo' in name])
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
-def test_rank_process_ends_threads_of_process_group(tmp_path):
+def test_finished_rank_leaves_no_process_group_threads_running(tmp_path):
     (tmp_path / "step.py").write_text(inspect.getsource(no_division))
     done = subprocess.run(
         [sys.executable, "-c", THREADS_AT_THE_END, tmp_path],
@@ -407,7 +407,7 @@ def test_rank_process_ends_threads_of_process_group(tmp_path):
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-def test_text_is_ascii_without_padding_and_has_licenses():
+def test_training_text_is_ascii_without_null_bytes_and_has_licenses():
     assert 0 not in "".join(text.code() + text.prose()).encode("ascii")
     assert text.pad_texts(["ab", "abcd"], most=3).tolist() == [[97, 98, 0], [97, 98, 99]]
     for name, licence in (("prose", "CC-BY-4.0"), ("code", "Apache-2.0")):
@@ -415,12 +415,12 @@ def test_text_is_ascii_without_padding_and_has_licenses():
         assert f"SPDX-License-Identifier: {licence}" in file.read_text()
 
 
-def test_only_loop_without_bug_has_weights_of_library():
+def test_correct_accumulation_loop_matches_library_weights_but_buggy_loops_differ():
     assert results_05.same_weights_as_library(correct_loop)
     assert [bug for bug, loop in PLANTED.items() if results_05.same_weights_as_library(loop)] == []
 
 
-def test_script_reproduces_recorded_training_run():
+def test_training_script_reproduces_first_recorded_losses():
     recorded = mean_of_means.load_record()["runs"]["2"]["mean of means"]
     found = mean_of_means.train("mean of means", seed=2, steps=20)
     torch.testing.assert_close(found, recorded[:2], atol=0.01, rtol=0)
@@ -430,7 +430,7 @@ def test_script_reproduces_recorded_training_run():
 # --------------------------------------------------------------------------------------------------
 
 
-def test_every_field_of_recipe_has_explanation_in_both_languages():
+def test_every_recipe_field_has_explanation_in_both_languages():
     assert figures_07.FIELDS.keys() == Recipe().__dict__.keys()
     assert [name for name, words in figures_07.FIELDS.items() if chinese(words) is None] == []
 
@@ -447,7 +447,7 @@ def test_stored_estimates_equal_library_estimates():
 # --------------------------------------------------------------------------------------------------
 
 
-def test_wire_collectives_return_sums_and_count_sent_bytes():
+def test_simulated_collectives_return_correct_tensors_and_count_sent_bytes():
     wire, tensors = wire_08.Wire(), [torch.arange(8.0) + rank for rank in range(4)]
     parts = wire.reduce_scatter(tensors)
     assert torch.equal(torch.cat(parts), sum(tensors)) and wire.sent_bytes == 32
@@ -459,7 +459,7 @@ def test_wire_collectives_return_sums_and_count_sent_bytes():
         wire.sent_bytes += 1
 
 
-def test_rank_wire_equals_wire_of_all_ranks():
+def test_collectives_of_one_simulated_rank_equal_those_of_all_ranks():
     shards = torch.arange(24.0).view(8, 3).chunk(4)
     gradients = [torch.full((8, 3), float(r)).cos() for r in range(4)]
     everyone = wire_08.Wire()
@@ -478,7 +478,7 @@ def test_rank_wire_equals_wire_of_all_ranks():
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_recorded_bytes_equal_ring_formula_except_for_reduce_scatter(ranks):
+def test_recorded_traffic_equals_ring_formula_except_for_gloo_reduce_scatter(ranks):
     recorded, shapes = wire_08.RECORDED[ranks], shapes_of(task_of().make_model())
     share, close = (ranks - 1) / ranks, functools.partial(pytest.approx, rel=5e-3)
     for mode in ("ddp", "zero1", "fsdp"):
@@ -489,7 +489,7 @@ def test_recorded_bytes_equal_ring_formula_except_for_reduce_scatter(ranks):
     assert recorded["all_gather"] == close(share * wire_08.TENSOR_BYTES)
 
 
-def test_compared_splits_equal_ring_simulated_step_by_step():
+def test_traffic_reported_by_compare_splits_equals_simulated_ring_communication():
     shapes, gpus = large_08.seventy_billion(), range(64)
     across = [[gpus[first::8], 8] for first in range(8)]  # one GPU of each machine
     splits = [
@@ -510,7 +510,7 @@ def test_compared_splits_equal_ring_simulated_step_by_step():
         assert row == [f"{value:.1f}" for value in (out[0] / 1e9, seconds, seconds / 8)]
 
 
-def test_network_namespace_counts_bytes_of_all_gather():
+def test_all_gather_in_network_namespace_sends_expected_bytes_per_rank():
     try:
         found = loopback.bytes_sent(2, ["all_gather"])
     except RuntimeError as error:
@@ -518,7 +518,7 @@ def test_network_namespace_counts_bytes_of_all_gather():
     assert found["all_gather"] == pytest.approx(wire_08.TENSOR_BYTES / 2, rel=0.02)
 
 
-def test_bytes_sent_raises_without_network_namespace(monkeypatch, tmp_path):
+def test_measuring_sent_bytes_without_network_namespace_raises(monkeypatch, tmp_path):
     forbidden = tmp_path / "forbidden"
     forbidden.touch(mode=0o644)
     for program in ("no such program", str(forbidden)):
@@ -528,7 +528,9 @@ def test_bytes_sent_raises_without_network_namespace(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("interpreted", "gpu"), [(False, False), (True, False), (False, True)])
-def test_compiled_triton_without_gpu_raises_with_restart_advice(monkeypatch, interpreted, gpu):
+def test_triton_without_gpu_or_interpreter_mode_raises_with_restart_advice(
+    monkeypatch, interpreted, gpu
+):
     pytest.importorskip("triton")
     monkeypatch.setattr(kernels, "INTERPRETED", interpreted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
@@ -540,7 +542,7 @@ def test_compiled_triton_without_gpu_raises_with_restart_advice(monkeypatch, int
 
 
 @pytest.mark.parametrize(("new", "correct"), [("largest", False), ("tl.maximum(largest)", None)])
-def test_kernel_check_without_triton_rejects_only_stub(monkeypatch, new, correct):
+def test_kernel_check_without_triton_rejects_unfilled_stub_only(monkeypatch, new, correct):
     monkeypatch.setitem(sys.modules, "triton", None)
     source = f"def fold(largest): return tl.exp({new})\ndef run(q, k, v): return q, q[:, 0]"
     exec(source, cell := {"tl": None})
@@ -627,12 +629,12 @@ def graph_loss(model, batch):
         ),
     ],
 )
-def test_project_verdict_names_problem_of_fill_in(fill_ins, message):
+def test_project_verdict_names_problem_in_learner_functions(fill_ins, message):
     arguments = {"make_model": small_decoder, "make_batch": small_batch} | fill_ins
     assert message in slots_10.verdict_on(*arguments.values()).message
 
 
-def test_first_difference_names_first_operator_with_other_bytes():
+def test_message_names_first_operator_whose_predicted_live_bytes_are_wrong():
     def trace(*live):
         operators = [("entry", "forward"), ("mm", "forward"), ("sum", "backward")]
         return Trace(operators[: len(live)], np.array([[count] for count in live]))
@@ -643,7 +645,7 @@ def test_first_difference_names_first_operator_with_other_bytes():
 
 
 @pytest.mark.parametrize("name", ["llama.json", "llama_3_8b.json"])
-def test_parameter_formula_equals_transformers_models(name):
+def test_parameter_count_formula_equals_count_of_transformers_models(name):
     transformers = pytest.importorskip("transformers")
     config = json.loads((exercises_09.FOLDER / name).read_text("utf-8"))
     with symbolic():

@@ -184,7 +184,7 @@ PHRASES = [
 
 
 @pytest.mark.parametrize(("phrase", "numbers"), PHRASES)
-def test_number_in_prose_equals_its_source(phrase, numbers):
+def test_numbers_in_prose_equal_computed_values(phrase, numbers):
     pattern = NUMBER.join(re.escape(part) for part in phrase.split("#"))
     found = [
         (path, match.groups())
@@ -239,7 +239,7 @@ def is_deprecated(called, argument):
 
 
 @pytest.mark.parametrize("name", CALLED)
-def test_argument_in_prose_exists_and_is_not_deprecated(name):
+def test_function_arguments_named_in_prose_exist_and_are_not_deprecated(name):
     places = [path for path, text in TEXTS.items() if f"{name}(" in text]
     assert places, "no text calls it: remove its row"
     pytest.importorskip(CALLED[name].partition(".")[0])

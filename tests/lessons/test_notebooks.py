@@ -373,19 +373,19 @@ def load(path):
 
 
 @each_notebook
-def test_notebook_agrees_with_its_script(path):
+def test_notebook_cells_equal_cells_of_its_script(path):
     script = path.parent / "scripts" / f"{path.stem}.py"
     problems = twin_problems(load(path), script.read_text(encoding="utf-8"))
     assert problems == [], f"edit the script, then: make notebooks ARGS={path.stem[:2]}"
 
 
-def test_every_notebook_has_a_script_and_vice_versa():
+def test_every_notebook_has_script_and_every_script_has_notebook():
     scripts = {path.stem for path in FOLDER.glob("scripts/*.py")}
     assert scripts == {path.stem for path in PATHS}
 
 
 @each_notebook
-def test_notebook_has_no_problems(path):
+def test_notebook_has_no_font_image_folding_or_prose_problems(path):
     checks = (glyph_problems, picture_problems, comparison_problems, fold_problems, prose_problems)
     assert [problem for check in checks for problem in check(load(path))] == []
 
@@ -412,7 +412,7 @@ def test_glossary_defines_each_word_in_both_languages():
 
 
 @each_notebook
-def test_no_text_was_edited_in_only_one_language(path):
+def test_no_text_is_edited_in_only_one_language(path):
     stored, lesson = translations.read_pairs().items(), path.stem[:2]
     known = {place: pair for place, pair in stored if place.startswith(lesson)}
     found = translations.pairs(load(path))
@@ -443,7 +443,7 @@ def test_triton_section_runs_without_triton():
     assert "Triton" in done.stdout
 
 
-def test_no_file_contains_local_path():
+def test_no_repository_file_contains_local_absolute_path():
     assert MACHINE_PATHS.findall(b"see /" + b"home/somebody/course and notebooks/work/a.py")
     folders = [ROOT / name for name in ("course_lib", "notebooks", "tests", "publish", "docs")]
     paths = [*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*"))]
@@ -477,7 +477,7 @@ LESSON = load(PATHS[2])
         ('(<div lang="zh">\n\n)', r"\1校验点。", "'检查点'"),
     ],
 )
-def test_check_finds_fault_in_prose_cell(pattern, fault, problem):
+def test_prose_check_reports_fault_in_bilingual_cell(pattern, fault, problem):
     cells = [cell for _, cell in cells_of(LESSON, "markdown") if "<div" in cell.source]
     cell = next(cell for cell in cells if re.search(pattern, cell.source))
     faulty = re.sub(pattern, fault, cell.source, count=1)
@@ -496,7 +496,7 @@ def pairs_of(*texts):
     )
 
 
-def test_one_sided_edit_is_reported_until_confirmed(tmp_path):
+def test_edit_in_only_one_language_is_reported_until_confirmed(tmp_path):
     store, one = tmp_path / "translations.toml", ("One.", "一。")
     before = pairs_of(one, ("Two.", "二。"))
     assert list(before) == ["02.5", "02.5-2"]
@@ -515,7 +515,7 @@ def test_one_sided_edit_is_reported_until_confirmed(tmp_path):
     assert translations.renew_pairs(alone, before, ["02.5"]) == alone
 
 
-def test_missing_links_lists_missing_files(tmp_path):
+def test_missing_links_returns_links_to_nonexistent_files(tmp_path):
     links = '[a](01_next.ipynb#top) [b](https://a.example) [c](#here) `[d](no.md)` <a href="e.md">'
     assert missing_links(links, tmp_path) == ["01_next.ipynb", "e.md"]
     (tmp_path / "e.md").touch()

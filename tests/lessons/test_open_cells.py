@@ -27,7 +27,7 @@ def open_cells(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem[:2])
-def test_open_cells_are_short_and_english(script):
+def test_unfolded_code_cells_are_short_and_contain_no_chinese(script):
     for source in open_cells(script):
         lines = [line for line in source.splitlines() if line.strip()]
         assert len(lines) <= MOST_LINES, source
@@ -35,7 +35,7 @@ def test_open_cells_are_short_and_english(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem[:2])
-def test_open_cells_use_only_names_of_open_cells(script):
+def test_unfolded_code_cells_use_only_names_defined_in_unfolded_cells(script):
     """Running the lesson checks the order of the cells."""
     source = "\n".join(open_cells(script))
     bound, read = names_in(source)

@@ -50,7 +50,7 @@ def pace_problems(notebook):
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
-def test_lesson_fits_its_limits_of_minutes(path):
+def test_lesson_duration_does_not_exceed_its_limits(path):
     assert pace_problems(load(path)) == []
 
 
@@ -58,7 +58,7 @@ STATING = (*pace.READMES, "notebooks/INSTRUCTORS.md", "publish/NOTES.md")
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
-def test_all_texts_state_counted_minutes(path, tmp_path):
+def test_minutes_stated_in_all_texts_equal_computed_lesson_duration(path, tmp_path):
     """If this fails, run `python -m publish.pace --write` with the lesson's number."""
     names = [*STATING, f"notebooks/scripts/{path.stem}.py"]
     stored = {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
@@ -100,7 +100,7 @@ def lesson():
     )
 
 
-def test_minutes_are_counted_per_sitting_and_section():
+def test_lesson_duration_is_computed_per_sitting_and_section():
     parts = pace.sittings(core(lesson()))
     assert [round(sum(map(pace.minutes_of, part)), 1) for part in parts] == [7.6, 2.5]
     assert pace.minutes_per_section(core(lesson())).keys() == {"0", "9.1"}

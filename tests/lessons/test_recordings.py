@@ -105,7 +105,7 @@ def test_experiment_and_numbers_have_distinct_labels_in_both_languages(item):
         assert HAN.search(zh)
 
 
-def test_experiments_on_cpu_agree_with_their_titles():
+def test_experiment_results_on_cpu_satisfy_claims_in_their_titles():
     step, layer, attention, monitor = (
         small_run(f"01.{name}").figures
         for name in ("decoder_step", "korthikanti", "attention_sequence", "monitor")
@@ -125,7 +125,7 @@ def test_experiments_on_cpu_agree_with_their_titles():
         assert recipes[f"{recipe}_peak_bytes"] == recipes[f"{recipe}_predicted_bytes"]
 
 
-def test_experiment_seeds_and_restores_random_state():
+def test_experiment_seeds_its_run_and_restores_caller_random_state():
     item = replace(
         EXPERIMENTS[0], function=lambda device: [{"drawn_seconds": torch.rand(()).item()}], small={}
     )
@@ -161,7 +161,7 @@ def test_unknown_experiment_raises_with_list_of_experiments(lesson, name):
 # --------------------------------------------------------------------------------------------------
 
 
-def test_lesson_reads_recording_that_command_writes(tmp_path, monkeypatch):
+def test_lesson_loads_numbers_recorded_by_experiment_command(tmp_path, monkeypatch):
     folder = tmp_path / "not" / "there"
     found = command_line(monkeypatch, folder, "--only", "01.kor", "06", "--skip", "07")
     (path,) = folder.iterdir()
@@ -183,7 +183,9 @@ def test_lesson_reads_recording_that_command_writes(tmp_path, monkeypatch):
     assert (shown.values, shown.notes) == (attention["figures"], attention["notes"])
 
 
-def test_command_names_failed_experiment_and_keeps_measured_numbers(tmp_path, monkeypatch, capsys):
+def test_record_command_names_failed_experiment_and_saves_earlier_numbers(
+    tmp_path, monkeypatch, capsys
+):
     def fails(device, **sizes):
         yield {"before_bytes": 1}
         raise RuntimeError("the cable is out. And more.\nAnd more")
@@ -199,7 +201,7 @@ def test_command_names_failed_experiment_and_keeps_measured_numbers(tmp_path, mo
 
 
 @pytest.mark.parametrize("interrupt", ["raised", "raised as another error", "ignored"])
-def test_interrupt_ends_command_and_keeps_measured_numbers(
+def test_interrupted_record_command_saves_already_measured_numbers(
     interrupt, tmp_path, monkeypatch, capsys
 ):
     """A callback of torch may raise another error instead of it, or ignore it."""
@@ -239,7 +241,7 @@ def test_interrupt_ends_command_and_keeps_measured_numbers(
         assert now["unfinished"]["01.korthikanti"]["figures"] == {"first_bytes": 1}
 
 
-def test_failed_write_leaves_recording_unchanged(tmp_path, monkeypatch):
+def test_failed_write_leaves_stored_recording_unchanged(tmp_path, monkeypatch):
     def recorded(count):
         run = Run({"x_bytes": count}, {})
         return record(NAMED["01.monitor"], run, command="c", folder=tmp_path, device="cpu")
@@ -257,7 +259,7 @@ def test_failed_write_leaves_recording_unchanged(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
 
 
-def test_record_adds_results_of_equal_sizes_until_run_finishes(tmp_path):
+def test_unfinished_run_updates_stored_results_only_for_equal_sizes(tmp_path):
     item = NAMED["01.monitor"]
 
     def now(found, length, finished=False):
@@ -286,7 +288,7 @@ def test_missing_recording_shows_message_without_numbers(no_gpu, tmp_path):
         assert "MB" not in text and not re.search(r"\b0\b", text)
 
 
-def test_failed_live_run_is_named_next_to_recording(simulated_gpu, tmp_path, monkeypatch):
+def test_failed_gpu_run_shows_recording_with_error_message(simulated_gpu, tmp_path, monkeypatch):
     store(tmp_path, monitor={"model_live_bytes": 12_345_678})
     simulated_gpu("Tiny GPU")
 
@@ -312,7 +314,7 @@ def test_failed_live_run_is_named_next_to_recording(simulated_gpu, tmp_path, mon
         (["--device", "cpu"], None, "--folder"),
     ],
 )
-def test_command_without_runnable_experiment_exits_and_writes_nothing(
+def test_record_command_without_runnable_experiment_exits_and_writes_nothing(
     arguments, version, message, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch, "__version__", version or torch.__version__)
@@ -357,7 +359,7 @@ def test_stored_recording_is_complete_and_consistent(path):
 # ------------------------------------------------------------------------------------------
 
 
-def test_out_of_memory_halves_batch_then_layers():
+def test_experiment_out_of_memory_retries_with_half_batch_or_layers():
     tried, found = [], []
 
     def large(device, batch, layers):
@@ -381,7 +383,7 @@ def test_out_of_memory_halves_batch_then_layers():
         lengths.run("cpu")
 
 
-def test_need_host_memory_raises_beyond_free_memory():
+def test_need_host_memory_raises_if_request_exceeds_free_memory():
     need_host_memory(1)
     if sys.platform == "linux":
         with pytest.raises(MemoryError, match="1000000 GB of host memory"):
@@ -399,7 +401,7 @@ def test_recorded_result_shows_reduced_sizes_and_attention_kernel(no_gpu, tmp_pa
     assert "fit into memory" not in repr(lessons.on_gpu("01", "monitor", folder=tmp_path))
 
 
-def test_seconds_alternate_order_and_skip_first_round(monkeypatch):
+def test_timing_alternates_order_of_variants_and_discards_first_round(monkeypatch):
     called, now = [], [0.0]
 
     def arm(name, seconds):
@@ -414,7 +416,7 @@ def test_seconds_alternate_order_and_skip_first_round(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTENTION", "MATH"])
-def test_attention_kernels_name_selected_backend(name):
+def test_recorded_attention_kernel_is_selected_sdpa_backend(name):
     q = torch.randn(1, 2, 8, 4, requires_grad=True)
     with AttentionKernels() as kernels, sdpa_kernel(getattr(SDPBackend, name)):
         functional.scaled_dot_product_attention(q, q, q).sum().backward()
@@ -425,7 +427,7 @@ def test_attention_kernels_name_selected_backend(name):
 # --------------------------------------------------------------------------------------------------
 
 
-def test_recorded_numbers_have_units_and_chosen_language(fresh, no_gpu, tmp_path):
+def test_recorded_numbers_are_shown_with_units_in_chosen_language(fresh, no_gpu, tmp_path):
     language("zh")
     values = {"step_seconds": 0.0125, "step_flops": 3_000_000_000, "parameter_count": 1_000_000}
     values |= {"saved_bytes": 12_345_678, "statistic_bytes": 4}
@@ -466,7 +468,7 @@ def test_recordings_of_two_gpus_are_shown_as_columns(fresh, no_gpu, simulated_gp
 
 @pytest.mark.gpu
 @each_experiment
-def test_experiment_on_gpu_is_recorded_and_read_back(item, tmp_path, monkeypatch):
+def test_experiment_recorded_on_gpu_is_read_back_unchanged(item, tmp_path, monkeypatch):
     run = item.run(small=True)
     path = record(item, run, command="make gpu", folder=tmp_path)
     assert stored_problems(json.loads(path.read_text(encoding="utf-8"))) == []

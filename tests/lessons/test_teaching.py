@@ -90,7 +90,7 @@ def test_language_variable_overrides_notebook_default(monkeypatch, capsys):
         (lambda: teaching.table(["a", "b"], [[1]]), "2 cells.* got 1"),
     ],
 )
-def test_invalid_arguments_raise_value_error_with_value(call, message):
+def test_invalid_teaching_argument_raises_value_error_naming_it(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -104,7 +104,7 @@ def test_invalid_arguments_raise_value_error_with_value(call, message):
         (("zh",), "en", False, "en"),
     ],
 )
-def test_switch_follows_browser_unless_language_is_given(
+def test_language_switch_follows_browser_unless_language_is_given(
     monkeypatch, arguments, environment, follows, language
 ):
     shown = []
@@ -156,7 +156,7 @@ def test_bundled_font_is_renamed_and_has_license():
     assert "Copyright 2014-2021 Adobe" in (FONTS / "OFL.txt").read_text(encoding="utf-8")
 
 
-def test_figure_style_keeps_settings_that_user_changes():
+def test_creating_plot_preserves_font_size_changed_by_user():
     import matplotlib
 
     _, axes = teaching.figure()
@@ -168,7 +168,7 @@ def test_figure_style_keeps_settings_that_user_changes():
     assert matplotlib.rcParams["font.size"] == 17.0
 
 
-def test_timelines_have_hatches_of_meter_and_distinct_colors():
+def test_timelines_use_meter_hatches_and_distinct_color_per_category():
     assert {name: CATEGORY_HATCHES.get(name) for name in CATEGORY_COLORS} == figures.HATCHES
     assert len(set(teaching.COLORS.values())) == len(teaching.COLORS) == len(CATEGORY_COLORS) + 2
 
@@ -178,7 +178,7 @@ def test_timelines_have_hatches_of_meter_and_distinct_colors():
 
 
 @pytest.mark.parametrize("upright", [True, False])
-def test_stacked_bars_end_at_sum_of_shown_categories(upright):
+def test_stacked_bars_have_length_of_sum_of_shown_categories(upright):
     bars = {2: {"parameter": 3_000_000, "input": 9_000_000}, 5: {"activation": 500_000}}
     _, ax = teaching.figure()
     ends = marks.stacked_bars(ax, bars, ["activation", "parameter"], 0.5, upright=upright)
@@ -209,7 +209,7 @@ CHINESE = "首行的倍数。曲线、数据点；横轴：预测（L）；纵�
 CHINESE += "标注：“设备”从 1 到 3。"
 
 
-def test_description_contains_title_and_axes_or_alt():
+def test_plot_description_contains_title_and_axis_labels_or_alt_text():
     assert pictures.description(sample()) == (ENGLISH, CHINESE)
     assert pictures.description(sample(alt="Right.")) == ("vs first. Right.", "首行的倍数。正确。")
 
@@ -221,7 +221,7 @@ def drawn_words(drawn, language):
         return [words for words in words_in(drawn).splitlines() if words]
 
 
-def test_drawn_in_translates_all_words_and_restores_english():
+def test_drawing_plot_in_chinese_translates_all_labels_and_restores_english():
     drawn, axes = teaching.figure("vs first")
     axes.bar(["activation", "gradient"], [1, 2], label="peak (MB)")
     axes.legend(title="measured")
@@ -234,7 +234,7 @@ def test_drawn_in_translates_all_words_and_restores_english():
     assert drawn_words(drawn, "en") == before
 
 
-def test_show_outputs_one_picture_with_alt_per_language(monkeypatch):
+def test_show_outputs_one_image_with_alt_text_per_language(monkeypatch):
     from matplotlib.figure import Figure
 
     shown = []
@@ -258,7 +258,7 @@ def test_show_outputs_one_picture_with_alt_per_language(monkeypatch):
     assert pictures.pictures_in(f"<p>{markup}</p>") == {} and slides["en"] not in markup
 
 
-def test_enlarge_fits_slide_and_restores_figure():
+def test_enlarge_resizes_plot_to_slide_and_restores_it_after_error():
     drawn, _ = figures.figure("A long title that states what is shown " * 3, rows=2, height=5.6)
     before = drawn.get_suptitle(), *drawn.get_size_inches()
     with pytest.raises(RuntimeError), pictures.enlarge(drawn):
@@ -310,7 +310,7 @@ def measurement(peak_bytes, flops, seconds):
     return SimpleNamespace(**fields, allocator_peak_bytes=None, workspace_bytes=7)
 
 
-def test_compare_divides_each_measurement_by_first():
+def test_compare_shows_peak_and_flops_relative_to_first_measurement():
     arms = {"plain": measurement(200_000_000, 10**9, 0.5)}
     arms["half"] = measurement(100_000_000, 2 * 10**9, 9.0)
     compared = teaching.compare(arms)
@@ -322,7 +322,7 @@ def test_compare_divides_each_measurement_by_first():
     assert {"seconds", "device"} <= {*everything.columns} - {*compared.data.columns}
 
 
-def test_predictions_show_error_in_percent_of_measured():
+def test_predictions_show_error_as_percentage_of_measured_value():
     shown = teaching.predictions([("a", 99_000_000, 100_000_000), ("b", 7, 7), ("c", 5, None)])
     errors = shown.data["error (%)"].tolist()
     assert errors == [-1.0, 0.0, None]
@@ -337,12 +337,12 @@ def test_predictions_show_error_in_percent_of_measured():
 @pytest.mark.parametrize(
     "guess", [300e6, "300 MB", "300MB", "300e6", "300,000,000", torch.tensor(300_000_000)]
 )
-def test_predictions_accept_guess_with_unit(guess):
+def test_predictions_accept_guess_as_number_or_string_with_unit(guess):
     assert teaching.predictions([("peak", guess, 2e8)]).data["predicted (MB)"].tolist() == [300.0]
 
 
 @pytest.mark.parametrize("guess", ["many", "300 mb", "", ["300"], True])
-def test_predictions_reject_guess_that_is_no_number(guess):
+def test_predictions_reject_guess_that_is_not_a_number(guess):
     with pytest.raises(ValueError, match='such as 300e6 or "300 MB"'):
         teaching.predictions([("peak", guess, 2e8)])
 
@@ -372,11 +372,11 @@ class RaisesOnUse:
     [torch.ones(3), "84", True, 1j, RaisesOnUse(), RaisesOnUse, numpy.array(["x"]), Decimal("nan")],
     ids=lambda answer: type(answer).__name__,
 )
-def test_expect_number_rejects_other_types(answer):
+def test_expect_number_rejects_answer_that_is_not_one_number(answer):
     assert "Expected one number" in expect_number(answer, 1).message
 
 
-def test_expect_number_has_relative_tolerance_and_default_zero():
+def test_expect_number_applies_relative_tolerance_that_defaults_to_zero():
     assert expect_number(101, 100, tolerance=0.01) and not expect_number(101.1, 100, tolerance=0.01)
     assert expect_number(10**20, 10**20) and not expect_number(10**20 + 1, 10**20)
     assert not expect_number(10**5000, 1) and not expect_number(-math.inf, 1)
@@ -409,7 +409,7 @@ def exercise_with(hint, raised="It raised {error}."):
     return Exercise(check, hints, lambda error: labels.text(raised, error=error))
 
 
-def test_exercise_counts_attempts_and_stores_the_last_verdict():
+def test_exercise_counts_attempts_and_stores_last_verdict():
     check = exercise_with(("first", "second"))
     tried = [(check(answer), check.accepted) for answer in (None, 2, ..., 2, 2, 1, None)]
     assert [accepted for _, accepted in tried] == [*5 * [False], True, False]
@@ -420,7 +420,7 @@ def test_exercise_counts_attempts_and_stores_the_last_verdict():
     assert check.__doc__ == "Docstring of the check."
 
 
-def test_verdict_with_message_or_own_hint_replaces_hint():
+def test_mistake_message_or_verdict_hint_replaces_exercise_hint():
     check = exercise_with(("first", "second"))
     named = check(lambda: expect_number(12, 84, wrong_answers={12: "Twelve."}))
     assert (named.message, named.hint) == ("Not yet. Twelve.", None)
@@ -428,7 +428,7 @@ def test_verdict_with_message_or_own_hint_replaces_hint():
     assert check(2).hint == "first", "neither was a hint of the exercise's"
 
 
-def test_stub_that_raises_counts_as_not_answered():
+def test_stub_raising_not_implemented_error_counts_as_not_answered():
     def stub():
         raise NotImplementedError
 
@@ -472,7 +472,9 @@ def answer():
         ("def answer():\n    return 1 + 'a'", "2, `return 1 + 'a'`: TypeError", 1),
     ],
 )
-def test_exception_shows_line_of_cell_and_typo_no_hint(source, message, hint, monkeypatch):
+def test_exception_in_answer_shows_cell_line_and_typo_hides_hint(
+    source, message, hint, monkeypatch
+):
     monkeypatch.setenv("COURSE_LABELS", "strict")
     verdict = exercise_with("`hint`")(cell(source)["answer"])
     assert not verdict and verdict.hint == ("`hint`" if hint else None)
@@ -501,7 +503,7 @@ def test_exception_shows_line_of_notebook_cell(capsys):
     assert "Hint: " in first and "Hint: " not in second
 
 
-def test_exception_outside_of_cell_uses_message_of_exercise():
+def test_exception_outside_learner_cell_shows_message_of_exercise():
     check = exercise_with("hint", raised="Broken: {error}")
     assert check(5).message == "Expected a function, got a `int`."
     assert check(partial(int, "")).message.startswith("Broken: ValueError(")
@@ -521,12 +523,12 @@ def test_exception_outside_of_cell_uses_message_of_exercise():
         (lambda: int("x"), "hint"),
     ],
 )
-def test_argument_error_of_library_gets_no_hint(answer, hint):
+def test_library_argument_error_in_answer_shows_no_hint(answer, hint):
     verdict = exercise_with("hint", raised="Broken: {error}")(answer)
     assert verdict.message.startswith("Broken: ") and verdict.hint == hint
 
 
-def test_largest_that_fits_accepts_full_budget_and_last_size():
+def test_largest_that_fits_accepts_peak_equal_to_budget():
     for size, above in ((4, 80), (8, None)):
         found = largest_that_fits(size, [2, 4, 8], lambda n: 10 * n, 10 * size, "not a size")
         assert found == (size, 10 * size, above)
@@ -547,7 +549,7 @@ assert predictions([])._repr_html_() is None
 """
 
 
-def test_teaching_falls_back_to_plain_text_without_packages():
+def test_teaching_shows_bilingual_plain_text_without_optional_packages():
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", WITHOUT_PACKAGES]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment)

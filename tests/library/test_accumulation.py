@@ -117,7 +117,7 @@ def nested(rows):
 
 @few_examples
 @given(samples=st.integers(0, 20), size=st.integers(1, 25))
-def test_split_keeps_structure_and_order_of_samples(samples, size):
+def test_split_preserves_batch_structure_and_order_of_samples(samples, size):
     rows = torch.arange(samples)
     expected = [nested(rows[i : i + size]) for i in range(0, samples, size)]
     for found, wanted in zip(split(nested(rows), size), expected, strict=True):
@@ -127,7 +127,7 @@ def test_split_keeps_structure_and_order_of_samples(samples, size):
             assert torch.equal(leaf, other) if isinstance(leaf, torch.Tensor) else leaf is other
 
 
-def test_split_yields_views_lazily():
+def test_split_yields_micro_batches_lazily_as_views_without_copies():
     batch = torch.randn(100, 10)
     with MemoryMeter() as at_call:
         micro_batches = split({"x": batch}, 3)
@@ -137,7 +137,7 @@ def test_split_yields_views_lazily():
     assert at_use.peak_bytes == 0
 
 
-def test_split_keeps_the_class_of_hugging_face_outputs():
+def test_split_returns_micro_batches_of_same_hugging_face_class():
     outputs = pytest.importorskip("transformers.modeling_outputs")
     x = torch.arange(5)
     batch = outputs.BaseModelOutput(last_hidden_state=x, hidden_states=(x,))
@@ -155,7 +155,7 @@ MICRO_BATCHES = MICRO_BATCHES.filter(lambda counts: any(map(any, counts)))
 
 @few_examples
 @given(counts=MICRO_BATCHES, before=st.integers(0, SEQUENCE))
-def test_gradient_equals_full_batch_for_any_token_counts(counts, before):
+def test_accumulated_gradient_equals_full_batch_gradient_for_any_token_counts(counts, before):
     kept, sizes = list(chain.from_iterable(counts)), list(map(len, counts))
     model, batch = decoder(), masked_batch(kept, seed=len(counts))
     loss, expected = full_batch(model, batch)
@@ -174,7 +174,7 @@ def test_gradient_equals_full_batch_for_any_token_counts(counts, before):
 @pytest.mark.parametrize(
     "convert", [torch.tensor, lambda n: torch.tensor(n / 2), lambda n: torch.tensor(n).numpy()[()]]
 )
-def test_weight_may_be_a_number_or_scalar_tensor(convert):
+def test_loss_weight_may_be_number_or_scalar_tensor(convert):
     def converted(model, batch):
         losses, weight = loss_sum(model, batch)
         return losses, convert(weight)
@@ -196,7 +196,7 @@ def by_parameter(model, gradients):
 
 
 @pytest.mark.parametrize("scale", [None, 1024.0])
-def test_earlier_gradients_are_ignored_and_other_optimizers_gradients_added(scale):
+def test_accumulated_step_ignores_stale_gradients_but_accumulates_other_optimizers_gradients(scale):
     model, batch = decoder(), masked_batch([3, 6, 1, 5])
     expected = by_parameter(model, full_batch(model, batch)[1])
     own, others = halves(model)
@@ -218,7 +218,7 @@ def test_earlier_gradients_are_ignored_and_other_optimizers_gradients_added(scal
         assert torch.equal(p, old[name]) != any(p is each for each in own)
 
 
-def test_several_or_offloaded_optimizers_step_like_one():
+def test_several_or_offloaded_optimizers_update_weights_like_single_optimizer():
     batch, weights, norms = masked_batch([3, 6, 1, 5, 2]), [], []
     for kind, several in ((torch.optim.AdamW, False), (OffloadedOptimizer, False), (None, True)):
         model = decoder()
@@ -252,7 +252,7 @@ def weighted_outputs(model, x):
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
-def test_fp32_sums_do_not_drift_and_leave_no_hook(kind):
+def test_fp32_accumulation_avoids_rounding_drift_and_removes_hooks_after_error(kind):
     model, samples = (x.to(kind) for x in drifting())
     exact = torch.zeros(64, 64, dtype=torch.float64)
     for x in samples:  # each gradient is rounded once, and the sum is exact
@@ -268,7 +268,7 @@ def test_fp32_sums_do_not_drift_and_leave_no_hook(kind):
     assert model.weight.grad is None and not model.weight._post_accumulate_grad_hooks
 
 
-def test_fp32_sums_keep_4_bytes_per_parameter():
+def test_fp32_accumulation_uses_4_bytes_per_parameter():
     model, micro_batches = drifting(4)
 
     def live(accumulate):
@@ -321,7 +321,7 @@ def token_losses(model, tokens):
     ],
     ids=["SGD", "AdamW", "offloaded", "several"],
 )
-def test_step_in_backward_updates_weights_like_a_plain_step(make):
+def test_optimizer_step_in_backward_updates_weights_like_step_after_backward(make):
     (model, tokens), (plain, _) = tied(), tied()
     expected = make(plain.optimized)
     expected = expected if isinstance(expected, list) else [expected]
@@ -343,7 +343,7 @@ def test_step_in_backward_updates_weights_like_a_plain_step(make):
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def test_step_in_backward_holds_one_gradient_at_a_time():
+def test_optimizer_step_in_backward_stores_one_gradient_at_a_time():
     with seed_generators(0):
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -377,7 +377,7 @@ def fail(*_):
     ],
     ids=["none", "two", "nan", "zero", "no gradient", "hook"],
 )
-def test_error_in_a_step_in_backward_undoes_hooks_and_gradients(
+def test_error_during_step_in_backward_removes_hooks_and_restores_gradients(
     micro_batches, loss_sum, error, message
 ):
     model, tokens = tied()
@@ -405,7 +405,7 @@ def test_error_in_a_step_in_backward_undoes_hooks_and_gradients(
 @pytest.mark.parametrize(
     ("scale", "share"), [(None, 0.02), (2.0**10, 0.8), (None, 1e6), (2.0**10, math.inf)]
 )
-def test_clipping_equals_pytorch_on_the_mean_gradient(scale, share):
+def test_gradient_clipping_equals_pytorch_clipping_of_mean_gradient(scale, share):
     model, batch = decoder(), masked_batch([3, 6, 1, 5, 2])
     reference = copy.deepcopy(model).double()
     for p, gradient in by_parameter(reference, full_batch(model, batch)[1]).items():
@@ -437,7 +437,7 @@ def test_sparse_gradients_are_clipped_like_dense_gradients(scaled):
     assert_close(found[1], found[0])
 
 
-def test_scale_grows_per_step_and_disabled_scaler_is_ignored():
+def test_loss_scale_grows_per_step_and_disabled_scaler_is_ignored():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     step = stepper(linear(), summed_output, scaler=scaler)
     assert all(step([ONES] * 3).stepped for _ in range(5)) and scaler.get_scale() == 4.0 * 2**2
@@ -446,7 +446,7 @@ def test_scale_grows_per_step_and_disabled_scaler_is_ignored():
 
 
 @pytest.mark.parametrize(("several", "fused"), [(False, False), (False, True), (True, False)])
-def test_step_skipped_by_the_scaler_changes_only_the_scale(several, fused):
+def test_step_skipped_by_grad_scaler_changes_only_loss_scale(several, fused):
     model, batch = decoder(), masked_batch([3, 6, 1, 5, 2])
     groups = halves(model) if several else [list(model.parameters())]
     optimizers = [torch.optim.AdamW(group, fused=fused) for group in groups]
@@ -472,7 +472,7 @@ def test_step_skipped_by_the_scaler_changes_only_the_scale(several, fused):
 @pytest.mark.parametrize(
     ("inside", "outside"), [(torch.bfloat16, None), (torch.float16, None), (None, torch.bfloat16)]
 )
-def test_autocast_covers_only_forward_passes(inside, outside):
+def test_accumulated_step_applies_autocast_only_to_forward_passes(inside, outside):
     model, batch, dtypes = decoder(), masked_batch([3, 6, 1, 5, 2]), set()
     _, expected = full_batch(model, batch)
     layer = model.layers[0].feedforward[0]
@@ -487,7 +487,7 @@ def test_autocast_covers_only_forward_passes(inside, outside):
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
 
 
-def test_scaled_fp16_sums_do_not_overflow():
+def test_fp16_gradient_sums_with_loss_scaling_do_not_overflow():
     def distances(model, x):
         return (model(x).float() - 1.0).square().sum(), len(x)
 
@@ -501,7 +501,7 @@ def test_scaled_fp16_sums_do_not_overflow():
     assert [gradients[0].item() for gradients in found] == pytest.approx([-2.0, -1.6], rel=1e-2)
 
 
-def test_fp16_without_scaler_warns():
+def test_fp16_accumulation_without_grad_scaler_warns():
     with pytest.warns(UserWarning, match="GradScaler"):
         stepper(linear(), autocast_dtype=torch.float16)
 
@@ -512,7 +512,7 @@ def model_and_batch_on_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_gpu_gradient_equals_full_batch(dtype):
+def test_accumulated_gradient_on_gpu_equals_full_batch_gradient(dtype):
     model, batch = model_and_batch_on_gpu()
     _, expected = full_batch(model, batch)
     options = {"autocast_dtype": dtype, "max_norm": math.inf}
@@ -579,7 +579,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
-def test_error_restores_gradients_scaler_and_random_state(case):
+def test_error_in_accumulated_step_restores_gradients_scaler_and_random_state(case):
     micro_batches, change, error = BAD_CALLS[case]
     model, loss_sum = linear(), wrong_in_the_second(change)
     model.bias.grad = torch.full_like(model.bias, 7.0)
@@ -628,7 +628,9 @@ BUCKETS = pytest.mark.parametrize(
 
 @BUCKETS
 @pytest.mark.parametrize("case", ["mean loss", "loss of nan", "weights of 0", "no micro-batch"])
-def test_error_under_ddp_keeps_gradients_and_hooks(one_process, case, bucket_views, in_buckets):
+def test_error_in_ddp_step_restores_gradients_and_hooks(
+    one_process, case, bucket_views, in_buckets
+):
     micro_batches, change, error = BAD_CALLS[case]
     model, sent = replicated(linear(), gradient_as_bucket_view=bucket_views)
     # The caller's gradients are in DDP's buckets, which are rebuilt after the first pass.
@@ -648,7 +650,7 @@ def test_error_under_ddp_keeps_gradients_and_hooks(one_process, case, bucket_vie
     assert loss == pytest.approx(linear()(ONES).mean().item()) and sum(sent) == 12
 
 
-def test_ddp_rejects_bypassed_model_and_unsupported_options(one_process):
+def test_ddp_step_rejects_loss_bypassing_ddp_model_and_unsupported_options(one_process):
     model, _ = replicated(linear())
     with pytest.raises(RuntimeError, match="did not call the DDP model"):
         stepper(model, lambda model, x: summed_output(model.module, x))([ONES, ONES])
@@ -662,7 +664,7 @@ def test_ddp_rejects_bypassed_model_and_unsupported_options(one_process):
 
 
 @BUCKETS
-def test_other_optimizers_gradients_survive_under_ddp(one_process, bucket_views, in_buckets):
+def test_ddp_step_accumulates_gradients_of_other_optimizers(one_process, bucket_views, in_buckets):
     model, _ = replicated(decoder(), gradient_as_bucket_view=bucket_views)
     batch = masked_batch([6, 3, 1, 5, 2])
     expected = by_parameter(model, full_batch(model.module, batch)[1])
@@ -750,7 +752,7 @@ def two_ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_two_ranks_step_like_one_process_on_the_full_batch(two_ranks, name):
+def test_two_ranks_update_weights_like_one_process_on_full_batch(two_ranks, name):
     kept, _, options = RANKS[name]
     model = decoder()
     loss, expected = full_batch(model, masked_batch(kept))
@@ -770,7 +772,7 @@ def test_two_ranks_step_like_one_process_on_the_full_batch(two_ranks, name):
     assert_close(two_ranks[0][name]["gradients"], two_ranks[1][name]["gradients"], rtol=0, atol=0)
 
 
-def test_overflow_or_error_on_one_rank_stops_both_ranks(two_ranks):
+def test_error_on_one_rank_stops_step_on_both_ranks(two_ranks):
     messages, left = zip(*(rank["errors"] for rank in two_ranks), strict=True)
     assert "another rank" in messages[0] and "micro-batch 1" in messages[1]
     assert left == ((False, 32.0, True, True, 9.0),) * 2

@@ -54,7 +54,7 @@ def llama(configured):
         *((base, 3, ["down_proj"], PLAIN) for base in ("bf16", "int8")),
     ],
 )
-def test_estimate_with_adapters_equals_run(llama, base, rank, targets, recipe):
+def test_estimate_with_adapters_equals_measurement(llama, base, rank, targets, recipe):
     make_model, make_batch = llama
     adapted = with_adapters(make_model, rank, targets=targets, base=base)
     measured = run(adapted, make_batch, recipe).meter
@@ -74,7 +74,7 @@ SMALL_T5 |= {"vocab_size": 130, "decoder_start_token_id": 0}
     ("kind", "sizes"),
     [("qwen3", SMALL | {"num_key_value_heads": 2, "head_dim": 20}), ("t5", SMALL_T5)],
 )
-def test_estimate_of_other_architectures_with_adapters_equals_run(kind, sizes, tmp_path):
+def test_estimate_of_other_architectures_with_adapters_equals_measurement(kind, sizes, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": kind} | sizes))
     workload = model_of_config(file, 20, by_transformers=True)
@@ -117,7 +117,7 @@ def options(configured, *more):
 
 
 @pytest.mark.parametrize("base", [None, "nf4"])
-def test_command_estimates_adapters(configured, llama, base, capsys):
+def test_command_with_lora_option_prints_measured_peak(configured, llama, base, capsys):
     more = ["--lora", "4", *(["--base", base] if base else [])]
     assert main([*options(configured, *more), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -128,7 +128,7 @@ def test_command_estimates_adapters(configured, llama, base, capsys):
     assert report["recipes"][0]["peak_bytes"] == measured
 
 
-def test_name_of_adapted_model_states_rank_and_base(configured):
+def test_workload_name_states_lora_rank_and_base_precision(configured):
     given = arguments().parse_args(options(configured, "--lora", "4"))
     assert "LoRA of rank 4 on frozen bf16 weights" in workload_of(given).name
 
@@ -145,7 +145,7 @@ def own_batch():
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def test_command_keeps_dtypes_of_a_users_own_adapters(capsys):
+def test_command_with_precision_own_preserves_dtypes_of_user_adapters(capsys):
     names = [f"{__name__}:own_llama", "--batch-from", f"{__name__}:own_batch"]
     assert main(["--model", *names, *LIMITS, "--precision", "own", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["recipes"][0]
@@ -170,7 +170,7 @@ def test_command_rejects_invalid_adapter_options(configured, more, message, caps
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_make_model_that_returns_one_existing_model_is_rejected():
+def test_with_adapters_rejects_make_model_that_returns_same_model_twice():
     model = nn.Sequential(nn.Linear(8, 8))
     adapted = with_adapters(lambda: model, 2, targets="all-linear", base="fp32")
     with pytest.raises(ValueError, match="make_model must make a new model at each call"):
@@ -203,7 +203,7 @@ def test_with_adapters_rejects_invalid_arguments(make_model, options, message):
 
 
 @pytest.mark.parametrize(("package", "base"), [("peft", "bf16"), ("bitsandbytes", "nf4")])
-def test_missing_package_raises_with_install_command(llama, package, base, monkeypatch):
+def test_missing_adapter_package_raises_with_install_command(llama, package, base, monkeypatch):
     def missing(name):
         if name == package:
             raise ImportError(name)
@@ -214,7 +214,7 @@ def test_missing_package_raises_with_install_command(llama, package, base, monke
         with_adapters(llama[0], 4, base=base)()
 
 
-def test_with_adapters_keeps_attributes_of_make_model(llama):
+def test_with_adapters_preserves_make_batch_attribute_of_make_model(llama):
     make_model, make_batch = llama
     own = partial(make_model)
     own.make_batch = make_batch

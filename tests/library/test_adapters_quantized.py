@@ -74,7 +74,7 @@ def batch(shape):
         for k in (0, 1)
     ],
 )
-def test_estimate_of_quantized_base_equals_run(base, shape, rank):
+def test_estimate_of_quantized_base_model_equals_measurement(base, shape, rank):
     make_model, make_batch = partial(adapted, shape, base, rank), partial(batch, shape)
     assert_measured(make_model, make_batch, Recipe())
 
@@ -91,7 +91,7 @@ def test_estimate_of_quantized_base_equals_run(base, shape, rank):
     ],
     ids=["dora", "checkpoints of transformers", "checkpoints", "bf16", "selective", "offload"],
 )
-def test_estimate_of_quantized_base_equals_run_for_each_recipe(base, recipe, options):
+def test_estimate_of_quantized_base_model_equals_measurement_for_each_recipe(base, recipe, options):
     step = partial(adapted, "bias", base, **options), partial(batch, "bias"), recipe
     assert_measured(*step, extrapolated=True)
 
@@ -117,7 +117,7 @@ def weight_bytes(base, outputs, inputs):
 
 @every_base
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (72, 100), (33, 50), (512, 640)])
-def test_quantized_layer_has_the_bytes_of_the_formula(base, outputs, inputs):
+def test_quantized_layer_bytes_equal_formula(base, outputs, inputs):
     def parameter_bytes():
         layer = BASES[base](inputs, outputs, bias=False).to("cpu")
         with MemoryMeter(layer) as meter:
@@ -177,7 +177,7 @@ ROWS = partial(torch.ones, 6, 64)
 
 
 @pytest.mark.parametrize("layer", [*BASES.values(), bitsandbytes.nn.Linear8bitLt], ids=str)
-def test_estimate_of_schedule_for_quantized_model_equals_run(layer):
+def test_estimate_of_schedule_for_quantized_model_equals_measurement(layer):
     make_model = partial(Blocks, layer)
     recipe = Recipe(checkpoint="optimal", schedule_bytes=1, blocks="layers.*")
     assert_measured(make_model, ROWS, feasible(make_model, ROWS, recipe))
@@ -200,17 +200,17 @@ class Subclass(Linear4bit):
         (Subclass, "fp32"),
     ],
 )
-def test_estimate_of_other_bitsandbytes_layers_equals_run(layer, precision):
+def test_estimate_of_other_bitsandbytes_layers_equals_measurement(layer, precision):
     assert_measured(partial(Blocks, layer), ROWS, Recipe(precision=precision))
 
 
 @two_bases
-def test_estimate_of_copied_layers_equals_run(base):
+def test_estimate_of_deep_copied_quantized_layers_equals_measurement(base):
     assert_measured(partial(Blocks, BASES[base], copied=True), ROWS, Recipe())
 
 
 @pytest.mark.parametrize("table", ["Embedding4bit", "Embedding8bit"])
-def test_estimate_of_quantized_embedding_equals_run(table):
+def test_estimate_of_quantized_embedding_equals_measurement(table):
     class Words(Blocks):
         def __init__(self):
             super().__init__(nn.Linear)
@@ -222,7 +222,7 @@ def test_estimate_of_quantized_embedding_equals_run(table):
     assert_measured(Words, partial(torch.arange, 40), Recipe())
 
 
-def test_cast_leaves_quantized_weights_unchanged():
+def test_casting_module_dtype_leaves_quantized_weights_unchanged():
     layer = Linear4bit(64, 64, quant_storage=torch.bfloat16).to("cpu")
     before = layer.weight.detach().clone()
     cast(layer, torch.float32)
@@ -235,7 +235,7 @@ def test_cast_leaves_quantized_weights_unchanged():
 
 
 @every_base
-def test_quantized_layers_count_the_flops_of_fp32_layers(base):
+def test_quantized_layers_have_same_flop_count_as_fp32_layers(base):
     def step_of(layer):
         model = nn.Sequential(nn.Linear(64, 64), layer(64, 96).to("cpu").requires_grad_(False))
         return lambda: model(torch.ones(5, 64)).sum().backward()
@@ -254,7 +254,7 @@ def test_quantized_layers_count_the_flops_of_fp32_layers(base):
 
 @pytest.mark.parametrize("used", [False, True])
 @two_bases
-def test_estimate_of_existing_quantized_model_equals_step_and_changes_nothing(base, used):
+def test_estimate_of_existing_quantized_model_equals_measurement_without_changing_model(base, used):
     model, words = adapted("bias", base), batch("bias")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     recipe = Recipe(precision=None, attention=None)
@@ -275,14 +275,14 @@ def test_estimate_of_existing_quantized_model_equals_step_and_changes_nothing(ba
 # ---- limits
 
 
-def test_estimate_ignores_kernels_of_the_package_kernels(monkeypatch):
+def test_estimate_does_not_call_optional_kernels_package(monkeypatch):
     """bitsandbytes has a faster matrix product in evaluation with the package `kernels`."""
     kernels = bitsandbytes.backends.cpu.ops
     monkeypatch.setattr(kernels, "gemm_4bit_forward_kernel", pytest.fail, raising=False)
     assert_measured(partial(adapted, "even", "nf4"), partial(batch, "even"), Recipe())
 
 
-def test_symbolic_leaves_no_symbolic_tensor_in_bitsandbytes():
+def test_symbolic_mode_leaves_no_symbolic_tensor_in_bitsandbytes_cache():
     codes = bitsandbytes.functional.name2qmap
     codes.pop("dynamic", None)
     with symbolic():
@@ -293,7 +293,7 @@ def test_symbolic_leaves_no_symbolic_tensor_in_bitsandbytes():
     assert all(type(each) is torch.Tensor for each in quantization_state(layer))
 
 
-def test_estimate_for_cuda_runs_int8_matrix_products(caplog):
+def test_int8_estimate_uses_int8_operators_for_cuda_but_not_cpu(caplog):
     """The matrix products also round the input to 8 bits, by the source of bitsandbytes 0.50."""
     functions = bitsandbytes.autograd._functions
     cpu_function, operators = functions.MatMul8bitFp, {}
@@ -307,13 +307,13 @@ def test_estimate_for_cuda_runs_int8_matrix_products(caplog):
     )
 
 
-def test_quantized_weights_are_rejected_with_several_ranks():
+def test_estimate_rejects_quantized_weights_with_several_ranks():
     recipe = Recipe(ranks=3, shard="ddp")
     with pytest.raises(ValueError, match=r"^ranks must be 1 for a model with quantized .* got 3;"):
         estimate(partial(adapted, "even", "nf4"), partial(batch, "even"), recipe)
 
 
-def test_int8_outlier_threshold_is_rejected_for_cuda():
+def test_estimate_for_cuda_rejects_int8_outlier_threshold():
     layer = partial(bitsandbytes.nn.Linear8bitLt, has_fp16_weights=False, threshold=6.0)
     step = partial(Blocks, layer), ROWS, Recipe()
     assert_measured(*step)  # a CPU ignores the threshold

@@ -409,7 +409,7 @@ def with_saved_tensors(function, x):
         (with_saved_tensors, "saved_tensors"),
     ],
 )
-def test_hooks_reject_torch_func_and_accept_autograd_grad(call, name):
+def test_techniques_with_saved_tensor_hooks_reject_torch_func_grad(call, name):
     x = torch.linspace(-1, 1, 6, dtype=torch.float64).requires_grad_()
     message = rf"^torch\.func\.grad.* cannot be combined with {name}, .*create_graph=True"
     with pytest.raises(RuntimeError, match=message):
@@ -422,7 +422,7 @@ def test_hooks_reject_torch_func_and_accept_autograd_grad(call, name):
     assert torch.equal(found, plain)
 
 
-def test_other_errors_inside_hooks_are_unchanged():
+def test_user_errors_under_saved_tensor_hooks_are_raised_unchanged():
     def fail(x):
         raise RuntimeError("of the user")
 
@@ -520,7 +520,9 @@ NOT_ESTIMATED = [
 @pytest.mark.parametrize(
     ("make_model", "reason", "router"), NOT_ESTIMATED, ids=[row[1] for row in NOT_ESTIMATED]
 )
-def test_error_recommends_run_if_step_cannot_be_estimated(make_model, reason, router, monkeypatch):
+def test_estimate_of_unsupported_step_raises_and_recommends_run(
+    make_model, reason, router, monkeypatch
+):
     # `torch.compile` switches this off for the whole process
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     step = make_model, points, Recipe(optimizer="sgd")
@@ -545,7 +547,7 @@ class LazyModel(nn.Sequential):
 
 
 @pytest.mark.parametrize("act", [estimate, run, partial(fit, progress=False)])
-def test_lazy_module_raises_with_working_advice(act):
+def test_uninitialized_lazy_module_raises_with_advice(act):
     last = Recipe() if act in (estimate, run) else 10**6
     with pytest.raises(ValueError, match=rf"^make_model must .* lazy .* nn\.Linear.*{MEASURED}"):
         act(LazyModel, points, last)
@@ -565,7 +567,7 @@ def test_lazy_module_raises_with_working_advice(act):
     ],
     ids=["estimate", "run", "fit", "train_step", "AccumulatedStep"],
 )
-def test_step_without_gradients_raises_with_cause(act, off):
+def test_step_under_no_grad_or_inference_mode_raises_with_cause(act, off):
     message = r"^gradients must be enabled .* torch\.no_grad|gradients are switched off"
     with off(), pytest.raises((RuntimeError, TypeError), match=message):
         act()

@@ -133,7 +133,7 @@ def test_online_softmax_equals_softmax(n, block, size, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_online_softmax_keeps_dtype_and_does_not_overflow(dtype):
+def test_online_softmax_preserves_input_dtype_and_does_not_overflow(dtype):
     scores = torch.tensor(
         [[-3e4, 0.0, 3e4, 3e4], [-3e4] * 4, [0.0, 1.0, -math.inf, 2.0]], dtype=dtype
     )
@@ -181,7 +181,7 @@ blocks = st.fixed_dictionaries({"block_q": st.integers(1, 45), "block_k": st.int
 
 @few_examples
 @given(shape=shapes, options=options, blocks=blocks)
-def test_attention_of_any_shape_and_tile_size_equals_float64(shape, options, blocks):
+def test_attention_of_any_shape_and_tile_size_equals_float64_reference(shape, options, blocks):
     case = inputs(dtype=torch.float64, **shape)
     expected = [exact(*case, **options)]
     pytorch_options = {"enable_gqa": True, "attn_mask": None, "dropout_p": 0.0}
@@ -200,7 +200,7 @@ def test_attention_of_any_shape_and_tile_size_equals_float64(shape, options, blo
 @pytest.mark.parametrize(
     ("dtype", "causal"), [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)]
 )
-def test_flash_errors_stay_within_factor_of_standard_attention(dtype, causal):
+def test_flash_attention_error_is_within_factor_of_standard_attention_error(dtype, causal):
     case = inputs(300, 340, batch=1, heads=4, kv_heads=2, d=32, d_v=24, dtype=dtype)
     expected = exact(*case, causal=causal)
     standard = run(standard_attention, *case, causal=causal)
@@ -210,7 +210,7 @@ def test_flash_errors_stay_within_factor_of_standard_attention(dtype, causal):
         assert relative_error(x, z) <= factor * relative_error(y, z)
 
 
-def test_causal_mask_equals_pytorch_bottom_right_bias():
+def test_causal_attention_equals_pytorch_with_bottom_right_causal_bias():
     q, k, v, _ = inputs(20, 50, grad=False)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(20, 50))
     assert_close(flash_attention(q, k, v, causal=True, block_q=8, block_k=16), expected)
@@ -239,7 +239,7 @@ def test_causal_mask_equals_pytorch_bottom_right_bias():
         ((2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 0)),
     ],
 )
-def test_attention_of_any_dimensions_or_empty_tensors_equals_pytorch(q, k, v, attention):
+def test_attention_with_any_dimensions_or_empty_tensors_equals_pytorch(q, k, v, attention):
     def make(*shape):
         # not contiguous: the leading dimensions come from a permuted tensor
         x = torch.randn(*shape[-3::-1], *shape[-2:], dtype=torch.float64)
@@ -257,7 +257,7 @@ def test_attention_of_any_dimensions_or_empty_tensors_equals_pytorch(q, k, v, at
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_scores_beyond_dtype_range_do_not_overflow(dtype):
+def test_attention_scores_beyond_dtype_range_do_not_overflow(dtype):
     q, k, v, grad_o = inputs(20, d=64, dtype=dtype, size=200.0)
     assert (q.double() @ k.double().mT).abs().max() > 65504 * 8
     found = run(flash_attention, q, k, v, grad_o, causal=True, block_q=8, block_k=8)
@@ -265,7 +265,7 @@ def test_scores_beyond_dtype_range_do_not_overflow(dtype):
     assert_close(found[0], exact(q, k, v, grad_o, causal=True)[0].to(dtype), rtol=0.02, atol=0.02)
 
 
-def test_result_does_not_depend_on_heads_per_tile(monkeypatch):
+def test_flash_attention_result_does_not_depend_on_heads_per_tile(monkeypatch):
     case = inputs(30, 40, batch=3, heads=6, kv_heads=2)
     expected = run(flash_attention, *case, causal=True)
     monkeypatch.setattr(tiled, "MIN_HEADS_AT_ONCE", 1)
@@ -290,7 +290,7 @@ def test_attention_computes_only_required_gradients():
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("attention", [flash_attention, standard_attention])
-def test_autocast_casts_inputs_as_for_pytorch_attention(attention, dtype):
+def test_flash_attention_under_autocast_casts_inputs_like_pytorch_attention(attention, dtype):
     *case, grad_o = inputs(40, d=16)
     with torch.autocast("cpu", dtype):  # includes the backward pass
         found, pytorch = (
@@ -304,7 +304,7 @@ def test_autocast_casts_inputs_as_for_pytorch_attention(attention, dtype):
         assert relative_error(x, y) < 4 * torch.finfo(dtype).eps
 
 
-def test_autocast_casts_mixed_dtypes_and_keeps_float64():
+def test_autocast_casts_mixed_attention_inputs_but_not_float64():
     q, k, v, _ = inputs(20, grad=False)
     with torch.autocast("cpu", torch.bfloat16):
         assert flash_attention(q, k.bfloat16(), v.half()).dtype == torch.bfloat16
@@ -353,7 +353,7 @@ def test_second_derivative_of_flash_attention_is_rejected():
 @pytest.mark.parametrize(
     ("kind", "attention"), [("standard", standard_attention), ("flash", flash_attention)]
 )
-def test_saved_bytes_equal_the_formula(kind, attention, n, dtype, kv_heads, causal):
+def test_attention_saved_bytes_equal_formula(kind, attention, n, dtype, kv_heads, causal):
     q, k, v, _ = inputs(n, kv_heads=kv_heads, dtype=dtype, d=16)
     sizes = {"sequence": n, "batch": 2, "heads": 4, "kv_heads": kv_heads, "head_dim": 16}
     predicted = attention_saved_bytes(**sizes, dtype_bytes=dtype.itemsize, kind=kind).values()
@@ -363,7 +363,7 @@ def test_saved_bytes_equal_the_formula(kind, attention, n, dtype, kv_heads, caus
 
 
 @pytest.mark.parametrize("leading", [(), (2,), (2, 4), (3, 2, 4), (2, 1, 3, 4)])
-def test_output_node_saves_log_sum_exp_with_leading_dimensions(leading):
+def test_flash_attention_saves_log_sum_exp_with_all_batch_dimensions(leading):
     """Read the log-sum-exp from the node, as Stanford's CS336 does."""
     kv_leading = (*leading[:-1], 2) if len(leading) > 1 else leading  # grouped queries
     shapes = (*leading, 33, 8), (*kv_leading, 47, 8), (*kv_leading, 47, 5)
@@ -398,7 +398,7 @@ def test_flash_attention_saves_inputs_without_copies():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_flash_attention_never_holds_a_full_score_matrix(tiles, causal):
+def test_flash_attention_never_allocates_full_score_matrix(tiles, causal):
     n, d, block = 1024, 16, 128
     case = inputs(n, batch=1, heads=2, d=d)
     with MemoryMeter() as meter:
@@ -413,7 +413,9 @@ def test_flash_attention_never_holds_a_full_score_matrix(tiles, causal):
     ("batch", "heads", "n", "kv_heads", "at_once"),
     [(1, 1, 1000, 1, 1), (8, 8, 64, 8, 1), (1, 8, 512, 1, 1), (2, 8, 600, 2, 2)],
 )
-def test_tile_size_does_not_grow_with_heads_or_batch(tiles, batch, heads, n, kv_heads, at_once):
+def test_attention_tile_size_does_not_grow_with_heads_or_batch(
+    tiles, batch, heads, n, kv_heads, at_once
+):
     case = inputs(n, batch=batch, heads=heads, kv_heads=kv_heads, d=1)
     with MemoryMeter():  # a single thread
         run(flash_attention, *case)
@@ -432,7 +434,7 @@ SYMBOLIC_CASES = [  # batch, heads, kv_heads, n_q, n_k, d, d_v, mask, blocks, dt
 
 
 @pytest.mark.parametrize("sizes", SYMBOLIC_CASES, ids=str)
-def test_symbolic_attention_has_bytes_and_flops_of_all_tiles(sizes):
+def test_symbolic_flash_attention_has_bytes_and_flops_of_tiled_computation(sizes):
     batch, heads, kv_heads, n_q, n_k, d, d_v, mask, (block_q, block_k), dtype = sizes
     options = {"block_q": block_q, "block_k": block_k, **({mask: True} if mask else {})}
 
@@ -472,14 +474,16 @@ def two_threads(monkeypatch):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "causal"), [(2, 2, False), (6, 3, True), (3, 3, True)]
 )
-def test_heads_in_threads_match_reference(two_threads, tiles, heads, kv_heads, causal):
+def test_attention_with_heads_in_parallel_threads_equals_reference(
+    two_threads, tiles, heads, kv_heads, causal
+):
     case = inputs(70, 90, heads=heads, kv_heads=kv_heads, dtype=torch.float64)
     found = run(flash_attention, *case, causal=causal, block_q=16, block_k=32)
     assert tiles.threads == {"attention"} and torch.get_num_threads() == 2
     assert_close(found, exact(*case, causal=causal))
 
 
-def test_attention_in_several_threads_takes_bytes_of_one_thread(two_threads, tiles):
+def test_attention_in_two_threads_uses_memory_of_one_thread(two_threads, tiles):
     case = inputs(40, batch=1, heads=6)
     run(flash_attention, *case)
     in_threads = 2 * tiles.largest
@@ -496,7 +500,7 @@ def test_attention_under_meter_or_profiler_runs_in_main_thread(two_threads, tile
     assert tiles.threads == {"MainThread"}
 
 
-def test_threads_run_in_inference_mode_and_without_gradients(two_threads, tiles):
+def test_attention_runs_in_threads_under_inference_mode_and_no_grad(two_threads, tiles):
     q, k, v, _ = inputs(40)
     expected = reference(q, k, v)
     for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()):
@@ -505,7 +509,7 @@ def test_threads_run_in_inference_mode_and_without_gradients(two_threads, tiles)
     assert tiles.threads == {"attention"}
 
 
-def test_error_in_a_thread_is_raised(two_threads, monkeypatch):
+def test_error_in_attention_thread_is_raised_in_caller(two_threads, monkeypatch):
     monkeypatch.setattr(tiled, "forward_tiles", Mock(side_effect=MemoryError("full")))
     with pytest.raises(MemoryError, match="full"):
         flash_attention(*inputs(40)[:3])
@@ -533,7 +537,7 @@ def new_process():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_forked_process_starts_its_own_threads(new_process):
+def test_forked_process_starts_its_own_attention_threads(new_process):
     assert new_process.stdout == "0\n"
 
 
@@ -554,7 +558,7 @@ def counted_flops(attention, q, k, v, grad_o, **options):
     ("kind", "attention", "products"),
     [("standard", standard_attention, 8), ("flash", flash_attention, 10)],
 )
-def test_attention_cost_equals_the_flop_counter(kind, attention, products, n):
+def test_attention_cost_formula_equals_pytorch_flop_counter(kind, attention, products, n):
     size = {"sequence": n, "head_dim": 16, "kind": kind}
     predicted = [attention_cost(**size, pass_=p).flops for p in ("forward", "backward")]
     assert counted_flops(attention, *inputs(n, batch=1, heads=1, d=16)) == predicted
@@ -569,7 +573,7 @@ def test_flash_backward_in_two_passes_counts_seven_matrix_products():
 
 
 @pytest.mark.parametrize(("n_q", "n_k"), [(96, 96), (64, 96), (96, 64)])
-def test_tiles_above_the_causal_diagonal_are_skipped(n_q, n_k):
+def test_causal_flash_attention_skips_tiles_above_diagonal(n_q, n_k):
     case = inputs(n_q, n_k, batch=1, heads=1)
     found = counted_flops(flash_attention, *case, causal=True, block_q=16, block_k=16)
     visible = torch.ones(n_q, n_k).tril(n_k - n_q)
@@ -582,9 +586,7 @@ def test_tiles_above_the_causal_diagonal_are_skipped(n_q, n_k):
     ("pass_", "operators"),
     [("forward", "q k s, s p, p v o"), ("backward", "p o v, o v s, p s s, s k q, s q k")],
 )
-def test_standard_attention_moves_inputs_and_outputs_of_each_operator(
-    pass_, operators, dtype_bytes
-):
+def test_standard_attention_cost_counts_bytes_moved_per_operator(pass_, operators, dtype_bytes):
     n, d = 100, 16
     # a tensor and its gradient have the same number of elements
     sizes = {"q": n * d, "k": n * d, "v": n * d, "o": n * d, "s": n * n, "p": n * n}
@@ -603,7 +605,9 @@ def test_standard_attention_moves_inputs_and_outputs_of_each_operator(
     # the last one is the smallest that holds one row of each block
     [(1000, 64, 192 * 1024), (512, 128, 100_000), (5, 64, 192 * 1024), (64, 64, 1024)],
 )
-def test_flash_cost_counts_bytes_moved_per_block(n, d, sram_bytes, pass_, kept, streamed, numbers):
+def test_flash_attention_cost_counts_bytes_moved_per_block(
+    n, d, sram_bytes, pass_, kept, streamed, numbers
+):
     """Move `kept` tensors once, and `streamed` tensors and `numbers` per row for each block."""
     size = {"sequence": n, "head_dim": d, "kind": "flash"}
     cost = attention_cost(**size, pass_=pass_, sram_bytes=sram_bytes)
@@ -638,7 +642,7 @@ def test_auto_backend_selects_triton_for_supported_cuda_tensors(triton):
         backend("triton", True)
 
 
-def test_selected_backend_runs_forward_and_backward(triton):
+def test_triton_backend_runs_forward_and_backward_and_equals_torch(triton):
     case = inputs(20)
     by_triton, by_torch = (
         run(flash_attention, *case, backend=name) for name in ("triton", "torch")
@@ -647,14 +651,14 @@ def test_selected_backend_runs_forward_and_backward(triton):
     assert triton.forward.call_count == triton.backward.call_count == 1
 
 
-def test_triton_backend_without_triton_raises(new_process):
+def test_selecting_triton_backend_without_triton_raises(new_process):
     errors = new_process.stderr
     assert "RuntimeError: backend must be" in errors and "Triton is not installed" in errors
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_torch_backend_on_gpu_equals_float64(dtype):
+def test_torch_backend_on_gpu_equals_float64_reference(dtype):
     case = inputs(700, 900, kv_heads=2, d=64, dtype=dtype)
     found = run(flash_attention, *(x.detach().cuda() for x in case), causal=True, backend="torch")
     allowed = (16 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps

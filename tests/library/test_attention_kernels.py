@@ -210,7 +210,7 @@ def interpreted():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_equal_float64_and_fully_masked_rows_are_zero(interpreted, name):
+def test_kernels_equal_float64_reference_and_fully_masked_rows_are_zero(interpreted, name):
     report, case = interpreted["cases"][name], CASES[name]
     assert report["outlines"] and report["contiguous"] and report["masked are zero"]
     batch, heads, _, n_q, n_k, _ = case["shape"]
@@ -228,7 +228,7 @@ def test_kernels_skip_tiles_above_the_diagonal(interpreted):
     assert interpreted["skipping"] == [True] * 5
 
 
-def test_unsupported_head_dims_and_dtypes_are_reported(interpreted):
+def test_kernels_report_unsupported_head_dims_and_dtypes(interpreted):
     reasons = {name: reason for name, reason in interpreted["reasons"].items() if reason}
     assert list(reasons) == ["8", "15", "257", "float64", "meta", "24"]
     assert all(name in reason for name, reason in reasons.items())
@@ -242,13 +242,13 @@ def compiled(tmp_path_factory):
     return start({"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))})
 
 
-def test_kernels_compile_for_h100_and_reuse_tuning_of_similar_lengths(compiled):
+def test_kernels_compile_for_h100_and_reuse_tuning_for_similar_lengths(compiled):
     assert [row["tensor cores"] for row in compiled["grouped"]].count(True) == 3
     assert len(compiled["strided"]) == 4
     assert compiled["tunings"] == [[1] * 3, [1] * 3, [2] * 3]  # for lengths 1000, 600, 500
 
 
-def test_first_configurations_spill_no_registers_and_fit_an_h100(compiled):
+def test_default_kernel_configurations_spill_no_registers_and_fit_h100(compiled):
     if older_triton():
         pytest.skip("Triton 3.5 puts 8 bytes per thread of one kernel on the stack")
     rows = [row for row in compiled["tuned"] if row["kernel"] != "rows_kernel"]
@@ -256,7 +256,7 @@ def test_first_configurations_spill_no_registers_and_fit_an_h100(compiled):
     assert all(row["stack"] == 0 and row["tensor cores"] and row["shared"] <= H100 for row in rows)
 
 
-def test_small_tiles_are_tried_only_if_larger_may_not_fit():
+def test_small_tiles_are_tuned_only_if_larger_exceed_shared_memory():
     forward = launch.forward_kernel
     assert launch._settings_to_try(forward, 64, 2, 1024) == [(16, 16, 4, 1)]
     assert launch._settings_to_try(forward, 64, 2, 101_376) == launch.CANDIDATES[forward][64]
@@ -266,13 +266,13 @@ def test_small_tiles_are_tried_only_if_larger_may_not_fit():
 
 @pytest.mark.parametrize("name", ["block_q", "block_k"])
 @pytest.mark.parametrize("block", [8, 48, 256])
-def test_unsupported_block_size_is_rejected(block, name):
+def test_kernel_rejects_unsupported_block_size(block, name):
     options = Options(None, 1.0)._replace(**{name: block})
     with pytest.raises(ValueError, match=rf"^{name} must be .*, got {block}$"):
         launch._launch(launch.forward_kernel, None, torch.zeros(1, 1, 4, 16), options)
 
 
-def test_block_sizes_beyond_shared_memory_are_rejected_with_advice():
+def test_kernel_rejects_block_sizes_beyond_shared_memory_with_advice():
     def run_kernel(*arguments, BLOCK_Q, BLOCK_K, **options):
         raise launch.OutOfResources(2 * (BLOCK_Q + BLOCK_K) * 256, 101_376, "shared memory")
 
@@ -282,7 +282,7 @@ def test_block_sizes_beyond_shared_memory_are_rejected_with_advice():
         launch._launch(kernel, None, torch.zeros(1, 1, 4, 128), options)
 
 
-def test_tensor_with_offsets_beyond_32_bits_is_copied():
+def test_kernel_copies_tensor_with_offsets_beyond_32_bits():
     def rows(n, apart):
         return torch.empty_strided((1, 1, n, 64), (2**40, 2**40, apart, 1), device="meta")
 
@@ -315,7 +315,7 @@ GPU_CASES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
-def test_kernel_errors_on_gpu_stay_near_standard_attention(case):
+def test_kernel_rounding_errors_on_gpu_stay_near_standard_attention(case):
     tensors, found, exact = run_case(case, device="cuda")
     scale = case.get("scale", tensors[0].shape[-1] ** -0.5)
     same_precision = standard(*tensors, shift_of(case), scale)
@@ -335,6 +335,6 @@ def test_kernels_on_gpu_are_deterministic():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_kernels_run_on_the_gpu_of_the_tensors():
+def test_kernels_run_on_same_gpu_as_their_tensors():
     _, found, expected = run_case(CASES["causal"], "cuda:1")
     assert all(error(a, b) < 1e-5 for a, b in zip(found, expected, strict=True))

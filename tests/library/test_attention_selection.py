@@ -61,7 +61,7 @@ def kept_bytes(case, gpu):
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_rules_allow_the_kernels_that_pytorch_allows(column):
+def test_predicted_attention_kernels_equal_kernels_that_pytorch_allows(column):
     wrong = {
         case.name: (allowed(case, column), ANSWERS[case.name][column])
         for case in CASES
@@ -99,7 +99,9 @@ LOG_SUM_EXP = 2 * 8 * 1024 * 4
         (Case(dtype="fp32"), "efficient", 8 * element_bytes(64) + LOG_SUM_EXP),
     ],
 )
-def test_attention_kernel_saves_exact_bytes(version, case, kernel, kept):
+def test_predicted_attention_kernel_and_saved_bytes_equal_expected_values(
+    version, case, kernel, kept
+):
     gpu = Gpu(torch=version)
     assert attention_kernel(call_of(case, gpu)) == kernel
     assert kept_bytes(case, gpu) == kept
@@ -113,7 +115,7 @@ def test_memory_efficient_attention_saves_mask_with_padded_rows():
 
 
 @pytest.mark.parametrize(("d", "copies"), [(20, 3), (24, 0)])
-def test_flash_attention_pads_heads_to_multiples_of_8(d, copies):
+def test_flash_attention_pads_head_dim_to_multiple_of_8(d, copies):
     case, gpu = Case(d=d), Gpu((8, 0))
     assert attention_kernel(call_of(case, gpu)) == "flash"
     with symbolic(Symbolic("cuda", gpu)):
@@ -124,13 +126,13 @@ def test_flash_attention_pads_heads_to_multiples_of_8(d, copies):
     assert operators.count("aten.constant_pad_nd.default") == copies
 
 
-def test_math_attention_saves_the_scores():
+def test_math_attention_kernel_saves_attention_scores():
     case = Case(d=63, dtype="fp32")
     assert attention_kernel(call_of(case, Gpu())) == "math"
     assert kept_bytes(case, Gpu()) > 2 * 8 * 1024 * 1024 * 4
 
 
-def test_attention_kernel_depends_on_gpu_capability():
+def test_predicted_attention_kernel_depends_on_gpu_compute_capability():
     """An A100 has no fused kernel for a mask with grouped queries, because it lacks cuDNN's."""
     case = Case(mask="float", kv_heads=2)
     kernels = [attention_kernel(call_of(case, Gpu(c))) for c in ((8, 0), (9, 0))]
@@ -141,7 +143,7 @@ def test_attention_kernel_depends_on_gpu_capability():
 @pytest.mark.parametrize(
     "options", [{"capability": 9}, {"capability": (9.0, 0)}, {"torch": "2.13"}]
 )
-def test_gpu_rejects_versions_that_are_not_two_integers(options):
+def test_gpu_description_rejects_versions_that_are_not_two_integers(options):
     with pytest.raises(TypeError, match=f"{next(iter(options))} must be two whole numbers"):
         Gpu(**options)
 

@@ -114,7 +114,7 @@ KINDS = {
 
 @pytest.mark.parametrize(("make", "read"), KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("samples", [1, 2, 5, 7])
-def test_gradient_of_split_arrays_equals_full_batch(make, read, samples):
+def test_micro_batch_gradients_equal_full_batch_for_each_batch_type(make, read, samples):
     batch = make(inputs(samples), LABELS[:samples])
     assert samples_in(batch) == samples
 
@@ -182,7 +182,7 @@ def net():
 
 
 @pytest.mark.parametrize(("make", "place"), REJECTED.values(), ids=REJECTED)
-def test_batch_that_cannot_be_split_is_rejected_with_its_key(make, place):
+def test_unsplittable_batch_raises_error_naming_its_key(make, place):
     def make_batch():
         return make(inputs(), LABELS[:4])
 
@@ -227,7 +227,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("value", KEPT.values(), ids=KEPT)
-def test_values_not_per_sample_are_in_every_micro_batch(value):
+def test_split_repeats_values_without_sample_dimension_in_every_micro_batch(value):
     parts = list(split({"x": inputs(), "more": value}, 3))
     assert [part["more"] for part in parts] == [value, value]
     assert all(part["more"] is value for part in parts)
@@ -263,7 +263,7 @@ def by_document(model, batch):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 @pytest.mark.parametrize("checkpoint", ["none", "layers"])
-def test_gradient_with_users_split_equals_full_batch(count, checkpoint):
+def test_gradient_with_custom_split_function_equals_full_batch(count, checkpoint):
     model = net()
     total, weight = by_document(model, documents())
     expected = torch.autograd.grad(total / weight, list(model.parameters()))
@@ -274,7 +274,7 @@ def test_gradient_with_users_split_equals_full_batch(count, checkpoint):
 
 @pytest.mark.parametrize("count", [2, 3, 6])
 @pytest.mark.parametrize("lengths", [(3, 2, 4, 1, 5, 1), (2, 2, 2, 2, 2, 2)])
-def test_estimate_with_users_split_equals_run(count, lengths):
+def test_estimate_with_custom_split_function_equals_measurement(count, lengths):
     options = {"loss_sum": by_document, "split": documents_split}
     recipe = Recipe(micro_batches=count)
     predicted = estimate(net, lambda: documents(lengths), recipe, **options)
@@ -326,7 +326,7 @@ def by_arrays():
 
 
 @pytest.mark.parametrize("make", [by_lists, by_patches, by_arrays])
-def test_estimate_distinguishes_micro_batches_of_different_cost(make):
+def test_estimate_of_unequal_micro_batches_equals_measurement(make):
     make_batch, count, options = make()
     recipe = Recipe(micro_batches=count)
     predicted = estimate(net, make_batch, recipe, **options)
@@ -334,7 +334,7 @@ def test_estimate_distinguishes_micro_batches_of_different_cost(make):
     assert (predicted.peak_bytes, predicted.flops) == (measured.peak_bytes, measured.flops)
 
 
-def test_fit_doubles_micro_batches_of_users_split():
+def test_fit_doubles_micro_batch_count_of_custom_split_function():
     tried = []
     options = {"loss_sum": by_document, "split": documents_split, "progress": tried.append}
     found = fit(net, documents, 10**9, base=Recipe(checkpoint="layers"), **options)
@@ -369,13 +369,13 @@ def with_empty_parts(batch, parts):
         (8, lambda batch, parts: with_empty_parts(batch, min(parts, 2)), [1, 2]),
     ],
 )
-def test_fit_stops_at_empty_or_equally_large_parts(samples, cut, counts):
+def test_tried_micro_batch_counts_end_when_parts_stop_shrinking(samples, cut, counts):
     batch = {"x": inputs(samples), "t": torch.ones(())}
     assert counts_by_split(batch, cut) == counts
     assert (counts_of_batch(batch, cut)[1] is None) == (len(counts) > 1)
 
 
-def test_fit_raises_the_error_of_users_split():
+def test_fit_raises_error_of_custom_split_function_unchanged():
     def broken(batch, parts):
         raise KeyError("no such column")
 
@@ -391,7 +391,7 @@ def test_fit_raises_the_error_of_users_split():
         (lambda batch, parts: None, "got None"),
     ],
 )
-def test_users_split_must_return_a_list_of_batches(result, actual):
+def test_custom_split_function_must_return_list_of_batches(result, actual):
     must = "the result of split must be a list of 2 batches when it is called with parts=2, "
     with pytest.raises((TypeError, ValueError), match=must + actual):
         gradients(net, documents(), Recipe(micro_batches=2), loss_sum=by_document, split=result)
@@ -418,7 +418,7 @@ make_split_net.loss_sum = by_document
 make_split_net.split = documents_split
 
 
-def test_command_uses_split_attribute_of_the_model_function(capsys, monkeypatch):
+def test_command_uses_split_attribute_of_model_function(capsys, monkeypatch):
     monkeypatch.setenv("COURSE_LANG", "en")
     arguments = ["--budget", "1GB", "--count", "tensors", "--quick", "--device", "laptop"]
     assert main(["--model", f"{__name__}:make_net", *arguments]) == 0
@@ -429,7 +429,7 @@ def test_command_uses_split_attribute_of_the_model_function(capsys, monkeypatch)
     assert "only one micro-batch" not in capsys.readouterr().out
 
 
-def test_comparison_with_estimate_splits_batch_with_the_given_function():
+def test_compare_with_estimate_uses_custom_split_function_of_workload():
     assert samples_of(documents) is None
     fields = documents, by_document, "net", "documents"
     workload = Workload(make_split_net, *fields, samples=None, split=documents_split)
@@ -437,7 +437,7 @@ def test_comparison_with_estimate_splits_batch_with_the_given_function():
     assert found.measured_bytes == found.predicted_bytes
 
 
-def test_task_splits_shares_of_ranks_with_users_split():
+def test_custom_split_function_divides_batch_among_ranks():
     task = task_of(model=f"{__name__}:make_split_net")
     assert task.samples is None
     assert [len(task.part(0, 2, rank)["lengths"]) for rank in range(2)] == [3, 3]
@@ -445,7 +445,7 @@ def test_task_splits_shares_of_ranks_with_users_split():
         task_of(model=f"{__name__}:make_net").part(0, 2, 0)
 
 
-def test_estimate_of_ranks_uses_the_share_with_most_bytes():
+def test_estimate_for_ranks_uses_rank_with_largest_peak():
     options = {"loss_sum": by_document, "split": documents_split}
     recipe = Recipe(ranks=2, shard="ddp", micro_batches=3)
     found, mirrored, even = (
@@ -499,7 +499,7 @@ def test_accumulated_step_warns_once_about_batch_norm():
     assert warnings_of(nn.Sequential(normed(allowed=True)), 2) == []  # as in a wrapper
 
 
-def test_batch_norm_needs_permission_for_micro_batches():
+def test_batch_norm_rejects_micro_batches_unless_explicitly_allowed():
     recipe = Recipe(optimizer="sgd", micro_batches=3)
     with pytest.raises(ValueError, match=r"model\.batch_norm_per_micro_batch = True"):
         estimate(normed, inputs, recipe, loss_sum=squares)
@@ -520,7 +520,7 @@ def test_batch_norm_needs_permission_for_micro_batches():
 
 
 @pytest.mark.parametrize(("samples", "counts"), [(6, [1, 2, 3]), (7, [1, 2]), (3, [1])])
-def test_fit_leaves_no_single_sample_to_batch_norm(samples, counts):
+def test_fit_avoids_single_sample_micro_batches_with_batch_norm(samples, counts):
     def counts_for(make):
         options = {"loss_sum": squares, "tier": "file"}
         cache = EstimateCache(make, lambda: inputs(samples), Recipe(), **options)

@@ -80,7 +80,7 @@ def points():
 # ---- recipes
 
 
-def test_recipe_repr_round_trips_and_lists_only_changed_fields():
+def test_recipe_repr_evaluates_to_equal_recipe_and_omits_defaults():
     assert repr(Recipe()) == "Recipe()"
     blocks = Recipe(checkpoint="layers", blocks=("encoder.*", "decoder.*"), ranks=2, shard="ddp")
     for recipe in (*(each for _, each in TABLE), blocks):
@@ -112,7 +112,7 @@ def test_recipe_rejects_two_techniques_with_saved_tensor_hooks(monkeypatch):
         Recipe(head_chunk=8, offload_activations=True)
 
 
-def test_allowed_micro_batch_counts_equal_those_of_tensor_split():
+def test_allowed_micro_batch_counts_agree_with_tensor_split():
     for samples in range(1, 70):
         cuts = {len(torch.empty(samples).split(size)) for size in range(1, samples + 1)}
         assert counts_allowed(samples) == sorted(cuts)
@@ -131,7 +131,7 @@ def assert_plain_step(model, recipe, batch, **options):
     assert_plain(lambda: model, batch, recipe, expected, **options)
 
 
-def test_train_step_takes_loss_sum_from_model_or_argument():
+def test_train_step_uses_loss_sum_of_model_or_argument():
     several = replace(SGD, micro_batches=3)
     assert_plain_step(Summing(), several, points())
     assert_plain_step(Regression(), several, points(), loss_sum=squares)
@@ -167,7 +167,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_altered_decoder_keeps_its_loss_in_every_recipe(change):
+def test_modified_decoder_has_unchanged_loss_in_every_recipe(change):
     model = tiny(fused=True)
     CHANGES[change](model)
     recipes = [
@@ -241,7 +241,7 @@ def test_train_step_rejects_invalid_argument_and_leaves_parameters_unchanged(cha
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_chain_is_profiled_once_for_all_micro_batches_and_steps(monkeypatch):
+def test_schedule_profile_is_computed_once_for_all_steps(monkeypatch):
     profiles, profile = [], Chain.profile
     monkeypatch.setattr(
         Chain, "profile", lambda *args, **kwargs: (profiles.append(1), profile(*args, **kwargs))[1]
@@ -349,7 +349,9 @@ def test_estimate_runs_only_one_of_equal_micro_batches():
 
 
 @pytest.mark.parametrize(("precision", "size", "state"), [("fp32", 4, 8), ("bf16", 2, 12)])
-def test_estimate_excludes_offloaded_state_from_device_for_host_tier(precision, size, state):
+def test_estimate_excludes_optimizer_state_offloaded_to_host_from_device_memory(
+    precision, size, state
+):
     plain, offloaded, half, in_backward = (
         estimate(tiny, partial(tiny_batch, 16), Recipe(precision, **fields), tier="host")
         for fields in (
@@ -373,7 +375,7 @@ def test_estimate_excludes_offloaded_state_from_device_for_host_tier(precision, 
 
 
 @pytest.mark.parametrize(("tier", "copies"), [("file", 1), ("host", 2)])
-def test_default_number_of_copies_depends_on_tier(tier, copies):
+def test_default_prefetch_is_1_for_files_and_2_for_host(tier, copies):
     assert {"file": Device, "host": Cuda}[tier].ahead == copies
     default, explicit, other = (
         estimate(tiny, tiny_batch, Recipe(**OFFLOAD, prefetch=n, in_flight=n), tier=tier)
@@ -387,7 +389,7 @@ def test_default_number_of_copies_depends_on_tier(tier, copies):
 
 
 @pytest.mark.parametrize("recipe", [IN_BACKWARD, Recipe(**OFFLOAD, micro_batches=2)], ids=repr)
-def test_run_stops_at_the_estimated_operator_when_over_budget(recipe):
+def test_run_over_budget_raises_at_estimated_peak_operator(recipe):
     recipe = replace(recipe, optimizer="sgd")
     guess, model = estimate(tiny, tiny_batch, recipe), tiny()
     done = run(tiny, tiny_batch, recipe, budget_bytes=guess.peak_bytes)
@@ -400,7 +402,7 @@ def test_run_stops_at_the_estimated_operator_when_over_budget(recipe):
     assert_plain_step(model, recipe, tiny_batch())
 
 
-def test_run_results_do_not_keep_the_model_alive():
+def test_results_of_run_hold_no_reference_to_model():
     models = []
 
     def make():
@@ -425,7 +427,7 @@ def test_min_bytes_selects_offloaded_activations_and_warns_if_none():
     fit(tiny, tiny_batch, 10**9, recipes=[none], progress=False)
 
 
-def test_run_closes_its_own_store_but_not_a_given_one(monkeypatch):
+def test_run_closes_store_that_it_created_but_not_argument(monkeypatch):
     closed, close = [], DiskStore.close
     monkeypatch.setattr(DiskStore, "close", lambda self: (closed.append(self), close(self))[1])
     store = DiskStore()
@@ -446,7 +448,7 @@ CACHE_OPTIONS = {"loss_sum": None, "tier": "file", "max_norm": None}
 FIT_OPTIONS = {"rates": RATE, "tier": "file", "progress": False}
 
 
-def test_fit_returns_all_given_recipes_that_fit_cheapest_first():
+def test_fit_returns_fitting_recipes_in_order_of_cost():
     make = partial(tiny, layers=2)
     recipes = [recipe for name, recipe in TABLE if name == "decoder"][:3]
     recipes += [Recipe("bf16", offload_optimizer=1.0), Recipe("bf16"), Recipe(), SGD, IN_BACKWARD]
@@ -464,7 +466,7 @@ def test_fit_returns_all_given_recipes_that_fit_cheapest_first():
         assert caught.value.least == least
 
 
-def test_infeasible_budget_error_names_least_peak_and_recipe():
+def test_infeasible_budget_error_names_lowest_peak_and_its_recipe():
     functions = partial(tiny, layers=1), partial(random_tokens, 2, 8, 61)
     options = {"base": SGD, "quick": True, **FIT_OPTIONS}
     with pytest.raises(InfeasibleBudget) as caught:
@@ -490,7 +492,7 @@ def test_search_tries_standard_attention_where_flash_needs_more_memory():
 
 
 @pytest.mark.parametrize("tier", ["file", "host"])
-def test_lower_bounds_do_not_exceed_estimated_bytes_and_seconds(tier):
+def test_search_lower_bounds_do_not_exceed_estimated_bytes_and_seconds(tier):
     base = Recipe(attention="flash", min_bytes=1000)
     estimates = EstimateCache(tiny, tiny_batch, base, **{**CACHE_OPTIONS, "tier": tier})
     estimates.estimate(base)  # the bounds of others are computed from its FLOPs
@@ -509,7 +511,7 @@ def test_lower_bounds_do_not_exceed_estimated_bytes_and_seconds(tier):
         assert 0 < floor <= found.peak_bytes and 0 < seconds <= RATE.seconds(found)
 
 
-def test_search_uses_the_fewest_segments_that_fit():
+def test_search_uses_smallest_number_of_segments_that_fits():
     make = partial(tiny, layers=9)
     family = replace(IN_BACKWARD, checkpoint="segments", segments=2)
     found = [estimate(make, tiny_batch, replace(family, segments=n)) for n in (2, 3, 9)]
@@ -525,7 +527,7 @@ def test_search_uses_the_fewest_segments_that_fit():
     ("options", "tier"),
     [({}, "file"), ({"rates": RATE}, "host"), ({"rates": "H100", "tier": "file"}, "file")],
 )
-def test_default_tier_is_file_for_laptop_and_host_otherwise(options, tier):
+def test_default_offload_tier_is_file_for_laptop_otherwise_host(options, tier):
     make, recipes = partial(tiny, layers=1), [Recipe(offload_optimizer=1.0)]
     [found] = fit(make, tiny_batch, 10**9, recipes=recipes, progress=False, **options)
     assert found.tier == tier
@@ -574,7 +576,7 @@ class Complex(Regression):
         return super().loss(batch) * (self.phase * self.table).imag.sum()
 
 
-def test_complex_parameters_and_buffers_keep_their_imaginary_parts():
+def test_fp32_recipe_preserves_imaginary_parts_of_complex_parameters_and_buffers():
     for recipe in (Recipe(), Recipe(precision=None)):
         model, _ = build(Complex, recipe)
         assert torch.equal(model.phase, Complex().phase)
@@ -585,14 +587,14 @@ def test_complex_parameters_and_buffers_keep_their_imaginary_parts():
             function(Complex, points, Recipe("bf16"))
 
 
-def test_estimate_rejects_existing_model_or_batch():
+def test_estimate_rejects_make_functions_that_return_existing_tensors():
     batch, model = points(), tiny()
     for make, make_batch in ((Regression, lambda: batch), (lambda: model, tiny_batch)):
         with pytest.raises(ValueError, match=r"^make_model and make_batch must"):
             estimate(make, make_batch, Recipe())
 
 
-def test_run_reports_symbolic_tensor_left_in_a_user_cache():
+def test_run_raises_if_user_cache_contains_symbolic_tensor():
     table = lru_cache(lambda: torch.linspace(0, 1, 9).sum())
     step = Regression, points, SGD
     options = {"loss_sum": lambda model, batch: (model.loss(batch) * table(), 1)}
@@ -603,7 +605,7 @@ def test_run_reports_symbolic_tensor_left_in_a_user_cache():
     assert run(*step, **options).result.stepped
 
 
-def test_estimate_rejects_mkldnn_lstm_whose_memory_is_hidden():
+def test_estimate_rejects_mkldnn_lstm_and_suggests_disabling_mkldnn():
     step = partial(nn.LSTM, 8, 16, batch_first=True), partial(torch.ones, 4, 5, 8), SGD
     options = {"loss_sum": lambda model, batch: (model(batch)[0].square().sum(), 4)}
     if torch.backends.mkldnn.is_available():
@@ -613,7 +615,7 @@ def test_estimate_rejects_mkldnn_lstm_whose_memory_is_hidden():
         assert_measured(*step, **options)
 
 
-def test_fit_skips_recipe_whose_schedule_does_not_fit():
+def test_fit_skips_recipe_with_infeasible_schedule_bytes():
     impossible = replace(SCHEDULE, schedule_bytes=1)
     [found] = fit(tiny, tiny_batch, 10**9, recipes=[impossible, SGD], progress=False)
     assert found.recipe == SGD
@@ -632,7 +634,7 @@ def test_fit_skips_recipe_whose_schedule_does_not_fit():
     ],
     ids=str,
 )
-def test_steps_to_recipe_lead_from_baseline_and_can_be_estimated(recipe):
+def test_steps_from_baseline_to_recipe_can_all_be_estimated(recipe):
     steps = steps_to(recipe)
     assert steps[-1] == recipe and len(set(steps)) == len(steps) > 1
     assert steps[0].changed_fields().keys() <= {"precision", "optimizer", "update", "attention"}
@@ -652,7 +654,7 @@ class Rotating(nn.Module):
         return (self.layer(batch) @ self.rotation).square().sum(), len(batch)
 
 
-def test_activation_offload_keeps_buffers_on_the_device():
+def test_activation_offload_leaves_model_buffers_on_device():
     recipe = Recipe(offload_activations=True, min_bytes=64 * 64 * 4)
     with pytest.warns(UserWarning, match="no activation was moved"):
         assert estimate(Rotating, partial(torch.ones, 8, 64), recipe).moved_bytes == 0

@@ -98,7 +98,7 @@ def script_in(printed):
 
 
 @pytest.mark.parametrize("device", ["RTX 4090", "laptop"])
-def test_command_first_lines_show_fit_remaining_and_offloaded_memory(device):
+def test_command_output_begins_with_fit_verdict_and_remaining_memory(device):
     arguments = [*SIZES, "--device", device, "--budget", "1GB", "--quick"]
     found = result_of(*arguments)
     first, second, third, *_ = printed_by(*arguments).splitlines()
@@ -127,7 +127,7 @@ def test_command_prints_host_memory_of_offloaded_state():
 @pytest.mark.parametrize(
     ("model", "share"), [(SIZES, 0.6), (["--model", "user_code:make_model"], 2)]
 )
-def test_printed_script_runs_and_peaks_at_printed_bytes(model, share, user_code):
+def test_printed_training_script_runs_and_has_printed_peak_bytes(model, share, user_code):
     plain = result_of(*model, *LAPTOP, "--budget", "1GB")["way"][0]["peak_bytes"]
     printed = printed_by(*model, *LAPTOP, "--budget", f"{int(plain * share)}B", "--for", "torch")
     [peak] = re.findall(r"([\d,]+) bytes \([\d.,]+ MB\) at the peak:", printed)
@@ -138,7 +138,7 @@ def test_printed_script_runs_and_peaks_at_printed_bytes(model, share, user_code)
     assert 0 <= meter.peak_bytes - int(peak.replace(",", "")) <= 8
 
 
-def test_answer_has_script_or_reason_for_each_framework():
+def test_command_prints_script_or_rejection_reason_for_each_framework():
     arguments = [*SIZES, *LAPTOP, "--budget", "1GB"]
     answers = result_of(*arguments)["frameworks"]
     assert answers.keys() == FRAMEWORKS.keys()
@@ -166,7 +166,7 @@ def test_command_rejects_options_that_framework_does_not_support(options, messag
     assert status == 2 and re.search(message, error) and error.count("\n") == 1
 
 
-def test_script_for_batch_norm_blocks_uses_no_checkpoint(user_code):
+def test_script_for_model_with_batch_norm_contains_no_checkpoint(user_code):
     arguments = ["--model", "user_code:Normed", *LAPTOP, "--precision", "fp32"]
     plain = result_of(*arguments, "--budget", "1GB")["recipes"][0]["peak_bytes"]
     budget = ["--budget", f"{int(plain * 0.85)}B"]
@@ -179,7 +179,7 @@ def test_script_for_batch_norm_blocks_uses_no_checkpoint(user_code):
     assert "checkpoint" not in script_in(printed)
 
 
-def test_infeasible_search_suggests_dropping_the_framework_option(capsys, user_code):
+def test_infeasible_search_for_one_framework_suggests_trying_all_frameworks(capsys, user_code):
     arguments = ["--model", "user_code:make_model", *LAPTOP, "--for", "torch", "--budget", "10kB"]
     assert command.main(arguments) == 1
     first, second, third, *rest = capsys.readouterr().err.splitlines()
@@ -189,7 +189,7 @@ def test_infeasible_search_suggests_dropping_the_framework_option(capsys, user_c
     assert json.loads(capsys.readouterr().out)["fits"] is False
 
 
-def test_trainer_answer_falls_back_to_bf16_weights_and_warns(tmp_path):
+def test_trainer_search_resorts_to_bf16_weights_with_rounding_warning(tmp_path):
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     config = {"model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112}
     config |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -205,7 +205,7 @@ def test_trainer_answer_falls_back_to_bf16_weights_and_warns(tmp_path):
     assert "are lost" not in printed_by(*arguments, "--budget", budget, "--precision", "bf16-only")
 
 
-def test_trainer_adafactor_peak_is_the_same_with_and_without_for(user_code):
+def test_trainer_adafactor_peak_does_not_depend_on_framework_option(user_code):
     """The Trainer's Adafactor is that of transformers, which needs other bytes than PyTorch's."""
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     arguments = ["--model", "user_code:llama", *LAPTOP, "--budget", "1GB", "--precision", "fp32"]

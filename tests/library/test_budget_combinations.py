@@ -98,7 +98,7 @@ TABLE = [(row["model"], recipe_of(row)) for row in ROWS]
 OPTION_PAIRS = [(row["model"], recipe_of(row)) for row in without("model", ROWS)]
 
 
-def test_combination_table_varies_every_recipe_field():
+def test_table_of_tested_recipes_varies_every_recipe_field():
     found = {name for _, recipe in TABLE for name in recipe.changed_fields()}
     # test_budget_ranks.py has ranks, and test_budget_search.py names blocks.
     assert found | {"ranks", "shard", "blocks"} == Recipe.__dataclass_fields__.keys()
@@ -188,7 +188,7 @@ def error_in_bf16(name):
     [(name, recipe) for name, recipe in TABLE if name != "dropout"],
     ids=repr,
 )
-def test_each_recipe_has_the_gradient_of_plain_autograd(name, recipe):
+def test_gradient_of_each_recipe_equals_gradient_of_baseline(name, recipe):
     make_model, make_batch = MODELS[name]
     recipe = feasible(make_model, make_batch, recipe)
     if recipe.precision == "bf16":
@@ -239,7 +239,7 @@ BY_STAGES = [
     ],
     ids=["stages", "modules", "functions", "own stages", "head"],
 )
-def test_recomputation_repeats_dropout_masks(make_model, make_batch, recipes):
+def test_recomputation_uses_dropout_masks_of_forward_pass(make_model, make_batch, recipes):
     def gradients(recipe):
         recipe = feasible(make_model, make_batch, recipe)
         torch.manual_seed(7)

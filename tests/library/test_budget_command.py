@@ -87,7 +87,7 @@ BF16 = {"precision": "bf16", "offload_optimizer": 1.0}
         ({**BF16, "in_backward": True}, {"down": 100, "up": 100, "offloaded": 50}, 6 + 4 + 50 + 4),
     ],
 )
-def test_rates_price_overlapping_parts_of_a_step_once(fields, moved, seconds):
+def test_step_seconds_count_overlapping_compute_and_copies_once(fields, moved, seconds):
     assert ROUND_RATES.seconds(estimate_of(Recipe(**fields), **moved)) == pytest.approx(seconds)
 
 
@@ -114,7 +114,9 @@ def summed(model, batch):
         ("layers", 2, 1, 2),
     ],
 )
-def test_copies_overlap_as_on_the_simulated_device(checkpoint, ratio, prefetch, in_flight):
+def test_estimated_seconds_of_offloading_equal_simulated_device_time(
+    checkpoint, ratio, prefetch, in_flight
+):
     """Compare with the clock and the memory of the simulated device.
 
     Copies to the host take `ratio` times as long as forward."""
@@ -138,14 +140,14 @@ def test_copies_overlap_as_on_the_simulated_device(checkpoint, ratio, prefetch, 
     assert rates.seconds(more) <= rates.seconds(expected)
 
 
-def test_devices_have_sources_and_nominal_memory():
+def test_every_device_has_source_and_nominal_memory_size():
     assert all(rates.source for rates in RATES.values()) and RATES["laptop"].memory_bytes is None
     sizes = {"RTX 4090": 24, "A100": 80, "A100 40GB": 40, "H100": 80, "H200": 141}
     for name, gigabytes in sizes.items():
         assert 1 < RATES[name].memory_bytes / (gigabytes * 10**9) < 1.08
 
 
-def test_context_and_workspace_bytes_depend_on_the_device():
+def test_cuda_context_and_workspace_bytes_depend_on_device():
     assert workspace_bytes("H100") == workspace_bytes("H200") == 2 * 32 << 20
     assert workspace_bytes("A100") == workspace_bytes("T4") == 2 * 8320 * 1024
     assert kept_bytes("MI300X") == kept_bytes("laptop") == 0
@@ -167,7 +169,7 @@ def other():
 """
 
 
-def test_command_accepts_function_that_returns_rates(tmp_path, monkeypatch, capsys):
+def test_device_option_accepts_function_that_returns_rates(tmp_path, monkeypatch, capsys):
     (tmp_path / "custom_device.py").write_text(CUSTOM_DEVICE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     result = result_of(capsys, *ONE_LAYER, "--device", "custom_device:card")
@@ -178,7 +180,7 @@ def test_command_accepts_function_that_returns_rates(tmp_path, monkeypatch, caps
     assert "--device must be a function that returns Rates" in capsys.readouterr().err
 
 
-def test_this_machine_is_measured_once_and_cached(tmp_path, monkeypatch):
+def test_rates_of_this_machine_are_measured_once_and_cached(tmp_path, monkeypatch):
     calls, measured = [], measured_rates(0.01)
     assert 0 < measured.fp32_flops < math.inf and 0 < measured.link_bytes < math.inf
     monkeypatch.setattr(rates_module, "measured_rates", lambda: (calls.append(1), measured)[1])
@@ -213,7 +215,7 @@ def result_of(capsys, *arguments, status=0):
     return json.loads(capsys.readouterr().out)
 
 
-def test_command_prints_and_plots_in_selected_language(tmp_path, capsys, monkeypatch, fresh):
+def test_command_prints_and_plots_text_in_selected_language(tmp_path, capsys, monkeypatch, fresh):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setenv("COURSE_LABELS", "strict")  # English that has no Chinese is an error
     picture, outputs = tmp_path / "steps.png", []
@@ -234,7 +236,7 @@ def test_command_prints_and_plots_in_selected_language(tmp_path, capsys, monkeyp
     assert [each.get_text() for each in words if not HAN.search(each.get_text())] == []
 
 
-def test_command_reports_least_peak_when_nothing_fits(capsys):
+def test_command_reports_lowest_peak_if_no_recipe_fits(capsys):
     kept = kept_bytes("A100")
     arguments = [*ONE_LAYER, "--device", "A100", "--precision", "fp32", "--budget", f"{kept + 99}B"]
     assert command.main(arguments) == 1
@@ -268,7 +270,7 @@ def test_command_reports_least_peak_when_nothing_fits(capsys):
         ("precision", "bfloat16", "bf16"),
     ],
 )
-def test_command_parses_common_spellings_of_units_and_names(option, typed, meant):
+def test_command_options_accept_common_spellings_of_units_and_names(option, typed, meant):
     given = command.arguments().parse_args([f"--{option}", typed])
     assert getattr(given, option) == meant
 
@@ -357,7 +359,7 @@ def test_command_rejects_invalid_options_in_one_line(arguments, message, folder,
     assert status == 2 and line.startswith("error: ") and message in line
 
 
-def test_errors_of_both_commands_are_in_chinese(user_code, capfd, monkeypatch, fresh):
+def test_errors_of_both_commands_are_translated_to_chinese(user_code, capfd, monkeypatch, fresh):
     monkeypatch.setenv("COURSE_LANG", "zh")
     monkeypatch.setattr(ranks_command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(ranks_command, "end_with_torchrun", lambda: None)
@@ -398,7 +400,7 @@ def test_command_rejects_unknown_language(module, fresh, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("module", [command, ranks_command])
-def test_help_is_fully_translated_to_chinese(module, fresh, monkeypatch):
+def test_command_help_is_fully_translated_to_chinese(module, fresh, monkeypatch):
     monkeypatch.setenv("COURSE_LANG", "zh")
     monkeypatch.setenv("COURSE_LABELS", "strict")
     monkeypatch.setenv("COLUMNS", "400")
@@ -410,7 +412,7 @@ def test_help_is_fully_translated_to_chinese(module, fresh, monkeypatch):
 
 
 @pytest.mark.parametrize("parameters", [5e6, 1e9, 7e9, 70e9])
-def test_shape_of_matches_requested_parameter_count(parameters):
+def test_generated_decoder_shape_has_requested_parameter_count(parameters):
     hidden, layers = shape_of(parameters, 32_000)
     assert hidden % 128 == 0
     assert hidden / 128 == pytest.approx(layers, abs=4)
@@ -428,7 +430,7 @@ LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
 CHEAP = ["--sequence", "32", "--batch", "2", "--precision", "fp32", "--optimizer", "sgd"]
 
 
-def test_command_reads_config_and_checks_cheapest_recipe(tmp_path, capsys):
+def test_command_with_config_file_measures_cheapest_recipe(tmp_path, capsys):
     """All recipes use PyTorch's attention, which is the default of transformers."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA), encoding="utf-8")
@@ -549,7 +551,7 @@ UNET = ["--model", "user_code:UNet", "--optimizer", "sgd"]
 UNET += ["--device", "laptop", "--precision", "fp32"]
 
 
-def test_command_lists_untried_techniques_and_accepts_block_names(user_code, capsys):
+def test_command_lists_untried_techniques_until_block_names_are_given(user_code, capsys):
     result = result_of(capsys, *UNET, "--budget", "1GB")
     no_checkpoint, one_micro_batch = result["not_tried"]
     assert no_checkpoint.endswith("(--blocks in the command): 'down', 'middle', 'up'")
@@ -559,7 +561,7 @@ def test_command_lists_untried_techniques_and_accepts_block_names(user_code, cap
     assert "blocks" in result["recipes"][0]["recipe"] and len(result["not_tried"]) == 1
 
 
-def test_command_advice_names_only_techniques_the_model_allows(user_code, capsys):
+def test_infeasible_budget_advice_names_only_techniques_that_model_supports(user_code, capsys):
     """Checkpoints need block names, BatchNorm excludes micro-batches, and there is no attention."""
     assert command.main([*UNET, "--budget", "100kB"]) == 1
     printed = capsys.readouterr().err
@@ -568,12 +570,12 @@ def test_command_advice_names_only_techniques_the_model_allows(user_code, capsys
     assert set(fields) <= {"precision", "offload_activations"} and "precision" in fields
 
 
-def test_command_rejects_block_names_that_match_nothing(user_code, capfd):
+def test_command_rejects_block_names_that_match_no_module(user_code, capfd):
     status, [line] = error_of(capfd, *UNET, "--budget", "1GB", "--blocks", "down,left.*")
     assert status == 2 and "got 'left.*'; the model has 'down'" in line
 
 
-def test_loss_function_suggested_for_model_without_loss_runs(user_code, capfd):
+def test_code_suggested_for_model_without_loss_computes_valid_loss(user_code, capfd):
     status, [line] = error_of(capfd, "--model", "user_code:without_loss", "--budget", "1GB")
     assert status == 2 and "as the attribute loss_sum of the function that --model names" in line
     assert command.main(["--model", "user_code:with_loss", "--budget", "1GB"]) == 0
@@ -593,7 +595,9 @@ def test_loss_function_suggested_for_model_without_loss_runs(user_code, capfd):
         ("no_batch", 'open("nowhere.txt")', "<lambda>", "FileNotFoundError: "),
     ],
 )
-def test_error_in_user_code_names_file_and_line(name, text, function, message, user_code, capfd):
+def test_command_error_in_user_code_names_file_and_line(
+    name, text, function, message, user_code, capfd
+):
     """The command prints two lines. In Python the error keeps its type, and gets the line as a note
     if its traceback does not end there."""
     place = f"user_code.py, line {user_code(text)}, in {function}"
@@ -625,7 +629,7 @@ def test_error_in_user_code_names_file_and_line(name, text, function, message, u
         ("passes_wrong_argument", "flash_attention(model", "q must be a dense tensor"),
     ],
 )
-def test_rejected_user_code_is_reported_in_one_line(name, text, message, user_code, capfd):
+def test_command_rejects_unsupported_user_code_in_one_line(name, text, message, user_code, capfd):
     status, [line] = error_of(capfd, "--model", f"user_code:{name}", "--budget", "1GB")
     assert status == 2 and line.startswith("error: ") and message in line and "Fake" not in line
     assert re.search(" Change | must ", line)
@@ -636,14 +640,16 @@ def test_rejected_user_code_is_reported_in_one_line(name, text, message, user_co
     ("text", "error"),
     [("import nonexistent_module", "ModuleNotFoundError"), ("x = (1", "SyntaxError")],
 )
-def test_error_while_importing_user_module_names_line(text, error, folder, monkeypatch, capfd):
+def test_command_error_while_importing_user_module_names_line(
+    text, error, folder, monkeypatch, capfd
+):
     (folder / "invalid.py").write_text(f"\n{text}\n", encoding="utf-8")
     monkeypatch.delitem(sys.modules, "invalid", raising=False)
     status, lines = error_of(capfd, "--model", "invalid:model", "--budget", "1GB")
     assert status == 1 and lines[0].startswith(f"error: invalid.py, line 2: {error}: ")
 
 
-def test_error_in_notebook_names_cell_line():
+def test_error_in_model_defined_in_notebook_names_cell_line():
     cell = "import torch\ndef make():\n    model = torch.nn.Linear(2, 2)\n"
     cell += "    model.loss = lambda x: (x @ x).sum()\n    return model\n"
     names = {"__name__": "__main__"}
@@ -653,7 +659,7 @@ def test_error_in_notebook_names_cell_line():
     assert raised.value.__notes__[-1] == "a cell, line 4, in <lambda>"
 
 
-def test_estimate_silences_pytorch_log_of_symbolic_tensors(user_code, caplog):
+def test_estimate_suppresses_pytorch_log_messages_about_symbolic_tensors(user_code, caplog):
     make = importlib.import_module("user_code").wrong_shapes
     with pytest.raises(RuntimeError):
         estimate(make, make.make_batch, Recipe())
@@ -664,7 +670,7 @@ def test_estimate_silences_pytorch_log_of_symbolic_tensors(user_code, caplog):
 
 
 @pytest.mark.parametrize(("function", "blocks"), [(estimate, None), (run, "layers.*")])
-def test_infeasible_schedule_error_names_schedule_bytes(function, blocks):
+def test_infeasible_schedule_raises_error_naming_schedule_bytes(function, blocks):
     make = partial(Decoder, vocabulary=61, hidden=32, heads=4, layers=2, sequence=8)
     recipe = Recipe(checkpoint="optimal", schedule_bytes=1, blocks=blocks)
     with pytest.raises(InfeasibleBudget, match=r"^schedule_bytes is 1, but ") as raised:
@@ -675,7 +681,7 @@ def test_infeasible_schedule_error_names_schedule_bytes(function, blocks):
 # ---- devices
 
 
-def test_command_counts_gpu_memory_besides_tensors(capsys):
+def test_command_counts_reserved_memory_cublas_workspace_and_cuda_context(capsys):
     """Compare with the simulated allocator."""
     arguments = [*ONE_LAYER, "--device", "H100", "--budget", "1GB"]
     assert command.main([*arguments, "--details"]) == 0
@@ -694,7 +700,7 @@ def test_command_counts_gpu_memory_besides_tensors(capsys):
     assert result["left_bytes"] == result["room_bytes"] - reserved
 
 
-def test_default_budget_is_device_memory_and_counts_reserved_bytes(capsys):
+def test_default_budget_equals_device_memory_and_limits_reserved_bytes(capsys):
     arguments = [*ONE_LAYER, "--device", "RTX 4090"]
     result, memory = result_of(capsys, *arguments), RATES["RTX 4090"].memory_bytes
     assert result["budget_bytes"] == memory and result["leaner"] == []
@@ -705,7 +711,7 @@ def test_default_budget_is_device_memory_and_counts_reserved_bytes(capsys):
     assert result["room_bytes"] == 3_000_000 == peak + result["left_bytes"] >= peak
 
 
-def test_command_shows_leaner_recipe_when_cheapest_fills_budget(capsys):
+def test_command_adds_recipe_with_spare_memory_if_cheapest_fills_budget(capsys):
     """The budget is the peak of the cheapest recipe, which therefore leaves nothing."""
     peak = estimate(*STEP, Recipe("bf16", "sgd", attention=None)).peak_bytes
     result = result_of(capsys, *ONE_LAYER, "--device", "laptop", "--budget", f"{peak}B")
@@ -724,7 +730,7 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("printed", PRINTED.values(), ids=PRINTED)
-def test_command_handles_closed_pipe_and_full_disk(printed):
+def test_command_exits_without_traceback_on_closed_pipe_or_full_disk(printed):
     def run_with(output):
         started = [sys.executable, "-c", OUTPUT.format(printed)]
         done = subprocess.run(started, stdout=output, stderr=subprocess.PIPE, text=True)
@@ -738,14 +744,14 @@ def test_command_handles_closed_pipe_and_full_disk(printed):
     assert status == 1 and re.fullmatch("error: .*No space left on device.*\n", error)
 
 
-def test_command_uses_rates_of_this_machine(monkeypatch, capsys):
+def test_device_option_this_uses_measured_rates_of_current_machine(monkeypatch, capsys):
     rates = Rates(1e9, 2e9, 3e9, verbatim("measured, in a test"))
     monkeypatch.setattr(command, "this_machine", lambda: rates)
     assert command.main([*ONE_LAYER, "--device", "this", "--budget", "1GB", "--details"]) == 0
     assert "measured, in a test" in capsys.readouterr().out
 
 
-def test_check_rejects_step_larger_than_machine_memory(monkeypatch, capfd):
+def test_check_option_rejects_step_larger_than_machine_memory(monkeypatch, capfd):
     monkeypatch.setattr("course_lib.budget.check._memory", lambda device: 1000)
     _, [line] = error_of(capfd, *ONE_LAYER, "--budget", "1GB", "--check")
     assert "this machine has 1,000 bytes" in line

@@ -315,7 +315,7 @@ CHANGES = [change_view, change_base, change_other_view, change_transposed, chang
 @pytest.mark.parametrize("recipe", [Recipe(), BF16], ids=str)
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("change", CHANGES)
-def test_estimate_equals_run_for_views_changed_in_place(change, samples, recipe):
+def test_estimate_equals_measurement_for_views_changed_in_place(change, samples, recipe):
     assert_measured(partial(ChangedInPlace, change), partial(masked_points, samples), recipe)
 
 
@@ -332,7 +332,7 @@ EXTRAPOLATED = [*((name, *MODELS[name], recipe) for name, recipe in OPTION_PAIRS
     [(case, True) for case in EXTRAPOLATED] + [(case, False) for case in ON_A_CPU],
     ids=[f"{name}: {recipe!r}" for name, _, _, recipe in EXTRAPOLATED + ON_A_CPU],
 )
-def test_estimate_equals_run_for_each_model_and_recipe(case, extrapolated):
+def test_estimate_equals_measurement_for_each_model_and_recipe(case, extrapolated):
     _, make_model, make_batch, recipe = case
     recipe = feasible(make_model, make_batch, recipe)
     options = {"extrapolated": extrapolated, **options_of(make_batch)}

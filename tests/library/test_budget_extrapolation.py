@@ -24,13 +24,13 @@ def trace_of(layers, *, checkpointed=False, batches=1):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("batches", [1, 2])
-def test_trace_of_eight_blocks_extrapolates_from_two_and_three(checkpointed, batches):
+def test_trace_extrapolated_to_eight_blocks_equals_real_trace(checkpointed, batches):
     few, more, whole = (trace_of(n, checkpointed=checkpointed, batches=batches) for n in (2, 3, 8))
     grown = Growth(few, more).trace(6)
     assert grown.operators == whole.operators and grown.flops == whole.flops
     assert np.array_equal(grown.live, whole.live)
 
 
-def test_growth_rejects_traces_that_do_not_differ_by_a_block():
+def test_extrapolation_rejects_traces_that_differ_by_more_than_blocks():
     with pytest.raises(IrregularSteps):
         Growth(trace_of(2), trace_of(2, batches=2))

@@ -68,7 +68,7 @@ OF_UNSUPPORTED = {"segments", "schedule_bytes", "page_bytes"}
 
 
 @pytest.mark.parametrize("field", CHANGED)
-def test_each_recipe_field_changes_trainer_arguments_or_differences(field, tmp_path):
+def test_each_recipe_field_changes_trainer_arguments_or_listed_differences(field, tmp_path):
     original, recipe, words = CHANGED[field]
     before, lines = (each.as_training_arguments(SAMPLES) for each in (original, recipe))
     assert (before.arguments, before.differences) != (lines.arguments, lines.differences)
@@ -77,11 +77,11 @@ def test_each_recipe_field_changes_trainer_arguments_or_differences(field, tmp_p
     assert arguments_of(recipe, tmp_path).optim == lines.arguments["optim"]
 
 
-def test_trainer_table_covers_every_recipe_field():
+def test_trainer_test_table_covers_every_recipe_field():
     assert CHANGED.keys() | OF_UNSUPPORTED == Recipe.__dataclass_fields__.keys()
 
 
-def test_trainer_recipe_drops_fields_that_the_trainer_lacks():
+def test_trainer_recipe_omits_fields_that_trainer_does_not_support():
     for recipe in (Recipe(), Recipe("autocast", checkpoint="layers", micro_batches=2)):
         lines = recipe.as_training_arguments(SAMPLES)
         assert lines.recipe == recipe and lines.differences == ()
@@ -102,7 +102,7 @@ def test_trainer_batch_size_divides_samples_among_ranks():
 
 
 @pytest.mark.parametrize("shard", ["zero2", "zero3"])
-def test_sharded_recipe_sets_trainer_fsdp_and_its_checkpoints(shard, tmp_path):
+def test_sharded_recipe_sets_trainer_fsdp_and_fsdp_checkpoint_arguments(shard, tmp_path):
     recipe = Recipe("bf16", checkpoint="layers", ranks=2, shard=shard)
     arguments = arguments_of(recipe, tmp_path)
     assert arguments.fsdp and not arguments.activation_checkpointing
@@ -119,7 +119,7 @@ def one_rank():
 
 @pytest.mark.skipif(not distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fsdp2_lines_train_like_the_plain_model(precision, one_rank):
+def test_generated_fsdp2_code_trains_with_same_loss_as_unsharded_model(precision, one_rank):
     recipe = Recipe(precision, checkpoint="layers", ranks=2, shard="zero3")
     plain, model, losses = make_model(), make_model(), []
     code = recipe.as_fsdp2([f"model.layers.{i}" for i in range(LLAMA["num_hidden_layers"])])
@@ -136,7 +136,7 @@ def test_fsdp2_lines_train_like_the_plain_model(precision, one_rank):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5 if precision == "fp32" else 0.05)
 
 
-def test_fsdp2_lines_list_unset_fields_and_require_sharding():
+def test_generated_fsdp2_code_lists_unsupported_fields_and_requires_sharding():
     recipe = Recipe(ranks=2, shard="zero2", checkpoint="selective", micro_batches=4)
     last = recipe.as_fsdp2(["layers.0"]).splitlines()[-1]
     assert last.endswith(": update='fused', checkpoint='selective', micro_batches=4")
@@ -168,7 +168,7 @@ def test_command_prints_valid_training_arguments(printed):
     assert {name: getattr(arguments, name) for name in expected} == expected
 
 
-def test_command_prints_fsdp2_lines_with_block_names(printed):
+def test_command_prints_fsdp2_code_with_block_names(printed):
     sizes = {"vocab_size": 97, "n_positions": LENGTH, "n_embd": 64, "n_layer": 4, "n_head": 4}
     gpt2 = {"model_type": "gpt2"} | sizes
     for config, blocks in ((LLAMA, "model.model.layers"), (gpt2, "model.transformer.h")):

@@ -65,14 +65,14 @@ LISTS = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_blocks_are_lists_of_like_modules_that_are_called(name):
+def test_default_blocks_of_hugging_face_model_are_its_layer_lists(name):
     make, lists = LISTS[name]
     with torch.device("meta"):
         names = checkpoint_blocks(make(), None).names
     assert list(dict.fromkeys(block.rpartition(".")[0] for block in names)) == lists
 
 
-def test_minimum_schedule_bytes_suffice_for_every_micro_batch():
+def test_least_schedule_bytes_suffice_for_every_micro_batch():
     recipe = Recipe(optimizer="sgd", checkpoint="optimal", schedule_bytes=1, micro_batches=4)
     extrapolator = BlockExtrapolator(LLAMA, partial(padded, 1), recipe, loss_sum=None, tier="file")
     with pytest.raises(InfeasibleBudget) as least:
@@ -82,7 +82,7 @@ def test_minimum_schedule_bytes_suffice_for_every_micro_batch():
     assert_measured(LLAMA, partial(padded, 1), recipe)
 
 
-def test_estimate_reads_values_of_an_existing_batch():
+def test_estimate_with_existing_batch_equals_measurement():
     for kind in ("ones", "padded"):
         batch = text(kind)
         assert_measured(LLAMA, lambda batch=batch: batch, Recipe())
@@ -92,7 +92,7 @@ def test_estimate_reads_values_of_an_existing_batch():
     ("own", "share", "expected"),
     [("eager", 1 / 2, {"sdpa", "standard"}), ("sdpa", 3 / 4, {"standard"})],
 )
-def test_search_switches_model_to_sdpa_unless_it_has_it(own, share, expected):
+def test_search_tries_sdpa_only_for_model_with_other_attention(own, share, expected):
     make_model = maker("Llama:LlamaForCausalLM", **SHARED, attn_implementation=own)
     make_batch = partial(text, "ones", 2, 128)
     budget = int(estimate(make_model, make_batch, SGD).peak_bytes * share)
@@ -111,7 +111,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_checkpoint_error_names_cache_argument_and_its_removal_helps(name):
+def test_checkpoint_error_names_cache_argument_and_suggests_use_cache_false(name):
     architecture, options, attention, cache = CACHES[name]
     model = maker(architecture, **options, attn_implementation=attention)()
     batch = text("ones")
@@ -137,7 +137,7 @@ def test_checkpoint_error_names_cache_argument_and_its_removal_helps(name):
 
 @pytest.mark.parametrize("checkpoint", ["layers", "selective"])
 @pytest.mark.parametrize("call", [estimate, run])
-def test_checkpoint_error_names_prefix_cache_of_adapter(checkpoint, call):
+def test_checkpoint_error_names_past_key_values_of_prefix_tuning(checkpoint, call):
     peft = pytest.importorskip("peft", reason="peft is not installed")
 
     def make_model():
@@ -151,7 +151,7 @@ def test_checkpoint_error_names_prefix_cache_of_adapter(checkpoint, call):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_flash_attention_applies_inside_own_checkpoints_of_model(use_reentrant):
+def test_flash_attention_with_hugging_face_gradient_checkpointing_preserves_loss(use_reentrant):
     losses, batch = [], text()
     for recipe in (Recipe(attention=None), FLASH, replace(FLASH, in_backward=True)):
         torch.manual_seed(1)
@@ -163,7 +163,7 @@ def test_flash_attention_applies_inside_own_checkpoints_of_model(use_reentrant):
 # ---- losses that are attributes
 
 
-def test_model_loss_function_is_not_called_with_the_batch():
+def test_estimate_ignores_loss_attribute_of_transformers_model():
     """Some models of transformers keep a function with other arguments as `loss`."""
 
     def make_model():
@@ -175,7 +175,9 @@ def test_model_loss_function_is_not_called_with_the_batch():
 
 
 @pytest.mark.parametrize("validates", [False, True])
-def test_estimate_rejects_distributions_that_validate_arguments(validates, monkeypatch):
+def test_estimate_rejects_distribution_with_argument_validation_and_names_remedy(
+    validates, monkeypatch
+):
     """torch.compile changes the default for the whole process."""
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", validates)
 
@@ -198,7 +200,7 @@ def with_loss(loss):
 
 
 @pytest.mark.parametrize("function", [estimate, run])
-def test_error_names_function_assigned_as_model_loss(function):
+def test_error_in_loss_attribute_names_assigned_function(function):
     batch = partial(torch.ones, 2, 4)
     for loss, name in (
         (lambda outputs, targets: None, r"function .*\(outputs, targets\)"),
@@ -227,7 +229,7 @@ ADAPTED = {
 
 @pytest.mark.filterwarnings("ignore:Dynamo")
 @pytest.mark.parametrize("name", ADAPTED)
-def test_adapter_model_is_weighed_by_labels_of_its_base(name):
+def test_micro_batches_of_adapter_model_are_weighted_by_labels(name):
     make, batch, recipe = ADAPTED[name], text(), Recipe(micro_batches=2)
     batch["labels"][:2, :12] = IGNORED  # the micro-batches have different numbers of labels
     expected = plain_gradients(make, batch, lambda model, batch: (model(**batch).loss, 1))
@@ -247,7 +249,7 @@ OWN_ATTENTION = {
 
 @pytest.mark.parametrize("attention", ["flash", "sdpa"])
 @pytest.mark.parametrize("make", OWN_ATTENTION.values(), ids=OWN_ATTENTION)
-def test_error_for_unsupported_attention_uses_its_recipe_name(make, attention):
+def test_error_for_unsupported_attention_uses_recipe_value(make, attention):
     with pytest.raises(ValueError, match=rf"^attention must .*, got '{attention}'$") as caught:
         estimate(make, text, Recipe(attention=attention))
     assert {"flash", "sdpa"} & set(re.findall(r"\w+", str(caught.value))) == {attention}

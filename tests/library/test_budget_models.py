@@ -47,7 +47,7 @@ OPTIMAL = Recipe(checkpoint="optimal", schedule_bytes=10**9)
 
 
 @pytest.mark.parametrize("kind", ["spectral norm", "average", "batch norm"])
-def test_recomputation_restores_or_rejects_buffers_that_blocks_change(kind):
+def test_recomputation_updates_buffers_once_or_rejects_blocks_that_change_them(kind):
     make, expected = (
         partial(averaged, kind),
         plain_gradients(partial(averaged, kind), point(), cube),
@@ -63,7 +63,7 @@ def test_recomputation_restores_or_rejects_buffers_that_blocks_change(kind):
                 gradients_of(make, point(), recipe, loss_sum=cube)
 
 
-def test_frozen_batch_norm_accepts_micro_batches():
+def test_frozen_batch_norm_allows_micro_batches():
     def make():
         model = Pictures()
         model.stages.eval()
@@ -91,7 +91,7 @@ def rows():
     return torch.randn(4, 128)
 
 
-def test_adam8bit_state_estimate_equals_formula():
+def test_estimated_adam8bit_state_bytes_equal_formula():
     guess = estimate(Wide, rows, ADAM8BIT)
     large, tables = 2 * (12_800 + 4 * 50) + 2 * 2 * (4_100 + 4 * 17), 2 * 256 * 4
     assert guess.at_peak["optimizer"] == large + tables + 8 * 101 and "by a formula" in str(guess)
@@ -133,7 +133,7 @@ def own_registrations(monkeypatch):
     ],
     ids=str,
 )
-def test_adam8bit_estimate_equals_run(make_model, fields):
+def test_estimate_with_adam8bit_equals_measurement(make_model, fields):
     """Embeddings of bitsandbytes keep their moments in fp32."""
     step = make_model, rows, replace(ADAM8BIT, **fields)
     found, meter = estimate(*step), run(*step).meter
@@ -225,7 +225,7 @@ def loss_of_model(model, batch):
 
 
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.args[0])
-def test_micro_batches_are_weighed_by_labels_the_model_counts(make):
+def test_micro_batch_losses_are_weighted_by_number_of_labels(make):
     batch = labelled(make)
     recipes = [
         Recipe(),
@@ -249,7 +249,7 @@ def test_chunked_head_computes_loss_in_logits_dtype_of_model():
     assert chunked == pytest.approx(plain, rel=1e-5)
 
 
-def test_train_step_restores_switches_and_caches_after_error():
+def test_train_step_restores_attention_cache_setting_and_forward_after_error():
     model, optimizer = build(KINDS[0], Recipe())
     head, block = model.decoder.head, model.decoder.body["blocks"][0]
     recipe = Recipe(attention="flash", checkpoint="layers", head_chunk=8, micro_batches=2)
@@ -274,7 +274,7 @@ CHAINS = [
 
 
 @pytest.mark.parametrize("recipe", CHAINS, ids=str)
-def test_recipes_keep_gradient_and_lower_peak_of_own_stages(recipe):
+def test_recipes_preserve_gradients_and_lower_peak_for_custom_stages(recipe):
     recipe = feasible(Tower, sentences, recipe)
     assert_plain(Tower, sentences(), recipe, plain_gradients(Tower, sentences()))
     guess = estimate(Tower, sentences, recipe)
@@ -406,7 +406,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("make", "recipe", "message"), REJECTED)
-def test_techniques_reject_unsuitable_models_in_one_line(make, recipe, message):
+def test_unsuitable_model_raises_one_line_error_for_each_technique(make, recipe, message):
     make_batch = pictures if make is Pictures else sentences
     if getattr(make, "func", None) in (Tiny, TinyForCausalLM):
         make_batch = partial(labelled, make)
@@ -420,7 +420,7 @@ def test_techniques_reject_unsuitable_models_in_one_line(make, recipe, message):
             attempt()
 
 
-def test_estimate_of_transformer_with_random_mask_suggests_is_causal():
+def test_estimate_rejects_nn_transformer_mask_and_suggests_is_causal():
     make = partial(Translator, lambda n: torch.randn(n, n))
     line = Translator.loss.__code__.co_firstlineno + 2
     message = rf"^the step reads values .*third_party_models.py, line {line}, .* Pass is_causal \("
@@ -453,7 +453,7 @@ def batch_for(name, kind):
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_recipes_keep_gradients_of_hugging_face_models(name):
+def test_recipes_preserve_gradients_of_hugging_face_models(name):
     make, batch = HUGGING_FACE[name], batch_for(name, "padded")
     expected = plain_gradients(make, batch, loss_of_model)
     recipes = [
@@ -489,7 +489,7 @@ def test_flash_attention_rejects_masks_of_hugging_face_models(name):
 @pytest.mark.parametrize(
     ("queries", "keys", "causal"), [(8, 8, True), (5, 9, True), (9, 5, True), (5, 9, False)]
 )
-def test_meter_counts_flops_of_unmasked_attention_scores(queries, keys, causal):
+def test_meter_counts_flops_only_of_unmasked_attention_scores(queries, keys, causal):
     batch, heads, width = 2, 3, 16
     scores = torch.ones(queries, keys)
     unmasked = int((scores.tril() if causal else scores).sum())
@@ -501,7 +501,7 @@ def test_meter_counts_flops_of_unmasked_attention_scores(queries, keys, causal):
     assert meter.flops == batch * heads * 7 * 2 * width * unmasked
 
 
-def test_compiled_blocks_accept_segments_and_reject_optimal_schedule():
+def test_compiled_blocks_allow_segments_and_reject_optimal_schedule():
     model, optimizer = build(Decoder, Recipe())
     blocks = [torch.compile(block, backend="eager") for block in model.body["blocks"]]
     model.body["blocks"] = nn.ModuleList(blocks)
@@ -510,7 +510,7 @@ def test_compiled_blocks_accept_segments_and_reject_optimal_schedule():
         train_step(model, optimizer, sentences(), OPTIMAL)
 
 
-def test_default_update_on_cuda_is_foreach():
+def test_optimizer_update_defaults_to_foreach_on_cuda():
     def phase_peaks(kind, **fields):
         return estimate(Encoder, partial(sentences, 1), Recipe(**fields), kind=kind).phase_peaks
 

@@ -52,7 +52,7 @@ PART = [name for i, name in enumerate(RECORDED) if i % (2 if "large" in name els
 
 
 @pytest.mark.parametrize("case", [name for name in PART if not name.startswith(VERSION_DEPENDENT)])
-def test_estimate_equals_recorded_step_of_h200(case):
+def test_estimate_equals_step_recorded_on_h200(case):
     assert_equal(case, RECORDED[case], MEASURED)
 
 
@@ -63,7 +63,7 @@ def test_estimate_equals_recorded_step_of_h200(case):
         ("own reentrant checkpoints: Recipe(attention='flash', in_backward=True)", 455_212),
     ],
 )
-def test_own_checkpoints_keep_cpu_generator_state_on_host(case, peak):
+def test_checkpoints_inside_model_do_not_store_generator_state_on_gpu(case, peak):
     make_model, make_batch, recipe = STEPS[case]
     options = {"kind": "cuda", "gpu": MEASURED, **options_of(make_batch)}
     assert estimate(make_model, make_batch, recipe, **options).peak_bytes == peak
@@ -71,7 +71,7 @@ def test_own_checkpoints_keep_cpu_generator_state_on_host(case, peak):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", STEPS)
-def test_estimate_equals_step_of_this_gpu(case):
+def test_estimate_equals_step_measured_on_current_gpu(case):
     gpu = Gpu(torch.cuda.get_device_capability())
     assert_equal(case, measured(*STEPS[case]), gpu)
 
@@ -91,7 +91,7 @@ class MaskedGroups(nn.Module):
         return self.output(o.transpose(1, 2).flatten(2)).square().sum(), x.numel()
 
 
-def test_search_uses_attention_kernels_of_its_device():
+def test_search_uses_attention_kernels_of_selected_gpu():
     functions = MaskedGroups, partial(torch.randn, 2, 128, 64)
     options = {"kind": "cuda", "tier": "host"}
     recipe = Recipe("bf16", attention=None)

@@ -43,7 +43,7 @@ def state_of(optimizer, weight):
 
 
 @ROWS
-def test_optimizer_row_states_state_size_and_host_update_bytes(row):
+def test_optimizer_table_has_exact_state_size_and_host_update_bytes(row):
     (weight, other), optimizer = after_step(row)
     state = state_of(optimizer, weight)
     shared = set(map(id, state)) & set(map(id, state_of(optimizer, other)))
@@ -84,7 +84,7 @@ STEP = (
     ("name", "precision", "most"),
     [("adam", "fp32", 0.5), *((name, "bf16", 1.0) for name in OPTIMIZERS)],
 )
-def test_host_state_bytes_equal_tensors_kept_on_host(name, precision, most):
+def test_host_state_bytes_equal_bytes_of_tensors_in_host_memory(name, precision, most):
     (make, batch), row = STEP, OPTIMIZERS[name]
     fraction = most if row.can_offload_state else 0.0
     recipe = Recipe(precision, name, offload_optimizer=fraction)
@@ -128,11 +128,11 @@ OF_PYTORCH = [name for name, row in OPTIMIZERS.items() if row.load_base is None]
 
 
 @pytest.mark.parametrize("name", OF_PYTORCH)
-def test_default_on_cuda_equals_variant_that_class_runs(name):
+def test_default_cuda_update_in_table_equals_update_pytorch_runs(name):
     assert variant_that_runs(OPTIMIZERS[name]) == OPTIMIZERS[name].default_on_cuda
 
 
-def test_each_optimizer_has_trainer_arguments_and_documentation():
+def test_every_optimizer_has_trainer_arguments_and_documentation():
     names = [*OPTIMIZERS, *(alias for row in OPTIMIZERS.values() for alias in row.aliases)]
     assert len(names) == len(set(names)) and set(OPTIMIZER_ARGUMENTS) == set(OPTIMIZERS)
     assert [name for name in OPTIMIZERS if f'"{name}"' not in Recipe.__doc__] == []
@@ -226,12 +226,12 @@ def test_muon_recipe_updates_like_separate_muon_and_adamw(recipe):
     ],
     ids=str,
 )
-def test_muon_estimate_equals_run(recipe):
+def test_estimate_with_muon_equals_measurement(recipe):
     assert_measured(LanguageModel, batch_of_words, replace(recipe, optimizer="muon"))
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_adamw_for_other_parameters_uses_default_update_of_device(kind):
+def test_muon_recipe_updates_other_parameters_with_foreach_adamw_on_cuda(kind):
     found = estimate(LanguageModel, batch_of_words, Recipe(optimizer="muon"), kind=kind).trace()
     assert any("_foreach_lerp" in str(operator) for operator, _ in found.operators) == (
         kind == "cuda"

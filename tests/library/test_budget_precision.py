@@ -73,7 +73,7 @@ CHUNKS = {"head_chunk": 7, "micro_batches": 2}
         ("adapters on bf16", "autocast", {"checkpoint": "selective", "in_backward": True}),
     ],
 )
-def test_estimate_equals_run_for_autocast_and_bf16_only(name, precision, fields):
+def test_estimate_equals_measurement_for_autocast_and_bf16_only_precision(name, precision, fields):
     if "adapters" in name:
         pytest.importorskip("peft", reason="peft is not installed")
     make_model, make_batch = MODELS[name]
@@ -124,7 +124,7 @@ def test_chunked_head_computes_in_bf16_under_autocast():
     assert len(dtypes) == 2 * -(-5 * 24 // 7) and set(dtypes) == {torch.bfloat16}
 
 
-def test_bf16_only_keeps_weights_and_state_in_bf16():
+def test_bf16_only_recipe_stores_weights_and_optimizer_state_in_bf16():
     model, optimizer = build(decoder, ONLY, state=True)
     count = sum(p.numel() for p in model.parameters())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -161,7 +161,7 @@ def test_autocast_rejects_loss_that_bypasses_forward():
         estimate(partial(Bypass, 4, 4), partial(torch.ones, 2, 4), AUTOCAST)
 
 
-def test_autocast_keeps_dtypes_of_models_with_frozen_weights():
+def test_autocast_recipe_preserves_dtype_of_model_with_frozen_weights():
     for make, dtype in ((decoder, torch.float32), (frozen, torch.bfloat16)):
         model, _ = build(lambda make=make: make().bfloat16(), AUTOCAST)
         assert {p.dtype for p in model.parameters()} == {dtype}
@@ -222,7 +222,7 @@ def cuda_autocast():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_emulated_cuda_autocast_returns_dtypes_of_pytorch(name, dtype):
+def test_emulated_cuda_autocast_returns_same_dtypes_as_pytorch(name, dtype):
     with FakeTensorMode(), cuda_autocast():
         expected = FUNCTIONS[name](torch.empty(8, 8, device="cuda", dtype=dtype))
     with symbolic(Symbolic("cuda")), torch.autocast("cpu", torch.bfloat16), CudaCasts():
@@ -230,14 +230,14 @@ def test_emulated_cuda_autocast_returns_dtypes_of_pytorch(name, dtype):
     assert found.dtype == expected.dtype
 
 
-def test_attention_under_cuda_autocast_runs_bf16_kernel():
+def test_attention_under_emulated_cuda_autocast_selects_bf16_cudnn_kernel():
     with symbolic(Symbolic("cuda")), torch.autocast("cpu", torch.bfloat16), CudaCasts():
         q = torch.empty(1, 2, 16, 64, requires_grad=True)
         out = F.scaled_dot_product_attention(q, q, q, torch.zeros(16, 16))
     assert out.dtype == torch.bfloat16 and "Cudnn" in type(out.grad_fn).__name__
 
 
-def test_extrapolated_autocast_estimate_for_cuda_equals_whole_step():
+def test_extrapolated_autocast_estimate_for_cuda_equals_estimate_of_all_blocks():
     on_cpu, on_cuda = (estimate(decoder, tokens, AUTOCAST, kind=kind) for kind in ("cpu", "cuda"))
     recipe = Recipe("autocast", checkpoint="layers")
     [found] = fit(decoder, tokens, 1 << 40, recipes=[recipe], kind="cuda", progress=False)

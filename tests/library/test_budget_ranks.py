@@ -44,7 +44,9 @@ def recipe_for(shard, ranks=4, **fields):
 @pytest.mark.parametrize(
     ("shard", "max_norm"), [("ddp", None), ("zero1", 0.5), ("zero2", None), ("zero3", 0.5)]
 )
-def test_extrapolated_rank_estimate_equals_whole_step_and_prediction(monkeypatch, shard, max_norm):
+def test_extrapolated_rank_estimate_equals_estimate_and_prediction_of_all_blocks(
+    monkeypatch, shard, max_norm
+):
     """Clipping sends no additional bytes."""
     functions = make_model, make_batch, recipe_for(shard)
     found = estimate(*functions, max_norm=max_norm)
@@ -69,7 +71,7 @@ def test_rank_estimate_with_micro_batches_equals_prediction_except_losses(shard,
     assert 0 <= whole.peak_bytes - found.peak_bytes <= 4096
 
 
-def test_bf16_ddp_has_fp32_master_weights_and_zero3_fp32_shards():
+def test_bf16_ddp_stores_fp32_master_weights_and_zero3_shards_them():
     numbers = shapes_of(make_model()).numbers
     recipes = (recipe_for(shard, precision="bf16") for shard in ("ddp", "zero3"))
     ddp, sharded = (estimate(make_model, make_batch, recipe) for recipe in recipes)
@@ -92,7 +94,7 @@ class Blocks(Chain):
 rows = partial(torch.randn, 16, 16)
 
 
-def test_fit_tries_each_sharding_and_skips_needless_techniques():
+def test_fit_tries_every_sharding_mode_and_skips_unneeded_techniques():
     peaks = {shard: estimate(Blocks, rows, recipe_for(shard)).peak_bytes for shard in MODES}
     assert peaks["ddp"] > peaks["zero1"] > peaks["zero2"] > peaks["zero3"]
     found = fit(Blocks, rows, peaks["zero2"], base=Recipe(ranks=4), rates="H100")
@@ -107,7 +109,7 @@ def test_fit_tries_each_sharding_and_skips_needless_techniques():
         fit(Blocks, rows, 10_000, base=Recipe(ranks=4))
 
 
-def test_communication_is_priced_by_the_slowest_link():
+def test_communication_seconds_are_computed_from_slowest_link():
     found = estimate(make_model, make_batch, recipe_for("ddp"))
     rates = Rates(1e12, 1e12, 1e9, peer_bytes=100.0, network_bytes=10.0, peers=8)
     assert rates.parts(found)["ranks"] == found.sent_bytes * 3 / 4 / 100
@@ -160,7 +162,7 @@ def seconds_of_rings(ranks, rates):
     ("peers", "cards", "peer_bytes"),
     [(8, 8, 450), (8, 1, 450), (8, 4, 450), (4, 8, 450), (8, 8, 31.5), (1, 1, 31.5)],
 )
-def test_ring_rate_equals_simulated_rings(ranks, peers, cards, peer_bytes):
+def test_ring_rate_equals_bandwidth_of_simulated_rings(ranks, peers, cards, peer_bytes):
     rates = Rates(
         1, 1, 1, peer_bytes=peer_bytes, network_bytes=50, peers=peers, network_cards=cards
     )
@@ -184,12 +186,12 @@ class MeanLoss(Blocks):
         (MeanLoss, recipe_for("ddp"), r"ranks must be 1 for a MeanLoss, got 4: .* loss_sum"),
     ],
 )
-def test_estimate_rejects_unsuitable_ranks_and_shards(make, recipe, message):
+def test_estimate_rejects_unsuitable_number_of_ranks_or_sharding_mode(make, recipe, message):
     with pytest.raises(ValueError, match=message):
         estimate(make, rows, recipe)
 
 
-def test_command_searches_recipes_for_ranks(capsys):
+def test_command_with_ranks_option_returns_multi_rank_recipes(capsys):
     sizes = "--hidden 64 --layers 1 --vocabulary 100 --sequence 16 --batch 4 --ranks 4"
     arguments = [*sizes.split(), "--precision", "fp32", "--budget", "2MB", "--count", "tensors"]
     assert main([*arguments, "--json"]) == 0

@@ -10,7 +10,7 @@ RECIPES = [eval(row["recipe"], {"Recipe": Recipe}) for row in recorded_estimates
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", recorded_estimates.MODELS)
-def test_recorded_estimate_of_longest_recipe_is_unchanged(name):
+def test_estimate_of_longest_recipe_equals_recorded_estimate(name):
     rows = [
         row for row in recorded_estimates.read() if row["model"] == name and "refused" not in row
     ]
@@ -18,6 +18,6 @@ def test_recorded_estimate_of_longest_recipe_is_unchanged(name):
     assert recorded_estimates.differences_of([longest]) == []
 
 
-def test_recorded_recipes_vary_every_field():
+def test_recorded_recipes_vary_every_recipe_field():
     changed = {field for recipe in RECIPES for field in recipe.changed_fields()}
     assert changed == Recipe.__dataclass_fields__.keys()

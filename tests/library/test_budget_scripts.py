@@ -44,13 +44,13 @@ ROWS.append(("llama", Recipe(attention="eager")))
 
 
 @pytest.mark.parametrize(("model", "recipe"), ROWS, ids=str)
-def test_script_peaks_at_the_estimate(model, recipe):
+def test_measured_peak_of_generated_script_equals_estimate(model, recipe):
     row = run(model, recipe)
     # The loss is live while the optimizer updates the parameters.
     assert abs(row.measured - row.predicted) <= ALLOWED
 
 
-def test_chunked_head_is_found_in_model_with_checkpointed_blocks():
+def test_chunked_head_finds_output_head_of_checkpointed_model():
     sizes = {"vocabulary": 10, "hidden": 32, "layers": 2, "heads": 2, "sequence": 8}
     decoder = Decoder(**sizes)  # the layers in its blocks are wider than its head
     checkpoint_blocks(decoder, "layers.*")
@@ -114,7 +114,7 @@ PLAIN_LOSSES = {
         ("mixer", {"micro_batches": 3, "checkpoint": "selective", "offload_optimizer": 1.0}),
     ],
 )
-def test_generated_script_reproduces_losses_of_plain_steps(model, options):
+def test_generated_script_has_same_losses_as_baseline_steps(model, options):
     script = FRAMEWORKS["torch"].script(Recipe(attention=None, **options), WORKLOADS[model])
     assert losses_of(script) == pytest.approx(plain_losses(model, PLAIN_LOSSES[model]), abs=2e-4)
 
@@ -147,7 +147,7 @@ def on_ranks(tmp_path_factory):
 @pytest.mark.parametrize(
     "case", range(len(ON_RANKS)), ids=lambda case: "-".join(map(str, ON_RANKS[case]))
 )
-def test_sharded_script_peaks_at_the_estimate(case, on_ranks):
+def test_measured_peak_of_sharded_script_equals_estimate(case, on_ranks):
     model, recipe = ON_RANKS[case]
     workload = WORKLOADS[model]
     functions = workload.make_model, workload.make_batch
@@ -171,12 +171,12 @@ OF_UNSUPPORTED = {"min_bytes", "prefetch", "in_flight", "page_bytes", "segments"
     ("framework", "others"),
     [("torch", WRITTEN | {"schedule_bytes"}), ("trainer", OF_UNSUPPORTED | {"micro_batches"})],
 )
-def test_framework_limits_or_writes_every_field(framework, others):
+def test_framework_restricts_or_writes_every_recipe_field(framework, others):
     """A framework allows all values of a field that it does not limit."""
     assert {*FRAMEWORKS[framework].only} | others == Recipe.__dataclass_fields__.keys()
 
 
-def test_plain_script_has_a_class_for_every_optimizer():
+def test_pytorch_script_has_optimizer_class_for_every_optimizer():
     assert CLASSES.keys() == OPTIMIZERS.keys()
 
 
@@ -190,7 +190,7 @@ def test_plain_script_has_a_class_for_every_optimizer():
         ("fsdp2", Recipe(ranks=2, shard="zero1"), "^shard must be .*'zero3' .*got 'zero1'"),
     ],
 )
-def test_framework_conflict_names_unsupported_field(framework, recipe, message):
+def test_framework_conflict_message_names_unsupported_recipe_field(framework, recipe, message):
     found = FRAMEWORKS[framework].conflict(recipe)
     assert re.search(message, found), found
     fields_of = {name: getattr(recipe, name) for name in ("checkpoint", "ranks", "shard")}
@@ -216,7 +216,7 @@ class Normed(Mixer):
         ("mixer", {"source": None}, {}, "workload must have a source for a script"),
     ],
 )
-def test_script_rejects_unsupported_workload(model, changes, recipe, message):
+def test_script_generation_rejects_unsupported_workload(model, changes, recipe, message):
     workload = replace(WORKLOADS[model], **changes)
     with pytest.raises(ValueError, match=message):
         FRAMEWORKS["torch"].script(Recipe(**{"attention": None, **recipe}), workload)

@@ -30,7 +30,7 @@ ROWS = all_pairs.rows({**scripts.CHOICES, **FEW_CHOICES}, scripts.valid)
 
 @pytest.mark.filterwarnings("ignore")  # of the Trainer and bitsandbytes about a CPU
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: ", ".join(map(str, row.values())))
-def test_trainer_script_peaks_at_the_prediction(row, tmp_path, monkeypatch):
+def test_measured_peak_of_trainer_script_equals_prediction(row, tmp_path, monkeypatch):
     if "LoRA" in row["model"]:
         pytest.importorskip("peft", reason="adapters need peft")
     if row["optimizer"] in ("lion", "adam8bit") or "int8" in row["model"]:
@@ -70,7 +70,7 @@ def search(budget, make=make_model, **options):
     return fit(make, make_batch, budget, framework="trainer", progress=False, **options)
 
 
-def test_search_finds_cheapest_recipe_of_the_trainer():
+def test_search_finds_cheapest_recipe_that_trainer_supports():
     """Compare with all recipes of the Trainer, which this test lists without the search."""
     every = [
         Recipe("autocast", attention=attention, checkpoint=checkpoint, micro_batches=count)
@@ -99,7 +99,7 @@ def test_infeasible_trainer_search_suggests_only_trainer_techniques():
     assert {*caught.value.additions} == {"optimizer", "precision"}
 
 
-def test_trainer_rejects_checkpoints_if_model_lacks_support(monkeypatch):
+def test_trainer_rejects_checkpoints_if_model_does_not_support_them(monkeypatch):
     base = Recipe(checkpoint="layers")
     assert search(10**9, base=base)[0].recipe.checkpoint == "layers"
     monkeypatch.setattr(transformers.LlamaPreTrainedModel, "supports_gradient_checkpointing", False)
@@ -150,14 +150,14 @@ def test_trainer_rejects_unsupported_recipe(recipe, message):
         ({"split": lambda batch, parts: [batch] * parts}, "split must be None"),
     ],
 )
-def test_trainer_rejects_unsupported_argument(options, message):
+def test_trainer_search_rejects_unsupported_argument(options, message):
     functions = {"make_model": make_model, "make_batch": make_batch}
     options = functions | {"framework": "trainer", "progress": False} | options
     with pytest.raises(ValueError, match=message):
         fit(budget_bytes=10**9, **options)
 
 
-def test_trainer_script_requires_source_and_supported_recipe():
+def test_trainer_script_requires_model_source_and_supported_recipe():
     workload = Workload(make_model, make_batch, None, "", "", SAMPLES)
     with pytest.raises(ValueError, match="workload must have a source"):
         TRAINER.script(Recipe(), workload)

@@ -203,7 +203,9 @@ OPTIMIZERS = [
         (partial(Alternating, [16] * (MANY + 3)), points, "fp32", "file", FOR_ANY_MODEL),
     ],
 )
-def test_extrapolated_estimate_equals_whole_step(make, make_batch, precision, tier, recipes):
+def test_estimate_extrapolated_from_few_blocks_equals_estimate_of_all_blocks(
+    make, make_batch, precision, tier, recipes
+):
     extrapolator = extrapolator_of(make, make_batch, Recipe(precision), tier)
     for recipe in recipes:
         recipe = replace(recipe, precision=precision)
@@ -217,7 +219,7 @@ def test_extrapolated_estimate_equals_whole_step(make, make_batch, precision, ti
         assert max(count for _, count in extrapolator._few) <= MANY
 
 
-def test_equal_blocks_are_the_longest_list_with_equal_settings():
+def test_equal_blocks_returns_longest_list_of_identically_configured_blocks():
     model = deep()
     assert list(equal_blocks(model)) == list(model.layers)
     assert len(equal_blocks(Numbered(False))) == MANY + 1
@@ -263,7 +265,9 @@ ONE_MICRO_BATCH = "only one micro-batch was tried: micro_batches must be 1 for a
     ],
 )
 @pytest.mark.parametrize("count", ["tensors", "reserved"])
-def test_search_reports_untried_techniques(norm, options, expected, count):
+def test_search_result_or_error_lists_untried_techniques_with_reason(
+    norm, options, expected, count
+):
     options = {"base": SGD, "quick": True, "progress": False, **options}
     options |= {"count": count, "kind": "cuda"} if count == "reserved" else {}
     for budget in (10**9, 1000):
@@ -277,7 +281,7 @@ def test_search_reports_untried_techniques(norm, options, expected, count):
             assert re.match(pattern, sentence) and sentence in str(found)
 
 
-def test_unexpected_error_in_extrapolation_is_raised(monkeypatch):
+def test_unexpected_error_during_extrapolation_is_raised_unchanged(monkeypatch):
     monkeypatch.setattr(BlockExtrapolator, "with_optimizer", lambda *_: {}["a mistake"])
     with pytest.raises(KeyError, match="a mistake"):
         EstimateCache(deep, batch, Recipe(), **CACHE_OPTIONS).estimate(Recipe())
@@ -312,7 +316,7 @@ EXTRAPOLATED = [
     ids=["decoder", "residual chain"],
 )
 @pytest.mark.parametrize("recipe", EXTRAPOLATED, ids=str)
-def test_extrapolated_trace_equals_whole_trace_at_every_point(make, make_batch, recipe):
+def test_extrapolated_trace_equals_trace_of_all_blocks_at_every_point(make, make_batch, recipe):
     extrapolator = extrapolator_of(make, make_batch)
     with symbolic(extrapolator.mode):
         found, whole = (
@@ -335,7 +339,7 @@ BY_SCHEDULE = [
 
 
 @pytest.mark.parametrize(("recipe", "dropout"), BY_SCHEDULE, ids=str)
-def test_replayed_equal_stages_give_the_trace_of_all_stages(monkeypatch, recipe, dropout):
+def test_trace_with_replayed_equal_stages_equals_trace_of_all_stages(monkeypatch, recipe, dropout):
     """Compare a run of every operator with one that replays records of an equal stage."""
     extrapolator = extrapolator_of(partial(deep, 2 * MANY, dropout=dropout), batch)
     if recipe.checkpoint == "optimal":
@@ -367,7 +371,7 @@ class Narrow(nn.Module):
         return weights * batch.sum(), len(batch)
 
 
-def test_clipping_adds_norms_and_excludes_steps_in_backward():
+def test_estimate_with_clipping_counts_norms_and_excludes_step_in_backward():
     make_batch, recipe = partial(torch.ones, 2, 1), Recipe(micro_batches=2)
     clipped, plain = (estimate(Narrow, make_batch, SGD, max_norm=norm) for norm in (1e-3, None))
     measured = run(Narrow, make_batch, SGD, max_norm=1e-3)
@@ -395,7 +399,7 @@ def plain_chain(layers):
     ],
     ids=["layers", "offloaded", "segments", "micro-batches", "in backward"],
 )
-def test_work_of_estimate_is_independent_of_block_count(make, make_batch, recipe_of):
+def test_number_of_blocks_run_by_estimate_is_independent_of_depth(make, make_batch, recipe_of):
     work = []
     for layers in (2 * MANY, 2 * MANY + 4):
         recipe, calls = recipe_of(layers), []
@@ -412,7 +416,7 @@ def test_work_of_estimate_is_independent_of_block_count(make, make_batch, recipe
 
 
 @pytest.mark.parametrize("model", [Growing, NeedsAllBlocks])
-def test_fit_agrees_with_whole_steps_for_irregular_models(model):
+def test_fit_for_irregular_models_returns_estimates_of_all_blocks(model):
     make = partial(model, [64] * (MANY + 1))
     recipes = [Recipe(), Recipe(in_backward=True), Recipe(micro_batches=6, offload_optimizer=1.0)]
     expected = [estimate(make, points, recipe) for recipe in recipes]
@@ -427,7 +431,7 @@ def test_fit_agrees_with_whole_steps_for_irregular_models(model):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_schedule_is_found_if_the_least_one_fits(in_backward):
+def test_search_finds_schedule_whenever_smallest_schedule_fits_budget(in_backward):
     make = partial(PlainChain, [64] * 6)
     recipe = Recipe(checkpoint="optimal", schedule_bytes=1, in_backward=in_backward)
     search = search_of(make, points, Recipe())
@@ -462,7 +466,7 @@ class Odd(PlainChain):
 
 
 @pytest.mark.parametrize("options", [{}, {"shared": True}, {"experts": 6}], ids=str)
-def test_search_skips_impossible_recipes_and_others_run_as_estimated(options):
+def test_search_skips_failing_recipes_and_estimates_returned_recipes_exactly(options):
     make, base = partial(Odd, **options), replace(SGD, in_backward=True)
     with pytest.raises(RuntimeError):
         estimate(make, many_points, replace(base, checkpoint="selective"))
@@ -472,7 +476,7 @@ def test_search_skips_impossible_recipes_and_others_run_as_estimated(options):
         assert measured.peak_bytes == found.peak_bytes <= budget
 
 
-def test_search_uses_largest_pages_that_fit():
+def test_search_selects_largest_offload_pages_that_fit_budget():
     base, make = Recipe(micro_batches=5, offload_optimizer=1.0), partial(deep, 2)
     large, *small = brute_force_fit.PAGES
     with brute_force_fit.small_pages():
@@ -491,13 +495,13 @@ def estimates_of(name):
 @pytest.mark.parametrize(
     ("name", "most", "budgets"), [("chain", 150, 4), ("uneven chain", 100, 2), ("table", 100, 2)]
 )
-def test_no_recipe_of_grid_is_cheaper_than_search_result(name, most, budgets):
+def test_exhaustive_grid_contains_no_cheaper_recipe_than_search_result(name, most, budgets):
     with brute_force_fit.small_pages():
         searches, differences = brute_force_fit.compare(estimates_of(name), most, budgets)
     assert searches > 5 and not differences
 
 
-def test_grid_varies_every_field_that_search_varies():
+def test_exhaustive_grid_varies_every_recipe_field_that_search_varies():
     """A new field must be added to the grid, or here if the search never changes it."""
     never = {"precision", "optimizer", "update", "min_bytes", "accumulate", "ranks", "shard"}
     never |= {"blocks"}  # names of blocks depend on the model
@@ -508,7 +512,7 @@ def test_grid_varies_every_field_that_search_varies():
     assert varied == names.keys() - never
 
 
-def test_brute_force_detects_a_wrong_rule(monkeypatch):
+def test_exhaustive_comparison_detects_search_with_wrong_pruning_rule(monkeypatch):
     # a wrong rule: adding a technique never moves fewer bytes
     monkeypatch.setattr(families, "_offloads_as_much", lambda recipe, smaller: True)
     with brute_force_fit.small_pages():
@@ -529,7 +533,7 @@ BASES = [
 
 
 @pytest.mark.parametrize("fields", BASES, ids=str)
-def test_search_keeps_fields_set_in_base_recipe(fields):
+def test_search_does_not_change_fields_set_in_base_recipe(fields):
     base = Recipe(**fields)
     search = search_of(partial(deep, 2), batch, base)
     search.budget = search.cache.estimate(base).peak_bytes - 1
@@ -567,7 +571,7 @@ def test_search_checkpoints_only_named_blocks(fields):
     assert {e.blocks for e in search.cache.estimates if e.checkpoint != "none"} == {both}
 
 
-def test_quick_search_is_labeled_and_estimates_fewer_recipes():
+def test_quick_search_estimates_fewer_recipes_and_title_says_quick():
     make = partial(deep, 3)
     budget = estimate(make, batch, Recipe()).peak_bytes * 6 // 10
     slow, quick = (
@@ -578,7 +582,7 @@ def test_quick_search_is_labeled_and_estimates_fewer_recipes():
     assert counts[1] < counts[0] and RATE.seconds(slow[0]) <= RATE.seconds(quick[0])
 
 
-def test_search_by_reserved_bytes_finds_cheapest_recipe():
+def test_search_counting_reserved_memory_finds_cheapest_recipe():
     make = partial(Decoder, vocabulary=2000, hidden=256, heads=4, layers=1, sequence=128)
     functions, rates = (make, lambda: random_tokens(4, 128, 2000)), RATES["H100"]
     recipes = [Recipe(), Recipe(micro_batches=4), Recipe(checkpoint="layers", micro_batches=2)]
@@ -606,12 +610,12 @@ def test_search_by_reserved_bytes_finds_cheapest_recipe():
         assert rates.seconds(best[0]) == min(map(rates.seconds, fitting))
 
 
-def test_count_reserved_requires_cuda():
+def test_search_counting_reserved_memory_requires_cuda():
     with pytest.raises(ValueError, match=r"^kind must be 'cuda' when count is 'reserved'"):
         fit(deep, batch, 10**9, count="reserved")
 
 
-def test_recipe_adds_to_one_that_uses_fewer_techniques():
+def test_recipe_uses_techniques_of_smaller_recipe_but_not_vice_versa():
     search = search_of(deep, batch, Recipe())
     half, both = Recipe(offload_optimizer=0.5), replace(LAYERS, offload_optimizer=1.0)
     for recipe, smaller in [(LAYERS, Recipe()), (half, Recipe()), (both, half), (both, LAYERS)]:

@@ -206,7 +206,7 @@ RULES = [
 @pytest.mark.parametrize(
     ("options", "lines"), RULES, ids=[" ".join(options) or "default" for options, _ in RULES]
 )
-def test_allocator_places_blocks_by_rules(options, lines):
+def test_allocator_places_blocks_like_pytorch_caching_allocator(options, lines):
     for line in map(str.strip, lines.strip().splitlines()):
         if not line.startswith("#"):
             steps, _, expected = line.partition("->")
@@ -224,7 +224,7 @@ def test_allocator_places_blocks_by_rules(options, lines):
 # ---- a full device
 
 
-def test_out_of_memory_error_keeps_allocated_blocks():
+def test_out_of_memory_error_leaves_allocated_blocks_unchanged():
     allocator = CachingAllocator(30 * MIB)
     held = allocator.allocate(11 * MIB)
     message = out_of_memory(allocator, 2 * MIB)  # because it needs a segment of 20 MiB
@@ -238,7 +238,7 @@ def test_out_of_memory_error_keeps_allocated_blocks():
     assert [allocator.memory_stats()[name] for name in counts] == [1, 1, 2]
 
 
-def test_reset_peak_memory_stats_lowers_peak():
+def test_reset_peak_memory_stats_lowers_peak_to_current_bytes():
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(5 * MIB))
     allocator.reset_peak_memory_stats()
@@ -267,7 +267,7 @@ def test_reset_peak_memory_stats_lowers_peak():
         (lambda a: a.replay([("release", 1, 2)]), ValueError, "^event 0 .* storage 1, .* not"),
     ],
 )
-def test_invalid_argument_raises_and_changes_nothing(call, error, message):
+def test_invalid_allocator_argument_raises_and_leaves_state_unchanged(call, error, message):
     allocator = CachingAllocator()
     kept = allocator.allocate(100)
     with pytest.raises(error, match=message):
@@ -295,7 +295,7 @@ def replay_events(**options):
     return allocator, allocator.replay(EVENTS)
 
 
-def test_replay_allocates_and_frees_by_events():
+def test_replay_of_trace_events_allocates_and_frees_exact_bytes():
     allocator, live = replay_events()
     assert live.keys() == {"weight", "gradient"}
     assert current(allocator, "requested_bytes", "reserved_bytes") == [60 * MIB, 82 * MIB]
@@ -306,7 +306,7 @@ def test_replay_allocates_and_frees_by_events():
 
 
 @pytest.mark.parametrize("expandable", [False, True])
-def test_memory_viz_reads_saved_snapshot(expandable, tmp_path):
+def test_pytorch_memory_viz_reads_saved_snapshot(expandable, tmp_path):
     allocator, _ = replay_events(expandable_segments=expandable)
     allocator.save_snapshot(tmp_path / "step.pickle")
     snapshot = pickle.loads((tmp_path / "step.pickle").read_bytes())
@@ -324,7 +324,7 @@ def test_memory_viz_reads_saved_snapshot(expandable, tmp_path):
     assert "Active Memory Timeline" in _memory_viz.trace_plot(snapshot)
 
 
-def test_history_has_released_segments_and_out_of_memory():
+def test_allocator_history_records_freed_segments_and_out_of_memory_errors():
     allocator = CachingAllocator(22 * MIB, record_history=True)
     for size in (1, 2 * MIB):
         allocator.free(allocator.allocate(size, [LINE]))
@@ -361,7 +361,7 @@ def read_snapshot(path):
     return live, peak, [entry["frames"] for entry in entries if entry["action"] == "alloc"]
 
 
-def test_snapshot_of_metered_step_has_bytes_and_lines(tmp_path):
+def test_memory_snapshot_of_metered_step_has_bytes_and_source_lines(tmp_path):
     model = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with MemoryMeter(model, optimizer, module_paths=True) as meter:
@@ -379,7 +379,7 @@ def test_snapshot_of_metered_step_has_bytes_and_lines(tmp_path):
         (*(each["name"] for each in stack), linecache.getline(__file__, stack[-1]["line"]).strip())
         for stack in frames
     ]
-    test = "test_snapshot_of_metered_step_has_bytes_and_lines"
+    test = "test_memory_snapshot_of_metered_step_has_bytes_and_source_lines"
     forward = "loss = model(torch.randn(64, 600)).square().mean()"
     assert ("aten.addmm.default", "0", test, forward) in places
     for layer in ("0", "2"):
@@ -390,7 +390,7 @@ def test_snapshot_of_metered_step_has_bytes_and_lines(tmp_path):
 
 
 @pytest.mark.parametrize("shard", [{}, {"ranks": 4, "shard": "zero3"}])
-def test_snapshot_of_estimated_step_has_peak_and_modules(shard, tmp_path):
+def test_memory_snapshot_of_estimated_step_has_peak_and_module_names(shard, tmp_path):
     make = partial(Decoder, vocabulary=100, hidden=64, heads=2, layers=3, sequence=32)
     recipe = Recipe(checkpoint="layers", **shard)
     estimated = estimate(make, partial(random_tokens, 4, 32, 100), recipe)
@@ -409,7 +409,7 @@ OPCODES = """
 """
 
 
-def test_saved_snapshot_is_readable_by_viewer_page(tmp_path):
+def test_saved_snapshot_satisfies_format_of_pytorch_memory_viewer(tmp_path):
     """Compare the file with the source of the page, which is not opened."""
     allocator, live = replay_events(capacity_bytes=2 * GIB)
     for block in live.values():
@@ -488,7 +488,9 @@ def test_allocator_stats_equal_sums_over_its_blocks_after_random_steps(expandabl
 
 @pytest.mark.parametrize("setting", EXPANDABLE)
 @pytest.mark.parametrize(("seed", "capacity"), [(0, 64 * MIB + 1000), (5, 300 * MIB)])
-def test_random_steps_equal_compiled_allocator_of_pytorch(program, setting, seed, capacity):
+def test_simulated_allocator_equals_pytorch_allocator_after_each_random_step(
+    program, setting, seed, capacity
+):
     """Compare errors, statistics and blocks after every step, and the history at the end."""
     allocator = CachingAllocator(
         capacity, expandable_segments=EXPANDABLE[setting], record_history=True
@@ -512,7 +514,7 @@ def test_random_steps_equal_compiled_allocator_of_pytorch(program, setting, seed
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("setting", EXPANDABLE)
-def test_replay_of_decoder_steps_equals_gpu_allocator(setting):
+def test_replay_of_decoder_training_steps_equals_gpu_allocator_statistics(setting):
     """Replay the allocations of a GPU, and compare the statistics and the history of segments."""
     if VERSION < (2, 13) and not EXPANDABLE[setting]:
         pytest.skip("before torch 2.13, CUDA's addresses decide between blocks of one size")

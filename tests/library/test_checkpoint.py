@@ -49,7 +49,9 @@ class GroupedAttention(nn.Module):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("checkpoint", ["layers", "selective"])
-def test_checkpointed_grouped_attention_on_gpu_gives_plain_weights(precision, checkpoint):
+def test_checkpointing_grouped_attention_on_gpu_does_not_change_trained_weights(
+    precision, checkpoint
+):
     def weights(**fields):
         # fills the memory that the kernels leave unset with other values
         torch.randint(1 << 40, (1 << 16,), device="cuda")
@@ -124,7 +126,7 @@ def results_and_peak(model, context=nullcontext, batch=TOKENS):
     [(decoder, TOKENS), (partial(third_party_models.Decoder, dropout=0.1), sentences())],
     ids=["decoder", "blocks with tuples and keywords"],
 )
-def test_checkpointed_blocks_give_plain_gradients_at_a_lower_peak(make, batch, policy):
+def test_checkpointed_blocks_have_identical_gradients_and_lower_peak(make, batch, policy):
     model = make()
     plain, plain_peak = results_and_peak(model, batch=batch)
     checkpoints = partial(checkpoint_blocks, blocks=None, policy=policy)
@@ -145,7 +147,7 @@ def test_checkpointed_blocks_give_plain_gradients_at_a_lower_peak(make, batch, p
         ({"blocks": ["layers.4", "layers.0"]}, [0, 4]),
     ],
 )
-def test_selected_blocks_run_twice_and_call_their_hooks_once(options, expected):
+def test_only_selected_blocks_are_recomputed_and_hooks_run_once(options, expected):
     runs, hook_calls, model = Counter(), Counter(), decoder()
     model.layers.extend(decoder().layers)
     for i, layer in enumerate(model.layers):
@@ -189,13 +191,13 @@ MIXED = {
     ],
     ids=["several blocks", "one block", "blocks of two types", "linear layers", "layers of types"],
 )
-def test_default_blocks_are_the_outermost_lists_of_like_modules(parts, expected):
+def test_default_blocks_are_outermost_lists_of_modules_with_same_type(parts, expected):
     model = nn.ModuleDict(parts | {"again": next(iter(parts.values()))})
     names = [f"{name}.{i}" for name in expected for i in range(len(parts[name]))]
     assert names_of(model, None) == names
 
 
-def test_default_blocks_include_nested_lists():
+def test_default_blocks_include_modules_of_nested_lists():
     assert names_of(nn.Sequential(*several(STACK, 2)), None) == ["0", "1"]
     lists = nn.ModuleList([several(STACK, 2), several(STACK, 2)])
     assert names_of(lists, None) == ["0.0", "0.1", "1.0", "1.1"]
@@ -210,12 +212,12 @@ def test_default_blocks_include_nested_lists():
         (lambda: nn.Linear(3, 3), "contains no other modules"),
     ],
 )
-def test_model_without_lists_is_rejected_with_suggested_names(make, names):
+def test_model_without_module_list_is_rejected_with_suggested_block_names(make, names):
     with pytest.raises(ValueError, match=rf"without a list of blocks .*, got None; .*{names}"):
         checkpoint_blocks(make(), None)
 
 
-def test_blocks_are_checkpointed_once_and_restored_after_an_error():
+def test_checkpointing_block_twice_raises_and_restores_forward_methods():
     model = decoder()
     with pytest.raises(ValueError, match=r"layers\.0"), checkpoint_blocks(model, "layers.[01]"):
         checkpoint_blocks(model, "layers.2").remove()
@@ -223,7 +225,7 @@ def test_blocks_are_checkpointed_once_and_restored_after_an_error():
     assert not any("forward" in vars(layer) for layer in model.layers)
 
 
-def test_block_keeps_keyword_arguments_and_runs_once_without_gradients():
+def test_checkpointed_block_accepts_keywords_and_runs_once_under_no_grad():
     class Block(nn.Linear):
         def forward(self, x, *, debug):
             debug.append(x)
@@ -265,7 +267,7 @@ def test_policy_list_warns_once_if_no_block_runs_its_operators(bias, policy, sug
 @pytest.mark.parametrize(
     "copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
 )
-def test_copy_of_checkpointed_model_is_an_independent_plain_model(copy_of):
+def test_copy_of_checkpointed_model_is_independent_and_not_checkpointed(copy_of):
     model = decoder()
     handle = checkpoint_blocks(model, policy=[aten.addmm.default])
     copied = copy_of(model)
@@ -291,7 +293,7 @@ def test_checkpointed_model_is_freed_with_its_last_reference():
         assert ref() is None
 
 
-def test_forward_patched_before_or_after_checkpointing_still_runs():
+def test_forward_patched_before_or_after_checkpointing_is_still_called():
     calls, model = [], decoder()
 
     def patch_forward(module, name):  # as accelerate does
@@ -324,7 +326,7 @@ def gradients_with(policy):
 
 
 @pytest.mark.parametrize("value", [True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE])
-def test_policy_function_keeps_outputs(value):
+def test_policy_function_saves_selected_outputs_with_identical_gradients(value):
     kept = []
 
     def policy(context, operator, *args, **kwargs):
@@ -353,14 +355,14 @@ def test_invalid_return_value_of_a_policy_is_rejected(value, message):
         gradients_with(lambda context, operator, *args, **kwargs: value)
 
 
-def test_policy_that_keeps_rrelu_noise_is_rejected():
+def test_policy_that_saves_rrelu_noise_is_rejected():
     model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.RReLU(), nn.Tanh()))
     checkpoint_blocks(model, "*", policy=[aten.rrelu_with_noise.default])
     with pytest.raises(ValueError, match="PREFER_RECOMPUTE or False, got MUST_SAVE"):
         model(torch.randn(4, 6))
 
 
-def test_comparison_rejects_kept_dropout_before_another_dropout():
+def test_comparison_raises_if_saved_dropout_precedes_recomputed_dropout():
     """PyTorch draws other numbers in the recomputation after a random operator that is skipped."""
 
     class Block(nn.Module):
@@ -381,7 +383,7 @@ def test_comparison_rejects_kept_dropout_before_another_dropout():
 # ---- torch.func
 
 
-def test_blocks_run_without_checkpoint_inside_torch_func_transforms():
+def test_checkpointed_blocks_warn_and_run_normally_inside_torch_func():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()

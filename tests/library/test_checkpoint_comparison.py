@@ -111,7 +111,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("case", CHANGES)
-def test_changed_argument_is_reported_and_leaves_no_gradients_or_hooks(case, named):
+def test_argument_changed_before_recomputation_raises_without_leaving_gradients(case, named):
     make, change, part = CHANGES[case]
     model, x, state = Model(change), inputs(), make()
     handle = checkpoint_blocks(model)
@@ -136,7 +136,7 @@ def test_changed_argument_is_reported_and_leaves_no_gradients_or_hooks(case, nam
 
 
 @pytest.mark.parametrize("preserve_module_state", [False, True])
-def test_changed_object_inside_a_container_argument_is_reported(preserve_module_state):
+def test_comparison_reports_changed_object_inside_container_argument(preserve_module_state):
     class Holder(Block):
         def forward(self, x, states):
             return super().forward(x, states["of the layer"][0])
@@ -150,7 +150,7 @@ def test_changed_object_inside_a_container_argument_is_reported(preserve_module_
             output.sum().backward()
 
 
-def test_error_in_recomputation_reports_the_changed_argument():
+def test_error_in_recomputation_names_argument_that_changed():
     class Growing(Block):
         def forward(self, x, state):
             x = torch.cat([state.memory, self.linear(x)])
@@ -167,7 +167,7 @@ def test_error_in_recomputation_reports_the_changed_argument():
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_custom_error_in_recomputation_passes_unchanged(changed):
+def test_custom_exception_in_recomputation_is_raised_unchanged(changed):
     class OwnError(RuntimeError):
         pass
 
@@ -263,14 +263,14 @@ def results_and_peak(case, compare=None, dtype=torch.float32):
         *((case, torch.bfloat16) for case in ("dropout, norms and NaN", "policy")),
     ],
 )
-def test_comparison_of_equal_runs_changes_no_gradients_or_bytes(case, dtype):
+def test_comparison_of_recomputation_changes_neither_gradients_nor_peak(case, dtype):
     plain, _ = results_and_peak(case, dtype=dtype)
     found, peak = results_and_peak(case, True, dtype)
     torch.testing.assert_close(found, plain, rtol=0, atol=0, equal_nan=True)
     assert peak == results_and_peak(case, False, dtype)[1]
 
 
-def test_only_the_first_recomputation_of_each_block_is_compared(monkeypatch):
+def test_comparison_checks_only_first_recomputation_of_each_block(monkeypatch):
     sums, checksum = [], comparison.checksum
     monkeypatch.setattr(
         comparison, "checksum", lambda tensor: sums.append(tensor) or checksum(tensor)
@@ -285,7 +285,7 @@ def test_only_the_first_recomputation_of_each_block_is_compared(monkeypatch):
     assert count > 0 and count % 2 == 0 and len(sums) == count
 
 
-def test_random_numbers_that_are_not_preserved_are_not_compared():
+def test_comparison_ignores_dropout_if_random_state_is_not_preserved():
     class Random(nn.Linear):
         def forward(self, x):
             return F.dropout(super().forward(x), 0.5)
@@ -296,7 +296,7 @@ def test_random_numbers_that_are_not_preserved_are_not_compared():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_comparison_works_inside_another_checkpoint(reentrant):
+def test_comparison_inside_another_checkpoint_detects_changed_argument(reentrant):
     def run(change):
         model, state = Model(change, count=1), SimpleNamespace(memory=memory())
         x = inputs().requires_grad_()
@@ -308,7 +308,7 @@ def test_comparison_works_inside_another_checkpoint(reentrant):
         run(write)
 
 
-def test_comparison_works_in_a_distributed_data_parallel_model(one_process):
+def test_comparison_in_ddp_model_detects_changed_argument(one_process):
     model, state = Model(), SimpleNamespace(memory=memory())
     model(inputs(), state).sum().backward()
     expected = gradients(model)
@@ -325,7 +325,7 @@ def test_comparison_works_in_a_distributed_data_parallel_model(one_process):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_checksum_leaves_the_storage_resizable(dtype):
+def test_checksum_leaves_tensor_storage_resizable(dtype):
     """FSDP frees the parameters of a block by resizing their storages to 0 bytes."""
     weight = torch.ones(4, 3, dtype=dtype)
     assert comparison.checksum(weight.t()) == comparison.checksum(weight.clone().t())

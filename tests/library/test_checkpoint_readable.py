@@ -73,7 +73,7 @@ def sin_exp(x):
     return x.sin().exp()
 
 
-def test_readable_checkpoint_imports_only_torch_in_350_lines():
+def test_readable_checkpoint_has_at_most_350_lines_importing_only_torch():
     source = Path(readable.__file__).read_text()
     assert len(source.splitlines()) <= 350
     assert not re.search(r"^\s*(from|import) (course_lib|\.)", source, re.MULTILINE)
@@ -113,7 +113,7 @@ def gradients(run, x, y):
     [{"use_reentrant": True}, {}, {"early_stop": False}, {"keep": PRODUCTS}],
     ids=["reentrant", "nonreentrant", "no_early_stop", "selective"],
 )
-def test_gradients_and_random_numbers_equal_autograd_and_pytorch(options):
+def test_checkpoint_gradients_and_random_numbers_equal_autograd_and_pytorch(options):
     x = leaf(4)
     for y in (leaf(4), x, leaf(4).detach()):
         plain = gradients(call, x, y)
@@ -145,7 +145,7 @@ def test_second_derivatives_through_nested_checkpoints_equal_autograd(early_stop
 
 @pytest.mark.parametrize("outer", [True, False])
 @pytest.mark.parametrize("inner", [True, False])
-def test_reentrant_and_nonreentrant_modes_nest_in_each_other(outer, inner):
+def test_nested_reentrant_and_nonreentrant_checkpoints_have_exact_gradients(outer, inner):
     def run(x):
         return checkpoint(lambda x: (x.sin() * x).exp(), x * 2, use_reentrant=inner).cos()
 
@@ -156,7 +156,7 @@ def test_reentrant_and_nonreentrant_modes_nest_in_each_other(outer, inner):
 
 
 @both_stops
-def test_backward_inside_checkpointed_function_works(early_stop):
+def test_autograd_grad_inside_checkpointed_function_gives_exact_gradients(early_stop):
     def function(x):
         y = x.sin()
         z = y.cos()
@@ -182,7 +182,7 @@ def test_retained_graph_is_recomputed_in_each_backward_pass():
     assert len(runs) == 1 + 3
 
 
-def test_saved_tensor_inspected_outside_backward_is_not_kept():
+def test_saved_tensor_inspected_outside_backward_is_released():
     storages = []
 
     def function(x):
@@ -238,7 +238,7 @@ def sine_of_tensors(*args, **kwargs):
 
 
 @pytest.mark.parametrize("place", CALLS)
-def test_tensors_in_containers_and_keywords_get_gradients(place):
+def test_tensors_in_container_and_keyword_arguments_get_gradients(place):
     types, x = [], leaf(3)
 
     def function(*args, **kwargs):
@@ -251,7 +251,7 @@ def test_tensors_in_containers_and_keywords_get_gradients(place):
     assert types[0] == types[1]
 
 
-def test_list_argument_that_the_function_extends_grows_once():
+def test_list_argument_extended_by_function_is_not_extended_in_recomputation():
     def collecting(x, values):
         values.append(x.square())
         return (x * len(values)).exp()
@@ -266,7 +266,7 @@ def test_list_argument_that_the_function_extends_grows_once():
 @pytest.mark.parametrize(
     ("use_reentrant", "place"), [(True, "argument"), *((False, place) for place in CALLS)]
 )
-def test_input_changed_in_place_is_an_error(use_reentrant, place, when):
+def test_input_changed_in_place_before_recomputation_raises(use_reentrant, place, when):
     def function(first, *args, **kwargs):
         if when == "inside":
             x.mul_(2)
@@ -281,7 +281,7 @@ def test_input_changed_in_place_is_an_error(use_reentrant, place, when):
         out.sum().backward()
 
 
-def test_function_runs_once_without_gradients():
+def test_checkpointed_function_runs_once_under_no_grad():
     runs, x = [], leaf(3)
     with torch.no_grad():
         out = checkpoint(lambda x: runs.append(1) or x.sin(), x)
@@ -334,7 +334,7 @@ def autocast_state():
 
 @both_modes
 @pytest.mark.parametrize("enabled, cached", [(True, True), (True, False), (False, True)])
-def test_recomputation_has_the_autocast_of_the_forward_pass(use_reentrant, enabled, cached):
+def test_recomputation_uses_autocast_settings_of_forward_pass(use_reentrant, enabled, cached):
     states, x = [], torch.randn(4, 4, requires_grad=True)
 
     def function(x):
@@ -354,7 +354,7 @@ def test_recomputation_has_the_autocast_of_the_forward_pass(use_reentrant, enabl
 @pytest.mark.parametrize(
     "keep", [PRODUCTS, [aten._to_copy.default], lambda operator, *args, **kwargs: True]
 )
-def test_kept_outputs_under_autocast_give_equal_gradients(keep, used_before):
+def test_saving_selected_outputs_under_autocast_does_not_change_gradients(keep, used_before):
     layer, x = nn.Linear(4, 4), torch.randn(3, 4)
 
     def step(run):
@@ -372,7 +372,7 @@ def test_kept_outputs_under_autocast_give_equal_gradients(keep, used_before):
 
 
 @pytest.mark.parametrize(("options", "count"), [({}, 1), ({"early_stop": False}, 2)])
-def test_recomputation_stops_when_it_has_saved_everything(options, count):
+def test_recomputation_stops_early_after_last_needed_tensor(options, count):
     with OperatorCounter() as operators:
         checkpoint(lambda x: x.sin().floor(), leaf(3), **options).sum().backward()
     assert operators.counts[aten.floor.default] == count
@@ -380,7 +380,7 @@ def test_recomputation_stops_when_it_has_saved_everything(options, count):
 
 @both_modes
 @pytest.mark.parametrize("failing_run", [1, 2])
-def test_error_inside_the_function_leaves_nothing_behind(use_reentrant, failing_run):
+def test_error_inside_checkpointed_function_restores_random_state(use_reentrant, failing_run):
     calls, x = [], leaf(3)
 
     def function(x):
@@ -414,7 +414,7 @@ def test_recomputation_that_saves_different_tensors_raises_error(second):
     [{"use_reentrant": True}, {}, {"keep": [aten.exp.default]}],
     ids=["reentrant", "nonreentrant", "selective"],
 )
-def test_checkpoint_keeps_only_inputs_and_nothing_after_the_graph(options):
+def test_checkpoint_stores_only_inputs_and_frees_them_with_graph(options):
     storages = []
 
     def function(x, y):
@@ -436,7 +436,7 @@ def test_checkpoint_keeps_only_inputs_and_nothing_after_the_graph(options):
         assert len(storages) == 3
 
 
-def test_recomputation_keeps_no_tensor_that_backward_does_not_read():
+def test_recomputation_frees_tensors_that_backward_does_not_need():
     storages = []
 
     def function(x):
@@ -451,7 +451,7 @@ def test_recomputation_keeps_no_tensor_that_backward_does_not_read():
         assert [ref() for ref in storages] == [None, None]
 
 
-def test_error_in_the_backward_pass_leaves_no_cycle():
+def test_error_in_backward_pass_leaves_no_reference_cycle():
     with no_gc():
         x = leaf(3)
         ref = weakref.ref(x)
@@ -477,7 +477,7 @@ def loss_of(layers, x, module, kind):
 
 @pytest.mark.parametrize("context", [nullcontext, symbolic])
 @pytest.mark.parametrize("kind", KINDS)
-def test_peak_bytes_equal_those_of_pytorch(kind, context):
+def test_checkpoint_peak_bytes_equal_pytorch_checkpoint(kind, context):
     def peak_and_live_bytes(module):
         torch.manual_seed(0)
         layers = [DecoderLayer(32, 4, dropout=0.1, seed=2 * i) for i in range(3)]
@@ -494,7 +494,7 @@ def test_peak_bytes_equal_those_of_pytorch(kind, context):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_cuda_allocator_peaks_equal_those_of_pytorch(kind):
+def test_checkpoint_cuda_allocator_peak_equals_pytorch_checkpoint(kind):
     def peak(module):
         torch.manual_seed(0)
         layers = [DecoderLayer(128, 4, dropout=0.1, seed=2 * i).cuda() for i in range(3)]
@@ -525,7 +525,7 @@ def matrix_product(x, y):
         ([], 4),
     ],
 )
-def test_kept_matrix_products_do_not_run_again(keep, runs):
+def test_saved_matrix_products_are_not_recomputed(keep, runs):
     x, y = leaf(4, 4), leaf(4, 4)
     expected = torch.autograd.grad(matrix_product(x, y), (x, y))
     with OperatorCounter() as operators:
@@ -534,7 +534,7 @@ def test_kept_matrix_products_do_not_run_again(keep, runs):
     assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_kept_output_changed_in_place_is_an_error():
+def test_saved_operator_output_changed_in_place_raises():
     def function(x):
         y = x.sin()
         y.view(3, 1).mul_(2)
@@ -545,7 +545,7 @@ def test_kept_output_changed_in_place_is_an_error():
         out.sum().backward()
 
 
-def test_random_operators_run_again_although_they_are_chosen():
+def test_random_operators_are_recomputed_even_if_selected_for_saving():
     def dropouts(x):
         kept = torch.native_dropout(x, 0.5, True)[0]
         return (torch.native_dropout(kept.sin(), 0.4, True)[0] * torch.rand_like(x)).exp()

@@ -263,7 +263,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("checkpoint", "kind"), CASES)
-def test_recomputed_block_equals_plain_step_or_is_rejected(checkpoint, kind):
+def test_checkpointed_block_equals_baseline_or_is_rejected(checkpoint, kind):
     if kind in REJECTED[checkpoint]:
         with pytest.raises((ValueError, RuntimeError), match=REJECTED[checkpoint][kind]):
             checkpointed(checkpoint, kind)
@@ -277,7 +277,7 @@ ESTIMATED += [("selective", "instance_norm"), ("schedule of blocks", "instance_n
 
 
 @pytest.mark.parametrize(("checkpoint", "kind"), ESTIMATED)
-def test_estimate_of_blocks_with_state_equals_run(checkpoint, kind):
+def test_estimate_of_checkpointed_stateful_blocks_equals_measurement(checkpoint, kind):
     model, fields = CHECKPOINTS[checkpoint]
 
     def make_model():
@@ -299,7 +299,7 @@ STATISTICS = {
 }
 
 
-def test_gradients_of_every_operator_equal_plain_autograd():
+def test_checkpointed_gradient_of_every_operator_equals_gradient_without_checkpoint():
     verdicts = {(kind, verdict): set() for kind in (UNCHANGED, *RUNS) for verdict in VERDICTS}
     for name, _, found in findings(compare, torch.float32, 1):
         for kind, finding in found.items():
@@ -325,7 +325,7 @@ def test_gradients_of_every_operator_equal_plain_autograd():
     assert expected == {key: names for key, names in found.items() if names}
 
 
-def test_sketch_leaves_float64_values_unchanged():
+def test_checksum_sketch_leaves_float64_tensor_unchanged():
     tensor = torch.randn(6, 5, dtype=torch.float64)
     before = tensor.clone()
     assert not Sketch(tensor).differs(Sketch(tensor))
@@ -333,7 +333,7 @@ def test_sketch_leaves_float64_values_unchanged():
 
 
 @pytest.mark.parametrize("checkpoint", ["layers", "selective"])
-def test_gpu_checksums_are_computed_outside_checkpoint_modes(checkpoint, monkeypatch):
+def test_gpu_checksums_do_not_change_results_of_checkpointed_block(checkpoint, monkeypatch):
     """Use the checksums for GPU tensors on CPU tensors."""
     sums = []
     monkeypatch.setattr(
@@ -343,7 +343,7 @@ def test_gpu_checksums_are_computed_outside_checkpoint_modes(checkpoint, monkeyp
     assert sums
 
 
-def test_seed_saved_by_attention_is_not_compared():
+def test_comparison_ignores_random_seed_saved_by_attention():
     attention = SimpleNamespace(name=lambda: "ScaledDotProductFlashAttentionBackward0")
     embedding = SimpleNamespace(name=lambda: "EmbeddingBackward0")
     seed, weights = torch.zeros((), dtype=torch.int64), torch.zeros(())
@@ -352,7 +352,7 @@ def test_seed_saved_by_attention_is_not_compared():
     assert not saved_value_may_differ(embedding, seed)
 
 
-def test_batch_norm_statistics_update_once_if_mode_changes_before_backward():
+def test_batch_norm_statistics_update_once_despite_eval_before_backward():
     norm = nn.BatchNorm1d(WIDTH)
     block = Repeatable(norm, BlockState(norm, None, statistics=True))
     loss = block.checkpoint((torch.randn(5, WIDTH),), {}).square().sum()
@@ -362,7 +362,7 @@ def test_batch_norm_statistics_update_once_if_mode_changes_before_backward():
     assert norm.num_batches_tracked == 1 and torch.equal(norm.running_mean, mean)
 
 
-def test_state_of_a_block_has_no_copies_of_frozen_parameters():
+def test_saved_state_of_block_excludes_frozen_parameters():
     block = nn.LSTM(WIDTH, WIDTH).requires_grad_(False)  # has a list of its parameters
     block.counts = [torch.zeros(1), torch.zeros(1)]
     state = BlockState(block, None)
@@ -370,7 +370,7 @@ def test_state_of_a_block_has_no_copies_of_frozen_parameters():
         assert [each.name for each in state.modules.tensors] == ["counts[0]", "counts[1]"]
 
 
-def test_later_run_gets_restored_containers_with_the_same_objects():
+def test_recomputation_restores_container_attributes_with_identical_objects():
     block, other, item = nn.Identity(), nn.Identity(), SimpleNamespace()
     block.loop = [1, defaultdict(other.named_buffers, {block: item})]
     block.loop.append(block.loop)  # it contains itself
@@ -384,7 +384,7 @@ def test_later_run_gets_restored_containers_with_the_same_objects():
     assert len(block.loop) == 4
 
 
-def test_attribute_changed_in_place_between_runs_is_rejected():
+def test_attribute_changed_in_place_before_recomputation_is_rejected():
     block = nn.Identity()
     block.load = torch.zeros(2)
     state = BlockState(block)
@@ -417,9 +417,7 @@ class Accumulating(nn.Module):
 
 @pytest.mark.parametrize("preserve_module_state", [False, True])
 @pytest.mark.parametrize("container", ["list", "dict"])
-def test_list_or_dict_among_arguments_is_restored_for_recomputation(
-    container, preserve_module_state
-):
+def test_list_or_dict_argument_is_restored_before_recomputation(container, preserve_module_state):
     def step(checkpointed):
         model = nn.ModuleList([Accumulating(container) for _ in range(2)])
         if checkpointed:
@@ -437,7 +435,7 @@ def test_list_or_dict_among_arguments_is_restored_for_recomputation(
     assert len(found) == len(expected) == 5 and all(map(torch.equal, found, expected))
 
 
-def test_tensor_in_container_changed_after_the_block_is_an_error():
+def test_tensor_in_container_changed_after_block_raises():
     model = nn.ModuleList([Accumulating("list")])
     checkpoint_blocks(model, "*", compare=False)
     x, scale = torch.ones(WIDTH, requires_grad=True), torch.ones(WIDTH)
@@ -448,7 +446,7 @@ def test_tensor_in_container_changed_after_the_block_is_an_error():
 
 
 @pytest.mark.parametrize("when_recomputed", [True, False])
-def test_recomputation_enters_modes_with_the_attribute_when_recomputed(when_recomputed):
+def test_recomputation_enters_function_modes_only_if_when_recomputed_is_true(when_recomputed):
     class Counting(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             calls.append(func is torch.exp)

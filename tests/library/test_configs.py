@@ -43,7 +43,7 @@ SMALL = config_of(None, 97, 64, 112, 2, 4, 2, 64, n_embd=64, n_layer=2, n_head=4
 
 
 @pytest.mark.parametrize(("config", "count"), PUBLISHED.values(), ids=PUBLISHED)
-def test_model_has_the_published_number_of_parameters(config, count):
+def test_model_from_config_has_published_parameter_count(config, count):
     with symbolic():
         model = model_from(config, sequence=1024)
         assert sum(p.numel() for p in model.parameters()) == count
@@ -90,7 +90,7 @@ def transformers_model(config, **options):
 @pytest.mark.parametrize(
     "config", [LLAMA_3_8B, MISTRAL_7B, QWEN_25_HALF_B, QWEN_3_8B], ids=lambda c: c["model_type"]
 )
-def test_logits_equal_transformers_with_the_same_weights(config):
+def test_logits_equal_transformers_model_with_same_weights(config):
     config = {**small(config), "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
     other, model = transformers_model(config).eval(), model_from(config, sequence=32)
     weights = other.state_dict()
@@ -103,7 +103,7 @@ def test_logits_equal_transformers_with_the_same_weights(config):
 
 
 @pytest.mark.parametrize("config", [MIXTRAL, GPT_2], ids=lambda config: config["model_type"])
-def test_parameter_shapes_equal_transformers(config):
+def test_parameter_shapes_equal_transformers_model(config):
     config = small(config)
     with symbolic():
         shapes = [
@@ -115,7 +115,7 @@ def test_parameter_shapes_equal_transformers(config):
 
 
 @pytest.mark.parametrize(("config", "precision"), [(LLAMA_3_8B, "bf16"), (QWEN_3_8B, "fp32")])
-def test_peak_of_a_step_equals_transformers(config, precision):
+def test_peak_of_training_step_equals_transformers_model(config, precision):
     wide = {"vocab_size": 2000, "hidden_size": 128, "head_dim": 32, "intermediate_size": 352}
     config = small(config) | wide
 
@@ -134,7 +134,7 @@ def test_peak_of_a_step_equals_transformers(config, precision):
     assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.01)
 
 
-def test_experts_get_equal_shares_and_weighted_outputs():
+def test_experts_process_equal_token_counts_and_outputs_are_weighted():
     torch.manual_seed(0)
     experts = Experts(8, 16, experts=4, used=4)  # each token uses all experts
     x = torch.randn(2, 3, 8)
@@ -164,7 +164,7 @@ def test_head_dim_comes_from_config_or_qwen3_default():
     assert model.layers[0].attention.q.weight.shape == (64, 66)
 
 
-def test_config_sets_tied_head_and_biases():
+def test_config_options_enable_tied_head_and_biases():
     options = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
     model = model_from({**small(LLAMA_3_8B), **options}, sequence=8)
     assert model.head.weight is model.tokens.weight
@@ -191,13 +191,13 @@ def test_config_sets_tied_head_and_biases():
         ({"head_dim": None, "hidden_size": 66}, "hidden_size"),
     ],
 )
-def test_invalid_config_is_rejected_with_the_key(changes, name):
+def test_invalid_config_is_rejected_naming_its_key(changes, name):
     message = rf"^{name} must [^\n]+, got [^\n]+$"
     with pytest.raises((TypeError, ValueError), match=message), symbolic():
         model_from({**small(LLAMA_3_8B), **changes}, sequence=32)
 
 
-def test_file_without_config_is_rejected_with_line_and_column(tmp_path):
+def test_malformed_config_file_is_rejected_with_line_and_column(tmp_path):
     path = tmp_path / "config.json"
     for encoding in ("utf-8", "utf-8-sig"):  # with a byte order mark
         path.write_text(json.dumps(GPT_2), encoding=encoding)

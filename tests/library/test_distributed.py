@@ -200,7 +200,7 @@ def predict_rank(task, mode, ranks=2, rank=0, **options):
 
 
 @pytest.mark.parametrize("mode", ON_CPU)
-def test_two_ranks_match_one_process_and_predicted_bytes(two_ranks, task, by_hand, mode):
+def test_two_ranks_have_losses_of_one_process_and_predicted_bytes(two_ranks, task, by_hand, mode):
     tolerance = BF16_TOLERANCE if mode == "fsdp-bf16" else 1e-5
     assert two_ranks[mode]["losses"] == pytest.approx(by_hand[0][:STEPS], abs=tolerance, rel=0)
     assert two_ranks[mode]["ranks"] == 2 and "norms" not in two_ranks[mode]
@@ -211,7 +211,9 @@ def test_two_ranks_match_one_process_and_predicted_bytes(two_ranks, task, by_han
 
 
 @pytest.mark.parametrize("mode", ON_FOUR)
-def test_four_ranks_resume_from_two_and_clip_the_full_norm(four_ranks, task, by_hand, mode):
+def test_training_resumed_on_four_ranks_equals_training_in_one_process(
+    four_ranks, task, by_hand, mode
+):
     losses, norms = (values[STEPS:] for values in by_hand)
     assert four_ranks[mode]["losses"] == pytest.approx(losses, abs=1e-5, rel=0)
     assert four_ranks[mode]["norms"] == pytest.approx(norms, rel=1e-4) and min(norms) > MAX_NORM
@@ -220,7 +222,7 @@ def test_four_ranks_resume_from_two_and_clip_the_full_norm(four_ranks, task, by_
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_each_rank_holds_padded_shards_of_zero(two_ranks, four_ranks, task, ranks):
+def test_each_rank_stores_predicted_bytes_of_padded_zero_shards(two_ranks, four_ranks, task, ranks):
     model = task.make_model()
     shapes, tensors = shapes_of(model), len(list(model.parameters()))
     own, padded = shard_sizes(model, ranks)
@@ -241,7 +243,7 @@ def test_each_rank_holds_padded_shards_of_zero(two_ranks, four_ranks, task, rank
         assert {name: [rank[name] for rank in held] for name in measured} == measured
 
 
-def test_communicated_bytes_are_measured_and_predicted_by_formula(two_ranks, four_ranks, task):
+def test_measured_communicated_bytes_equal_formula(two_ranks, four_ranks, task):
     model = task.make_model()
     elements = sum(p.numel() for p in model.parameters())
     padded, blocks = (2 * shard_sizes(part, 2)[1] for part in (model, model.layers))
@@ -278,7 +280,7 @@ def test_estimate_of_two_ranks_equals_measured_bytes(two_ranks, task, mode, fiel
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("ddp", 3), ("zero1", 2), ("fsdp-checkpoint", 3)])
-def test_single_rank_sends_nothing_and_holds_everything(task, by_hand, mode, steps):
+def test_single_rank_sends_no_bytes_and_stores_all_state(task, by_hand, mode, steps):
     shapes = shapes_of(task.make_model())
     with single_process_group():
         run = train(task, mode, steps)
@@ -292,14 +294,14 @@ def test_single_rank_sends_nothing_and_holds_everything(task, by_hand, mode, ste
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "fsdp-keep", "fsdp-checkpoint"])
-def test_sharded_weights_are_gathered_in_bf16(task, mode):
+def test_bf16_option_gathers_in_bf16_and_stores_shards_in_fp32(task, mode):
     shapes, options = shapes_of(task.make_model()), {"bf16": True}
     found = predict_rank(task, mode, **options)
     assert found.sent_bytes == sent_bytes(shapes, mode, 2, **options)
     assert found.held == held_bytes(shapes, mode, 2)[0]  # the shards stay in fp32
 
 
-def test_gathered_parameters_at_the_peak_follow_the_formula(two_ranks, task):
+def test_bytes_of_gathered_parameters_at_peak_equal_formula(two_ranks, task):
     model = task.make_model()
     parts = model, model.layers, model.layers[0]
     total, blocks, block = (4 * 2 * shard_sizes(part, 2)[1] for part in parts)
@@ -314,7 +316,7 @@ def test_gathered_parameters_at_the_peak_follow_the_formula(two_ranks, task):
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "fsdp-checkpoint"])
-def test_flop_counter_around_prediction_changes_nothing(task, mode):
+def test_flop_counter_around_prediction_does_not_change_predicted_bytes(task, mode):
     found = predict_rank(task, mode)
     with FlopCounterMode(display=False) as counter:  # its hooks would keep recomputed tensors alive
         assert predict_rank(task, mode) == found
@@ -322,7 +324,7 @@ def test_flop_counter_around_prediction_changes_nothing(task, mode):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp"])
-def test_reducing_once_saves_traffic_and_keeps_unreduced_gradients(task, mode):
+def test_reducing_gradients_once_lowers_traffic_but_raises_peak(task, mode):
     shapes = shapes_of(task.make_model())
     each, last = (predict_rank(task, mode, micro_batches=2, sync=sync) for sync in ("each", "last"))
     for sync, taken in (("each", each), ("last", last)):
@@ -338,7 +340,7 @@ def test_reducing_once_saves_traffic_and_keeps_unreduced_gradients(task, mode):
     assert kept.sent_bytes == last.sent_bytes and kept.peak_bytes == each.peak_bytes
 
 
-def test_accumulating_in_ddp_buckets_keeps_losses_and_predicted_memory(task):
+def test_accumulating_in_ddp_buckets_has_same_losses_and_predicted_memory(task):
     options = {"micro_batches": 2, "max_norm": 1.0}
     with single_process_group():
         plain, in_buckets = (train(task, "ddp", 4, in_buckets=b, **options) for b in (False, True))
@@ -346,7 +348,7 @@ def test_accumulating_in_ddp_buckets_keeps_losses_and_predicted_memory(task):
     assert in_buckets.taken == [predict_rank(task, "ddp", 1, in_buckets=True, **options)]
 
 
-def test_rank_above_its_budget_is_stopped(one_process, task):
+def test_rank_that_exceeds_its_memory_budget_is_stopped(one_process, task):
     peak = train(task, "ddp", 3).taken[0].peak_bytes
     assert train(task, "ddp", 3, budget_bytes=peak).as_dict()["budget_bytes"] == peak
     with pytest.raises(MemoryBudgetExceeded) as stopped:
@@ -358,12 +360,14 @@ def test_rank_above_its_budget_is_stopped(one_process, task):
     ("option", "budgets"),
     [("48e6", {"ddp": 48e6, "fsdp": 48e6}), ("fsdp=9B,ddp=8kB", {"ddp": 8000, "fsdp": 9})],
 )
-def test_budget_option_applies_to_all_modes_or_one(option, budgets):
+def test_budget_option_applies_to_every_mode_or_one_named_mode(option, budgets):
     assert command._parse_budgets(option, ["ddp", "fsdp"]) == budgets
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_step_reads_no_value_between_forward_and_backward(one_process, task, mode):
+def test_step_does_not_synchronize_with_device_between_forward_and_backward(
+    one_process, task, mode
+):
     reads = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__")
     events = []
 
@@ -408,7 +412,7 @@ class Towers(nn.Module):
         return self(x).square().sum(), len(x)
 
 
-def test_command_warns_about_a_large_root_of_unnamed_blocks(run_command):
+def test_command_warns_if_unlisted_blocks_make_fsdp_root_large(run_command):
     importlib.import_module("rank_code").Towers = Towers
     options = ["--model", "rank_code:Towers", "--ranks", "8", "--mode", "fsdp-checkpoint", "--json"]
     [some], errors, _ = run_command(*options, "--blocks", "decoder.*")
@@ -421,7 +425,7 @@ def test_command_warns_about_a_large_root_of_unnamed_blocks(run_command):
     assert sent_bytes(shapes, "fsdp", 8) == every["communicated"]["predicted"]
 
 
-def test_pytorch_checkpoint_wrapper_needs_about_the_same_bytes(task):
+def test_library_checkpoint_has_nearly_same_peak_as_pytorch_checkpoint_wrapper(task):
     ours, wrapper = (
         predict_rank(task, "fsdp-checkpoint", wrapper=wrapper) for wrapper in (False, True)
     )
@@ -429,7 +433,7 @@ def test_pytorch_checkpoint_wrapper_needs_about_the_same_bytes(task):
     assert ours.peak_bytes == pytest.approx(wrapper.peak_bytes, rel=0.02)
 
 
-def test_sent_bytes_of_a_hugging_face_model_follow_the_formula(folder):
+def test_sent_bytes_of_hugging_face_model_equal_formula(folder):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 99}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -457,7 +461,7 @@ def test_failed_step_leaves_no_hook_on_the_optimizer():
 @pytest.mark.parametrize(
     ("mode", "shard"), [("ddp", "ddp"), ("zero1", "zero1"), ("fsdp-keep", "zero2")]
 )
-def test_frozen_parameters_are_sent_only_where_sharded(task, mode, shard):
+def test_frozen_parameters_are_communicated_only_if_sharded(task, mode, shard):
     """Train one layer of the model, as with LoRA."""
 
     def make_model():
@@ -479,7 +483,7 @@ def test_frozen_parameters_are_sent_only_where_sharded(task, mode, shard):
 # ---- errors and interrupts
 
 
-def test_failing_rank_ends_all_with_its_traceback(folder):
+def test_failing_rank_stops_all_ranks_and_shows_its_traceback(folder):
     options = ["--model", "rank_code:failing", "--mode", "fsdp", "--steps", "50"]
     with pytest.raises(RuntimeError, match="rank 1 gives up") as error:
         launch(2, *options, timeout=TIMEOUT_SECONDS)
@@ -488,7 +492,7 @@ def test_failing_rank_ends_all_with_its_traceback(folder):
     assert "gloo/transport" not in message  # the error of the other rank
 
 
-def test_launch_raises_the_error_of_the_command(folder):
+def test_launch_raises_error_message_of_launched_command(folder):
     with pytest.raises(RuntimeError) as error:
         launch(1, "--mode", "fdsp", timeout=TIMEOUT_SECONDS)
     assert "error: --mode must" in str(error.value) and "\n" not in str(error.value)
@@ -548,7 +552,9 @@ LOST_PEER = RuntimeError("[gloo/gloo/transport/tcp/pair.cc:457] writev [127.0.0.
         (RuntimeError("rank 1 gives up"), False, 0),
     ],
 )
-def test_rank_that_lost_its_peer_reports_after_it(monkeypatch, capsys, error, interrupted, waits):
+def test_rank_that_lost_peer_waits_for_failed_ranks_report(
+    monkeypatch, capsys, error, interrupted, waits
+):
     event, waited = threading.Event(), []
     if interrupted:
         event.set()
@@ -572,7 +578,7 @@ run.main()
 """
 
 
-def test_last_complete_checkpoint_has_the_largest_step(tmp_path):
+def test_latest_complete_checkpoint_ignores_incomplete_folders_and_has_largest_step(tmp_path):
     (tmp_path / "step-100000001").mkdir()  # not complete
     with pytest.raises(ValueError, match="must be a folder with a complete checkpoint"):
         latest_complete_checkpoint(tmp_path)
@@ -591,7 +597,7 @@ def is_alive(process):
         return False
 
 
-def test_interrupt_while_saving_keeps_the_last_complete_checkpoint(folder):
+def test_interrupt_while_saving_preserves_latest_complete_checkpoint(folder):
     """Interrupt while rank 1 writes its second checkpoint."""
     psutil = pytest.importorskip("psutil")
     saved = folder / "interrupted"
@@ -619,7 +625,7 @@ def test_interrupt_while_saving_keeps_the_last_complete_checkpoint(folder):
     assert latest_complete_checkpoint(saved / "fsdp").name == "step-00000002"
 
 
-def test_rank_ends_when_its_torchrun_was_killed(monkeypatch):
+def test_rank_exits_if_its_torchrun_process_was_killed(monkeypatch):
     ended, parents = [], iter([7, 7, 1])
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     monkeypatch.setattr(os, "_exit", ended.append)
@@ -700,12 +706,12 @@ def test_command_rejects_bad_options_in_one_sentence(
     assert run_command(*arguments.split(), ranks=2, rank=1) == ([], "", None)  # only on rank 0
 
 
-def test_command_without_torchrun_explains_how_to_start(run_command):
+def test_command_started_without_torchrun_explains_how_to_start_it(run_command):
     _, errors, status = run_command()
     assert "python -m torch.distributed.run" in errors and status == 2
 
 
-def test_checkpoint_loads_into_another_mode_of_the_same_model(one_process, task, tmp_path):
+def test_fsdp_checkpoint_loads_into_zero1_of_same_model_only(one_process, task, tmp_path):
     first, second = (Trainer(mode, task.make_model(), task.loss_sum) for mode in ("fsdp", "zero1"))
     for step in range(2):
         first(task.part(step, 1, 0))
@@ -720,7 +726,7 @@ def test_checkpoint_loads_into_another_mode_of_the_same_model(one_process, task,
         check_fits(saved, task_of().make_model())
 
 
-def test_resumed_ranks_have_the_losses_of_uninterrupted_training(folder):
+def test_resumed_training_has_losses_of_uninterrupted_training(folder):
     """Use dropout, which shows whether each rank continues with its own random state."""
     options = ["--model", "rank_code:dropping", "--mode", ",".join(ON_FOUR)]
     saved = ["--save", str(folder / "dropping"), "--every", "2"]
@@ -734,7 +740,7 @@ def test_resumed_ranks_have_the_losses_of_uninterrupted_training(folder):
         assert line["losses"] == whole["losses"][2:]
 
 
-def test_interrupted_save_always_leaves_a_complete_checkpoint(
+def test_save_interrupted_at_any_point_leaves_complete_checkpoint(
     one_process, folder, tmp_path, monkeypatch
 ):
     task = task_of(model="rank_code:dropping")
@@ -782,7 +788,7 @@ def test_sharded_step_rejects_scaler_and_prediction_rejects_process_group(one_pr
 
 
 @pytest.mark.gpu
-def test_gpus_train_every_mode_with_nccl(options):
+def test_training_on_gpus_with_nccl_succeeds_in_every_mode(options):
     options = [*options, "--mode", ",".join(MODES), "--backend", "nccl", "--steps", "3"]
     lines = launch(min(2, torch.cuda.device_count()), *options, timeout=TIMEOUT_SECONDS)
     for line in lines:

@@ -35,7 +35,7 @@ def runs():
     return launch(2, script=SCRIPT, timeout=TIMEOUT_SECONDS)
 
 
-def test_two_ranks_match_one_process_and_predicted_bytes(runs):
+def test_tensor_and_context_parallel_training_equals_one_process(runs):
     model, losses = TASK.make_model(), []
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for step in range(2):
@@ -61,7 +61,7 @@ def test_two_ranks_match_one_process_and_predicted_bytes(runs):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_pipeline_stages_have_the_gradients_of_one_process(runs, run):
+def test_pipeline_parallel_gradients_equal_gradients_of_one_process(runs, run):
     keys = "mode", "micro_batches", "return_outputs"
     [found] = [each["taken"] for each in runs if tuple(map(each.get, keys)) == run]
     assert all(stage["difference"] < 1e-5 for stage in found)
@@ -73,7 +73,7 @@ def test_pipeline_stages_have_the_gradients_of_one_process(runs, run):
         assert most == (run[1] if run[0] == "gpipe" else 2 - rank)
 
 
-def test_sequence_parallel_layer_keeps_gathered_inputs():
+def test_sequence_parallel_layer_saves_gathered_inputs_for_backward():
     b, s, h, a = 8, 128, 256, 8
     norms, inside = 4 * s * b * h + 4 * s * b, 12 * s * b * h + a * s * s * b
     assert kept_per_layer("tp", 2) == 4 * (norms + inside / 2)
@@ -87,7 +87,7 @@ def test_tensor_parallelism_rejects_ranks_that_do_not_divide_heads():
         predict_tensor_parallel(lambda: Decoder(**sizes, heads=3), None, None, "tp", 2)
 
 
-def test_ring_of_one_rank_equals_causal_attention_for_any_scores():
+def test_ring_attention_on_one_rank_equals_causal_attention():
     for size in (1.0, 300.0):  # scores of about 1 and of about 1000
         q, k, v = (torch.linspace(-size, size, 80).sin().view(1, 2, 8, 5) * size for _ in range(3))
         ours = [each.clone().double().requires_grad_() for each in (q, k.flip(2), v.cos())]
@@ -128,7 +128,7 @@ def _on_gpu(rank, address):
 
 
 @pytest.mark.gpu
-def test_pytorch_context_parallelism_is_causal_on_two_gpus(tmp_path):
+def test_pytorch_context_parallel_attention_on_two_gpus_is_causal(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("context parallelism needs two GPUs")
     torch.multiprocessing.spawn(_on_gpu, (f"file://{tmp_path}/group",), nprocs=2)

@@ -12,7 +12,9 @@ ARGUMENTS = {"two_ranks.py": ["fsdp"]}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_example_states_its_command_and_predicts_what_it_measures(path, monkeypatch, capsys):
+def test_example_script_states_its_command_and_prediction_equals_measurement(
+    path, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "argv", [str(path), *ARGUMENTS.get(path.name, [])])
     runpy.run_path(str(path), run_name="__main__")
     assert f"python examples/{path.name}" in path.read_text("utf-8").split('"""')[1]

@@ -73,7 +73,7 @@ def sentences_in(tree):
 @pytest.mark.parametrize(
     ("strings_in", "folder"), [(labels_in, ""), (sentences_in, "lessons/lesson_")]
 )
-def test_catalog_translates_labels_and_lesson_sentences_into_chinese(strings_in, folder):
+def test_catalog_has_chinese_for_every_label_and_lesson_sentence(strings_in, folder):
     found = [
         (path, node.lineno, node.value)
         for path, tree in trees().items()
@@ -85,7 +85,7 @@ def test_catalog_translates_labels_and_lesson_sentences_into_chinese(strings_in,
     assert [row for row in found if labels.is_english(row[2]) and row[2] not in catalog] == []
 
 
-def test_catalog_has_no_unused_entry():
+def test_translation_catalog_has_no_unused_entry():
     nodes = (node for tree in trees().values() for node in ast.walk(tree))
     shown = {node.value for node in filter(is_string, nodes)}
     # templates of `join_labels`
@@ -93,7 +93,7 @@ def test_catalog_has_no_unused_entry():
     assert [english for english in labels.catalog() if english not in shown] == []
 
 
-def test_catalog_has_chinese_punctuation_and_spacing():
+def test_chinese_translations_use_chinese_punctuation_and_spacing():
     catalog = labels.catalog()
     han = "[\u3400-\u9fff]"
     assert [english for english in catalog if re.search(han, english)] == []
@@ -102,7 +102,7 @@ def test_catalog_has_chinese_punctuation_and_spacing():
     assert [zh for zh, plain in words.items() if wrong.search(plain)] == []
 
 
-def test_choose_only_ignores_environment(monkeypatch):
+def test_choosing_one_language_overrides_language_environment_variable(monkeypatch):
     monkeypatch.setenv("COURSE_LANG", "zh")
     labels.choose_only("en")
     assert labels.current() == "en" and say("bytes") == "bytes"
@@ -135,7 +135,7 @@ def small_catalog(monkeypatch):
     monkeypatch.setattr(labels, "catalog", lambda: catalog)
 
 
-def test_label_is_translated_with_its_values(small_catalog):
+def test_label_is_translated_to_chinese_with_formatted_values(small_catalog):
     label = text("{n:,} tokens", n=1024)
     assert in_both_languages(label) == ("1,024 tokens", "1,024 个 token")
     assert in_both_languages("slow") == ("slow", "慢") and in_both_languages(3) == ("3", "3")
@@ -143,7 +143,7 @@ def test_label_is_translated_with_its_values(small_catalog):
     assert in_both_languages(nested) == ("a step of 1,024 tokens", "1,024 个 token的一步")
 
 
-def test_chinese_finds_labels_inside_longer_strings(small_catalog):
+def test_labels_inside_longer_strings_are_translated_to_chinese(small_catalog):
     label = text("{n:,} tokens", n=7)
     assert chinese("".join(list(label))) == "7 个 token"
     assert chinese(f"{label} · 3 MB · {text('slow')}") == "7 个 token · 3 MB · 慢"
@@ -152,7 +152,7 @@ def test_chinese_finds_labels_inside_longer_strings(small_catalog):
     assert chinese(f"{text('slow')}er") is None  # "slow" is a part of another word
 
 
-def test_only_newest_labels_with_values_are_stored(small_catalog):
+def test_label_cache_is_bounded_and_contains_newest_labels(small_catalog):
     fixed, used = text("slow"), text("{n:,} tokens", n=-1)
     for n in range(20_000):
         text("{n:,} tokens", n=n)
@@ -163,14 +163,14 @@ def test_only_newest_labels_with_values_are_stored(small_catalog):
     assert chinese("0 tokens") is None  # an old label is no longer stored
 
 
-def test_joined_labels_have_separators_of_each_language(small_catalog):
+def test_joined_labels_use_separators_of_each_language(small_catalog):
     shown = in_both_languages(join_labels(["slow", "slow", "slow"], "; "))
     assert shown == ("slow; slow; slow", "慢；慢；慢")
     assert in_both_languages(join_labels(["slow", "slow"])) == ("slow, slow", "慢、慢")
     assert join_labels([]) == ""
 
 
-def test_markup_has_one_escaped_element_per_language(small_catalog):
+def test_label_markup_contains_one_escaped_element_per_language(small_catalog):
     shown = markup(text("a step of {arm}", arm="`x<y`"))
     assert shown.count("<code>x&lt;y</code>") == 2 and 'lang="en"' in shown and 'lang="zh"' in shown
     assert markup("GFLOPs") == "GFLOPs" and markup("<b>") == "&lt;b&gt;"
@@ -182,7 +182,7 @@ NOT_ENGLISH = ["GFLOPs", "MB", "fp32", "`nn.Linear`", "torch.mm", "$x \\leq y$",
 NOT_ENGLISH += ["2.13.0+cpu", "d_model", "{n} MB", "12,345", "–", ""]
 
 
-def test_is_english_ignores_code_units_and_numbers():
+def test_code_units_and_numbers_do_not_count_as_english():
     assert list(filter(labels.is_english, ENGLISH + NOT_ENGLISH)) == ENGLISH
 
 
@@ -200,7 +200,7 @@ def test_label_without_chinese_raises_only_in_strict_mode(small_catalog, monkeyp
         assert show(label)
 
 
-def test_verbatim_words_are_equal_in_both_languages(small_catalog, monkeypatch):
+def test_verbatim_label_is_not_translated(small_catalog, monkeypatch):
     monkeypatch.setenv("COURSE_LABELS", "strict")
     name = verbatim("my own label")
     assert in_both_languages(name) == ("my own label",) * 2
@@ -208,6 +208,6 @@ def test_verbatim_words_are_equal_in_both_languages(small_catalog, monkeypatch):
     assert chinese(both) == "my own label、my own label的一步"
 
 
-def test_plain_text_is_translated_after_verbatim_label_with_equal_text(small_catalog):
+def test_text_equal_to_verbatim_label_is_still_translated(small_catalog):
     assert chinese(text("{name}", name=verbatim("slow"))) == "slow"
     assert chinese("slow") == "慢"

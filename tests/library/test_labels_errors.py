@@ -44,7 +44,7 @@ def chinese(monkeypatch):
     ],
     ids=lambda arguments: arguments[-2] + " " + arguments[-1],
 )
-def test_command_reports_wrong_arguments_in_chinese(arguments, capsys):
+def test_command_reports_invalid_arguments_in_chinese(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
     message = capsys.readouterr().err
@@ -68,14 +68,14 @@ def model():
         lambda: fit(model, lambda: None, 10**9, recipes=[]),
     ],
 )
-def test_errors_of_recipe_and_fit_have_chinese(call):
+def test_errors_of_recipe_and_fit_have_chinese_translation(call):
     with pytest.raises((TypeError, ValueError)) as error:
         call()
     message = translated_error(str(error.value))
     assert re.search("[\u3400-\u9fff]", message), message
 
 
-def test_enumeration_of_options_is_translated():
+def test_list_of_allowed_options_in_error_is_translated():
     message = "tier must be 'file', 'host' or 'tape', got 3"
     assert translated_error(message) == "tier 必须是 'file'、'host' 或 'tape'，实际是 3"
     message = "head_chunk must be None, 1 or 2.5, got 3"
@@ -83,7 +83,7 @@ def test_enumeration_of_options_is_translated():
 
 
 @pytest.mark.parametrize("options", ["finite", "None or finite", "'file' or below"])
-def test_english_words_are_not_taken_for_options(options):
+def test_error_listing_unknown_english_words_is_not_translated(options):
     """A message without a Chinese sentence stays in English as a whole."""
     message = f"fraction must be {options}, got 3"
     assert translated_error(message) == message
@@ -96,7 +96,7 @@ SEAM = re.compile(
 )
 
 
-def test_every_translated_error_stands_in_the_library():
+def test_every_translated_error_message_occurs_in_library_source():
     library = Path(labels.__file__).parents[1]
     nodes = [
         node
@@ -109,7 +109,7 @@ def test_every_translated_error_stands_in_the_library():
     assert [english for english, each in parts.items() if any(p not in strings for p in each)] == []
 
 
-def test_type_in_translated_error_has_no_english_article():
+def test_translated_error_names_type_without_english_article():
     message = (
         "model must be a model of transformers when framework is 'trainer', got a Decoder;"
         " framework='torch' (--for torch in the command) can train it"

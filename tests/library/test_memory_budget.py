@@ -20,7 +20,7 @@ def metered_step(**options):
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_operator_that_exceeds_budget_raises_in_each_phase(phase):
+def test_operator_exceeding_memory_budget_raises_in_each_phase(phase):
     step, first = metered_step()
     with first:
         step()
@@ -41,7 +41,7 @@ def test_operator_that_exceeds_budget_raises_in_each_phase(phase):
     assert all(part in str(error) for part in (error.operator, *map("{:,}".format, numbers)))
 
 
-def test_model_trains_after_budget_error():
+def test_model_can_be_trained_after_memory_budget_error():
     model, _, step = train(deep_mlp(3, 32), torch.ones(16, 32))
     with MemoryMeter(model) as first:
         step()
@@ -56,7 +56,7 @@ def test_model_trains_after_budget_error():
     assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
 
 
-def test_budget_below_model_bytes_raises_on_entry():
+def test_budget_below_model_bytes_raises_when_meter_is_entered():
     model = nn.Linear(16, 16)
     held = bytes_of(model.parameters())
     meter = MemoryMeter(model, budget_bytes=held - 1)
@@ -66,6 +66,6 @@ def test_budget_below_model_bytes_raises_on_entry():
     assert (caught.value.live_bytes, caught.value.wanted_bytes) == (0, held)
 
 
-def test_budget_error_can_be_pickled():
+def test_memory_budget_error_can_be_pickled():
     error = pickle.loads(pickle.dumps(MemoryBudgetExceeded("aten.mm.default", 1, 2, 3)))
     assert str(error) == str(MemoryBudgetExceeded("aten.mm.default", 1, 2, 3))

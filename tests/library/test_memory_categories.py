@@ -40,7 +40,7 @@ def after(operator, meter):
     return next(sample.bytes for sample in meter.timeline if sample.operator == operator)
 
 
-def test_forward_of_mlp_holds_two_activations_per_layer():
+def test_forward_of_mlp_stores_two_activations_per_layer():
     model = deep_mlp(DEPTH, WIDTH)
     with MemoryMeter(model) as meter:
         x = batch()
@@ -55,7 +55,7 @@ def test_forward_of_mlp_holds_two_activations_per_layer():
     assert meter.live_bytes == WEIGHTS + ONE
 
 
-def test_parameters_created_inside_meter_are_parameters():
+def test_parameters_created_inside_meter_count_as_parameters():
     with MemoryMeter() as meter:
         model, x = deep_mlp(DEPTH, WIDTH), batch()
         model(x).sum().backward()
@@ -63,7 +63,7 @@ def test_parameters_created_inside_meter_are_parameters():
     assert at_end(meter) == only(parameter=WEIGHTS, gradient=WEIGHTS, input=x.nbytes)
 
 
-def test_state_that_adam_creates_is_optimizer_state():
+def test_state_created_by_adam_counts_as_optimizer_state():
     model, x = deep_mlp(DEPTH, WIDTH), batch()
     optimizer = torch.optim.Adam(model.parameters())
     for given, held in (((model, optimizer), WEIGHTS), ((None, None), 0)):
@@ -88,7 +88,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_state_of_steps_in_backward_is_optimizer_state(make):
+def test_state_created_by_step_in_backward_counts_as_optimizer_state(make):
     model = deep_mlp(DEPTH, WIDTH).to(torch.bfloat16)
     with MemoryMeter(model) as meter:
         optimizer = make(list(model.parameters()))
@@ -103,7 +103,7 @@ def test_state_of_steps_in_backward_is_optimizer_state(make):
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-def test_optimizer_steps_in_backward_visit_each_state_at_most_thrice(monkeypatch):
+def test_meter_visits_each_optimizer_state_tensor_at_most_three_times(monkeypatch):
     visited = []
 
     def counted(*args, **kwargs):
@@ -124,7 +124,7 @@ def test_optimizer_steps_in_backward_visit_each_state_at_most_thrice(monkeypatch
         assert held <= len(visited) <= 3 * held
 
 
-def test_outputs_under_no_grad_are_temporary():
+def test_outputs_under_no_grad_count_as_temporary():
     model, x = deep_mlp(DEPTH, WIDTH), batch()
     with MemoryMeter(model) as meter, torch.no_grad():
         y = model(x)
@@ -134,7 +134,7 @@ def test_outputs_under_no_grad_are_temporary():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_inputs_and_recomputed_tensors_are_activations(reentrant):
+def test_checkpoint_inputs_and_recomputed_tensors_count_as_activations(reentrant):
     layers = [nn.Sequential(*deep_mlp(2, WIDTH)) for _ in range(4)]
     points = []  # of the trace, where the second half of layer 2 is recomputed
 
@@ -162,7 +162,7 @@ def test_checkpoint_inputs_and_recomputed_tensors_are_activations(reentrant):
     assert activations[-1] == 0
 
 
-def test_tensor_that_recomputation_reads_is_activation():
+def test_output_saved_by_selective_checkpoint_counts_as_activation():
     weight, x = nn.Parameter(torch.randn(32, 32)), torch.randn(64, 32)
 
     def keep_products():
@@ -179,7 +179,7 @@ def test_tensor_that_recomputation_reads_is_activation():
     assert meter.timeline[end_of_forward].bytes["activation"] == 64 * 32 * 4
 
 
-def test_tensors_kept_by_autograd_function_are_activations():
+def test_tensors_saved_by_autograd_function_count_as_activations():
     class Exp(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

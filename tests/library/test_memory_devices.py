@@ -42,7 +42,7 @@ def metered(given, **options):
     return meter
 
 
-def test_tensors_in_host_memory_do_not_count_for_device():
+def test_meter_of_device_excludes_tensors_in_host_memory():
     packed, host = [], torch.device("cpu")
 
     def drop_saved_tensors():
@@ -71,14 +71,14 @@ def test_tensors_in_host_memory_do_not_count_for_device():
         assert on_host.peak_bytes_by_device == by_device and on_host.entry_bytes == 0
 
 
-def test_adam_step_counts_on_cpu_do_not_count_for_device():
+def test_meter_of_device_excludes_adam_step_counters_on_cpu():
     with symbolic():
         model, optimizer, _ = given = on_second_device(nullcontext, optimizer=torch.optim.Adam)
         assert metered(given).entry_bytes == 3 * bytes_of(model.parameters())
         assert metered(given, device="cpu").entry_bytes == 4 * len(optimizer.state)
 
 
-def test_meter_counts_first_accelerator_with_a_tensor():
+def test_meter_counts_only_first_accelerator_that_has_tensor():
     with symbolic(), MemoryMeter() as meter:
         on_cpu = torch.ones(100)
         assert meter.live_bytes == meter.peak_bytes == on_cpu.nbytes
@@ -95,7 +95,7 @@ def test_meter_counts_first_accelerator_with_a_tensor():
     assert MemoryMeter().peak_bytes_by_device == {}
 
 
-def test_budget_applies_from_first_tensor_of_accelerator():
+def test_memory_budget_applies_from_first_tensor_on_accelerator():
     with symbolic(), MemoryMeter(budget_bytes=500):
         held = [torch.ones(100)]
         for count, live in ((200, 0), (60, 300)):
@@ -110,14 +110,14 @@ def test_budget_applies_from_first_tensor_of_accelerator():
     ("device", "name", "count"),
     [("cpu:0", "cpu", 1), ("cuda", "cuda:0", 10), (torch.device("cuda:1"), "cuda:1", 100)],
 )
-def test_meter_counts_named_device_despite_earlier_tensors_elsewhere(device, name, count):
+def test_meter_counts_selected_device_despite_earlier_tensors_on_others(device, name, count):
     with symbolic(), MemoryMeter(device=device) as meter:
         tensors = [torch.ones(n, device=d) for n, d in ((10, "cuda"), (100, "cuda:1"), (1, "cpu"))]
     assert (str(meter.device), meter.peak_bytes) == (name, 4 * count)
     assert sum(meter.peak_bytes_by_device.values()) == bytes_of(tensors)
 
 
-def test_meta_device_counts_only_if_named_and_equals_symbolic():
+def test_measure_on_meta_device_equals_symbolic_measurement():
     def backward():
         model(x).sum().backward()
 

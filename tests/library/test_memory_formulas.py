@@ -20,7 +20,7 @@ from course_lib.memory import (
 from course_lib.models import DecoderLayer, Dropout, deep_mlp
 
 
-def test_training_state_formula_has_published_bytes_per_parameter():
+def test_training_state_formula_gives_published_bytes_per_parameter():
     assert training_state_bytes(1, "mixed-adam") == {"parameter": 2, "gradient": 2, "optimizer": 12}
     assert sum(training_state_bytes(7e9, "fp32-sgd").values()) == 8 * 7_000_000_000
 
@@ -32,7 +32,7 @@ def test_training_state_formula_has_published_bytes_per_parameter():
         ("fp32-adam", torch.optim.Adam, 4 * 4),
     ],
 )
-def test_training_state_formula_equals_metered_step(recipe, optimizer, step_counts):
+def test_training_state_formula_equals_measured_bytes_of_step(recipe, optimizer, step_counts):
     model, optimizer, step = train(deep_mlp(2, 32), torch.ones(1, 32), optimizer=optimizer)
     with MemoryMeter(model, optimizer) as meter:
         step()
@@ -81,7 +81,7 @@ def test_activation_formula_equals_published_formula(recompute):
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_fused_attention_saves_no_probabilities(kv_heads):
+def test_fused_attention_saves_no_attention_probabilities(kv_heads):
     shape = {"sequence": 64, "batch": 2, "heads": 8, "head_dim": 16, "kv_heads": kv_heads}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         found = saved_tensors(

@@ -96,7 +96,7 @@ SUMS = {
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_peak_with_gradient_sums_equals_allocator_peak(name):
+def test_meter_peak_with_summed_gradients_equals_allocator_peak(name):
     leaves, step = SUMS[name]()
     step()
     expected = [leaf.grad.clone() for leaf in leaves]
@@ -123,7 +123,7 @@ class KeepInputs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_gradient_kept_after_sum_stays_counted():
+def test_meter_counts_gradient_still_referenced_after_summation():
     x = torch.ones(1000, requires_grad=True)
     with MemoryMeter() as meter, KeepInputs() as mode:
         y = x * 2
@@ -133,7 +133,7 @@ def test_gradient_kept_after_sum_stays_counted():
         assert meter.live_bytes == sum(storage.nbytes() for storage in live)
 
 
-def test_sum_in_python_backward_releases_tensors():
+def test_meter_excludes_tensors_released_by_summation_in_python_backward():
     x = torch.ones(1000, requires_grad=True)
     with MemoryMeter() as meter:
         SumsInBackward.apply(x).sum().backward()
@@ -142,7 +142,7 @@ def test_sum_in_python_backward_releases_tensors():
     assert exp.live_bytes == 4 * (1 + 1000 + 1000 + 1)
 
 
-def test_nested_and_symbolic_meters_count_gradient_sums_equally():
+def test_nested_and_symbolic_meters_count_equal_bytes_for_gradient_sums():
     found = set()
     for context in (symbolic(), nullcontext()):
         with context:
@@ -156,7 +156,7 @@ def test_nested_and_symbolic_meters_count_gradient_sums_equally():
         step()
 
 
-def test_budget_counts_gradient_whose_view_is_kept_after_sum():
+def test_memory_budget_counts_summed_gradient_with_live_view():
     def step():
         x, kept = torch.ones(1000, requires_grad=True), []
         terms = [-x, -x]

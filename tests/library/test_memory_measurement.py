@@ -24,7 +24,7 @@ from course_lib.models import deep_mlp
 from course_lib.offload import OffloadedOptimizer
 
 
-def test_measure_reports_workspace_of_convolutions():
+def test_measure_reports_workspace_bytes_of_convolutions():
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
     _, _, step = train(model, torch.randn(4, 3, 32, 32))
     found = measure(step, model=model, repeats=1)
@@ -38,7 +38,7 @@ def test_measure_reports_workspace_of_convolutions():
     assert found.device == "cpu" and found.seconds > 0
 
 
-def test_allocator_run_and_timed_runs_have_no_dispatch_modes():
+def test_measure_times_and_profiles_step_without_dispatch_modes():
     weight, runs = nn.Parameter(torch.randn(8, 8)), []
 
     def step():
@@ -52,7 +52,7 @@ def test_allocator_run_and_timed_runs_have_no_dispatch_modes():
 
 
 @pytest.mark.parametrize("size", [1_000, 100_000])
-def test_allocator_peak_ignores_release_of_older_blocks(size):
+def test_measured_allocator_peak_ignores_blocks_allocated_before_step(size):
     x = torch.randn(size, requires_grad=True)
 
     def step():
@@ -64,7 +64,7 @@ def test_allocator_peak_ignores_release_of_older_blocks(size):
         assert found.peak_bytes <= found.allocator_peak_bytes <= found.peak_bytes + 64
 
 
-def test_workspace_on_cuda_is_memory_released_within_operator(monkeypatch):
+def test_cuda_workspace_equals_memory_allocated_and_freed_within_operator(monkeypatch):
     held = {"current": 500, "peak": 500}
 
     class FakeAllocator(TorchDispatchMode):
@@ -116,7 +116,7 @@ def test_meter_peak_of_fully_sharded_model_equals_allocator_peak(one_process):
 
 
 @pytest.mark.parametrize("settles", [True, False])
-def test_measure_repeats_until_two_runs_agree_or_adds_note(settles):
+def test_measure_repeats_step_until_two_peaks_agree_or_warns(settles):
     x, runs = nn.Parameter(torch.randn(64, 64)), []
 
     def step():
@@ -131,7 +131,7 @@ def test_measure_repeats_until_two_runs_agree_or_adds_note(settles):
 
 
 @pytest.mark.parametrize("warmup", [0, 1])
-def test_measure_with_warmup_zero_measures_first_step(warmup):
+def test_measure_without_warmup_measures_first_step(warmup):
     def make():
         model = deep_mlp(4, 256)  # so wide that the peak is in the optimizer's step
         return train(model, torch.randn(4, 256), optimizer=torch.optim.Adam, foreach=False)
@@ -148,7 +148,7 @@ def test_measure_with_warmup_zero_measures_first_step(warmup):
         assert (found.peak_bytes, found.at_peak) == (first.peak_bytes, first.at_peak())
 
 
-def test_attention_flops_do_not_depend_on_shared_keys():
+def test_attention_flops_do_not_depend_on_number_of_key_heads():
     q, k, v = (torch.ones(2, heads, 8, 16, requires_grad=True) for heads in (4, 1, 1))
 
     def step():
@@ -158,7 +158,7 @@ def test_attention_flops_do_not_depend_on_shared_keys():
     assert measure(step, repeats=0).flops == (2 + 5) * 2 * (2 * 4 * 8 * 8 * 16)
 
 
-def test_measure_rejects_step_without_backward_unless_gradient_is_optional():
+def test_measure_rejects_step_without_backward_unless_explicitly_allowed():
     def step():
         nn.Linear(2, 2)(torch.ones(1, 2))
 
@@ -167,7 +167,7 @@ def test_measure_rejects_step_without_backward_unless_gradient_is_optional():
     assert measure(step, needs_gradient=False, repeats=0).flops == 2 * 2 * 2
 
 
-def test_results_display_as_tables_without_optional_packages(monkeypatch):
+def test_measurement_results_display_as_tables_without_optional_packages(monkeypatch):
     for name in ("matplotlib", "IPython", "pandas"):
         monkeypatch.setitem(sys.modules, name, None)  # importing them fails
     model, x = deep_mlp(2, 8), torch.ones(4, 8)
@@ -249,7 +249,7 @@ def test_measure_restores_model_optimizer_and_generators(stepped, fails):
         (partial(OffloadedOptimizer, fraction=0.5), torch.bfloat16, True, 1),
     ],
 )
-def test_measure_restores_state_kept_outside_optimizer_state(optimizer, dtype, stepped, warmup):
+def test_measure_restores_offloaded_and_wrapped_optimizer_state(optimizer, dtype, stepped, warmup):
     model, x = deep_mlp(2, 16).to(dtype), torch.ones(4, 16, dtype=dtype)
     _, optimizer, step = train(model, x, optimizer=optimizer)
     if stepped:
@@ -290,7 +290,7 @@ def test_measure_restores_gradient_of_leaf_used_only_by_custom_function():
     assert x.grad is before and before.tolist() == [0] * 4
 
 
-def test_measure_releases_leaf_that_step_creates():
+def test_measure_releases_leaf_tensor_created_by_step():
     leaves = []
 
     def step():

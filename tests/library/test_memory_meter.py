@@ -128,7 +128,7 @@ def test_meter_counts_each_new_storage_once(operations):
     assert found == expected and meter.peak_bytes >= max(found)
 
 
-def test_inner_meter_counts_own_block_and_outer_counts_all():
+def test_inner_meter_counts_its_block_and_outer_meter_counts_everything():
     with MemoryMeter() as outer:
         x = torch.ones(100)
         with MemoryMeter() as inner:
@@ -138,7 +138,7 @@ def test_inner_meter_counts_own_block_and_outer_counts_all():
     assert outer.peak_bytes == outer.live_bytes == x.nbytes + y.nbytes + z.nbytes
 
 
-def test_step_in_another_thread_is_not_counted():
+def test_meter_does_not_count_step_in_another_thread():
     (model, _, step), (other, _, other_step) = mlp(), mlp()
     with MemoryMeter(model) as alone:
         step()
@@ -152,7 +152,7 @@ def test_step_in_another_thread_is_not_counted():
     assert all(parameter.grad is not None for parameter in other.parameters())
 
 
-def test_storages_released_in_another_thread_are_subtracted():
+def test_meter_subtracts_storages_released_in_another_thread():
     with MemoryMeter() as meter:
         held = [torch.ones(100) for _ in range(50)]
         thread = threading.Thread(target=held.clear)
@@ -163,7 +163,7 @@ def test_storages_released_in_another_thread_are_subtracted():
         assert meter.live_bytes == 0
 
 
-def test_block_bytes_round_up_each_storage():
+def test_meter_rounds_storages_up_to_multiples_of_block_bytes():
     with MemoryMeter(block_bytes=512) as meter:
         tensors = torch.ones(1), torch.ones(129)
         assert meter.live_bytes == 512 + 1024
@@ -172,7 +172,7 @@ def test_block_bytes_round_up_each_storage():
 
 
 @pytest.mark.parametrize("grow", [False, True], ids=["created", "resized"])
-def test_storage_without_operator_has_its_own_sample(grow):
+def test_storage_allocated_without_operator_appears_in_timeline(grow):
     with MemoryMeter() as meter:
         x = torch.ones(1000)
         y, storage = x * 2, x.new_empty(0).untyped_storage()
@@ -187,7 +187,7 @@ def test_storage_without_operator_has_its_own_sample(grow):
     assert meter.timeline[-1].operator == "(no operator)" and meter.operator_count == 3
 
 
-def test_fake_tensors_of_inner_mode_count_zero_bytes():
+def test_fake_tensors_of_inner_fake_tensor_mode_count_zero_bytes():
     with MemoryMeter() as meter:
         held = torch.ones(10)
         with FakeTensorMode():
@@ -200,7 +200,7 @@ def test_fake_tensors_of_inner_mode_count_zero_bytes():
     assert meter.peak_bytes == held.nbytes
 
 
-def test_state_of_several_optimizers_is_counted_and_restored():
+def test_measure_counts_and_restores_state_of_several_optimizers():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     optimizers = [torch.optim.Adam(model[0].parameters()), SGD(model[1].parameters())]
 

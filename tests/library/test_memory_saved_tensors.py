@@ -58,7 +58,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_saved_bytes_equal_those_of_pack_hook(name):
+def test_saved_tensors_bytes_equal_bytes_passed_to_pack_hook(name):
     model, shape = MODELS[name]
     x = torch.randn(shape, requires_grad=True)
     found = saved_tensors(model, x)
@@ -72,7 +72,7 @@ def test_saved_bytes_equal_those_of_pack_hook(name):
 GLOBAL_MODEL = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
 
 
-def test_parameters_are_not_listed_for_any_form_of_call():
+def test_saved_tensors_omits_parameters_unless_requested():
     x, model = torch.randn(4, 8), GLOBAL_MODEL
     calls = [model, lambda x: model(x), lambda x: GLOBAL_MODEL(x), model.forward]
     (total,) = {saved_tensors(call, x).total_bytes for call in calls}
@@ -84,7 +84,7 @@ def test_parameters_are_not_listed_for_any_form_of_call():
     assert listed.total_bytes > total
 
 
-def test_parameter_that_is_argument_is_listed():
+def test_saved_tensors_lists_parameter_passed_as_argument():
     weight = nn.Parameter(torch.randn(8))
     assert saved_tensors(lambda: (weight**2).sum()).total_bytes == 0
     assert saved_tensors(lambda w: (w**2).sum(), weight).total_bytes == weight.nbytes
@@ -93,7 +93,7 @@ def test_parameter_that_is_argument_is_listed():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint_saves_only_its_input(reentrant):
+def test_saved_tensors_of_checkpoint_lists_only_its_input(reentrant):
     layer, x = DecoderLayer(32, 4, dropout=0.1), torch.randn(2, 16, 32, requires_grad=True)
     found = saved_tensors(lambda x: checkpoint(layer, x, use_reentrant=reentrant), x)
     (row,) = [row for row in found if row.bytes]  # torch 2.9 also saves an empty tensor
@@ -103,7 +103,7 @@ def test_checkpoint_saves_only_its_input(reentrant):
     assert found.total_bytes == transformer_activation_bytes(**shape, recompute="full")
 
 
-def test_saved_tensors_lists_what_result_needs_and_releases_all():
+def test_saved_tensors_lists_tensors_of_result_graph_and_releases_them():
     x, results = torch.ones(3, requires_grad=True), []
 
     def function(x):
@@ -148,7 +148,7 @@ def test_saved_tensors_removes_hooks_after_error():
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def test_rows_refer_to_first_row_with_same_storage():
+def test_saved_tensors_with_same_storage_refer_to_first_listed():
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
     rows = saved_tensors(lambda x: [layer(x) for layer in layers], torch.randn(4, 8))
     assert [row.shared_with for row in rows] == [None, 0, 0]

@@ -56,13 +56,13 @@ def model_with(tensor):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_meter_counts_all_storages_of_each_layout(name):
+def test_meter_counts_all_storages_of_each_tensor_layout(name):
     make, expected = LAYOUTS[name]
     with MemoryMeter(model_with(make())) as meter:
         assert meter.entry_bytes == expected
 
 
-def test_sparse_gradient_counts_with_indices():
+def test_meter_counts_values_and_indices_of_sparse_gradient():
     embedding = nn.Embedding(100, 4, sparse=True)
     with MemoryMeter(embedding) as meter:
         embedding(torch.tensor([1, 2, 3])).sum().backward()
@@ -72,7 +72,7 @@ def test_sparse_gradient_counts_with_indices():
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
 @pytest.mark.parametrize("leaf", [False, True], ids=["data", "leaf"])
-def test_nested_step_peak_equals_allocator_peak(layout, leaf):
+def test_meter_peak_of_nested_tensor_step_equals_allocator_peak(layout, leaf):
     layer = nn.Linear(16, 16, bias=False)
 
     def step():
@@ -89,7 +89,7 @@ def test_nested_step_peak_equals_allocator_peak(layout, leaf):
     assert meter.peak_bytes == allocated > 4 * 64 * 16 * 4
 
 
-def test_saved_jagged_tensor_counts_with_offsets():
+def test_saved_bytes_of_jagged_tensor_include_offsets():
     layer = nn.Linear(16, 16)
     jagged, packed = (
         saved_tensors(lambda x: layer(x).sin(), x).total_bytes
@@ -110,7 +110,7 @@ def test_meter_counts_inner_tensors_of_wrapper_subclass():
     assert [sample.operator for sample in meter.timeline[:2]] == ["aten.mul.Tensor"] * 2
 
 
-def test_meter_rejects_wrapper_without_flatten():
+def test_meter_rejects_tensor_subclass_without_tensor_flatten():
     class Opaque(torch.Tensor):
         __slots__ = ("inner",)
 

@@ -26,7 +26,7 @@ def phases_of(meter, operator):
     ("optimizer", "fails"),
     [(torch.optim.Adam, False), (OuterOptimizer, False), (OuterOptimizer, True)],
 )
-def test_optimizer_phase_ends_with_outermost_step(optimizer, fails):
+def test_optimizer_phase_ends_when_outermost_step_returns(optimizer, fails):
     model, optimizer, step = train(deep_mlp(2, 16), torch.randn(4, 16), optimizer=optimizer)
     with MemoryMeter(model, optimizer) as meter:
         if fails:
@@ -43,7 +43,7 @@ def test_optimizer_phase_ends_with_outermost_step(optimizer, fails):
         assert at_end(meter)["optimizer"] == bytes_of(optimizer.held_tensors())
 
 
-def test_optimizer_step_in_backward_is_optimizer_phase():
+def test_optimizer_step_in_backward_belongs_to_optimizer_phase():
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(32, 64)
     step_in_backward(model, torch.optim.Adam(model.parameters(), foreach=False))
     with MemoryMeter(model) as meter:
@@ -56,7 +56,7 @@ def test_optimizer_step_in_backward_is_optimizer_phase():
     assert meter.series()["gradient"].max() < bytes_of(model.parameters())
 
 
-def test_optimizer_closure_is_forward_and_backward_phase():
+def test_optimizer_closure_belongs_to_forward_and_backward_phases():
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 
@@ -72,7 +72,7 @@ def test_optimizer_closure_is_forward_and_backward_phase():
     assert phases_of(meter, "addmm") == {"forward"}
 
 
-def test_plot_marks_the_peak():
+def test_timeline_plot_marks_peak():
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")
     model, optimizer, step = mlp()
@@ -90,7 +90,7 @@ def test_plot_marks_the_peak():
 # ---- the trace
 
 
-def test_trace_has_series_flops_and_events_of_meter():
+def test_trace_has_same_series_flops_and_events_as_meter():
     model, optimizer, step = mlp()
     step()
     with MemoryMeter(model, optimizer) as meter, FlopCounterMode(display=False) as flops:

@@ -24,7 +24,7 @@ def test_autograd_detects_in_place_changes_under_meter():
         y.sum().backward()
 
 
-def test_function_transforms_work_under_meter():
+def test_torch_func_transforms_give_correct_gradients_under_meter():
     x = torch.randn(3, 4)
     with MemoryMeter() as meter:
         found = torch.func.vmap(torch.func.grad(lambda v: (v**3).sum()))(x)
@@ -69,7 +69,7 @@ def test_reading_meter_does_not_recompute_checkpoint():
     assert calls == [False, True]
 
 
-def test_reading_meter_does_not_change_categories():
+def test_reading_meter_during_backward_does_not_change_categories():
     class ReadsMeter(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, read):
@@ -93,7 +93,7 @@ def test_reading_meter_does_not_change_categories():
 @pytest.mark.parametrize("swap", [False, True], ids=["assign", "swap"])
 @pytest.mark.parametrize("nested", [False, True], ids=["one meter", "two meters"])
 @pytest.mark.parametrize("norm", [nn.GELU(), nn.BatchNorm1d(16)], ids=["no buffers", "buffers"])
-def test_model_can_be_converted_and_loaded_under_meter(norm, nested, swap, monkeypatch):
+def test_meter_counts_model_converted_or_loaded_under_it(norm, nested, swap, monkeypatch):
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swap)
     model = nn.Sequential(nn.Linear(16, 16), norm).float()
     values = {name: value + 1 for name, value in model.state_dict().items()}
@@ -110,7 +110,7 @@ def test_model_can_be_converted_and_loaded_under_meter(norm, nested, swap, monke
     assert meter.live_bytes == bytes_of(model.state_dict().values())
 
 
-def test_meter_can_be_entered_only_once():
+def test_entering_meter_twice_raises():
     meter = MemoryMeter()
     with meter, pytest.raises(RuntimeError, match="active"), meter:
         pass
@@ -123,7 +123,7 @@ def fail(*_):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_closed_meter_holds_nothing(fails, monkeypatch):
+def test_closed_meter_holds_no_reference_to_model_or_tensors(fails, monkeypatch):
     raises = pytest.raises(KeyError, match="injected") if fails else nullcontext()
     if fails:
         monkeypatch.setattr(CategoryTracker, "finish", fail)
@@ -142,7 +142,7 @@ def test_closed_meter_holds_nothing(fails, monkeypatch):
     assert meter.live_bytes == 0 < meter.peak_bytes
 
 
-def test_error_of_block_is_raised_if_exit_fails(monkeypatch):
+def test_error_inside_meter_is_raised_even_if_exit_fails(monkeypatch):
     monkeypatch.setattr(CategoryTracker, "finish", fail)
     with hooks_restored(), pytest.raises(ValueError, match="block") as raised, MemoryMeter():
         raise ValueError("block")

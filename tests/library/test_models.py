@@ -23,7 +23,7 @@ SIZES = {"vocabulary": 50, "hidden": 16, "heads": 2, "layers": 2, "sequence": 8}
 
 
 @pytest.mark.parametrize("make", [partial(deep_mlp, 3, 8), partial(Decoder, **SIZES, tied=False)])
-def test_weights_depend_on_seed_and_layer(make):
+def test_initial_weights_depend_only_on_seed_and_layer(make):
     before = torch.get_rng_state()
     first, second, other = (make(seed=seed).state_dict() for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
@@ -69,7 +69,7 @@ def test_decoder_layer_equals_pytorch_encoder_layer(norm_first):
     assert_close(ours(x), theirs(x, src_mask=mask, is_causal=True), rtol=1e-5, atol=1e-5)
 
 
-def test_loss_is_the_mean_cross_entropy_of_next_tokens():
+def test_decoder_loss_equals_mean_cross_entropy_of_next_tokens():
     model, tokens = Decoder(**SIZES), random_tokens(3, 8, 50)
     logits = model(tokens[:, :-1])
     expected = (
@@ -81,7 +81,7 @@ def test_loss_is_the_mean_cross_entropy_of_next_tokens():
     assert weight == 24 and total.requires_grad
 
 
-def test_dropout_has_the_distribution_of_pytorch():
+def test_dropout_has_same_distribution_as_pytorch_dropout():
     x, p = torch.ones(200_000, requires_grad=True), 0.3
     ours, theirs = Dropout(p)(x), F.dropout(x, p, training=True)
     assert set(ours.unique().tolist()) == set(theirs.unique().tolist())  # 0 and 1 / (1 - p)
@@ -95,7 +95,7 @@ def test_dropout_has_the_distribution_of_pytorch():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_loss_stages_of_a_decoder_equal_its_loss(tied):
+def test_loss_stages_of_decoder_have_its_loss_and_gradients(tied):
     decoder, tokens = Decoder(**SIZES, tied=tied), random_tokens(3, 8, 50)
     assert (decoder.head.weight is decoder.tokens.weight) == tied
     stages = loss_stages(decoder, tokens[:, 1:])
@@ -110,7 +110,7 @@ def test_loss_stages_of_a_decoder_equal_its_loss(tied):
     assert torch.equal(stages(other[:, :-1]), decoder.loss(other))
 
 
-def test_decoder_draws_random_numbers_with_dropout_or_unknown_layers():
+def test_decoder_with_dropout_or_modified_layers_reports_random_number_use():
     dropping, changed = Decoder(**SIZES, dropout=0.1), Decoder(**SIZES)
     assert dropping.draws_random_numbers and not dropping.eval().draws_random_numbers
     assert not changed.draws_random_numbers

@@ -134,7 +134,7 @@ class UserStore(Store):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_offloaded_gradients_equal_plain_gradients_bit_for_bit(name, prefetch, device):
+def test_offloaded_gradients_equal_gradients_without_offload_bit_for_bit(name, prefetch, device):
     make_module, make_input = MODELS[name]
     module, x = make_module().to(device), make_input().to(device)
     expected = gradients(module, module, x)
@@ -152,7 +152,7 @@ def test_offload_rejects_saved_noise_of_rrelu_in_training(prefetch):
         gradients(nn.Module(), run, torch.linspace(-2, 2, 96))
 
 
-def test_offload_keeps_parameters_and_buffers_behind_views_and_parametrizations():
+def test_activation_offload_never_writes_parameters_or_buffers_to_store():
     module = nn.Sequential(
         nn.Linear(32, 32), nn.BatchNorm1d(32), parametrizations.weight_norm(nn.Linear(32, 32))
     )
@@ -229,7 +229,7 @@ KEPT_CASES = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", KEPT_CASES)
-def test_offload_skips_kept_small_partial_and_last_saved_tensors(name, store, leaf):
+def test_offload_writes_expected_bytes_for_excluded_or_small_tensors(name, store, leaf):
     run, options, expected = KEPT_CASES[name]
     found = gradients(nn.Module(), offloaded(run, store, **options), leaf)
     assert_same(found, gradients(nn.Module(), run, leaf))
@@ -237,7 +237,7 @@ def test_offload_skips_kept_small_partial_and_last_saved_tensors(name, store, le
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_tensors_saved_again_in_double_backward_share_one_copy(prefetch):
+def test_tensors_saved_twice_in_double_backward_are_offloaded_once(prefetch):
     """Compare a gradient penalty with autograd, and its bytes with a symbolic run."""
 
     def moved(store):
@@ -275,7 +275,7 @@ def test_error_while_packing_a_tensor_frees_the_store(monkeypatch, store, leaf):
     ("module", "use_reentrant"),
     [(readable, False), (readable, True), (torch.utils.checkpoint, False)],
 )
-def test_inputs_of_checkpointed_blocks_are_offloaded(module, use_reentrant, store):
+def test_offload_writes_inputs_of_checkpointed_blocks_to_store(module, use_reentrant, store):
     net, x = deep_mlp(8, 16), torch.randn(64, 16)
 
     def run(x):
@@ -289,7 +289,7 @@ def test_inputs_of_checkpointed_blocks_are_offloaded(module, use_reentrant, stor
 
 
 @pytest.mark.parametrize("in_flight", [0, 3])
-def test_in_flight_limits_unfinished_copies(in_flight):
+def test_in_flight_option_limits_number_of_unfinished_copies(in_flight):
     store, net, x = UserStore(), deep_mlp(6, 16), torch.randn(8, 16)
     run = offloaded(net, store, in_flight=in_flight)
     assert_same(gradients(net, net, x), gradients(net, run, x))
@@ -297,7 +297,7 @@ def test_in_flight_limits_unfinished_copies(in_flight):
 
 
 @pytest.mark.filterwarnings("error")
-def test_block_without_large_tensors_warns_once():
+def test_offload_context_without_large_tensors_warns_once():
     x, large = torch.ones(8, requires_grad=True), torch.ones(1 << 19, requires_grad=True)
     context = offload_activations(DiskStore())
     with pytest.warns(UserWarning, match=r"32 bytes, and min_bytes is 1048576"), context:
@@ -310,7 +310,7 @@ def test_block_without_large_tensors_warns_once():
             saved()
 
 
-def test_peak_falls_by_offloaded_bytes_and_grows_with_prefetch():
+def test_offload_lowers_peak_by_offloaded_bytes_and_prefetch_raises_it():
     net, x = deep_mlp(8, 64), torch.randn(4096, 64)
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -333,7 +333,7 @@ def test_peak_falls_by_offloaded_bytes_and_grows_with_prefetch():
 @pytest.mark.parametrize(
     "register", [None, "register_forward_pre_hook", "register_full_backward_pre_hook"]
 )
-def test_dropped_graph_or_failed_pass_frees_store_and_hooks(register, store):
+def test_deleted_graph_or_failed_pass_frees_store_and_hooks(register, store):
     net, x = deep_mlp(6, 16), torch.randn(8, 16, requires_grad=True)
     hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
     if register:
@@ -351,7 +351,7 @@ def test_dropped_graph_or_failed_pass_frees_store_and_hooks(register, store):
     assert store.stats.bytes_down == before > 0
 
 
-def test_dropping_a_graph_starts_no_thread_and_takes_no_lock(monkeypatch, store, leaf):
+def test_deleting_graph_starts_no_thread_and_acquires_no_lock(monkeypatch, store, leaf):
     """Drop a graph while a lock is held, because the collector may run in any thread."""
     with offload(store) as context:
         region = context._entered[-1][0]
@@ -388,7 +388,7 @@ def test_offload_context_can_be_nested_and_entered_again(store):
     [{}, {"prefetch": 3}, {"min_bytes": 1 << 20}],
     ids=["offloaded", "prefetched", "kept"],
 )
-def test_change_in_place_after_saving_is_an_error(options, store):
+def test_changing_offloaded_tensor_in_place_raises_in_backward(options, store):
     x = torch.ones(64, requires_grad=True)
     with offload(store, **options):
         y = x * 1
@@ -402,7 +402,7 @@ def test_change_in_place_after_saving_is_an_error(options, store):
         before.sum().backward()
 
 
-def test_full_store_raises_and_keeps_earlier_saved_tensors(leaf):
+def test_full_offload_store_raises_and_preserves_earlier_tensors(leaf):
     net, store = deep_mlp(6, 64), DiskStore(limit_bytes=3 * X)
     with pytest.raises(StoreFull, match=f"{X} more .* limit_bytes is {3 * X}"):
         offloaded(net, store)(leaf)
@@ -416,7 +416,7 @@ def test_full_store_raises_and_keeps_earlier_saved_tensors(leaf):
     assert torch.allclose(leaf.grad, leaf.detach().sin().cos() * leaf.detach().cos())
 
 
-def test_failed_write_raises_and_tensor_stays_in_memory(monkeypatch, store, leaf):
+def test_failed_offload_write_raises_and_leaves_tensor_in_memory(monkeypatch, store, leaf):
     monkeypatch.setattr(store, "_write", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), offload(store):
         y = (leaf * 1).sin().sin()
@@ -446,7 +446,7 @@ def test_gpu_offload_reuses_pinned_memory_and_streams():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_gpu_gradients_stay_equal_over_many_offloaded_steps(checkpointed):
+def test_offloaded_gradients_on_gpu_equal_baseline_over_many_steps(checkpointed):
     """Repeat a step that a missing wait or an early release would spoil."""
     torch.manual_seed(0)
     model = Decoder(vocabulary=500, hidden=256, heads=4, layers=6, sequence=128).cuda()
@@ -469,7 +469,7 @@ def test_gpu_gradients_stay_equal_over_many_offloaded_steps(checkpointed):
 
 @pytest.mark.parametrize("make", [DiskStore, HostStore])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64])
-def test_store_returns_every_byte_after_a_slow_write(make, dtype, monkeypatch):
+def test_store_returns_correct_bytes_after_slow_write(make, dtype, monkeypatch):
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *args: (time.sleep(0.02), write(*args))[1])
     store, tensor = make(), (torch.randn(33, 7) * 50).to(dtype).t()
@@ -493,7 +493,7 @@ def test_disk_store_reuses_and_merges_freed_space(store):
         assert os.fstat(store._file.fileno()).st_blocks * 512 >= 5 << 20
 
 
-def test_file_does_not_grow_with_batches_of_other_sizes(store):
+def test_offload_file_does_not_grow_for_batches_of_other_sizes(store):
     state = store.reserve(1 << 12)
     for nbytes in range(1000, 2000, 50):
         activations = [store.reserve(nbytes) for _ in range(8)]
@@ -538,7 +538,7 @@ def exit_code(call):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks a process")
 @pytest.mark.filterwarnings("ignore:This process")
-def test_forked_process_has_its_own_default_store(monkeypatch, store):
+def test_forked_process_uses_its_own_default_store(monkeypatch, store):
     def run():
         x = torch.ones(512, 512, requires_grad=True)
         with offload_activations(prefetch=0):
@@ -561,7 +561,7 @@ def test_forked_process_has_its_own_default_store(monkeypatch, store):
     assert code == 7
 
 
-def test_threads_sharing_a_store_read_their_own_bytes(store):
+def test_threads_sharing_store_read_the_bytes_they_wrote(store):
     def same(number):
         data = torch.full((10_000,), number, dtype=torch.uint8)
         return all(torch.equal(store.put(data).get()(), data) for _ in range(20))
@@ -637,7 +637,7 @@ PAGES = [1, 3000, 16 << 20]
         for j, fraction in enumerate((0.4, (0.0, 1.0)[i % 2]))
     ],
 )
-def test_offloaded_fp32_steps_equal_plain_optimizer(base, fraction, overlap, page, device):
+def test_offloaded_fp32_steps_equal_steps_of_base_optimizer(base, fraction, overlap, page, device):
     options = {"fraction": fraction, "overlap": overlap, "page_bytes": page}
     run = partial(train, between=clip_some)
     net, *_ = assert_same_steps(run, base, device=device, **options)
@@ -645,7 +645,7 @@ def test_offloaded_fp32_steps_equal_plain_optimizer(base, fraction, overlap, pag
 
 
 @pytest.mark.parametrize(("page", "parameters"), [(1, 1), (2, 1), (4, 2), (7, 3)])
-def test_step_holds_three_pages_of_state(page, parameters):
+def test_offloaded_step_has_at_most_three_pages_in_memory(page, parameters):
     net = nn.ParameterList(torch.ones(64, 64) for _ in range(18))
     state = 2 * net[0].nbytes  # Adam's, of each parameter
     optimizer = OffloadedOptimizer(net, page_bytes=page * state // 2, foreach=False)
@@ -655,7 +655,7 @@ def test_step_holds_three_pages_of_state(page, parameters):
 
 
 @pytest.mark.parametrize(("overlap", "pages"), [(True, 3), (False, 1)])
-def test_pages_are_read_into_the_memory_of_written_pages(monkeypatch, overlap, pages):
+def test_offloaded_optimizer_reuses_page_memory_after_writing(monkeypatch, overlap, pages):
     new, allocate = [], DiskStore.memory_for
     monkeypatch.setattr(DiskStore, "memory_for", lambda *args: new.append(1) or allocate(*args))
     net = nn.ParameterList(torch.ones(64, 64) for _ in range(18))
@@ -663,7 +663,7 @@ def test_pages_are_read_into_the_memory_of_written_pages(monkeypatch, overlap, p
     assert len(new) == 2 * pages  # Adam's two tensors
 
 
-def test_state_referenced_by_the_base_is_not_overwritten():
+def test_offloaded_state_referenced_by_base_optimizer_is_not_overwritten():
     kept = []
 
     class KeepsReferences(torch.optim.Adam):
@@ -688,7 +688,7 @@ def second_step(net, optimizer):
 
 
 @pytest.mark.parametrize(("fraction", "counted"), [(0.0, True), (1.0, True), (1.0, False)])
-def test_partly_changed_parameter_keeps_other_fp32_weights(fraction, counted):
+def test_changing_part_of_parameter_preserves_remaining_fp32_weights(fraction, counted):
     p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = OffloadedOptimizer([p], torch.optim.SGD, lr=2**-12, fraction=fraction)
     p.grad = torch.ones_like(p)
@@ -702,13 +702,13 @@ def test_partly_changed_parameter_keeps_other_fp32_weights(fraction, counted):
 
 
 @pytest.mark.parametrize("kind", [UserStore, HostStore])
-def test_optimizer_accepts_user_defined_store(kind):
+def test_offloaded_optimizer_accepts_user_defined_store(kind):
     store = kind()
     net, _optimizer, _ = assert_same_steps(store=store)
     assert store.used_bytes == 8 * count(net)
 
 
-def test_parameter_groups_and_schedulers_apply_to_offloaded_steps():
+def test_offloaded_optimizer_supports_parameter_groups_and_learning_rate_schedulers():
     found = []
     for kind in (torch.optim.AdamW, OffloadedOptimizer):
         net = network()
@@ -735,7 +735,7 @@ def snapshot(net, optimizer):
         for dtype in (torch.float32, (torch.bfloat16, torch.float16)[(i + j) % 2])
     ],
 )
-def test_steps_and_reloaded_state_equal_fp32_reference(base, dtype, fraction):
+def test_offloaded_steps_and_reloaded_state_equal_fp32_reference(base, dtype, fraction):
     net, optimizer, reference = assert_same_steps(base=base, dtype=dtype, fraction=fraction)
     wanted = reference.plain.state_dict()
     if dtype != torch.float32:
@@ -756,7 +756,7 @@ def test_steps_and_reloaded_state_equal_fp32_reference(base, dtype, fraction):
     assert_same(train(net, optimizer), train(other, resumed))
 
 
-def test_state_is_empty_before_the_first_step():
+def test_offloaded_optimizer_state_is_empty_before_first_step():
     net = network()
     state = OffloadedOptimizer(net.parameters()).state
     assert len(state) == 0 and object() not in state
@@ -806,7 +806,7 @@ BASES["interrupted"] = (InterruptedMomentum, {"lr": 0.01})
 
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize(("dtype", "fraction"), [KINDS[2], KINDS[3], KINDS[5]])
-def test_interrupted_step_keeps_the_state_of_the_base(dtype, fraction, page):
+def test_interrupted_offloaded_step_preserves_state_of_base_optimizer(dtype, fraction, page):
     def run(net, optimizer):
         train(net, optimizer)
         InterruptedMomentum.countdown = 3  # of six parameters
@@ -820,7 +820,7 @@ def test_interrupted_step_keeps_the_state_of_the_base(dtype, fraction, page):
     assert_same_steps(run, "interrupted", dtype, fraction=fraction, page_bytes=page)
 
 
-def test_closure_recomputes_the_loss_and_its_value_is_returned():
+def test_offloaded_step_calls_closure_and_returns_its_loss():
     p = nn.Parameter(torch.ones(2))
     optimizer = OffloadedOptimizer([p], torch.optim.SGD, lr=0.25)
 
@@ -832,7 +832,7 @@ def test_closure_recomputes_the_loss_and_its_value_is_returned():
     assert optimizer.step(closure) == 2 and optimizer.step(closure) == 0.5
 
 
-def test_symbolic_step_uses_a_symbolic_store():
+def test_offloaded_step_in_symbolic_mode_uses_symbolic_store():
     with symbolic():
         net, x = deep_mlp(3, 512), torch.randn(1024, 512)
         optimizer = OffloadedOptimizer(net.parameters(), lr=0.1)
@@ -844,7 +844,7 @@ def test_symbolic_step_uses_a_symbolic_store():
     assert optimizer.store.stats.bytes_down == 8 * count(net)
 
 
-def test_symbolic_store_restores_values_of_indices():
+def test_symbolic_store_preserves_values_of_index_tensors():
     with symbolic():
         index, store = 2 * torch.arange(6), SymbolicStore()
         wait_for_copy = store.put(index).get()
@@ -852,7 +852,7 @@ def test_symbolic_store_restores_values_of_indices():
 
 
 @pytest.mark.parametrize(("dtype", "fraction"), KINDS)
-def test_meter_counts_fp32_weights_and_state_that_stay(dtype, fraction):
+def test_meter_counts_fp32_weights_and_state_not_offloaded(dtype, fraction):
     net = deep_mlp(4, 64).to(dtype)
     optimizer = OffloadedOptimizer(net.parameters(), fraction=fraction, lr=0.1)
     second_step(net, optimizer)
@@ -870,7 +870,7 @@ def test_meter_counts_fp32_weights_and_state_that_stay(dtype, fraction):
     assert meter.at_peak()["parameter"] == sum(p.nbytes for p in net.parameters())
 
 
-def test_fp32_gradients_are_created_one_page_at_a_time():
+def test_offloaded_step_creates_fp32_gradients_one_page_at_a_time():
     net = deep_mlp(24, 64).to(torch.bfloat16)
     largest = 4 * 64 * 64
     options = {"page_bytes": 3 * largest, "lr": 0.1, "foreach": False}
@@ -883,7 +883,7 @@ def test_fp32_gradients_are_created_one_page_at_a_time():
 
 
 @pytest.mark.parametrize("broken", [StoreFull, ValueError])
-def test_full_or_closed_store_stops_step_and_load_without_changes(broken):
+def test_step_and_load_with_full_store_raise_without_changes(broken):
     net, store = network(), DiskStore(limit_bytes=3000)
     optimizer = OffloadedOptimizer(net.parameters(), fraction=0.5, store=store, lr=0.1)
     if broken is ValueError:
@@ -901,7 +901,7 @@ def test_full_or_closed_store_stops_step_and_load_without_changes(broken):
 
 
 @pytest.mark.parametrize(("page", "overlap"), [(1, True), (16 << 20, False)])
-def test_failed_write_of_a_page_loses_no_state(monkeypatch, page, overlap):
+def test_failed_page_write_loses_no_optimizer_state(monkeypatch, page, overlap):
     def fails(*_):
         raise OSError(28, "No space left on device")
 
@@ -918,7 +918,7 @@ def test_failed_write_of_a_page_loses_no_state(monkeypatch, page, overlap):
     assert_same_steps(run, overlap=overlap, page_bytes=page)
 
 
-def test_dropped_optimizer_frees_its_store_and_rejects_copying(store):
+def test_deleted_offloaded_optimizer_frees_store_and_deepcopy_is_rejected(store):
     net = network()
     optimizer = OffloadedOptimizer(net.parameters(), store=store)
     train(net, optimizer)
@@ -933,7 +933,7 @@ def test_dropped_optimizer_frees_its_store_and_rejects_copying(store):
         gc.enable()
 
 
-def test_sparse_gradient_is_rejected_before_any_change():
+def test_offloaded_step_rejects_sparse_gradient_before_changing_any_weight():
     table, linear = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)
     parameters = [*linear.parameters(), *table.parameters()]
     optimizer = OffloadedOptimizer(parameters, torch.optim.SGD, lr=0.1)
@@ -954,7 +954,7 @@ class Sample:
 
 
 @pytest.mark.parametrize("device", [*DEVICES, "meta"])
-def test_prefetcher_yields_every_batch_in_order_twice(device):
+def test_prefetcher_yields_every_batch_in_order_when_iterated_twice(device):
     batches = [UserDict(more=[Sample(torch.ones(2), number)], name="batch") for number in range(5)]
     prefetcher = Prefetcher(batches, device)
     assert len(prefetcher) == 5
@@ -971,7 +971,7 @@ def test_prefetcher_yields_every_batch_in_order_twice(device):
 
 
 @pytest.mark.parametrize("make", [lambda: 1 / 0, lambda: {"x": [1, 2]}])
-def test_prefetcher_raises_loader_errors_at_their_batch(make):
+def test_prefetcher_raises_loader_error_after_preceding_batches(make):
     def loader():
         yield torch.ones(1)
         yield make()
@@ -987,7 +987,7 @@ def prefetcher_threads():
     return [thread for thread in threading.enumerate() if thread.name == "prefetcher"]
 
 
-def test_interrupt_does_not_wait_for_a_blocked_loader():
+def test_keyboard_interrupt_does_not_wait_for_blocked_loader():
     go = threading.Event()
 
     def loader():
@@ -1012,7 +1012,7 @@ def test_interrupt_does_not_wait_for_a_blocked_loader():
         go.set()
 
 
-def test_prefetcher_loads_ahead_and_stops_after_break():
+def test_prefetcher_loads_batches_ahead_and_stops_after_break():
     loaded, go = [], threading.Event()
 
     def loader():

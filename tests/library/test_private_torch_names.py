@@ -81,7 +81,7 @@ def private_names():
     return map(private, (own, used, strings))
 
 
-def test_torch_has_the_private_names_that_the_library_uses():
+def test_private_torch_names_used_by_library_exist():
     owners = [resolve_name(owner) if isinstance(owner, str) else owner for owner in OWNERS]
     own, used, strings = private_names()
     names = (used - own - OTHERS) | NAMES_IN_STRINGS
@@ -134,7 +134,7 @@ def private_modules(source):
 STANDALONE = LIBRARY / "checkpoint" / "readable.py"
 
 
-def test_only_one_package_uses_private_modules_of_torch():
+def test_only_torch_compatibility_package_imports_private_torch_modules():
     paths = [path for path in LIBRARY.rglob("*.py") if path.parent.name != "_torch"]
     found = {path: private_modules(path.read_text("utf-8")) for path in paths}
     assert found.pop(STANDALONE)

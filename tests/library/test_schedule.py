@@ -80,7 +80,7 @@ START = [Forward(0), Forward(1), Backward(1)]
         ([Forward(-1)], r"action 0, .*stages 0 to 1"),
     ],
 )
-def test_illegal_schedule_is_rejected_with_action_and_rule(actions, message):
+def test_invalid_schedule_is_rejected_naming_action_and_violated_rule(actions, message):
     with pytest.raises(IllegalSchedule, match=message):
         simulate(Schedule(actions), Chain.uniform(2))
 
@@ -99,7 +99,7 @@ def test_segments_of_equal_stages_equal_numpy_array_split():
 
 
 @pytest.mark.parametrize(("length", "saved"), [(16, 1), (100, 1), (16, 4)])
-def test_sqrt_segments_have_nearly_the_lowest_peak(length, saved):
+def test_sqrt_segments_have_nearly_lowest_peak_of_segment_schedules(length, saved):
     chain = Chain.uniform(length, saved_bytes=saved)
     assert sqrt_segments(chain) == segments(chain, math.isqrt(length * saved))
     peaks = [simulate(segments(chain, count), chain).peak_bytes for count in range(1, length + 1)]
@@ -107,14 +107,14 @@ def test_sqrt_segments_have_nearly_the_lowest_peak(length, saved):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 15, 64, 199])
-def test_recursive_schedule_needs_logarithmic_memory(length):
+def test_recursive_schedule_has_logarithmic_peak(length):
     cost = simulate(recursive(Chain.uniform(length)), Chain.uniform(length))
     assert cost.peak_bytes <= math.ceil(math.log2(length)) + 4
     assert cost.forward_steps <= length * (1 + math.ceil(math.log2(length)) / 2) + 1
 
 
 @pytest.mark.parametrize(("length", "slots"), [(1, 1), (2, 1), (7, 2), (30, 5), (100, 200)])
-def test_binomial_schedules_have_the_steps_of_checkpoint_schedules_package(length, slots):
+def test_binomial_schedule_has_forward_steps_of_checkpoint_schedules_package(length, slots):
     peer = pytest.importorskip(
         "checkpoint_schedules", reason="compares with the package checkpoint-schedules"
     )
@@ -130,20 +130,20 @@ def test_binomial_schedules_have_the_steps_of_checkpoint_schedules_package(lengt
 
 
 @pytest.mark.parametrize("check", ["solver_error", "rule_error"])
-def test_optimal_schedules_and_rules_equal_exhaustive_search(check, monkeypatch):
+def test_optimal_schedules_equal_exhaustive_search_on_random_chains(check, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     difference = getattr(importlib.import_module("fuzz_cases"), check)
     assert [difference(random.Random(seed)) for seed in range(120)] == [0] * 120
 
 
-def test_infeasible_budget_is_rejected_with_the_least_feasible_one():
+def test_infeasible_schedule_budget_raises_naming_smallest_feasible_budget():
     with pytest.raises(InfeasibleBudget, match=r"is 3, .* at least 4$") as error:
         optimal(Chain.uniform(9), 3)
     assert (error.value.budget_bytes, error.value.least_bytes) == (3, 4)
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
-def test_rounded_bytes_never_exceed_the_budget(monkeypatch):
+def test_schedule_from_rounded_bytes_never_exceeds_budget(monkeypatch):
     monkeypatch.setattr(planner, "CELLS", 0)
     chain = random_chain(20, 0, most=100_003)
     most, times = simulate(store_all(chain), chain), []
@@ -163,7 +163,7 @@ def test_rounded_bytes_never_exceed_the_budget(monkeypatch):
 
 # For these seeds, sums in the order of the actions differ in the last digit.
 @pytest.mark.parametrize("seed", [16, 25, 26])
-def test_rounding_of_times_adds_no_frontier_points(seed):
+def test_rounding_errors_in_times_add_no_frontier_points(seed):
     draw, costs = random.Random(seed), []
     for _ in range(12):
         output = draw.randint(1, 3)
@@ -287,7 +287,7 @@ def assert_same_bits(left, right):
 @pytest.mark.parametrize(
     ("make", "autocast"), [(blocks, True), *((make, False) for make in MAKERS)]
 )
-def test_scheduled_outputs_gradients_and_buffers_equal_plain_bits(make, autocast):
+def test_scheduled_outputs_gradients_and_buffers_equal_baseline_bit_for_bit(make, autocast):
     def found(schedule=None):
         torch.manual_seed(0)
         module, x = make()
@@ -299,7 +299,7 @@ def test_scheduled_outputs_gradients_and_buffers_equal_plain_bits(make, autocast
         assert_same_bits(found(schedule), expected)
 
 
-def test_shared_stage_under_autocast_adds_gradients_in_fp32():
+def test_stage_used_twice_under_autocast_adds_gradients_in_fp32():
     """Compare with a chain of copies, whose stages have separate gradients."""
     twice = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
     module, x = nn.Sequential(twice, nn.Tanh(), twice), torch.randn(8, 16)
@@ -313,7 +313,7 @@ def test_shared_stage_under_autocast_adds_gradients_in_fp32():
     assert not torch.equal(twice[0].weight.grad, expected)
 
 
-def test_scheduled_module_keeps_names_mode_and_plain_inference():
+def test_scheduled_module_preserves_parameter_names_training_mode_and_inference_output():
     module = nn.Sequential(OrderedDict(first=nn.Linear(3, 3), second=nn.BatchNorm1d(3))).eval()
     scheduled = ScheduledSequential(module, store_all(Chain.uniform(2)))
     assert list(scheduled.state_dict()) == list(module.state_dict())
@@ -322,7 +322,7 @@ def test_scheduled_module_keeps_names_mode_and_plain_inference():
         assert torch.equal(scheduled(torch.ones(2, 3)), module(torch.ones(2, 3)))
 
 
-def test_two_concurrent_passes_restore_their_own_buffers():
+def test_two_forward_passes_before_backward_restore_separate_buffers():
     linears = [nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)) for _ in range(3)]
     module, xs = nn.Sequential(*linears), torch.randn(2, 4, 8)
 
@@ -380,7 +380,7 @@ def measured_peak(run, x) -> int:
     ],
     ids=["decoder", "giant first", "giant last", "uneven"],
 )
-def test_run_has_the_simulated_peak_and_flops(make, monkeypatch):
+def test_scheduled_run_has_simulated_peak_and_flops(make, monkeypatch):
     monkeypatch.setattr(planner, "CELLS", 0)  # a smaller table, which is faster
     module, x = make()
     chain = Chain.profile(module, x)
@@ -423,7 +423,7 @@ def test_buffer_copy_is_released_after_last_run_of_its_stage():
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_simulated_peak_equals_checkpoint_sequential(count):
+def test_simulated_peak_equals_peak_of_pytorch_checkpoint_sequential(count):
     layers = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12))
     module, x = nn.Sequential(*layers), torch.randn(256, 64)
     options = {"use_reentrant": False, "preserve_rng_state": False}
@@ -432,7 +432,7 @@ def test_simulated_peak_equals_checkpoint_sequential(count):
     assert simulate(segments(Chain.uniform(12), count), chain).peak_bytes == peak
 
 
-def test_autocast_weight_copies_do_not_outlive_their_stage():
+def test_autocast_weight_copies_are_released_after_their_stage():
     layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))
     module, x = nn.Sequential(*layers), torch.randn(16, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -447,7 +447,7 @@ def test_autocast_weight_copies_do_not_outlive_their_stage():
 # ---- profiles
 
 
-def test_profile_counts_bytes_and_flops_of_each_stage():
+def test_chain_profile_counts_bytes_and_flops_of_each_stage():
     module, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), torch.randn(2, 4)
     stages = Chain.profile(module, x).stages
     costs = [(each.output_bytes, each.saved_bytes, each.forward_time) for each in stages]
@@ -476,7 +476,7 @@ class Applied(nn.Module):
         (Applied(interpolate, {"scale_factor": 1}), Applied(interpolate, {"scale_factor": 2})),
     ],
 )
-def test_profile_separates_stages_with_different_attributes(one, other):
+def test_chain_profile_distinguishes_stages_with_different_attributes(one, other):
     """Profile two stages with the same input, because the first one keeps its shape."""
     stages, x = [nn.Identity(), one, other], torch.ones(2, 4, 8, 8, requires_grad=True)
     assert Chain.profile(stages, x, alike=True) == Chain.profile(stages, x)
@@ -485,7 +485,7 @@ def test_profile_separates_stages_with_different_attributes(one, other):
 @pytest.mark.parametrize(
     ("frozen", "rates"), [(0, [0.1, 0.2, 0.0]), (2, [0.1, 0.3, 0.0, 0.1, 0.3])]
 )
-def test_profile_runs_one_of_several_equal_stages(frozen, rates):
+def test_chain_profile_runs_one_of_several_equal_stages(frozen, rates):
     """Compare with a full profile; `rates` are the dropout rates of the profiled blocks."""
     runs, blocks, x = [], [], torch.ones(4, 8)
     for i, rate in enumerate((0.1, 0.2, 0.3, 0.0)):
@@ -498,7 +498,7 @@ def test_profile_runs_one_of_several_equal_stages(frozen, rates):
     assert runs[::each] == rates
 
 
-def test_profile_distinguishes_functions_created_one_after_another():
+def test_chain_profile_distinguishes_functions_with_different_captured_values():
     """Create functions like a model's `stages`, which returns new ones for each micro-batch."""
 
     def look(power):
@@ -508,7 +508,7 @@ def test_profile_distinguishes_functions_created_one_after_another():
     assert len({look(power) for power in range(8)}) == 8
 
 
-def test_profile_leaves_module_and_random_state_unchanged():
+def test_chain_profile_leaves_module_and_random_state_unchanged():
     module, x = pyramid()
     module.append(nn.Dropout())
     before, state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
@@ -557,7 +557,7 @@ def paired():
 
 
 @pytest.mark.parametrize("make", [masked, paired])
-def test_stages_may_take_masks_and_return_tuples_or_dicts(make):
+def test_scheduled_stages_may_accept_masks_and_return_tuples_or_dicts(make):
     stages, x, kwargs = make()
     expected = run_plainly(stages, x, **kwargs)
     chain = Chain.profile(list(stages), x, kwargs=kwargs)
@@ -576,7 +576,7 @@ def test_stages_may_take_masks_and_return_tuples_or_dicts(make):
         assert_same_bits(torch.autograd.grad(tensor(output).square().sum(), inputs), gradients)
 
 
-def test_functions_as_stages_train_the_parameters_they_use():
+def test_parameters_used_by_function_stages_get_correct_gradients():
     linear, scale, x = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), torch.randn(2, 4)
     stages = [lambda x: linear(x).tanh(), lambda x, scale=scale: x * scale]
     stages += [partial(torch.add, torch.ones(4)), linear.forward]
@@ -591,7 +591,7 @@ def test_functions_as_stages_train_the_parameters_they_use():
     assert all(parameter.grad is None for parameter in parameters)
 
 
-def test_stages_before_a_detach_get_no_gradient():
+def test_stages_before_detach_get_no_gradient():
     first, last = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3)
     run = ScheduledSequential([*first, torch.detach, last], segments(Chain.uniform(4), 2))
     run(torch.randn(2, 3)).sum().backward()
@@ -602,7 +602,7 @@ def test_stages_before_a_detach_get_no_gradient():
 # ---- the blocks of a model, in place
 
 
-def test_scheduled_blocks_equal_plain_blocks_bit_for_bit():
+def test_scheduled_blocks_equal_unscheduled_blocks_bit_for_bit():
     inner, x = blocks()
     model = nn.Sequential(nn.Linear(16, 16), inner, nn.Linear(16, 3))
     expected, alone = step(model, x), model.eval()[1][3](x)
@@ -619,7 +619,7 @@ def test_scheduled_blocks_equal_plain_blocks_bit_for_bit():
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_scheduled_blocks_may_have_weights_computed_by_hooks():
+def test_scheduled_blocks_with_weights_computed_by_hooks_equal_baseline():
     layers, x = with_hooks()
     expected = step(layers, x)
     for schedule in schedules(4):
@@ -668,7 +668,7 @@ def in_place(stages, schedule):
         (partial(StoresLoss, 2, 2), r"^stage 1 stores .* in losses"),
     ],
 )
-def test_stage_that_cannot_be_recomputed_is_rejected(run, make, message):
+def test_schedule_rejects_stage_that_cannot_be_recomputed(run, make, message):
     stages = nn.Sequential(OrderedDict(as_modules([nn.Linear(2, 2), make(), nn.Tanh()])))
     with pytest.raises(RuntimeError, match=message):
         run(stages, segments(Chain.uniform(3), 3))(torch.ones(2, 2)).sum().backward()
@@ -680,7 +680,7 @@ def test_schedule_for_another_number_of_stages_is_rejected(run):
         run(nn.Sequential(nn.Tanh()), store_all(Chain.uniform(2)))
 
 
-def test_second_backward_through_one_pass_is_rejected():
+def test_second_backward_through_same_scheduled_forward_is_rejected():
     stages = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     loss = ScheduledSequential(stages, segments(Chain.uniform(2), 2))(torch.ones(1, 2)).sum()
     loss.backward(retain_graph=True)

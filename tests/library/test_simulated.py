@@ -228,7 +228,7 @@ SUFFICIENT += ["prefetcher"]
     ("name", "mode"),
     [*((name, "late") for name in SCENARIOS), *((name, "early") for name in SUFFICIENT)],
 )
-def test_offload_scenarios_are_race_free_and_match_unsimulated_results(name, mode):
+def test_offload_scenarios_have_no_races_and_equal_unsimulated_results(name, mode):
     found, races = outcome(SCENARIOS[name], mode)
     assert races == []
     torch.testing.assert_close(found, expected(SCENARIOS[name]), rtol=0, atol=0)
@@ -236,7 +236,7 @@ def test_offload_scenarios_are_race_free_and_match_unsimulated_results(name, mod
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_gpu_scenarios_equal_plain_results(name):
+def test_offload_scenarios_on_gpu_equal_results_without_offload(name):
     def run(device):
         torch.manual_seed(0)
         with torch.device("cuda"):
@@ -297,7 +297,7 @@ def is_wrong(name):
     return races or len(found) != len(wanted) or not all(map(torch.equal, found, wanted))
 
 
-def test_each_removed_ordering_is_detected_in_some_scenario(monkeypatch):
+def test_removing_any_stream_synchronization_is_detected_in_some_scenario(monkeypatch):
     reached, scenarios_of = remove_ordering(monkeypatch), {}
     for name in SUFFICIENT:
         assert not is_wrong(name)
@@ -316,7 +316,7 @@ def assert_race(device, *words):
     assert re.search(".*".join(map(re.escape, words)), race), race
 
 
-def test_operator_that_runs_early_reads_old_values():
+def test_operator_without_wait_reads_old_values_and_race_is_reported():
     for mode, found in (("at once", 3.0), ("late", 3.0), ("early", 1.0)):
         with SimulatedDevice(**MODES[mode]) as device:
             x = torch.ones(100)
@@ -333,7 +333,7 @@ def test_operator_that_runs_early_reads_old_values():
         assert torch.equal(y, torch.full((100,), found)) and torch.equal(z, torch.full((100,), 3.0))
 
 
-def test_early_write_is_overwritten_and_race_is_raised_at_exit():
+def test_write_before_unfinished_copy_is_overwritten_and_raises_race():
     message = r"aten\.zero_.*'compute' writes.*\(H2D\) on stream 'side'"
     for mode, found in (("at once", 0.0), ("late", 5.0), ("early", 5.0)):
         with pytest.raises(Race, match=message), SimulatedDevice(**MODES[mode]) as device:
@@ -357,7 +357,7 @@ HOST_READS = {
 
 
 @pytest.mark.parametrize("name", HOST_READS)
-def test_host_read_before_copy_finishes_is_a_race(name):
+def test_host_read_before_copy_finishes_is_reported_as_race(name):
     read, is_view = HOST_READS[name]
     right = read(torch.arange(1.0, 5.0) * 2)
     for mode in MODES:
@@ -375,7 +375,7 @@ def test_host_read_before_copy_finishes_is_a_race(name):
         assert (found == right) == (not wrong) and after == right
 
 
-def test_views_of_an_unfinished_copy_are_no_race():
+def test_creating_views_of_unfinished_copy_is_not_a_race():
     with SimulatedDevice() as device:
         host = device.pinned((8, 4), torch.float32)
         event = device.copy(host[:4], torch.ones(4, 4), "down")
@@ -409,7 +409,7 @@ RATES = {
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_gradients_are_copied_during_the_update_with_overlap(overlap):
+def test_gradient_copies_overlap_optimizer_update_only_with_overlap_option(overlap):
     with SimulatedDevice(**RATES, host_bytes_per_second=1e6) as device:
         net = deep_mlp(3, 16)
         net(torch.randn(8, 16)).square().sum().backward()
@@ -422,7 +422,7 @@ def test_gradients_are_copied_during_the_update_with_overlap(overlap):
 # ---- the device itself
 
 
-def test_host_write_before_copy_finishes_is_a_race():
+def test_host_write_before_copy_finishes_is_reported_as_race():
     with SimulatedDevice() as device:
         x, host = torch.ones(100), device.pinned((100,), torch.float32)
         event = device.copy(x, host, "side")
@@ -434,7 +434,7 @@ def test_host_write_before_copy_finishes_is_a_race():
         host.zero_()
 
 
-def test_race_detector_separates_ranges_of_one_tensor():
+def test_race_detector_distinguishes_byte_ranges_of_one_tensor():
     with SimulatedDevice() as device:
         x, host = torch.ones(100, 64), device.pinned((50, 64), torch.float32)
         device.copy(host, x[:50], "side")
@@ -450,7 +450,7 @@ def test_race_detector_separates_ranges_of_one_tensor():
         assert_race(device, "the host writes pinned memory", "(D2H) on stream 'side' has written")
 
 
-def test_reused_memory_keeps_its_earlier_accesses():
+def test_race_detector_reports_memory_reused_before_copy_finishes():
     with SimulatedDevice() as device:
         first = torch.zeros(100)
         place = first.data_ptr()
@@ -470,7 +470,7 @@ def test_reused_memory_keeps_its_earlier_accesses():
         assert device.races == []
 
 
-def test_device_and_meter_count_equal_live_bytes():
+def test_simulated_device_and_meter_count_equal_live_bytes():
     with SimulatedDevice() as device:
         net, x = deep_mlp(5, 64), torch.randn(64, 64)
         before = device.live_bytes
@@ -481,7 +481,7 @@ def test_device_and_meter_count_equal_live_bytes():
     assert device.peak_bytes > meter.peak_bytes
 
 
-def test_move_copies_modules_and_containers_to_the_device():
+def test_move_copies_modules_and_containers_to_simulated_device():
     net, batch = deep_mlp(1, 8), {"x": torch.randn(4, 8), "n": 3}
     plain = net(batch["x"]).detach()
     with SimulatedDevice() as device:
@@ -499,7 +499,7 @@ def test_move_copies_modules_and_containers_to_the_device():
     assert torch.equal(found.detach(), plain) and Device.of_tensor(found) is not device
 
 
-def test_error_inside_the_device_is_raised_and_modes_are_removed():
+def test_error_inside_simulated_device_is_raised_and_modes_are_removed():
     before = list(Device.guests)
     with pytest.raises(ZeroDivisionError), SimulatedDevice() as device:
         target = torch.zeros(100)
@@ -511,7 +511,7 @@ def test_error_inside_the_device_is_raised_and_modes_are_removed():
     assert torch.overrides._get_current_function_mode() is None
 
 
-def test_exhausted_device_memory_raises_out_of_memory():
+def test_exhausted_memory_of_simulated_device_raises_out_of_memory():
     with SimulatedDevice(memory_bytes=4096) as device:
         kept = torch.zeros(512)
         del kept
@@ -530,7 +530,7 @@ def test_exhausted_device_memory_raises_out_of_memory():
         ({"late": True, "early": True}, "late and early cannot be combined"),
     ],
 )
-def test_device_rejects_bad_options_by_name(options, message):
+def test_simulated_device_rejects_invalid_option_naming_it(options, message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         SimulatedDevice(**options)
 
@@ -538,7 +538,7 @@ def test_device_rejects_bad_options_by_name(options, message):
 # ---- the clock
 
 
-def test_clock_follows_the_rates():
+def test_simulated_seconds_follow_compute_and_copy_rates():
     rates = {"up_bytes_per_second": 1e5, "down_bytes_per_second": 1e4}
     with SimulatedDevice(**RATES | rates) as device:
         x = torch.zeros(50, 50)
@@ -554,7 +554,7 @@ def test_clock_follows_the_rates():
         assert device.seconds - start == pytest.approx(1.25 + 3e-5, rel=1e-6)
 
 
-def test_operator_time_counts_bytes_read_and_written():
+def test_operator_seconds_are_proportional_to_bytes_read_and_written():
     with SimulatedDevice(bytes_per_second=1.0) as device:
         x, y = torch.zeros(10, 10), torch.zeros(10, 10)
         out = torch.zeros(10, 10)
@@ -574,7 +574,7 @@ def test_operator_time_counts_bytes_read_and_written():
 
 
 @pytest.mark.parametrize(("host", "seconds"), [({}, 0), ({"host_bytes_per_second": 14.0}, 2000)])
-def test_host_update_takes_time_only_with_a_host_rate(host, seconds):
+def test_host_optimizer_update_takes_simulated_time_only_if_rate_given(host, seconds):
     """Count 28 bytes per parameter: Adam reads four tensors and writes three."""
     with SimulatedDevice(up_bytes_per_second=4.0, down_bytes_per_second=4.0, **host) as device:
         p = nn.Parameter(torch.ones(1000))
@@ -601,7 +601,7 @@ def drawing():
     plt.close("all")
 
 
-def test_plot_has_one_row_per_stream(drawing):
+def test_simulated_device_plot_has_one_row_per_stream(drawing):
     with SimulatedDevice(**RATES, host_bytes_per_second=1e6) as device:
         host, x = device.pinned((10,), torch.float32), torch.zeros(10)
         host + 1
@@ -613,7 +613,7 @@ def test_plot_has_one_row_per_stream(drawing):
     assert lanes == ["compute", "to the GPU (H2D)", "gradients", "host", "mine"]
 
 
-def test_samples_and_plot_show_live_bytes_over_time(drawing):
+def test_simulated_device_samples_and_plot_show_live_bytes_over_time(drawing):
     with SimulatedDevice(bytes_per_second=1000.0, down_bytes_per_second=500.0) as device:
         x = torch.zeros(250)
         y = x.neg()

@@ -107,7 +107,7 @@ def files():
 
 
 @pytest.mark.parametrize("technique", SCRIPTS)
-def test_docstring_names_the_modules_to_copy(technique, files):
+def test_package_docstring_names_modules_required_for_standalone_copy(technique, files):
     package = technique.partition(".")[0]
     docstring = ast.get_docstring(ast.parse((LIBRARY / package / "__init__.py").read_text("utf-8")))
     tops = {path.relative_to(LIBRARY).parts[0] for path in files[technique]} - {package}
@@ -131,7 +131,7 @@ for folder in sys.argv[1:]:
 """
 
 
-def test_copied_technique_runs_without_the_rest_of_the_library(files, tmp_path):
+def test_copied_technique_runs_without_other_packages_of_library(files, tmp_path):
     folders = {name: tmp_path / name for name in SCRIPTS}
     for technique, folder in folders.items():
         for path in files[technique]:
@@ -155,7 +155,7 @@ def test_copied_technique_runs_without_the_rest_of_the_library(files, tmp_path):
 
 
 @pytest.mark.parametrize("technique", SCRIPTS)
-def test_technique_needs_at_most_900_lines_of_other_packages(technique, files):
+def test_technique_depends_on_at_most_900_lines_of_other_packages(technique, files):
     packages = {technique.partition(".")[0]} | (
         {"checkpoint"} if technique == "schedule" else set()
     )

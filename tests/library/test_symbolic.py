@@ -21,7 +21,7 @@ from course_lib.models import deep_mlp
 from course_lib.symbolic import mode
 
 
-def test_symbolic_mask_indexing_matches_bytes_of_real_step():
+def test_symbolic_step_with_mask_indexing_has_real_bytes():
     def run():
         with MemoryMeter() as meter:
             x = torch.randn(4, 6, 3, requires_grad=True)
@@ -38,14 +38,14 @@ def test_symbolic_mask_indexing_matches_bytes_of_real_step():
         assert run() == real
 
 
-def test_truncated_normal_initialization_works_on_symbolic_weights():
+def test_truncated_normal_initialization_accepts_symbolic_weights():
     with symbolic():
         weight = nn.init.trunc_normal_(nn.Parameter(torch.empty(5, 5)), std=0.02)
         assert isinstance(weight, nn.Parameter)
     assert nn.init.trunc_normal_(torch.empty(500), a=-0.5, b=0.5).abs().max() <= 0.5
 
 
-def test_symbolic_step_restores_the_random_number_generator():
+def test_symbolic_step_restores_random_number_generator_state():
     state = torch.get_rng_state()
     with symbolic():
         assert len(set(torch.randint(0, 10**6, (50,)).tolist())) > 1
@@ -60,7 +60,7 @@ def backend():
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_compiled_model_runs_uncompiled_only_in_symbolic_steps(loaded, monkeypatch, backend):
+def test_compiled_model_runs_uncompiled_only_inside_symbolic_mode(loaded, monkeypatch, backend):
     if not loaded:  # the compiler is not imported yet
         monkeypatch.setattr(mode, "sys", SimpleNamespace(modules={}))
     peaks = []
@@ -130,7 +130,7 @@ def counters():
 
 
 @pytest.mark.parametrize("read", [values_that_steps_read, masks_that_models_test, counters])
-def test_known_values_and_bytes_equal_a_real_step(read):
+def test_symbolic_mode_computes_real_values_of_masks_and_counters(read):
     with MemoryMeter() as real:
         expected = read()
     with symbolic(), MemoryMeter() as meter:
@@ -140,7 +140,7 @@ def test_known_values_and_bytes_equal_a_real_step(read):
     ]
 
 
-def test_mask_values_are_unknown_after_write_or_if_large():
+def test_symbolic_mask_values_are_unknown_after_write_or_if_large():
     with symbolic():
         mask = nn.Transformer.generate_square_subsequent_mask(5)
         view, huge = mask[1:], torch.full((2**40,), 1.0)[:1]
@@ -187,7 +187,7 @@ def test_reading_symbolic_value_raises_and_names_the_operator(read):
         assert re.search(r"aten\.\w+", str(caught.value))
 
 
-def test_unknown_value_makes_only_its_own_storage_unknown():
+def test_writing_unknown_value_makes_only_written_storage_unknown():
     with symbolic():
         places, changed = torch.randn(3, 4).argsort(-1), torch.zeros(3, 4, dtype=torch.long)
         view, copied = changed[0], changed.clone()
@@ -198,7 +198,7 @@ def test_unknown_value_makes_only_its_own_storage_unknown():
         assert F.one_hot(places, 4).shape == (3, 4, 4) and changed.unsqueeze_(0).shape == (1, 3, 4)
 
 
-def test_large_tensors_of_integers_stay_symbolic():
+def test_large_integer_tensors_in_symbolic_mode_allocate_no_memory():
     with symbolic(), MemoryMeter() as meter:
         large = torch.zeros(2**40, dtype=torch.int8)
         small = torch.ones(1, dtype=torch.long)
@@ -207,7 +207,7 @@ def test_large_tensors_of_integers_stay_symbolic():
     assert meter.peak_bytes == sum(tensor.nbytes for tensor in (large, small, sums, more))
 
 
-def test_real_floating_point_tensor_is_rejected():
+def test_symbolic_mode_rejects_real_floating_point_tensor():
     real = torch.ones(2)
     with symbolic(), pytest.raises(AssertionError, match=r"Found in aten\.mul\.Tensor"):
         real * 2
@@ -277,12 +277,12 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_estimate_matches_run_for_length_dependent_losses(loss, micro_batches):
+def test_estimate_equals_measurement_for_length_dependent_losses(loss, micro_batches):
     make_model, recipe = partial(Recognizer, LOSSES[loss]), Recipe(micro_batches=micro_batches)
     assert_measured(make_model, partial(sequences, LENGTHS), recipe)
 
 
 @pytest.mark.parametrize("loss", [*LOSSES.values(), unbatched_ctc], ids=[*LOSSES, "unbatched"])
 @pytest.mark.parametrize("length", [1, 33])
-def test_estimate_of_one_sample_equals_run_for_each_length(loss, length):
+def test_estimate_equals_measurement_for_single_sample_of_any_length(loss, length):
     assert_measured(partial(Recognizer, loss), partial(sequences, [length]), Recipe())

@@ -54,7 +54,7 @@ def converted(convert):
 
 
 @pytest.mark.parametrize("name", CONVERSIONS)
-def test_converted_symbolic_module_equals_converted_real_one(name):
+def test_module_dtype_conversion_in_symbolic_mode_equals_real_conversion(name):
     expected = converted(CONVERSIONS[name])
     if name == "cast":
         assert expected == converted(CONVERSIONS["to"])
@@ -62,7 +62,7 @@ def test_converted_symbolic_module_equals_converted_real_one(name):
         assert converted(CONVERSIONS[name]) == expected
 
 
-def test_conversion_to_the_same_dtype_keeps_the_tensors():
+def test_symbolic_conversion_to_same_dtype_returns_same_tensors():
     with symbolic():
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         before = [*model.parameters(), *model.buffers()]

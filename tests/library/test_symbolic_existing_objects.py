@@ -77,7 +77,7 @@ STEPS += [(name, torch.optim.AdamW) for name in [*CASES][3:]]
 
 
 @pytest.mark.parametrize(("name", "make_optimizer"), STEPS)
-def test_estimate_of_existing_objects_equals_their_step(name, make_optimizer):
+def test_estimate_of_existing_model_and_optimizer_equals_measured_step(name, make_optimizer):
     make_model, make_batch, loss_sum = CASES[name]
     model, batch = make_model(), make_batch()
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
@@ -97,7 +97,7 @@ def test_estimate_of_existing_objects_equals_their_step(name, make_optimizer):
     assert all(map(torch.equal, before, tensors_of(model, optimizer)))
 
 
-def test_estimates_of_functions_and_existing_objects_are_equal():
+def test_estimate_from_make_functions_equals_estimate_of_existing_objects():
     options = {"loss_sum": squares}
     functions = estimate(tied, points, torch.optim.AdamW, **options)
     existing = tied()
@@ -121,7 +121,7 @@ def test_estimate_for_cuda_uses_pytorch_default_update():
     assert make(torch.optim.AdamW).peak_bytes != make(loop).peak_bytes
 
 
-def test_fits_adds_reserved_and_context_memory():
+def test_fits_method_counts_reserved_memory_workspace_and_cuda_context():
     found = estimate(tied, points, torch.optim.AdamW, loss_sum=squares)
     on_gpu = estimate(tied, points, torch.optim.AdamW, loss_sum=squares, kind="cuda", tier="host")
     kept = RATES["A100"].context_bytes + 2 * 8320 * 1024
@@ -179,7 +179,7 @@ def points_with_gradients():
     ],
     ids=["a layer without gradient", "some parameters", "own attributes", "gradient penalty"],
 )
-def test_estimate_of_existing_objects_equals_their_second_step(
+def test_estimate_for_existing_model_equals_peak_of_second_step(
     make_model, make_optimizer, make_batch, loss_sum
 ):
     model, batch = make_model(), make_batch()

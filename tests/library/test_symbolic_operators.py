@@ -87,12 +87,12 @@ def test_symbolic_losses_match_real_bytes_for_every_reduction():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operators_with_rules_match_bytes_of_real_operators(dtype, layout):
+def test_symbolic_operators_with_custom_rules_match_real_bytes(dtype, layout):
     found = verdicts(dtype, 2, WITH_RULES, layout=layout)
     assert not found["different"] and not found["rejected"]
 
 
-def test_operators_with_rules_have_real_strides_for_size_one():
+def test_custom_symbolic_operators_match_real_strides_for_size_one_dimensions():
     found = verdicts(torch.float32, 1, WITH_RULES, ones=True)
     assert not found["different"] and not found["rejected"]
 
@@ -102,7 +102,7 @@ class Sparse(nn.Linear):
         return torch.sparse.mm(batch.to_sparse(), self.weight).sum(), len(batch)
 
 
-def test_estimate_rejects_an_inexact_operator_by_name():
+def test_estimate_rejects_operator_with_unpredictable_bytes_naming_it():
     step = partial(Sparse, 8, 8), partial(torch.ones, 5, 8), Recipe(optimizer="sgd")
     assert run(*step).result.stepped
     with pytest.raises(ValueError, match=r"^the step runs aten\._to_sparse.*; keep the tensor"):
@@ -138,7 +138,7 @@ def laid_out(shape, order, kept, dtype):
 
 
 @pytest.mark.parametrize("operator", [aten._embedding_bag, aten._embedding_bag_forward_only])
-def test_symbolic_embedding_bags_have_storages_of_real_ones(operator):
+def test_symbolic_embedding_bag_outputs_have_same_storages_as_real(operator):
     def bags(dtype, mode, last, padding, weighted, by_columns):
         table = torch.ones(5, 7, dtype=dtype).t() if by_columns else torch.ones(7, 5).to(dtype)
         weights = torch.ones(6, dtype=dtype) if weighted else None
@@ -154,7 +154,7 @@ def test_symbolic_embedding_bags_have_storages_of_real_ones(operator):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_symbolic_views_have_strides_of_real_ones(seed):
+def test_symbolic_views_have_same_strides_as_real_views(seed):
     """Compare reshaped tensors that have other strides along dimensions of size 1."""
     draw = random.Random(seed)
     shape = [draw.choice((1, 1, 2, 3, 4)) for _ in range(draw.choice((1, 2, 3, 4)))]
@@ -215,7 +215,7 @@ ON_IMAGES = {
 
 
 @pytest.mark.parametrize("name", ON_IMAGES)
-def test_symbolic_image_operators_have_strides_of_real_ones(name):
+def test_symbolic_image_operators_have_same_strides_as_real_operators(name):
     def results(shape, strides):
         x = torch.empty_strided(shape, strides).fill_(0.5).requires_grad_()
         found = [each for each in tensors_in(ON_IMAGES[name](x)) if each.is_floating_point()]
@@ -228,7 +228,7 @@ def test_symbolic_image_operators_have_strides_of_real_ones(name):
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2), (2, 4, 3)])
-def test_symbolic_results_of_overlapping_operands_have_strides_of_real_ones(shape):
+def test_symbolic_operators_on_overlapping_operands_have_real_strides(shape):
     """Add a tensor that has the same stride in all dimensions to tensors in either layout."""
 
     def sums():
@@ -274,7 +274,7 @@ ELEMENTWISE = {  # name -> (function, number of operands)
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_symbolic_elementwise_operators_have_strides_of_real_ones(name):
+def test_symbolic_elementwise_operators_have_same_strides_as_real_operators(name):
     """Compare operands with dimensions in different orders, some of them expanded."""
     draw = random.Random(0)
     function, count = ELEMENTWISE[name]

@@ -50,7 +50,7 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_cached_results_equal_those_of_fake_tensor_mode(name):
+def test_cached_symbolic_results_equal_results_of_fake_tensor_mode(name):
     with FakeTensorMode():
         expected = outlines(OPERATORS[name], torch.bfloat16)
     with symbolic():
@@ -60,7 +60,7 @@ def test_cached_results_equal_those_of_fake_tensor_mode(name):
 
 @pytest.mark.parametrize("allowed", [True, False])
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_cached_tensor_has_no_data_pointer(allowed):
+def test_symbolic_tensor_from_cache_has_no_data_pointer(allowed):
     error = nullcontext() if allowed else pytest.raises(RuntimeError)
     with functorch.patch(fake_tensor_allow_unsafe_data_ptr_access=allowed), symbolic():
         x = torch.empty(3)
@@ -69,7 +69,7 @@ def test_cached_tensor_has_no_data_pointer(allowed):
                 assert (x * 2).data_ptr() == 0
 
 
-def test_cache_distinguishes_default_dtypes_and_inference_mode():
+def test_symbolic_shape_cache_distinguishes_default_dtypes_and_inference_mode():
     for dtype in (torch.float32, torch.float64):
         with default_dtype(dtype), symbolic():
             assert (torch.empty(5, dtype=torch.int64).relu() / 2).dtype == dtype

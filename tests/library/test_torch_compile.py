@@ -53,7 +53,7 @@ class Backend:
 
 
 @pytest.mark.parametrize("compiled_before", [True, False])
-def test_compiled_step_runs_compiled_in_all_runs_of_measure(compiled_before):
+def test_measure_runs_compiled_step_compiled_in_every_run(compiled_before):
     backend, model, x, calls = Backend(), DecoderLayer(32, 2), torch.randn(2, 4, 32), []
     function = torch.compile(model, backend=backend, fullgraph=True)
 
@@ -68,7 +68,7 @@ def test_compiled_step_runs_compiled_in_all_runs_of_measure(compiled_before):
     assert (backend.counter.compiled, backend.runs) == (1, len(calls))
 
 
-def test_peak_of_compiled_step_equals_the_allocators():
+def test_meter_peak_of_compiled_step_equals_allocator_peak():
     model, x = nn.Sequential(*[DecoderLayer(32, 2) for _ in range(3)]), torch.randn(8, 32, 32)
     function = torch.compile(model, backend="aot_eager_decomp_partition")
     step, eager = (lambda f=f: f(x).sum().backward() for f in (function, model))
@@ -85,7 +85,7 @@ def test_peak_of_compiled_step_equals_the_allocators():
     assert plain.notes == ()
 
 
-def test_meter_counts_buffers_of_inductor_code(monkeypatch, tmp_path):
+def test_meter_counts_buffers_allocated_by_inductor_code(monkeypatch, tmp_path):
     # For matrix products alone Inductor generates Python, which needs no C++ compiler.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -177,7 +177,7 @@ def test_checkpoints_lower_the_peak_of_compiled_blocks(compile_, compiled_first,
         (wrap_blocks, Recipe(offload_activations=True, min_bytes=1000)),
     ],
 )
-def test_train_step_of_compiled_decoder_equals_plain_step(recipe, compile_):
+def test_train_step_of_compiled_decoder_equals_uncompiled_step(recipe, compile_):
     model, optimizer = build(decoder, Recipe())
     train_step(model, optimizer, TOKENS, Recipe())
     plain = [p.detach() for p in model.parameters()]
@@ -189,7 +189,7 @@ def test_train_step_of_compiled_decoder_equals_plain_step(recipe, compile_):
     assert backend.runs > 0
 
 
-def test_step_warns_if_loss_of_compiled_model_runs_uncompiled():
+def test_train_step_warns_if_loss_of_compiled_model_runs_uncompiled():
     backend = Backend()
     model, optimizer = build(lambda: torch.compile(decoder(), backend=backend), Recipe())
     with pytest.warns(UserWarning, match=r"Decoder.loss_sum.*model.compile\(\)"):
@@ -203,7 +203,7 @@ def test_step_warns_if_loss_of_compiled_model_runs_uncompiled():
     assert backend.runs == 1
 
 
-def test_scheduled_blocks_inside_a_full_graph_raise_with_advice():
+def test_compiling_scheduled_blocks_with_fullgraph_raises_with_advice():
     model, tokens = decoder(), TOKENS[:, :-1]
     plain = model(tokens)
     with schedule_blocks(model, "layers.*", schedule=sqrt_segments):
@@ -215,7 +215,7 @@ def test_scheduled_blocks_inside_a_full_graph_raise_with_advice():
 
 
 @pytest.mark.parametrize("operator", ["run_and_save_rng_state", "run_with_rng_state"])
-def test_random_state_operators_count_flops_of_their_matrix_product(operator):
+def test_operators_wrapped_with_random_state_count_matrix_product_flops(operator):
     call, a, b = getattr(rng_prims, operator), torch.randn(3, 4), torch.randn(4, 5)
     state = [torch.get_rng_state()] if operator == "run_with_rng_state" else []
     with flop_counter() as counter, MemoryMeter() as meter:

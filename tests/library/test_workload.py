@@ -43,14 +43,14 @@ def file(tmp_path):
 
 
 @pytest.mark.parametrize("config", [GEMMA, BERT], ids=lambda config: config["model_type"])
-def test_estimate_equals_run_for_architectures_only_in_transformers(config, file):
+def test_estimate_of_transformers_only_architectures_equals_measurement(config, file):
     found = model_of_config(file(**config), 16)
     assert config["model_type"] not in KNOWN and not found.plain
     recipe = Recipe(attention=None, checkpoint="layers")
     assert_measured(found.make_model, lambda: found.make_batch(4), recipe)
 
 
-def test_two_commands_build_same_model_and_batch_from_config(file):
+def test_budget_and_distributed_commands_build_same_workload_from_config(file):
     path = file(**GEMMA)
     task, found = task_of(str(path), batch=4, sequence=16, unequal=True), model_of_config(path, 16)
     ours, theirs = task.make_model().state_dict(), found.make_model().state_dict()
@@ -79,13 +79,13 @@ def test_config_without_language_model_is_rejected(config, message, file):
         model_of_config(file(**config), 16)
 
 
-def test_error_recommends_transformers_if_missing(file, monkeypatch):
+def test_config_without_transformers_raises_and_recommends_installing_it(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match="got 'gemma'; with transformers installed"):
         model_of_config(file(**GEMMA), 16)
 
 
-def test_samples_of_a_batch_are_counted_without_memory():
+def test_counting_samples_of_huge_batch_allocates_no_memory():
     assert samples_of(lambda: {"x": torch.empty(6, 1 << 40)}) == 6
 
 
@@ -145,7 +145,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_source_code_of_a_workload_creates_its_model_and_batch(name, file):
+def test_generated_source_code_of_workload_creates_same_model_and_batch(name, file):
     given = dict(SOURCES[name])
     if "lora" in given:
         pytest.importorskip("peft")

@@ -25,7 +25,7 @@ def board(monkeypatch):
             del sys.modules[name]
 
 
-def test_compare_returns_ratio_of_medians_and_quartiles_of_rounds(board, monkeypatch):
+def test_compare_returns_median_ratio_and_quartiles_of_benchmark_rounds(board, monkeypatch):
     scoreboard, _ = board
     seconds = {"course": [2.0, 4.0, 3.0], "peer": [1.0, 1.0, 2.0]}
     monkeypatch.setattr(scoreboard, "in_turns", lambda arms, rounds: seconds)
@@ -35,14 +35,14 @@ def test_compare_returns_ratio_of_medians_and_quartiles_of_rounds(board, monkeyp
     assert (row.course_bytes, row.peer_bytes, row.note) == (10, 20, "why")
 
 
-def test_compare_calls_functions_alternately_after_one_warm_up(board):
+def test_compare_alternates_benchmarked_functions_after_one_warmup_call(board):
     calls = []
     functions = {name: partial(calls.append, name) for name in ("course", "peer")}
     list(board[0].compare("work", functions, 2))
     assert calls == ["course", "peer", "peer", "course", "course", "peer"]
 
 
-def test_every_benchmark_group_defines_rows_and_loss_group_runs(board):
+def test_every_benchmark_group_defines_rows_and_loss_benchmark_runs(board):
     _, page = board
     for group in page.GROUPS:
         text = (ROOT / "benchmarks" / f"{group}.py").read_text()
@@ -53,7 +53,7 @@ def test_every_benchmark_group_defines_rows_and_loss_group_runs(board):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_fuzz_finds_no_differences_and_counts_errors_as_differences(board):
+def test_fuzz_checks_find_no_differences_and_count_exceptions_as_differences(board):
     fuzz = importlib.import_module("fuzz")
     for check in fuzz.CHECKS[:-1]:  # test_budget_search.py has a grid of its own for `fit`
         row = fuzz.tally(check, 1 if check.cases < 100 else 5)
@@ -102,7 +102,7 @@ def notes():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
 @pytest.mark.parametrize("name", FAULTS)
-def test_step_restores_all_state_after_injected_faults(notes, name):
+def test_step_restores_all_state_after_injected_exceptions(notes, name):
     assert_nothing_is_lost(notes[name])
     assert all(any(f"{kind} " in note for note in notes[name]) for kind in FAULTS[name]), notes
 
@@ -128,12 +128,12 @@ def test_step_restores_all_state_after_injected_faults(notes, name):
         "train_step",
     ],
 )
-def test_step_on_gpu_restores_all_state_after_injected_faults(name):
+def test_step_on_gpu_restores_all_state_after_injected_exceptions(name):
     assert_nothing_is_lost(notes_of_faults([name], "cuda")[name])
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_faults_report_leaked_hook_and_partial_gradient(board, monkeypatch):
+def test_fault_injection_reports_leaked_hook_and_leftover_gradient(board, monkeypatch):
     faults = importlib.import_module("faults")
 
     def step_that_leaks(folder):
@@ -156,7 +156,7 @@ def test_faults_report_leaked_hook_and_partial_gradient(board, monkeypatch):
     assert "hooks (3 times)" in row.note and "gradients (3 times)" in row.note
 
 
-def test_scoreboard_pages_have_every_group_and_equal_numbers(board):
+def test_scoreboard_pages_list_every_benchmark_group_with_equal_numbers(board):
     _, page = board
     names = ("scoreboard.md", "scoreboard.zh.md")
     en, zh = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in names)

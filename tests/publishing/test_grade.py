@@ -125,7 +125,9 @@ RIGHT = """mine = dict(weights=6875648, parameter=27502592, gradient=27502592, o
 exercises.check_training_state(mine)"""
 
 
-def test_grade_returns_verdicts_and_leaves_no_files(tmp_path, lessons, untouched, monkeypatch):
+def test_grade_returns_verdict_per_exercise_and_leaves_no_files(
+    tmp_path, lessons, untouched, monkeypatch
+):
     """Changes of the library in this process do not affect the grades."""
     lesson = importlib.import_module("course_lib.lessons.lesson_01.exercises")
     monkeypatch.setattr(lesson, "check_adapter_bytes", lambda: None)
@@ -191,7 +193,7 @@ CHANGES = [
 ]
 
 
-def test_grade_rejects_answers_after_checker_state_changed(
+def test_grade_rejects_answers_if_submission_modifies_checker_functions(
     tmp_path, lessons, untouched, monkeypatch
 ):
     """Disable the static check, because it does not follow computed values."""
@@ -260,7 +262,7 @@ MODE = """class Mode(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("source", "reason"), WATCHED)
-def test_watch_reports_answer_that_fools_comparison(source, reason):
+def test_grading_watch_reports_answer_that_manipulates_comparison(source, reason):
     names = {"__name__": "__main__", "torch": torch, "Fraction": Fraction, "typing": typing}
     names |= {"functools": functools, "dataclasses": dataclasses, "fractions": fractions}
     names |= {"numpy": numpy, "SimpleNamespace": SimpleNamespace}
@@ -324,7 +326,7 @@ assert sending.wait()
 """
 
 
-def test_run_keeps_output_that_arrives_after_cell_ends(tmp_path):
+def test_notebook_run_includes_output_arriving_after_cell_ended(tmp_path):
     """The kernel sends it five seconds late; nbclient by itself waits for four."""
     assert run_cell(LATE_OUTPUT, tmp_path) == ["late\n"]
 
@@ -337,13 +339,13 @@ print("left")"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="adopting orphans needs prctl of Linux")
-def test_run_kills_child_process_in_a_new_session(tmp_path):
+def test_notebook_run_kills_child_process_in_new_session(tmp_path):
     assert run_cell(LEAVES, tmp_path) == ["left\n"]
     running = [each.info["cmdline"] for each in psutil.process_iter(["cmdline"])]
     assert ["sleep", "1177"] not in running
 
 
-def test_kernel_has_cpu_limit_without_watcher(tmp_path, monkeypatch):
+def test_operating_system_cpu_limit_stops_kernel_without_watcher(tmp_path, monkeypatch):
     """Disable the watcher, so that only the limit of the operating system remains."""
     if not hasattr(psutil, "RLIMIT_CPU"):
         pytest.skip("limits of another process need Linux")
@@ -357,7 +359,7 @@ def test_kernel_has_cpu_limit_without_watcher(tmp_path, monkeypatch):
     ("loop", "verb"),
     [("while True: pass", "computed"), ("import time\ntime.sleep(10**6)", "waited")],
 )
-def test_run_stops_notebook_that_exceeds_time_limit(tmp_path, loop, verb):
+def test_notebook_run_stops_at_time_limit(tmp_path, loop, verb):
     """The start of the kernel counts as well, so the limit leaves time for it."""
     with pytest.raises(OutOfTime, match=f"it {verb} for more than 5 seconds"):
         run_cell(loop, tmp_path, Limits(5))
@@ -407,7 +409,7 @@ def test_parallel_grading_continues_after_one_kernel_dies(tmp_path, read_once, c
         ),
     ],
 )
-def test_grade_returns_one_row_for_invalid_notebook(tmp_path, lessons, content, message):
+def test_grade_reports_invalid_notebook_in_one_row(tmp_path, lessons, content, message):
     path = hand_in(tmp_path / "a.ipynb", content)
     (row,) = grade.grade(grade.read(path, lessons, wanted="01"), LIMITS, {})
     assert (row.exercise, row.verdict) == ("–", "!") and row.message.startswith(message)
@@ -444,7 +446,9 @@ def test_grade_folder_continues_after_invalid_files_and_internal_errors(
     assert [line.partition("  (")[0] for line in lines] == [f"{row.name}: !" for row in rows]
 
 
-def test_interrupted_grading_keeps_rows_and_resumes(tmp_path, read_once, monkeypatch, capsys):
+def test_interrupted_grading_saves_finished_rows_and_resumes(
+    tmp_path, read_once, monkeypatch, capsys
+):
     """A file that changed after the interruption is graded again."""
     for name in "abc":
         hand_in(tmp_path / f"in/{name}.ipynb", submission(name, title="# 0 Start / 开始"))
@@ -507,7 +511,7 @@ def test_full_disk_leaves_consistent_table_and_error_message(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "t.csv", "t_by_exercise.csv"]
 
 
-def test_two_gradings_of_one_table_are_rejected(tmp_path):
+def test_second_concurrent_grading_into_same_table_is_rejected(tmp_path):
     first, second = (progress.Progress(tmp_path / "t.csv") for _ in range(2))
     with first, pytest.raises(EditionError, match="another grading is writing"):
         second.__enter__()
@@ -635,7 +639,7 @@ def assert_reported(found, reason):
 
 
 @pytest.mark.parametrize(("source", "reason"), REACHES)
-def test_reading_reports_lines_that_reach_beyond_answer(source, reason):
+def test_static_check_reports_lines_that_modify_more_than_answer(source, reason):
     foreign = reading.foreign_names([IMPORT, source])
     assert_reported(reading.reaches(source, foreign), reason)
 
@@ -657,7 +661,7 @@ def test_reading_reports_lines_that_reach_beyond_answer(source, reason):
         ("exercises.storages(x)\nfigures.draw_lengths(f, 5)", ""),
     ],
 )
-def test_reading_protects_names_of_files_that_lesson_imports(source, reason):
+def test_static_check_reports_lines_that_modify_imported_lesson_files(source, reason):
     first = "from course_lib.lessons.lesson_01 import exercises, figures"
     imports = submissions._imports(reading.tree_of(first))
     foreign = reading.foreign_names([first, source])
@@ -670,7 +674,7 @@ HELPERS = re.compile(  # lines with which a file of answers makes several answer
 
 
 @pytest.mark.parametrize("number", sorted(FILES))
-def test_reading_accepts_solutions_and_right_answers(number):
+def test_static_check_accepts_solutions_and_right_answers(number):
     stored = next(book for name, book in stored_lessons().items() if name[:2] == number)
     code = [cell.source for cell in stored.cells if cell.cell_type == "code"]
     imports = {name for source in code for name in submissions._imports(reading.tree_of(source))}
@@ -683,7 +687,7 @@ def test_reading_accepts_solutions_and_right_answers(number):
     assert [str(each) for each in found if not HELPERS.search(str(each))] == []
 
 
-def test_assemble_inserts_learner_cells_at_their_positions(lessons):
+def test_assembled_submission_restores_course_cells_and_includes_added_learner_cells(lessons):
     """Cells of the course replace edited ones, and a cell that reaches beyond does not run."""
     own = "helper = 5"
     notebook = submission(
@@ -716,7 +720,9 @@ def test_assemble_inserts_learner_cells_at_their_positions(lessons):
         ("answer = None", "✗", "Not yet", ("○", "Not yet")),
     ],
 )
-def test_verdict_considers_stub_and_skipped_cells(source, verdict, message, expected):
+def test_verdict_distinguishes_unanswered_stub_and_names_skipped_cell(
+    source, verdict, message, expected
+):
     held = submissions.Held(4, frozenset({"helper"}), reading.Reach(1, "imports gc"))
     program, cell = submissions.Program(held=[held]), nbformat.v4.new_code_cell(source)
     found = grade._reconsider(verdict, message, cell, "answer = None", program)
@@ -744,7 +750,7 @@ def test_grade_accepts_older_edition_in_one_language(tmp_path, lessons, untouche
     assert whole == ["Cell 5 was not run: line 1 imports gc."]
 
 
-def test_cells_that_ask_for_values_have_tag():
+def test_cells_asking_for_guess_or_value_are_recognized():
     """Compare with cells that assign None to `my_...` or `..._slot` and have no check."""
     lessons = [notebook for name, notebook in stored_lessons().items() if not is_project(name)]
     code = [cell for each in lessons for cell in each.cells if cell.cell_type == "code"]
@@ -753,7 +759,7 @@ def test_cells_that_ask_for_values_have_tag():
     assert [cell for cell in code if submissions.asks(cell)] == expected and len(expected) > 8
 
 
-def test_every_lesson_is_valid_submission_of_itself():
+def test_unchanged_lesson_is_assembled_unchanged_as_submission():
     """Compare the cells with the lesson's, because some stubs run and give a wrong number."""
     for number, lesson in submissions.lessons_of(NOTEBOOKS).items():
         assert lesson.stubs.keys() == lesson.calls.keys(), number
@@ -772,12 +778,14 @@ def test_every_lesson_is_valid_submission_of_itself():
         *(("", last, False) for last in (f"{CALL} or 1", f"x = {CALL}", CALL.replace("mine", "x"))),
     ],
 )
-def test_cells_of_finds_only_unchanged_calls_of_checks(lessons, above, last, is_found):
+def test_submission_check_calls_are_found_only_with_unchanged_arguments(
+    lessons, above, last, is_found
+):
     places = submissions.cells_of(submission(above, f"mine = 1\n{last}"), lessons["01"])
     assert places.keys() == ({"check_training_state"} if is_found else set())
 
 
-def test_hold_back_delays_endless_output(monkeypatch):
+def test_submission_output_beyond_size_limit_is_delayed(monkeypatch):
     waits = []
     monkeypatch.setattr(fingerprint.time, "sleep", waits.append)
     stream = io.StringIO()
@@ -790,7 +798,7 @@ def test_hold_back_delays_endless_output(monkeypatch):
 # --- the table ---
 
 
-def test_table_escapes_formulas_and_failed_write_keeps_old_table(tmp_path):
+def test_grade_table_escapes_formulas_and_failed_write_preserves_old_table(tmp_path):
     table = tmp_path / "t.csv"
     sentence = '=HYPERLINK("x"), "quoted"'
     verdicts.write_table([verdicts.Row("+a", "01", "meter", "✓", "ok", sentence)], table)
@@ -823,7 +831,7 @@ def test_class_table_counts_verdicts_and_names_most_frequent_mistake(tmp_path):
     ]
 
 
-def test_resumed_grading_keeps_its_seed(tmp_path):
+def test_resumed_grading_uses_seed_of_interrupted_grading(tmp_path):
     table = tmp_path / "grades.csv"
     with progress.Progress(table) as first:
         seed = first.seed(None)

@@ -177,17 +177,17 @@ def problems_of(lesson, path):
     return found + language_problems(f"## {lesson}")
 
 
-def test_guide_has_section_for_every_notebook():
+def test_instructor_guide_has_section_for_every_notebook():
     written = [number for number, lesson in LESSONS.items() if part_of(lesson, "Aims")]
     assert written == [path.stem[:2] for path in PATHS]
 
 
 @each_notebook
-def test_guide_section_agrees_with_notebook_in_both_languages(path):
+def test_instructor_guide_section_agrees_with_notebook_in_both_languages(path):
     assert problems_of(LESSONS[path.stem[:2]], path) == []
 
 
-def test_guide_plans_languages_and_links_are_consistent():
+def test_instructor_guide_has_valid_timetables_translations_and_links():
     assert plan_problems(GUIDE, MINUTES) == []
     assert plan_problems(GUIDE, dict.fromkeys(MINUTES, 1000)) != []
     assert language_problems(GUIDE) == []
@@ -212,7 +212,7 @@ def test_guide_plans_languages_and_links_are_consistent():
         (r"<br>\n  +\S.*", ""),  # Chinese is missing
     ],
 )
-def test_fault_in_guide_is_reported(pattern, fault):
+def test_fault_in_instructor_guide_section_is_reported(pattern, fault):
     path = next(path for path in PATHS if re.search(pattern, LESSONS[path.stem[:2]], re.M))
     lesson = re.sub(pattern, fault, LESSONS[path.stem[:2]], count=1, flags=re.M)
     assert problems_of(lesson, path)

@@ -131,7 +131,7 @@ def course(tmp_path):
         ("# %%\na + 1", '# %% tags=["guess"]\na + 1'),
     ],
 )
-def test_edited_prose_is_stored_with_old_outputs(course, old, new):
+def test_editing_prose_updates_notebook_without_rerunning_lesson(course, old, new):
     before = course.outputs()
     course.edit(old, new)
     course.assert_kept("stored")
@@ -153,13 +153,13 @@ def test_edited_prose_is_stored_with_old_outputs(course, old, new):
         ("# %%\na + 1", '# %% slide="output"\na + 1'),  # now its picture for slides is stored
     ],
 )
-def test_edited_code_cell_runs_whole_lesson(course, old, new):
+def test_editing_code_cell_reruns_whole_lesson(course, old, new):
     course.edit(old, new)
     course.assert_ran("code cells")
     course.assert_kept()
 
 
-def test_edited_file_runs_only_lessons_that_depend_on_it(course):
+def test_editing_library_file_reruns_only_lessons_depending_on_it(course):
     for name, reason in REASONS.items():
         course.write(name, f"{FILES[name]}# more\n")
         if reason:
@@ -168,7 +168,7 @@ def test_edited_file_runs_only_lessons_that_depend_on_it(course):
             course.assert_kept()
 
 
-def test_new_or_renamed_library_file_runs_lesson(course):
+def test_new_or_renamed_library_file_reruns_lesson(course):
     memory = course.folder / "course_lib" / "memory.py"
     course.write("course_lib/schedule/chain.py", "")
     course.assert_kept()
@@ -178,7 +178,7 @@ def test_new_or_renamed_library_file_runs_lesson(course):
     course.assert_ran()
 
 
-def test_edited_label_runs_lessons_that_show_it(course):
+def test_editing_label_translation_reruns_only_lessons_using_label(course):
     zh, label = "course_lib/labels/zh.toml", '"{}" = "{}"\n'
     labels = "[library]\n" + label.format("a label", "一")
     course.write(zh, labels)
@@ -191,7 +191,7 @@ def test_edited_label_runs_lessons_that_show_it(course):
     course.assert_ran()
 
 
-def test_lesson_without_stored_notebook_or_hashes_runs(course, capsys):
+def test_lesson_is_rerun_if_stored_notebook_or_hashes_missing(course, capsys):
     course.target.unlink()
     assert course.build() == "ran (there is no stored notebook); stored"
     assert "the lesson runs now (there is no stored notebook)" in capsys.readouterr().out
@@ -208,14 +208,14 @@ def test_lesson_without_stored_notebook_or_hashes_runs(course, capsys):
         (lambda notebook: notebook.metadata[notebooks.MADE_FROM].pop("library"), "library"),
     ],
 )
-def test_stored_notebook_edited_by_hand_runs_lesson(course, change, reason):
+def test_editing_stored_notebook_by_hand_reruns_lesson(course, change, reason):
     stored = course.stored()
     change(stored)
     nbformat.write(stored, course.target)
     course.assert_ran(reason)
 
 
-def test_equal_outputs_keep_stored_seconds_unless_forced(course):
+def test_rerun_with_equal_outputs_preserves_stored_seconds_unless_forced(course):
     course.outputs_vary = False
     course.build(force=True)
     before, hashes = course.outputs(), course.stored().metadata[notebooks.MADE_FROM]
@@ -240,13 +240,13 @@ def test_failed_run_leaves_stored_notebook_unchanged(course):
     assert course.target.read_bytes() == before
 
 
-def test_editions_read_notebooks_without_hashes(course):
+def test_read_lessons_omits_build_hashes_from_notebook_metadata(course):
     assert notebooks.MADE_FROM in json.loads(course.target.read_text("utf-8"))["metadata"]
     read = cells.read_lessons(course.target.parent)["01_lesson"]
     assert set(read.metadata) == {"kernelspec", "language_info"}
     assert read.cells == course.stored().cells
 
 
-def test_hashes_do_not_depend_on_folder(course, tmp_path):
+def test_notebook_build_hashes_do_not_depend_on_folder(course, tmp_path):
     elsewhere = Course(tmp_path / "elsewhere")
     assert elsewhere.stored().metadata == course.stored().metadata

@@ -14,7 +14,7 @@ BLOCKS = {
 }
 
 
-def test_page_code_prints_its_comments():
+def test_fsdp2_page_code_prints_output_stated_in_its_comments():
     blocks = BLOCKS["fsdp2.md"]
     assert len(blocks) == 3 and BLOCKS["fsdp2.zh.md"] == blocks
     code = "\n".join(blocks)

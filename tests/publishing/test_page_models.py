@@ -29,14 +29,14 @@ def names():
 
 
 @pytest.mark.parametrize("kind", ["roformer", "pegasus", "fnet"])
-def test_peak_of_model_equals_page(names, kind):
+def test_peak_of_each_model_equals_number_on_page(names, kind):
     predicted, measured = names["peaks"](kind)
     assert predicted == measured
     assert ROWS[kind] == f"{predicted:,} | {measured:,}"
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_peak_with_steps_in_backward_equals_page(kind):
+def test_peak_with_optimizer_step_in_backward_equals_number_on_page(kind):
     config = {**exercises.CONFIG_8B, "num_hidden_layers": 8}
     step = (
         partial(model_from, config, sequence=4096),
@@ -63,7 +63,7 @@ def peak_in_trainer(model, arguments):
     return meter.peak_bytes
 
 
-def test_trainer_peak_equals_page(names):
+def test_trainer_peak_equals_number_on_page(names):
     pytest.importorskip("accelerate")
     make = partial(exercises.model_of, exercises.LLAMA)
     lines = names["lines"]
@@ -81,7 +81,7 @@ def test_trainer_peak_equals_page(names):
     assert re.findall(sentences, PAGE, re.S) == [numbers]
 
 
-def test_cache_bytes_equal_page_and_formula(names):
+def test_kv_cache_bytes_equal_formula_and_number_on_page(names):
     model, tokens = exercises.model_of(exercises.LLAMA), exercises.passages(0)["input_ids"]
     found = names["cache_bytes"](exercises.LLAMA, *tokens.shape, 4)
     assert found == names["held_bytes"](model, tokens)

@@ -95,7 +95,7 @@ def test_peak_and_flops_of_remedy_equal_table_row(baseline, remedy, peak, flops)
         (["checkpoints", "chunked loss"], r"peaks at ([\d.]+) MB for ([\d.]+) times the FLOPs"),
     ],
 )
-def test_peak_and_flops_of_combination_equal_page(baseline, remedies, sentence):
+def test_peak_and_flops_of_combined_remedies_equal_numbers_on_page(baseline, remedies, sentence):
     meter, flops = measured(example(), *(BLOCKS[each][0] for each in remedies))
     [(peak, ratio)] = re.findall(sentence, PAGE)
     assert f"{meter.peak_bytes / 1e6:.1f}" == peak
@@ -108,7 +108,7 @@ def gradients_after(*blocks):
     return [parameter.grad for parameter in names["model"].parameters()]
 
 
-def test_remedies_keep_gradients_equal_or_close():
+def test_out_of_memory_remedies_do_not_change_gradients():
     plain = gradients_after()
     for block in BLOCKS["checkpoints"]:
         assert all(map(torch.equal, plain, gradients_after(block)))
@@ -117,7 +117,7 @@ def test_remedies_keep_gradients_equal_or_close():
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
 
 
-def test_pytorch_chunked_loss_named_by_page_gives_same_loss():
+def test_pytorch_chunked_loss_named_on_page_gives_same_loss():
     (name, options) = re.findall(r"`((?:options=)?torch\.nn\.\w[\w.]+(?:\(\))?)`", PAGE)
     names = example()
     block = BLOCKS["chunked loss"][0].replace(".backward()", "")
@@ -126,7 +126,7 @@ def test_pytorch_chunked_loss_named_by_page_gives_same_loss():
     torch.testing.assert_close(names["ours"], names["theirs"])
 
 
-def test_adam_state_bytes_per_parameter_equal_page(baseline):
+def test_adam_state_bytes_per_parameter_equal_number_on_page(baseline):
     names = example()
     small, _ = measured(names, BLOCKS["8-bit state"][0])
     count = sum(each.numel() for each in names["model"].parameters())
@@ -135,7 +135,7 @@ def test_adam_state_bytes_per_parameter_equal_page(baseline):
     assert [f"{state / count:.0f}" for state in states] == [*numbers]
 
 
-def test_8_bit_state_starts_at_tensor_size_on_page():
+def test_8_bit_optimizer_state_starts_at_tensor_size_on_page():
     (limit,) = map(int, re.findall(r"in tensors of at least (\d+) elements", PAGE))
     import bitsandbytes
 
@@ -149,20 +149,20 @@ def test_8_bit_state_starts_at_tensor_size_on_page():
     assert [dtype_of_state(limit - 1), dtype_of_state(limit)] == [torch.float32, torch.uint8]
 
 
-def test_transformers_warning_names_replacement_on_page():
+def test_transformers_deprecation_warning_names_replacement_given_on_page():
     (name,) = re.findall(r"now called `(\w+)`", PAGE)
     with pytest.warns(FutureWarning, match=name):
         exec(BLOCKS["checkpoints"][0], example())
 
 
-def test_meter_prints_output_on_page(baseline, capsys):
+def test_meter_output_equals_output_on_page(baseline, capsys):
     names = example()
     exec(BLOCKS["2. find what fills the peak"][0], names)
     assert f"```\n{capsys.readouterr().out}```\n" in PAGE
     assert names["meter"].peak_bytes == baseline[0].peak_bytes
 
 
-def test_attention_line_of_page_replaces_eager_attention():
+def test_code_line_on_page_switches_eager_attention_to_sdpa():
     names = example(attn_implementation="eager")
     [peak] = re.findall(r"the example peaks at ([\d.]+) MB\. After this line", PAGE)
     assert f"{measured(names)[0].peak_bytes / 1e6:.1f}" == peak
@@ -170,7 +170,7 @@ def test_attention_line_of_page_replaces_eager_attention():
     assert names["model"].config._attn_implementation == "sdpa"
 
 
-def test_attention_keeps_scores_in_two_calls_on_page():
+def test_sdpa_saves_attention_scores_in_cases_named_on_page():
     def peak(kind="cpu", **options):
         with symbolic(Symbolic(kind=kind)):
             return measured(example(**options))[0].peak_bytes
@@ -180,7 +180,7 @@ def test_attention_keeps_scores_in_two_calls_on_page():
     assert peak(attention_dropout=0.1) > keeps_scores
 
 
-def test_evaluation_peaks_equal_page():
+def test_evaluation_peaks_with_and_without_gradients_equal_page():
     found = []
     for code in ("loss = model(**batch).loss", BLOCKS["evaluation"][0]):
         names = example()
@@ -190,7 +190,7 @@ def test_evaluation_peaks_equal_page():
     assert re.findall(r"peak at ([\d.]+) MB, and at ([\d.]+) MB", PAGE) == [tuple(found)]
 
 
-def test_fragmentation_of_growing_batches_equals_page():
+def test_fragmentation_by_growing_batches_equals_numbers_on_page():
     sizes = {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8}
     with symbolic(), MemoryMeter() as meter:

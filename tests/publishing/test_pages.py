@@ -36,7 +36,7 @@ def outputs_of(notebook):
 
 @pytest.mark.parametrize("spoken", pages.LANGUAGES)
 @pytest.mark.parametrize("name", NAMES)
-def test_page_has_one_language_one_picture_and_closed_solutions(built, spoken, name):
+def test_lesson_page_is_monolingual_with_collapsed_solutions(built, spoken, name):
     stored, page = stored_lessons()[name], built[spoken][name]
     assert [cell.id for cell in page.cells[1:]] == [cell.id for cell in stored.cells]
     prose = "\n".join(cell.source for cell in page.cells if cell.cell_type == "markdown")
@@ -62,7 +62,7 @@ def test_page_has_one_language_one_picture_and_closed_solutions(built, spoken, n
             assert "SOLUTION" not in cell.source and "<details>" not in cell.source
 
 
-def test_install_cell_requires_address_and_runs_pip_if_needed():
+def test_install_cell_runs_pip_only_if_library_is_missing():
     transform = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager()
     name, notebook = next(iter(stored_lessons().items()))
     without = pages.one_language(notebook, "en", name, "")
@@ -81,7 +81,7 @@ def test_install_cell_requires_address_and_runs_pip_if_needed():
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(("spoken", "words"), [("en", "peak (MB)"), ("zh", "峰值（MB）")])
-def test_running_page_shows_labels_and_figures_in_one_language(monkeypatch, spoken, words):
+def test_executed_page_shows_labels_and_plots_in_one_language(monkeypatch, spoken, words):
     language(spoken, only=True)
     assert labels.markup("peak (MB)") == labels.say("peak (MB)") == words
     drawn, axes = figure()
@@ -101,7 +101,7 @@ CELL = (
 )
 
 
-def test_markdown_in_keeps_heading_and_div_of_one_language():
+def test_markdown_of_one_language_contains_its_heading_and_div():
     assert markdown_in(CELL, "en") == "## 1.1 Bytes\n\nA / B."
     assert markdown_in(CELL, "zh") == "## 1.1 字节\n\n甲。"
     assert markdown_in(CELL, "both") == CELL
@@ -119,7 +119,7 @@ LAB = '<span class="lab-only">The *buttons*.</span>'
         (f"- A <b>b</b>.\n- {LAB}\n- B{LAB}.\n- {LAB}", "- A <b>b</b>.\n- B."),
     ],
 )
-def test_texts_for_jupyterlab_only_are_removed(source, rest):
+def test_web_page_omits_texts_marked_for_jupyterlab_only(source, rest):
     assert without_lab_texts(source) == rest
 
 
@@ -134,7 +134,7 @@ def test_texts_for_jupyterlab_only_are_removed(source, rest):
         ("Buttons / English, 中文 or both",) * 3,
     ],
 )
-def test_half_splits_bilingual_text(text, english, chinese):
+def test_bilingual_text_is_divided_into_its_two_languages(text, english, chinese):
     assert (half(text, "en"), half(text, "zh"), half(text, "both")) == (english, chinese, text)
 
 
@@ -155,7 +155,7 @@ What each word means.
 """
 
 
-def test_guide_in_keeps_one_language_and_both_glossary_terms():
+def test_guide_in_one_language_has_bilingual_glossary_terms():
     assert guide_in(GUIDE, "en") == (
         "# Words\n\nWhat each word means.\n\n| English | 中文 | lesson | question |\n"
         "| --- | --- | --- | --- |\n| peak | 峰值 | 00 | Why? |\n\n1. One.\n2. Two.\n"
@@ -165,7 +165,7 @@ def test_guide_in_keeps_one_language_and_both_glossary_terms():
     assert "What each" not in chinese and "| peak | 峰值 | 00 | 为什么？ |" in chinese
 
 
-def test_html_in_removes_elements_of_other_language():
+def test_html_of_one_language_omits_elements_of_other_language():
     html = '<td lang="en">peak</td><td lang="zh">峰值</td><img lang="zh"><p lang="en-US">x</p>'
     assert html_in(html, "en") == '<td lang="en">peak</td><img lang="zh"/><p lang="en-US">x</p>'
     assert html_in(html, "both") == html.replace('"zh"><p', '"zh"/><p')

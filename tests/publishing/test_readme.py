@@ -80,7 +80,7 @@ def differences(english, chinese):
 
 # test_benchmarks compares the tables of the scoreboard
 @pytest.mark.parametrize("page", sorted(TRANSLATIONS.keys() - {"docs/scoreboard.md"}))
-def test_translations_have_equal_headings_code_numbers_and_links(page):
+def test_translated_pages_have_equal_headings_code_numbers_and_links(page):
     texts = [(ROOT / name).read_text("utf-8") for name in (page, TRANSLATIONS[page])]
     assert differences(*texts) == []
 
@@ -89,13 +89,13 @@ def test_translations_have_equal_headings_code_numbers_and_links(page):
     ("old", "new", "kind"),
     [("17,859.0", "17,859.1", "blocks"), ("(CONTRIBUTING.md)", "(LICENSE)", "links")],
 )
-def test_change_in_one_language_is_reported(old, new, kind):
+def test_number_or_link_changed_in_one_language_is_reported(old, new, kind):
     assert old in README["en"]
     assert kind in differences(README["en"].replace(old, new, 1), README["zh"])
 
 
 @each_page
-def test_page_is_in_one_language_and_links_its_translation(page):
+def test_documentation_page_is_monolingual_and_links_its_translation(page):
     for name, other in ((page, TRANSLATIONS[page]), (TRANSLATIONS[page], page)):
         first, second = (ROOT / name).read_text("utf-8").split("\n\n")[:2]
         assert first.startswith("# ") and f"]({Path(other).name})" in second
@@ -107,7 +107,7 @@ def test_page_is_in_one_language_and_links_its_translation(page):
 
 
 @each_language
-def test_readme_counts_claims_of_all_lessons(language):
+def test_readme_states_correct_counts_of_claims_in_lessons(language):
     outcomes = Counter(claim.outcome for number in LESSONS for claim in claims_of(number))
     counts = [outcomes.total(), *(outcomes[each] for each in ("holds", "partly", "fails"))]
     text = README[language].replace("\n", " ")
@@ -116,7 +116,7 @@ def test_readme_counts_claims_of_all_lessons(language):
 
 
 @pytest.mark.parametrize("page", [*TRANSLATIONS, *TRANSLATIONS.values()])
-def test_page_links_lead_to_files_or_headings(page):
+def test_page_links_lead_to_existing_files_or_headings(page):
     text = (ROOT / page).read_text("utf-8")
     targets = {target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target}
     headings = re.findall(r"^#+ (.+)$", text, re.M)  # a code host gives them these names
@@ -136,7 +136,7 @@ def test_readme_links_every_lesson_and_page_of_docs(language):
 
 
 @each_language
-def test_make_targets_named_on_pages_exist(language):
+def test_make_targets_named_on_documentation_pages_exist(language):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
     texts = [(ROOT / pair[language == "zh"]).read_text("utf-8") for pair in TRANSLATIONS.items()]
     named = {name for text in texts for name in re.findall(r"(?:`|^)make ([\w-]+)", text, re.M)}
@@ -227,7 +227,7 @@ def test_readme_addresses_match_project_urls(address, language):
 
 
 @each_language
-def test_github_repository_gets_badges_of_hosting_services(address, language):
+def test_readme_with_github_address_has_badges_of_hosting_services(address, language):
     urls = {"Repository": "https://github.com/group/course.git"}
     hosted = address.with_addresses(README[language], language, urls)
     start, branch = "00_start_here.ipynb", address.PAGES_BRANCH

@@ -71,7 +71,7 @@ def test_sphinx_build_has_no_warnings(built_site):
     assert (built_site.parent / "warnings").read_text("utf-8") == ""
 
 
-def test_site_loads_nothing_from_other_hosts(built_site, soups):
+def test_site_loads_no_resources_from_other_hosts(built_site, soups):
     loaded = {name: loaded_addresses(soup) for name, soup in soups.items()}
     for style in built_site.rglob("*.css"):
         loaded[style.name] = addresses_in(style.read_text("utf-8"))
@@ -105,7 +105,7 @@ def test_site_includes_mathjax(built_site, pages):
 
 
 @each_language
-def test_page_is_accessible_and_links_its_translation(built_site, pages, soups, language):
+def test_site_page_is_accessible_and_links_its_translation(built_site, pages, soups, language):
     (other,) = {"en", "zh"} - {language}
     names = {"en": ["Site", "On this page"], "zh": ["全站", "本页内容"]}[language]
     tree = pages_in(soups, language)
@@ -149,7 +149,7 @@ def test_chinese_pages_have_chinese_title_and_search(built_site, soups):
     assert json.dumps("正在搜索中") in translations
 
 
-def test_pages_declare_translations_if_documentation_address_is_set(pages, tmp_path, monkeypatch):
+def test_pages_have_hreflang_links_if_documentation_address_is_set(pages, tmp_path, monkeypatch):
     monkeypatch.setattr(site, "MODULES", ())
     monkeypatch.setattr(site, "LANGUAGES", ("zh",))  # one is enough, and takes half of the time
     assert not any('rel="alternate"' in page for page in pages.values())
@@ -234,7 +234,7 @@ def public_names(module):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_reference_lists_every_public_name(name, pages):
+def test_api_reference_lists_every_public_name(name, pages):
     public = public_names(importlib.import_module(f"course_lib.{name}"))
     page = pages[f"en/api/{name}.html"]
     for each in public:
@@ -242,7 +242,7 @@ def test_reference_lists_every_public_name(name, pages):
     assert re.search(r'<section [^>]*lang="en-US"', page), "English is marked"
 
 
-def test_reference_describes_names_in_defining_module(pages):
+def test_api_reference_documents_names_only_in_defining_module(pages):
     memory = pages["en/api/memory.html"]
     # members of a base that is not public
     assert 'id="course_lib.memory.MemoryMeter.peak_bytes"' in memory
@@ -252,7 +252,7 @@ def test_reference_describes_names_in_defining_module(pages):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_reference_examples_print_their_results(name):
+def test_api_reference_examples_print_documented_results(name):
     module = importlib.import_module(f"course_lib.{name}")
     names = {each: getattr(module, each) for each in public_names(module)}
     start = {"torch": torch, "nn": torch.nn, **names}
@@ -284,7 +284,9 @@ OUT_OF_MEMORY = ("显存不足", "爆显存", "显存优化", "显存碎片")
         ("zh", "docs/out_of_memory", ["CUDA memory 怎么办", "峰", *OUT_OF_MEMORY]),
     ],
 )
-def test_search_finds_english_stems_and_short_chinese_words(built_site, language, page, words):
+def test_site_search_index_contains_english_stems_and_chinese_words(
+    built_site, language, page, words
+):
     spec = importlib.util.spec_from_file_location("site_conf", site.ASSETS / "conf.py")
     settings = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(settings)
@@ -300,7 +302,7 @@ def test_search_finds_english_stems_and_short_chinese_words(built_site, language
 
 
 @each_language
-def test_front_page_is_readme_with_links_of_site(soups, language):
+def test_front_page_is_readme_with_links_to_site_pages(soups, language):
     page = soups[f"{language}/index.html"]
     assert page.article.h1 and page.article.find("a", href="notebooks/01_memory_bottleneck.html")
     assert page.article.find("a", href="docs/out_of_memory.html")
@@ -312,12 +314,12 @@ def test_front_page_is_readme_with_links_of_site(soups, language):
 # --- errors of the site alone ---
 
 
-def test_missing_package_is_named(tmp_path, capsys, monkeypatch):
+def test_site_build_without_required_package_names_package(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(site.PACKAGES, "no_such_module", "no-such-package")
     assert "no-such-package" in failure(site, small_course(tmp_path), capsys)
 
 
-def test_sphinx_error_becomes_one_sentence(tmp_path, capsys, monkeypatch):
+def test_site_build_reports_sphinx_error_in_one_sentence(tmp_path, capsys, monkeypatch):
     assets = shutil.copytree(site.ASSETS, tmp_path / "assets")
     (assets / "conf.py").write_text("raise RuntimeError('broken')", "utf-8")
     monkeypatch.setattr(site, "ASSETS", assets)

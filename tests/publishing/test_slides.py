@@ -67,14 +67,14 @@ DECORATED = "@cache\ndef f():\n" + "    pass\n" * 11 + "\n\ny = f()"
 
 
 @pytest.mark.parametrize("code", [LONG, DECORATED, "x = 1", ""])
-def test_long_code_is_cut_without_losing_lines(code):
+def test_long_code_is_divided_among_slides_without_losing_lines(code):
     parts = slide_parts.cut_code(code)
     assert all(len(part.splitlines()) <= slide_parts.MOST_CODE_LINES for part in parts)
     kept = [line for part in parts for line in part.splitlines() if line.strip()]
     assert kept == [line for line in code.splitlines() if line.strip()]
 
 
-def test_long_table_is_cut_between_rows_and_keeps_headings():
+def test_long_table_is_divided_between_rows_with_repeated_headings():
     def cut(rows, language):
         body = "".join(f"<tr><td>{i}</td></tr>" for i in range(rows))
         head = "<table><thead><tr><th>n</th></tr></thead>"
@@ -95,7 +95,7 @@ def test_long_table_is_cut_between_rows_and_keeps_headings():
     ("language", "words"),
     [("en", ['A "peak".']), ("zh", ["峰值。"]), ("both", ['A "peak".', "峰值。"])],
 )
-def test_figure_slide_shows_picture_of_deck_language(language, words):
+def test_slide_with_plot_shows_image_in_deck_language(language, words):
     # a small picture per language, and large ones for slides
     image = (
         '<figure lang="{}" style="margin: 0">'
@@ -112,7 +112,7 @@ def test_figure_slide_shows_picture_of_deck_language(language, words):
         page_of(lesson_of(code("draw()", drawn)), language)
 
 
-def test_outputs_that_need_kernel_are_hidden():
+def test_slides_hide_interactive_and_progress_outputs():
     slider = text_output("interactive(children=(IntSlider(value=1),))")
     switch = html_output('<form class="course-language"></form>')
     progress = new.new_output("stream", text="plain:   0%|          | 0/40 [00:00<?, ?it/s]")
@@ -125,7 +125,7 @@ CLAIMS = [Claim(*WORDS[:3], "fails", WORDS[3]), Claim(*WORDS[1:], "holds", WORDS
 
 
 @pytest.mark.parametrize("language", ["zh", "both"])
-def test_claim_slide_shows_number_and_verdict_after_click(language):
+def test_claim_slide_reveals_number_and_verdict_after_click(language):
     shown = claims_table(CLAIMS, "4 MB", "9 MB")._repr_html_()
     lesson = lesson_of(code("show_claims()", html_output(shown)), prose("So.", "所以。"))
     found = page_of(lesson, language).select("section.is-claim")
@@ -139,7 +139,7 @@ def test_claim_slide_shows_number_and_verdict_after_click(language):
         assert "所以。" not in slide.select_one(".body").text
 
 
-def test_folded_cell_shows_result_without_code():
+def test_slide_of_folded_cell_shows_result_without_code():
     notebook = lesson_of(code("y = falling(2)\ny", text_output("It falls.")))
     page = page_of(notebook)
     assert "falling(2)" in page.text and page.select_one(".result.fragment").text == "It falls."
@@ -148,7 +148,7 @@ def test_folded_cell_shows_result_without_code():
     assert "falling(2)" not in page.text and "It falls." in page.text
 
 
-def test_solution_slide_has_label_and_no_guard():
+def test_solution_slide_is_labeled_and_omits_guard_code():
     attempt = "answer = None\nlesson.check_it(answer)"
     solution = "if not lesson.check_it.accepted:\n    answer = 6 * 7\n\nlesson.check_it(answer)"
     guarded = f"### BEGIN SOLUTION\n{solution}\n### END SOLUTION"
@@ -174,7 +174,7 @@ def lesson_with_metadata():
     )
 
 
-def test_deck_shows_marked_cells_and_keeps_prose_as_notes():
+def test_deck_shows_marked_cells_and_other_prose_as_speaker_notes():
     page = page_of(lesson_with_metadata())
     title, _, question, last = page.select("section section")
     headings = [each.text.strip() for each in page.select("section section .heading")]
@@ -204,7 +204,7 @@ def exercise(number):
         ("zh", ["练习 1 · 6 分钟", "在你的 notebook 里，9.1 节：check_sum"], "多少？"),
     ],
 )
-def test_exercise_has_slide_and_row_of_outline(language, words, note):
+def test_deck_has_exercise_slide_and_outline_row_per_section(language, words, note):
     lesson = lesson_of(
         prose("Look.", "看。", "## 9.1 A / 甲"),
         *exercise(1),
@@ -242,7 +242,7 @@ def test_formula_becomes_mathml_and_invalid_formula_raises():
         page_of(lesson_of(prose(r"$\frac$", r"$\frac$")))
 
 
-def test_long_code_lines_are_broken():
+def test_long_code_lines_are_wrapped_on_slides():
     line = f"value = function_name({', '.join(['argument'] * 20)})"
     notebook = slide_parts.with_short_lines(lesson_of(code(line)))
     assert max(map(len, notebook.cells[1].source.splitlines())) <= slide_parts.CODE_WIDTH
@@ -251,7 +251,7 @@ def test_long_code_lines_are_broken():
 # --- notes ---
 
 
-def test_notes_are_read_by_section():
+def test_read_notes_returns_notes_by_section_and_rejects_malformed_rows():
     notes = slides.read_notes("| section | minutes |\n|---|---|\n| 2.1 | 5 | Why? | 为什么？ |\n")
     assert notes == {"2.1": NOTE}
     for columns in ("five | Why? | 为什么？", "5 | Why?", "5 |  | 为什么？"):
@@ -267,7 +267,7 @@ NOTES = slides.read_notes((NOTEBOOKS.parent / slides.NOTES).read_text(encoding="
 
 
 @each_lesson
-def test_slides_have_all_exercises_of_core(name):
+def test_deck_has_slide_for_every_exercise_of_core_sections(name):
     cells = core(stored_lessons()[name])
     checks = [check_of(cell) for cell in cells if cell.metadata.get("minutes") and check_of(cell)]
     made = lesson_slides.lesson_slides(stored_lessons()[name], "zh")
@@ -275,13 +275,13 @@ def test_slides_have_all_exercises_of_core(name):
     assert [source.split("`")[1] for source in exercises] == checks
 
 
-def test_every_note_belongs_to_section():
+def test_every_speaker_note_belongs_to_existing_section():
     lessons = [each for name, each in stored_lessons().items() if not is_project(name)]
     assert NOTES.keys() == {number for each in lessons for number, _ in slides._sections(each)}
 
 
 @each_lesson
-def test_slide_texts_agree_in_both_languages(name):
+def test_slide_texts_have_equal_content_in_both_languages(name):
     for cell in stored_lessons()[name].cells:
         if isinstance(text := cell.metadata.get("slide"), dict):
             problems = agreement_problems(text["en"], text["zh"]) + chinese_problems(text["zh"])
@@ -291,7 +291,7 @@ def test_slide_texts_agree_in_both_languages(name):
 
 # each lesson in one language; all decks are built
 @pytest.mark.parametrize(("language", "name"), list(zip(cycle(slides.LANGUAGES), LESSONS)))
-def test_deck_needs_no_other_file_and_shows_only_its_languages(built_decks, language, name):
+def test_deck_is_self_contained_and_shows_only_selected_languages(built_decks, language, name):
     path = built_decks / language / f"{name}.html"
     page = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
     assert loaded_addresses(page) == []

@@ -60,14 +60,14 @@ def sources_of(notebook):
         (["### BEGIN SOLUTION\nfigure = draw_it()\n### END SOLUTION"], [cells.COMMENT_STUB]),
     ],
 )
-def test_without_solutions_removes_solutions_and_outputs(sources, kept):
+def test_student_notebook_contains_no_solutions_or_outputs(sources, kept):
     notebook = notebook_of(*sources)
     result = without_solutions(notebook)
     assert sources_of(result) == kept and sources_of(notebook) == sources
     assert not any(cell.outputs or cell.execution_count for cell in result.cells)
 
 
-def test_without_guards_removes_guard_of_learner_answer():
+def test_guard_around_learner_answer_is_removed_from_solution_cell():
     plain = """### BEGIN SOLUTION
 def add(a, b):
     total = a + b
@@ -111,7 +111,7 @@ def test_malformed_solution_raises_with_number_of_cell(sources, cell):
 # --- folders and errors of all editions ---
 
 
-def test_failed_build_keeps_old_edition_and_removes_temporary_folder(tmp_path, monkeypatch):
+def test_failed_build_preserves_old_edition_and_removes_temporary_folder(tmp_path, monkeypatch):
     target = tmp_path / "out"
 
     def write(name):
@@ -198,7 +198,7 @@ HALF = '# 0 A / 甲\n\n<div lang="en">\n\nOnly English.\n\n</div>'
         ("site", without(f"old/{STAMP}"), "was not made by an edition"),
     ],
 )
-def test_invalid_course_fails_with_reason_and_keeps_old_edition(
+def test_building_invalid_course_fails_with_reason_and_preserves_old_edition(
     tmp_path, capsys, monkeypatch, edition, damage, reason
 ):
     # packing takes seconds, and the errors here occur without it
@@ -220,7 +220,7 @@ for edition in {EDITIONS}:
         print(stopped)"""
 
 
-def test_missing_package_is_named_in_one_sentence(tmp_path):
+def test_student_build_without_required_package_names_package_in_one_sentence(tmp_path):
     command = [sys.executable, "-c", WITHOUT_A_PACKAGE]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
@@ -250,7 +250,7 @@ def library(edition):
     return zipfile.ZipFile(next(edition.glob("*.whl")))
 
 
-def test_student_readmes_agree_and_link_existing_files(edition):
+def test_student_readmes_agree_in_both_languages_and_link_existing_files(edition):
     texts = [(edition / name).read_text("utf-8") for name in ("README.md", "README.zh.md")]
     assert differences(*texts) == []
     minutes = re.compile(r"^\| \[(\d\d)\].*?\| (\d+(?: \+ \d+|–\d+)?) \|", re.M)
@@ -306,7 +306,7 @@ def definitions_in(source):
             yield node.name, ast.unparse(node)
 
 
-def test_library_contains_no_function_of_solutions(library):
+def test_library_for_students_contains_no_solution_functions(library):
     """The library computes the expected results of its checks in other ways."""
     sources = [source for each in stored_lessons().values() for source in sources_of(each)]
     code = [remove_guard(source) for source in sources if "SOLUTION" in source]
@@ -317,7 +317,7 @@ def test_library_contains_no_function_of_solutions(library):
     assert len(solutions) > 10 and solutions & packed == set()
 
 
-def test_student_lessons_have_checks_reasons_and_no_solutions(lessons):
+def test_student_lessons_contain_checks_and_reason_cells_but_no_solutions(lessons):
     assert lessons.keys() == stored_lessons().keys()
     for name, notebook in lessons.items():
         checks = [check for cell in notebook.cells if (check := check_of(cell))]
@@ -333,7 +333,7 @@ def test_student_lessons_have_checks_reasons_and_no_solutions(lessons):
 # --- reasons, and nbgrader ---
 
 
-def test_reason_in_finds_reason_by_id_or_prompt():
+def test_learner_explanation_is_found_by_cell_id_or_prompt():
     notebook = student.with_reasons(notebook_of("answer = None\nlesson.check_sum(answer)"))
     reason = notebook.cells[1]
     prompted = f"{reason.source}\nBecause both\nare live."
@@ -347,7 +347,7 @@ def test_reason_in_finds_reason_by_id_or_prompt():
     assert student.reason_in(notebook, "check_other") == ""
 
 
-def test_nbgrader_metadata_locks_tests_and_grades_reasons():
+def test_nbgrader_metadata_locks_test_cells_and_grades_explanation_cells():
     notebook = notebook_of("answer = None\nlesson.check_sum(answer)", "1 + 1")
     notebook = student.with_nbgrader(student.with_reasons(notebook))
     nbformat.validate(notebook)
@@ -391,7 +391,7 @@ STUBS_THAT_ANSWER = {"checkpoint", "loss_in_pieces", "offloading", "loop", "log_
 
 
 @pytest.mark.parametrize("name", edition_fixtures.NAMES)
-def test_unsolved_lesson_runs_and_every_check_rejects(lessons, name, monkeypatch):
+def test_unsolved_lesson_runs_and_every_exercise_check_rejects_stub(lessons, name, monkeypatch):
     # another test of this process may have imported Triton without its interpreter
     monkeypatch.setattr(kernels, "INTERPRETED", True)
     code = [cell for cell in lessons[name].cells if cell.cell_type == "code"]

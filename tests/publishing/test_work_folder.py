@@ -101,7 +101,7 @@ def copy(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_work_copy_folds_solutions_and_clears_outputs(copy, name):
+def test_learner_copy_folds_solutions_and_clears_outputs(copy, name):
     mine = nbformat.read(copy / f"{name}.ipynb", as_version=4)
     nbformat.validate(mine)
     check_links(name, mine, copy)
@@ -145,7 +145,7 @@ MERGED = {
 
 
 @pytest.mark.parametrize("name", MERGED)
-def test_merge_adds_new_cells_and_keeps_learner_edits(name):
+def test_merge_adds_new_cells_and_preserves_learner_edits(name):
     *notebooks, typed = MERGED[name]
     old, mine, new, expected = map(book, notebooks)
     merged, number = work.merge(old, mine, new)
@@ -171,7 +171,7 @@ def shuffled(generator, words):
 
 @pytest.mark.filterwarnings("ignore::nbformat.warnings.DuplicateCellId")
 @pytest.mark.parametrize("seed", range(30))
-def test_merge_of_random_edits_keeps_all_learner_cells(seed):
+def test_merge_after_random_edits_preserves_all_learner_cells(seed):
     generator = random.Random(seed)
     mine, new = shuffled(generator, "mine"), shuffled(generator, "course")
     ids = set()
@@ -203,7 +203,7 @@ def course(tmp_path):
     return write, folder
 
 
-def test_make_copies_once_and_restores_deleted_files(course):
+def test_make_does_not_overwrite_learner_copy_and_restores_deleted_files(course):
     write, folder = course
     notebooks, lesson, glossary = write("TSIAP"), folder / "01_bytes.ipynb", folder / "GLOSSARY.md"
     lesson.write_text(lesson.read_text("utf-8").replace("None", "134"), "utf-8")
@@ -215,7 +215,7 @@ def test_make_copies_once_and_restores_deleted_files(course):
     assert "work/" in (ROOT / ".gitignore").read_text("utf-8").splitlines()
 
 
-def test_update_writes_backup_of_edited_lesson_only(course):
+def test_update_writes_backup_only_of_lesson_edited_by_learner(course):
     write, folder = course
     [message] = work.update(write("TSIAPQ"), folder)
     assert message.endswith("01_bytes.ipynb: new edition.") and not (folder / work.BACKUPS).exists()
@@ -232,7 +232,7 @@ def test_update_writes_backup_of_edited_lesson_only(course):
     assert "newest edition" in next(work.update(notebooks, folder))
 
 
-def test_update_keeps_copies_of_unreadable_lessons_and_of_removed_ones(course):
+def test_update_preserves_learner_copies_of_unreadable_and_removed_lessons(course):
     write, folder = course
     lesson, notebooks = folder / "01_bytes.ipynb", write("TS")
     lesson.write_text("{ half", "utf-8")
@@ -243,7 +243,7 @@ def test_update_keeps_copies_of_unreadable_lessons_and_of_removed_ones(course):
     assert lesson.exists() and (folder / "02_bytes.ipynb").exists()
 
 
-def test_folder_without_lessons_raises_one_sentence(tmp_path):
+def test_folder_without_lessons_raises_error_of_one_sentence(tmp_path):
     with pytest.raises(SystemExit, match=r"^work: [^\n]+$"):
         work.main(["--notebooks", str(tmp_path), "--work", str(tmp_path / "work")])
     assert not (tmp_path / "work").exists()
@@ -262,20 +262,20 @@ LESSON_01 = NOTEBOOKS / "01_memory_bottleneck.ipynb"
         ("make_decoder", ("is defined further up", "make_decoder = partial(Decoder,", "定义")),
     ],
 )
-def test_cell_to_run_names_cell_that_defines_name(name, parts):
+def test_advice_for_missing_name_names_cell_that_defines_it(name, parts):
     words = " ".join(in_both_languages(missing_names.cell_to_run(name, LESSON_01)))
     for part in (*parts, "Run All Above Selected Cell", f"`{name}`"):
         assert part in words
 
 
-def test_cell_to_run_is_empty_for_unknown_name_or_notebook(tmp_path):
+def test_advice_for_missing_name_is_empty_if_no_cell_matches(tmp_path):
     (tmp_path / "list.ipynb").write_text("[]", "utf-8")
     assert missing_names.cell_to_run("torch", tmp_path / "none.ipynb") == ""
     assert missing_names.cell_to_run("torch", tmp_path / "list.ipynb") == ""
     assert missing_names.cell_to_run("torhc", LESSON_01) == ""
 
 
-def test_kernel_prints_cell_to_run_below_name_error(monkeypatch, capsys):
+def test_kernel_prints_defining_cell_below_name_error(monkeypatch, capsys):
     monkeypatch.setenv("JPY_SESSION_NAME", str(LESSON_01))
     shell = InteractiveShell()
     missing_names.load_ipython_extension(shell)
@@ -288,7 +288,7 @@ def test_kernel_prints_cell_to_run_below_name_error(monkeypatch, capsys):
     assert settings["IPKernelApp"]["extensions"] == [missing_names.__name__]
 
 
-def test_extension_of_kernel_imports_no_large_packages():
+def test_jupyter_kernel_extension_imports_no_large_packages():
     """Triton reads its settings when it is imported, so lesson 06 must import it first."""
     code = f"import {missing_names.__name__}, sys; print(*sys.modules)"
     command = [sys.executable, "-c", code]
@@ -299,7 +299,7 @@ def test_extension_of_kernel_imports_no_large_packages():
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_lab_creates_copy_before_opening_it(tmp_path):
+def test_make_lab_creates_learner_copy_before_opening_it(tmp_path):
     (tmp_path / "bin").mkdir()
     for stamp in ("bin/pip", ".course-installed"):
         (tmp_path / stamp).touch()
@@ -314,7 +314,7 @@ def test_make_lab_creates_copy_before_opening_it(tmp_path):
     assert "root_dir=. --no-browser notebooks/00_start" in commands("results")
 
 
-def test_chosen_language_is_written_and_read_by_every_lesson(tmp_path, monkeypatch):
+def test_chosen_language_is_stored_and_used_by_every_lesson(tmp_path, monkeypatch):
     list(work.make(NOTEBOOKS, tmp_path))
     list(work.choose_language("zh", tmp_path))
     for name in NAMES:
@@ -328,7 +328,7 @@ def test_chosen_language_is_written_and_read_by_every_lesson(tmp_path, monkeypat
     assert labels.user_language() == "en"
 
 
-def test_unknown_language_in_the_setting_is_an_error(tmp_path, monkeypatch):
+def test_unknown_language_in_settings_raises(tmp_path, monkeypatch):
     (tmp_path / labels.SETTING).write_text("fr")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COURSE_LANG", raising=False)

@@ -32,13 +32,13 @@ ROOT = Path(__file__).parents[2]
         ("tests/library/test_offload.py", "library/test_offload", []),
     ],
 )
-def test_own_tests_of_changed_file_are_selected_first(file, first, others):
+def test_tests_of_changed_file_are_selected_before_related_tests(file, first, others):
     found = find_tests(file)
     assert found[0] == f"tests/{first}.py"
     assert {f"tests/{name}.py" for name in others} <= set(found)
 
 
-def test_every_library_file_has_tests_that_exist():
+def test_every_library_file_is_assigned_existing_tests():
     library = ROOT / "course_lib"
     files = [path.relative_to(ROOT).as_posix() for path in library.rglob("*.py")]
     without = [file for file in files if not find_tests(file)]
@@ -46,7 +46,7 @@ def test_every_library_file_has_tests_that_exist():
     assert all((ROOT / test).is_file() for file in files for test in find_tests(file))
 
 
-def test_lesson_tests_run_for_the_changed_lesson_alone():
+def test_lesson_tests_are_selected_only_for_changed_lesson():
     files = ["notebooks/scripts/02_checkpointing.py", "course_lib/lessons/lesson_03/claims.py"]
     found = groups([*files, "README.md"])
     assert list(found) == ["02", "", "03"]
@@ -55,7 +55,7 @@ def test_lesson_tests_run_for_the_changed_lesson_alone():
     assert "tests/lessons/test_exercises.py" in found["03"]
 
 
-def test_choice_keeps_quickest_tests_within_budget(monkeypatch):
+def test_selection_within_time_budget_prefers_quickest_tests(monkeypatch):
     monkeypatch.setattr(check_changes, "BUDGET_SECONDS", 40)
     names = {"a.py": ["a_slow", "b", "c"], "b.py": ["long"], "c.py": ["x", "y"], "d.py": ["z"]}
     table = {"a.py": 60, "a.py::a_slow": 35, "b.py": 45, "b.py::long": 45, "c.py": 30, "d.py": 50}
@@ -68,7 +68,7 @@ def test_choice_keeps_quickest_tests_within_budget(monkeypatch):
     assert choose(["new.py"], {"new.py": ["a", "b"]}, {}, 1).left_out == 0  # 20 s by default
 
 
-def test_changed_files_include_modified_and_untracked_ones(tmp_path):
+def test_changed_files_include_modified_and_untracked_files(tmp_path):
     def git(*arguments):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.hooksPath="]
         subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True)
@@ -84,7 +84,7 @@ def test_changed_files_include_modified_and_untracked_ones(tmp_path):
     assert check_changes.changed_files(tmp_path) == ["edited.py", "new.py", "staged.py"]
 
 
-def test_command_runs_the_chosen_tests_and_returns_their_status(monkeypatch, capsys):
+def test_command_runs_selected_tests_and_returns_their_exit_status(monkeypatch, capsys):
     ran = []
 
     def run(command, **_):
@@ -103,7 +103,7 @@ def test_command_runs_the_chosen_tests_and_returns_their_status(monkeypatch, cap
     assert "left out" in capsys.readouterr().out
 
 
-def test_command_rejects_a_name_that_is_no_package_or_path(capsys):
+def test_command_rejects_argument_that_is_neither_package_nor_path(capsys):
     with pytest.raises(SystemExit):
         check_changes.main(["ofload"])
     assert "ARGS must be packages of course_lib or paths, got 'ofload'" in capsys.readouterr().err

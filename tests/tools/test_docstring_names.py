@@ -104,10 +104,10 @@ def dead_references(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_names_in_docstrings_exist(path):
+def test_names_in_docstrings_refer_to_existing_objects(path):
     assert dead_references(path.read_text("utf-8")) == []
 
 
-def test_dead_reference_is_found():
+def test_docstring_reference_to_nonexistent_name_is_reported():
     text = '"""Use `MemoryMeter`, `torch.add`, `nn.Linear(2, 3)` and `no_such_function`."""'
     assert dead_references(text) == ["no_such_function"]

@@ -70,7 +70,7 @@ def test_docstring_commands_name_existing_modules_and_options():
         (lessons_command, re.search(r"(?:^ {2,}.*\n)+", lessons_command.__doc__, re.M)[0]),
     ],
 )
-def test_command_help_keeps_lines_of_table(command, table, monkeypatch, capsys):
+def test_command_help_preserves_line_breaks_of_table(command, table, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["command", "--help"])
     monkeypatch.setenv("COLUMNS", "60")  # narrower than the table
     with contextlib.suppress(SystemExit):  # torch's `record` catches it

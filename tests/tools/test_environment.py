@@ -58,7 +58,7 @@ def test_dependencies_are_pinned_to_installed_versions():
             assert f"=={public}" == pinned, f"{needed.name} {public} is installed: make install"
 
 
-def test_pinned_packages_support_oldest_promised_python():
+def test_pinned_packages_support_oldest_supported_python():
     oldest = f"{re.search(r'>=([0-9.]+)', PROJECT['requires-python'])[1]}.0"
     too_new = []
     for pin in PINS.values():
@@ -82,7 +82,7 @@ def test_indirect_dependencies_are_pinned():
     }
 
 
-def test_pinned_triton_belongs_to_pinned_torch():
+def test_pinned_triton_version_matches_pinned_torch():
     pair = [str(PINS[name]) for name in ("torch", "triton")]
     # torch's package for CUDA names its triton; the one for CPUs does not
     expected = ["torch==2.13.0", 'triton==3.7.1; sys_platform == "linux"']
@@ -108,7 +108,7 @@ RECORDED = re.search(r"with torch ([\d.]+),\nCUDA", (ROOT / "docs/gpus.md").read
         ("Makefile", f"TORCH_VERSION={OLDEST}.0"),
     ],
 )
-def test_oldest_torch_is_named_consistently(file, text):
+def test_all_files_state_same_oldest_supported_torch_version(file, text):
     assert text in (ROOT / file).read_text(encoding="utf-8")
 
 
@@ -155,7 +155,7 @@ def test_make_installs_cpu_torch_first_on_request(tmp_path):
     assert 'TORCH must be cpu or empty, got "gpu"' in commands(tmp_path / "new", "TORCH=gpu")
 
 
-def test_make_keeps_cpu_torch_of_existing_environment(tmp_path):
+def test_make_preserves_cpu_torch_of_existing_environment(tmp_path):
     (tmp_path / "bin").mkdir()
     stamps = [tmp_path / name for name in ("bin/pip", ".course-torch-cpu", ".course-installed")]
     for stamp in stamps:
@@ -171,7 +171,7 @@ def test_make_keeps_cpu_torch_of_existing_environment(tmp_path):
     assert CPU in commands(tmp_path, "TORCH=cpu")
 
 
-def test_pip_constraints_keep_cpu_torch(tmp_path):
+def test_pip_constraints_preserve_installed_cpu_torch(tmp_path):
     """PyPI's build with CUDA satisfies torch==2.13.0; only the whole version excludes it."""
     stamps = [tmp_path / name for name in (".course-torch-cpu", ".course-test-installed")]
     constraints = f"' -c constraints.txt -c {stamps[0]} "
@@ -202,7 +202,7 @@ ERROR: No matching distribution found for b==2"""
         (NO_VERSION, "No matching distribution found for b==2"),
     ],
 )
-def test_failed_installation_prints_reason_last(tmp_path, output, reason):
+def test_failed_installation_prints_pip_reason_in_last_line(tmp_path, output, reason):
     if shutil.which("make") is None:
         pytest.skip("needs make")
     log = "\n".join(f"2026-11-28T15:44:33,331 {line}" for line in output.splitlines())
@@ -232,7 +232,7 @@ def listed(folder, settings):
     return {name for name in names if not re.fullmatch(r"\d\d_\w+\.ipynb", name)}
 
 
-def test_file_list_shows_only_lessons_and_files_for_learners(tmp_path):
+def test_jupyterlab_file_browser_shows_only_files_for_learners(tmp_path):
     assert listed(ROOT / "notebooks", SETTINGS) == {"GLOSSARY.md", "INSTRUCTORS.md"}
     work = pytest.importorskip("publish.work")
     work.write_edition(ROOT / "notebooks", tmp_path)
@@ -330,7 +330,7 @@ def missing_imports(source):
     return unguarded_imports(source) - own - modules_of_course_extra()
 
 
-def test_unguarded_imports_are_in_course_extra():
+def test_required_third_party_imports_are_listed_in_course_extra():
     library = [path for path in ROOT.glob("course_lib/**/*.py") if "fonts" not in path.parts]
     paths = [*ROOT.glob("notebooks/scripts/*.py"), *library]
     missing = {path: missing_imports(path.read_text("utf-8")) for path in paths}
@@ -365,7 +365,7 @@ def missing_in(command):
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=[path.stem for path in WORKFLOWS])
-def test_commands_of_workflow_exist(path):
+def test_commands_in_ci_workflow_exist(path):
     workflow = yaml.safe_load(path.read_text("utf-8"))
     for job in workflow["jobs"].values():
         for step in job["steps"]:
@@ -386,7 +386,7 @@ def test_container_and_binder_install_pinned_cpu_versions():
     assert (ROOT / "binder" / constraints).resolve() == ROOT / "constraints.txt"
 
 
-def test_other_torch_version_gets_own_environment_and_library_tests(tmp_path):
+def test_make_with_other_torch_version_uses_separate_environment(tmp_path):
     lines = partial(make, "test-library", f"OTHER_VENV={tmp_path}")
     oldest = lines(f"TORCH_VERSION={OLDEST}.0")
     assert f"--upgrade torch=={OLDEST}.0" in oldest and "torch==" not in lines()

@@ -31,7 +31,7 @@ SUBJECTS = {  # subject -> the reported problem; an empty one for a subject that
 
 
 @pytest.mark.parametrize(("subject", "message"), SUBJECTS.items())
-def test_wrong_subject_is_reported_with_what_it_must_be(subject, message, tmp_path):
+def test_invalid_commit_subject_is_reported_with_required_form(subject, message, tmp_path):
     file = tmp_path / "message"
     file.write_text(f"# a comment\n\n{subject}\n\nreason\n")
     problems = git_hooks.check_message(file)
@@ -39,7 +39,7 @@ def test_wrong_subject_is_reported_with_what_it_must_be(subject, message, tmp_pa
     assert all(message in each and " must " in each for each in problems)
 
 
-def test_message_of_comments_alone_is_left_to_git(tmp_path):
+def test_commit_message_hook_ignores_message_consisting_of_comments(tmp_path):
     file = tmp_path / "message"
     file.write_text("# all lines are comments\n")
     assert git_hooks.check_message(file) == []
@@ -70,7 +70,7 @@ def repository(tmp_path):
     return tmp_path, run
 
 
-def test_commit_with_a_wrong_subject_is_rejected(repository):
+def test_commit_with_invalid_subject_is_rejected(repository):
     folder, run = repository
     (folder / "a.txt").write_text("a\n")
     run("git", "add", "a.txt")

@@ -131,7 +131,7 @@ def lengths(name, tree):
     return [f"{name}: {getattr(node, 'name', 'it')} has {counts[node]}" for node in longer]
 
 
-def test_every_module_belongs_to_package():
+def test_every_library_module_belongs_to_listed_package():
     assert [name for name in modules() if name != "course_lib" and package_of(name) is None] == []
 
 
@@ -146,7 +146,7 @@ def test_imports_have_no_cycles():
     TopologicalSorter(edges).prepare()  # raises for a cycle
 
 
-def test_private_names_stay_within_package():
+def test_private_names_are_not_imported_from_other_packages():
     assert [problem for name in modules() for problem in private_names(name)] == []
 
 
@@ -163,7 +163,7 @@ def test_forbidden_import_is_reported(module, source, check):
     assert check(module, ast.parse(source))
 
 
-def test_only_labels_drawing_imports_pyplot():
+def test_only_labels_drawing_imports_matplotlib_pyplot():
     def imports_pyplot(tree):
         found = (each for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom))
         lines = " ".join(map(ast.unparse, found))
@@ -176,7 +176,7 @@ def test_only_labels_drawing_imports_pyplot():
     }
 
 
-def test_modules_classes_and_functions_stay_within_size_limits():
+def test_modules_classes_and_functions_do_not_exceed_size_limits():
     assert [each for name, tree in library().items() for each in lengths(name, tree)] == []
 
 

@@ -12,7 +12,7 @@ def found():
     return Prose()
 
 
-def test_no_folder_has_more_hits_than_the_stored_table_allows(found):
+def test_prose_problems_per_folder_do_not_exceed_stored_counts(found):
     if problems := found.problems(prose_check.read()):
         pytest.fail(
             "A text that was added or changed has a construction that readers have to decode."
@@ -22,7 +22,7 @@ def test_no_folder_has_more_hits_than_the_stored_table_allows(found):
         )
 
 
-def test_every_kind_of_text_is_read(found):
+def test_prose_check_reads_every_kind_of_text(found):
     folders = {folder for folder, _ in found.counts}
     chinese = {folder for folder, rule in found.counts if rule == COLONS}
     assert {"docs", "notebooks", "notebooks/scripts", "slides", "labels"} <= chinese
@@ -70,7 +70,7 @@ def test_every_kind_of_text_is_read(found):
         ("nickname", "pieces of a batch", "micro-batches of a batch"),
     ],
 )
-def test_rule_finds_its_construction_and_ignores_plain_words(rule, hit, plain):
+def test_prose_rule_reports_its_construction_and_ignores_ordinary_sentence(rule, hit, plain):
     assert [each.rule for each in hits("a.py", 1, hit)] == [rule]
     assert [each for each in hits("a.py", 1, plain) if each.rule == rule] == []
 
@@ -86,7 +86,7 @@ def test_rule_finds_its_construction_and_ignores_plain_words(rule, hit, plain):
         ("product has the flops of both factors", ["private word"]),
     ],
 )
-def test_names_and_docstrings_of_tests_are_short_and_plain(name, rules):
+def test_prose_check_reports_private_words_and_long_test_names(name, rules):
     found = Prose([Text(prose_check.TEST_NAMES, "tests/test_a.py", 1, name)])
     assert [hit.rule for each in found.hits.values() for hit in each] == rules
     found = Prose([Text(prose_check.TEST_DOCSTRINGS, "tests/test_a.py", 1, name)])
@@ -167,7 +167,7 @@ OF_CATALOG = [(4, "a"), (4, "甲"), (5, 'a "b"'), (5, "乙")]
         (prose_check.in_catalog, CATALOG, OF_CATALOG),  # keys and values
     ],
 )
-def test_texts_are_read_with_their_lines(read, source, texts):
+def test_prose_check_extracts_texts_with_line_numbers(read, source, texts):
     assert sorted(read(source)) == sorted(texts)
 
 
@@ -179,7 +179,7 @@ def counted(*words, folder="course_lib/memory"):
     return Prose(Text(folder, f"{folder}/a.py", n, each) for n, each in enumerate(words, 1))
 
 
-def test_only_rising_counts_are_reported_with_their_hits():
+def test_prose_problems_are_reported_only_if_their_count_rises():
     two, three = ["Plain.", "One lever.", "Two levers."], ["One lever.", "Two levers.", "A piece."]
     allowed = counted(*two).counts
     assert counted(*two).problems(allowed) == counted("One lever.").problems(allowed) == []
@@ -188,7 +188,7 @@ def test_only_rising_counts_are_reported_with_their_hits():
     assert found[2] == "  course_lib/memory/a.py:3 nickname: 'piece'" and len(found) == 3
 
 
-def test_chinese_colons_may_rise_up_to_the_goal():
+def test_rate_of_chinese_colons_may_rise_up_to_goal():
     five, ten, eleven = (counted("字" * 990 + "：" * colons) for colons in (5, 10, 11))
     (problem,) = eleven.problems(ten.counts)
     assert "1.12, and the table allows 1.02" in problem

@@ -39,7 +39,7 @@ def sides(width):
 '''
 
 
-def test_statements_are_those_inside_functions_that_do_something():
+def test_mutation_candidates_are_executable_statements_inside_functions():
     found = [(each.text, each.occurrence) for each in statements(SOURCE)]
     assert found == [
         ("if width > 0:", 1),
@@ -54,7 +54,7 @@ def test_statements_are_those_inside_functions_that_do_something():
     ]
 
 
-def test_each_change_replaces_one_statement_and_leaves_the_others():
+def test_each_random_mutation_changes_exactly_one_statement():
     for statement in statements(SOURCE):
         found = changes(SOURCE, statement)
         for changed in found.values():
@@ -73,7 +73,7 @@ def test_each_change_replaces_one_statement_and_leaves_the_others():
     }, "changes inside the block belong to other statements"
 
 
-def test_draw_depends_on_sources_and_seed_alone():
+def test_random_draw_of_mutants_depends_only_on_sources_and_seed():
     sources = {"b.py": SOURCE, "a.py": SOURCE}
     drawn = draw(sources, 8, seed=1)
     assert drawn == draw(dict(reversed(sources.items())), 8, seed=1)
@@ -85,7 +85,7 @@ def test_draw_depends_on_sources_and_seed_alone():
         draw(sources, 19, seed=1)
 
 
-def test_stored_draw_is_found_again_after_other_lines_have_moved(tmp_path, monkeypatch):
+def test_stored_mutant_is_located_after_preceding_lines_change(tmp_path, monkeypatch):
     monkeypatch.setattr(random_mutants, "STORED", tmp_path / "draw.csv")
     drawn = draw({"a.py": SOURCE}, 5, seed=0)
     random_mutants.write(drawn)
@@ -96,7 +96,7 @@ def test_stored_draw_is_found_again_after_other_lines_have_moved(tmp_path, monke
         assert find(row, "x = 1\n") is None
 
 
-def test_every_drawn_file_has_tests_in_the_table():
+def test_every_source_file_of_mutants_has_assigned_tests():
     """Draw from packages that the table names, and from no others."""
     files = library_mutants.drawn_sources()
     assert {"checkpoint/state.py", "workload.py", "_torch/modules.py"} <= set(files)

@@ -28,20 +28,20 @@ def time_limits(source):
     return [line for line in source.splitlines() if any(rule.search(line) for rule in rules)]
 
 
-def test_tests_use_only_common_time_limit():
+def test_tests_use_only_shared_timeout_constant():
     paths = [path for path in TESTS.rglob("*.py") if path.name not in EXEMPT]
     found = {path.name: time_limits(path.read_text("utf-8")) for path in paths}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_time_limits_and_compared_clocks_are_reported():
+def test_numeric_timeouts_and_clock_comparisons_in_tests_are_reported():
     limits = ["run(command, timeout=120)", "event.wait(2 * 60)", "settings(deadline=200)"]
     clocks = ["while time.monotonic() < end: pass", "assert perf_counter() - start < 3"]
     allowed = ["def ends(work, timeout=None): pass", "event.wait(TIMEOUT_SECONDS)", "','.join(x)"]
     assert time_limits("\n".join([*limits, *allowed, *clocks])) == [*limits, *clocks]
 
 
-def test_all_notebook_timeouts_use_common_limit():
+def test_all_notebook_timeouts_use_shared_timeout_constant():
     """nbval has two options for time limits; `conftest.py` sets a third one for each cell."""
     words = (ROOT / "Makefile").read_text("utf-8").split()
     for name in ("cell-timeout", "kernel-startup-timeout"):

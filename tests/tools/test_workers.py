@@ -26,7 +26,7 @@ TESTS = Path(__file__).parents[1]
     ],
     ids=["cores", "memory", "at least one", "gpu limit", "gpu memory", "small gpu"],
 )
-def test_worker_count_is_the_smallest_limit(cores, memory, gpu, expected):
+def test_worker_count_is_minimum_of_core_and_memory_limits(cores, memory, gpu, expected):
     assert worker_count(cores, memory, gpu) == expected
 
 
@@ -60,7 +60,9 @@ def test_worker_count_is_the_smallest_limit(cores, memory, gpu, expected):
     ],
     ids=["no cgroup", "version 2", "version 1"],
 )
-def test_limits_of_cgroups_are_respected(files, cores, memory, tmp_path, monkeypatch):
+def test_available_cores_and_memory_respect_cgroup_limits(
+    files, cores, memory, tmp_path, monkeypatch
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     meminfo = f"MemTotal: {64 * 2**20} kB\nMemAvailable: {32 * 2**20} kB\n"
     for name, text in {"proc/meminfo": meminfo, **files}.items():
@@ -69,14 +71,14 @@ def test_limits_of_cgroups_are_respected(files, cores, memory, tmp_path, monkeyp
     assert (available_cores(tmp_path), available_memory(tmp_path)) == (cores, memory)
 
 
-def test_cores_and_memory_are_read_without_proc_and_affinity(tmp_path, monkeypatch):
+def test_available_cores_and_memory_have_fallback_without_proc_and_affinity(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     assert available_cores(tmp_path) == 6
     assert available_memory(tmp_path) > 10**8
 
 
-def test_heavy_files_exist_and_form_one_unit(monkeypatch):
+def test_heavy_test_files_exist_and_share_one_xdist_scope(monkeypatch):
     assert all(list(TESTS.parent.glob(f"{file}*")) for file in workers.HEAVY)
     monkeypatch.setattr(workers, "HEAVY", ("notebooks/07", "notebooks/09"))
     assert workers.scope_of("notebooks/07_fit.ipynb::Cell 3") == "heavy"
@@ -102,7 +104,7 @@ REPORT = """\
 """
 
 
-def test_seconds_command_stores_rows_of_a_report(tmp_path, monkeypatch, capsys):
+def test_seconds_command_with_write_option_stores_report_durations(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(seconds, "TABLE", tmp_path / "seconds.csv")
     report = tmp_path / "tests.xml"
     report.write_text(REPORT)
@@ -119,7 +121,7 @@ def test_seconds_command_stores_rows_of_a_report(tmp_path, monkeypatch, capsys):
     assert seconds.read() == {**found, this: 3}
 
 
-def test_seconds_command_without_a_report_names_make_test(tmp_path, capsys):
+def test_seconds_command_without_report_suggests_make_test(tmp_path, capsys):
     with pytest.raises(SystemExit):
         seconds.main([str(tmp_path / "missing.xml")])
     assert "run `make test` first" in capsys.readouterr().err
@@ -142,7 +144,7 @@ def test_writes(n):
 """
 
 
-def test_xdist_runs_heavy_files_in_one_worker(tmp_path):
+def test_xdist_runs_heavy_test_files_in_one_worker(tmp_path):
     """Run four small files in two workers with the hooks of tests/conftest.py."""
     pytest.importorskip("xdist")
     table = {"test_long.py": 50, "test_short.py": 1, "test_heavy_1.py": 20, "test_heavy_2.py": 40}
