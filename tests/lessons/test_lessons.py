@@ -327,7 +327,7 @@ def test_offloading_checkpoint_inputs_lowers_peak_of_frozen_layers(layers, chang
     assert both / alone - 1 == pytest.approx(change, abs=0.001)
 
 
-def test_recorded_h200_step_has_compute_to_copy_ratio_near_threshold():
+def test_simulated_small_step_takes_the_times_recorded_on_h200():
     """Section 4.9: the recorded step, and a step of a sixteenth of all sizes."""
     recorded = gpu_04.recorded_on_h200()
     plain, link = recorded["plain_seconds"], recorded["link"]

@@ -390,7 +390,7 @@ def test_need_host_memory_raises_if_request_exceeds_free_memory():
             need_host_memory(10**15)
 
 
-def test_recorded_result_shows_reduced_sizes_and_attention_kernel(no_gpu, tmp_path):
+def test_recorded_result_names_reduced_batch_and_attention_kernel_of_run(no_gpu, tmp_path):
     sizes, values = NAMED["01.monitor"].sizes, {"model_live_bytes": 1}
     notes = {"attention": "CUDNN_ATTENTION"}
     store(tmp_path, sizes=sizes | {"batch": 1}, notes=notes, monitor=values)

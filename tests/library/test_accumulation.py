@@ -437,7 +437,7 @@ def test_sparse_gradients_are_clipped_like_dense_gradients(scaled):
     assert_close(found[1], found[0])
 
 
-def test_loss_scale_grows_per_step_and_disabled_scaler_is_ignored():
+def test_loss_scale_grows_once_per_step_and_never_when_disabled():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     step = stepper(linear(), summed_output, scaler=scaler)
     assert all(step([ONES] * 3).stepped for _ in range(5)) and scaler.get_scale() == 4.0 * 2**2

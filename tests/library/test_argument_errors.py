@@ -520,7 +520,7 @@ NOT_ESTIMATED = [
 @pytest.mark.parametrize(
     ("make_model", "reason", "router"), NOT_ESTIMATED, ids=[row[1] for row in NOT_ESTIMATED]
 )
-def test_estimate_of_unsupported_step_raises_and_recommends_run(
+def test_estimate_of_unsupported_step_raises_error_that_recommends_measurement(
     make_model, reason, router, monkeypatch
 ):
     # `torch.compile` switches this off for the whole process

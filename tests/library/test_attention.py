@@ -353,7 +353,9 @@ def test_second_derivative_of_flash_attention_is_rejected():
 @pytest.mark.parametrize(
     ("kind", "attention"), [("standard", standard_attention), ("flash", flash_attention)]
 )
-def test_attention_saved_bytes_equal_formula(kind, attention, n, dtype, kv_heads, causal):
+def test_bytes_that_attention_saves_for_backward_equal_the_formula(
+    kind, attention, n, dtype, kv_heads, causal
+):
     q, k, v, _ = inputs(n, kv_heads=kv_heads, dtype=dtype, d=16)
     sizes = {"sequence": n, "batch": 2, "heads": 4, "kv_heads": kv_heads, "head_dim": 16}
     predicted = attention_saved_bytes(**sizes, dtype_bytes=dtype.itemsize, kind=kind).values()

@@ -282,7 +282,7 @@ def test_kernel_rejects_block_sizes_beyond_shared_memory_with_advice():
         launch._launch(kernel, None, torch.zeros(1, 1, 4, 128), options)
 
 
-def test_kernel_copies_tensor_with_offsets_beyond_32_bits():
+def test_input_with_offsets_beyond_32_bits_is_copied_before_attention():
     def rows(n, apart):
         return torch.empty_strided((1, 1, n, 64), (2**40, 2**40, apart, 1), device="meta")
 

@@ -143,7 +143,7 @@ def test_predicted_attention_kernel_depends_on_gpu_compute_capability():
 @pytest.mark.parametrize(
     "options", [{"capability": 9}, {"capability": (9.0, 0)}, {"torch": "2.13"}]
 )
-def test_gpu_description_rejects_versions_that_are_not_two_integers(options):
+def test_gpu_rejects_a_version_that_is_not_two_whole_numbers(options):
     with pytest.raises(TypeError, match=f"{next(iter(options))} must be two whole numbers"):
         Gpu(**options)
 

@@ -361,7 +361,7 @@ def read_snapshot(path):
     return live, peak, [entry["frames"] for entry in entries if entry["action"] == "alloc"]
 
 
-def test_memory_snapshot_of_metered_step_has_bytes_and_source_lines(tmp_path):
+def test_memory_snapshot_has_size_and_source_line_of_each_allocation(tmp_path):
     model = nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with MemoryMeter(model, optimizer, module_paths=True) as meter:
@@ -379,7 +379,7 @@ def test_memory_snapshot_of_metered_step_has_bytes_and_source_lines(tmp_path):
         (*(each["name"] for each in stack), linecache.getline(__file__, stack[-1]["line"]).strip())
         for stack in frames
     ]
-    test = "test_memory_snapshot_of_metered_step_has_bytes_and_source_lines"
+    test = "test_memory_snapshot_has_size_and_source_line_of_each_allocation"
     forward = "loss = model(torch.randn(64, 600)).square().mean()"
     assert ("aten.addmm.default", "0", test, forward) in places
     for layer in ("0", "2"):

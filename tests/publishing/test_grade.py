@@ -345,7 +345,7 @@ def test_notebook_run_kills_child_process_in_new_session(tmp_path):
     assert ["sleep", "1177"] not in running
 
 
-def test_operating_system_cpu_limit_stops_kernel_without_watcher(tmp_path, monkeypatch):
+def test_cpu_limit_of_system_stops_notebook_kernel_without_watching_process(tmp_path, monkeypatch):
     """Disable the watcher, so that only the limit of the operating system remains."""
     if not hasattr(psutil, "RLIMIT_CPU"):
         pytest.skip("limits of another process need Linux")
@@ -661,7 +661,7 @@ def test_static_check_reports_lines_that_modify_more_than_answer(source, reason)
         ("exercises.storages(x)\nfigures.draw_lengths(f, 5)", ""),
     ],
 )
-def test_static_check_reports_lines_that_modify_imported_lesson_files(source, reason):
+def test_static_check_reports_lines_that_overwrite_lesson_modules(source, reason):
     first = "from course_lib.lessons.lesson_01 import exercises, figures"
     imports = submissions._imports(reading.tree_of(first))
     foreign = reading.foreign_names([first, source])
@@ -759,7 +759,7 @@ def test_cells_asking_for_guess_or_value_are_recognized():
     assert [cell for cell in code if submissions.asks(cell)] == expected and len(expected) > 8
 
 
-def test_unchanged_lesson_is_assembled_unchanged_as_submission():
+def test_submission_made_from_unedited_lesson_equals_the_lesson():
     """Compare the cells with the lesson's, because some stubs run and give a wrong number."""
     for number, lesson in submissions.lessons_of(NOTEBOOKS).items():
         assert lesson.stubs.keys() == lesson.calls.keys(), number

@@ -187,7 +187,7 @@ def test_instructor_guide_section_agrees_with_notebook_in_both_languages(path):
     assert problems_of(LESSONS[path.stem[:2]], path) == []
 
 
-def test_instructor_guide_has_valid_timetables_translations_and_links():
+def test_guide_has_correct_minutes_equal_translations_and_working_links():
     assert plan_problems(GUIDE, MINUTES) == []
     assert plan_problems(GUIDE, dict.fromkeys(MINUTES, 1000)) != []
     assert language_problems(GUIDE) == []

@@ -333,7 +333,7 @@ def test_student_lessons_contain_checks_and_reason_cells_but_no_solutions(lesson
 # --- reasons, and nbgrader ---
 
 
-def test_learner_explanation_is_found_by_cell_id_or_prompt():
+def test_learner_explanation_is_found_without_cell_id_by_question_text():
     notebook = student.with_reasons(notebook_of("answer = None\nlesson.check_sum(answer)"))
     reason = notebook.cells[1]
     prompted = f"{reason.source}\nBecause both\nare live."

@@ -121,7 +121,7 @@ def test_seconds_command_with_write_option_stores_report_durations(tmp_path, mon
     assert seconds.read() == {**found, this: 3}
 
 
-def test_seconds_command_without_report_suggests_make_test(tmp_path, capsys):
+def test_seconds_command_without_test_report_suggests_make_test(tmp_path, capsys):
     with pytest.raises(SystemExit):
         seconds.main([str(tmp_path / "missing.xml")])
     assert "run `make test` first" in capsys.readouterr().err
