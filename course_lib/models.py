@@ -293,9 +293,10 @@ class Decoder(nn.Module):
 
         Returns:
             Callables in this order: a function that selects the model's inputs from the batch, the
-            embedding, one block per layer, and the output head with the loss. A block is an
-            `nn.Sequential` of attention and feed-forward network. The block is the layer itself if
-            the layer is of another class, is compiled, or has hooks or a replaced `forward`.
+            embedding, one block per layer, and the output head with the loss. For a pre-norm
+            `DecoderLayer`, the block is an `nn.Sequential` of the layer's attention and its
+            feed-forward network. For any other layer, and for a `DecoderLayer` that is compiled or
+            has forward hooks or a replaced `forward`, the block is the layer itself.
         """
         blocks = [
             nn.Sequential(*_residual_halves(layer)) if _is_plain(layer) else layer
@@ -317,7 +318,8 @@ class Decoder(nn.Module):
 def _is_plain(layer: nn.Module) -> bool:
     """Return whether a layer can be replaced by its two `_residual_halves`, one after the other.
 
-    The result is False if the layer is of another class, is a post-norm layer, is compiled, has
+    This is possible for a pre-norm `DecoderLayer`. The result is False for a post-norm layer and
+    for a layer of any other class, even a subclass. It is also False if the layer is compiled, has
     forward hooks, or has a replaced `forward`.
     """
     own = type(layer) is DecoderLayer and layer.norm_first and "forward" not in vars(layer)

@@ -52,7 +52,9 @@ class Ranks:
         self.has_views = self.replica is not None and self.replica.gradient_as_bucket_view
 
     def validate_in_buckets(self, scaler: torch.amp.GradScaler, in_buckets: bool) -> bool:
-        """Check two options of `AccumulatedStep` for this model, and return `in_buckets`.
+        """Check the options `scaler` and `in_buckets` for this model, and return `in_buckets`.
+
+        They are options of `AccumulatedStep`.
 
         Args:
             scaler: Gradient scaler. It must be disabled for an FSDP2 model.
@@ -78,7 +80,7 @@ class Ranks:
     def gradient_reduction(self, last: bool) -> Iterator[None]:
         """Turn the reduction of gradients over ranks on or off for a `with` block.
 
-        The backward pass in the `with` block reduces gradients if it is that of the last
+        The backward pass in the `with` block reduces gradients if it belongs to the last
         micro-batch, or if `sync` is "each". Otherwise, it only adds to the gradients of this rank.
 
         Args:

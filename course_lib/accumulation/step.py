@@ -75,13 +75,14 @@ class AccumulatedStep:
 
     Args:
         model: The model, which is passed to `loss_sum`.
-        optimizer: An optimizer whose `step` needs no closure, unlike LBFGS. An optimizer with a
+        optimizer: An optimizer whose `step` needs no closure, so not LBFGS. An optimizer with a
             training mode, such as a schedule-free one, must be in its training mode. `optimizer`
             may be a list of optimizers. The gradients are then clipped by the norm of all gradients
             together, and either all optimizers step or none does.
         loss_sum: Function (model, micro_batch) -> (sum of losses, weight). The sum is a scalar
             tensor that requires gradients. The weight is the number of tokens or samples in the
-            sum, as a number or a scalar tensor. It may be 0, if all tokens are masked.
+            sum, as a number or a scalar tensor. It may be 0, if all tokens are masked. The mean
+            loss of the step is the total of the sums, divided by the total of the weights.
         scaler: Gradient scaler for the losses, which is updated once per step. A disabled scaler is
             the same as None.
         max_norm: Largest norm of the mean loss's gradient. The gradient is clipped once, after

@@ -53,8 +53,8 @@ class ObjectArguments:
         """Describe the first argument that has changed since the call, and how to avoid the change.
 
         Returns:
-            Two sentences without a period at the end, or "" if no argument has changed. The caller
-            adds a comma and its own advice.
+            A part of an error message: two sentences, without a period at the end, so that the
+            caller can add a comma and its own advice. "" if no argument has changed.
         """
         for key, path, value, before in self.records:
             now = _part_identities(value)

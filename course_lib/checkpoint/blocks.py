@@ -66,8 +66,8 @@ def checkpoint_blocks(
             A module that is never called, such as an `nn.ModuleList`, is not a block.
 
             None searches the model for lists of modules, such as the layers of an encoder and those
-            of a decoder. A list inside another one that was found is ignored. The model may have
-            lists of several kinds. All lists of the first of these kinds are used:
+            of a decoder. A list inside a list that was found is ignored. If the model has lists of
+            several kinds, only one kind is used, the first in this order:
 
             1. `nn.ModuleList` or `nn.Sequential` of two or more modules of one type;
             2. `nn.ModuleList` of one module;
@@ -126,9 +126,10 @@ def checkpoint_blocks(
         >>> with checkpoint_blocks(decoder, "layers.*"):
         ...     decoder.loss(random_tokens(4, 16, 100)).backward()
 
-    Other side effects of a block happen twice, because the recomputation repeats them, and it
-    starts from the changed values. Examples are updates of running statistics, of spectral norms
-    and of a key-value cache (train Hugging Face models with `use_cache=False`, and pass no cache).
+    Except for the drawing of random numbers, side effects of a block happen twice: the
+    recomputation repeats them, and starts from the values that the first run has changed. Examples
+    are updates of running statistics, of spectral norms and of a key-value cache (train Hugging
+    Face models with `use_cache=False`, and pass no cache).
     Without `preserve_module_state`, changes of attributes also happen twice. If backward would
     compute with wrong values because of this, the comparison raises an error. Changes of lists and
     dicts among the arguments do no harm: the recomputation gets copies with the original content.
@@ -213,9 +214,10 @@ class CheckpointedBlocks(BlocksInPlace):
         compare: Whether each block's recomputation is compared with its first run, until the two
             were equal once. A difference raises a RuntimeError.
         advice: Last clause of the error message about a difference, such as "exclude it from
-            checkpointing". With None, only `compare` decides whether runs are compared. If `advice`
-            is a string, every recomputation is compared. With `preserve_module_state=True`, a
-            recomputation must then also leave the block's buffers and parameters unchanged.
+            checkpointing". If it is a string, every recomputation is compared, whatever the value
+            of `compare`. With `preserve_module_state=True`, it is then also an error if a
+            recomputation changes the block's buffers or parameters. If it is None, only `compare`
+            determines whether runs are compared.
     """
 
     compare: bool = False

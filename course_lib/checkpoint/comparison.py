@@ -43,18 +43,18 @@ class Comparison:
 
     The first run is in the forward pass, and later runs recompute the block's activations. With a
     checkpoint, the tensors saved for backward are compared. The outputs cannot be compared, because
-    a recomputation in a checkpoint stops early and does not run the last operator. A schedule
-    (`schedule_blocks`) runs each block to its end, and the outputs are compared.
+    a recomputation in a checkpoint stops early and does not run the last operator. With a schedule
+    (`schedule_blocks`), each block runs to its end, and the outputs are compared.
 
-    On a CPU, checksums are exact. On other devices they allow for rounding, because operators may
-    add in any order there. Memory meters do not count the checksums. Symbolic, sparse, nested and
-    quantized tensors and subclasses of `Tensor` are not compared.
+    On a CPU, checksums are exact. On other devices they allow for rounding, because operators there
+    may add numbers in any order. Memory meters do not count the checksums. Symbolic, sparse, nested
+    and quantized tensors and subclasses of `Tensor` are not compared.
 
     Args:
         name: Name of the block, for error messages.
         advice: Advice at the end of the error message, such as "exclude it from checkpointing".
-        rule: Sentences on the changes that a block may make. They are part of the error message if
-            none of the block's arguments has changed.
+        rule: Sentences that state which changes a block may make. They are part of the error
+            message if none of the block's arguments has changed.
     """
 
     hint = ""  # additional sentence at the end of the error message about a difference
@@ -133,7 +133,8 @@ class FirstComparison(Comparison):
     Args:
         name, advice, rule: The arguments of `Comparison`.
         equal: Names of the blocks whose recomputation was equal, shared by the comparisons of all
-            blocks. This comparison adds the name of its block, or removes it after a difference.
+            blocks. This comparison adds the name of its block if a recomputation is equal, and
+            removes the name if it is not.
     """
 
     hint = ". If the difference does not matter, pass compare=False to checkpoint_blocks"
@@ -187,8 +188,9 @@ class ComparingHooks:
     must therefore not refer to this object, which would form a reference cycle.
 
     Args:
-        comparison: The comparison of the block.
-        arguments: Record of the function's arguments. Error messages name those that have changed.
+        comparison: Comparison of the checkpointed block's first run with its recomputation.
+        arguments: Record of the arguments of the block's first run. An error message describes the
+            first argument that has changed since then.
         inner: The checkpoint's hooks, a tuple (pack, unpack).
     """
 

@@ -70,8 +70,8 @@ def checkpoint(
     Args:
         function: Function to run. It must do the same in both runs.
         *args: Positional arguments of the function. In the reentrant mode, only tensors that are
-            arguments themselves get gradients. In the other mode, tensors may also be in lists,
-            tuples and dicts, which are copied for the second run.
+            arguments themselves get gradients. In the non-reentrant mode, tensors may also be in
+            lists, tuples and dicts, which are copied for the second run.
         use_reentrant: Whether to use the reentrant mode. At least one tensor among the arguments
             must then require gradients. The gradients must be computed by `backward()` without its
             argument `inputs`.
@@ -89,10 +89,10 @@ def checkpoint(
 
     Raises:
         ValueError: `keep` or keyword arguments are passed in the reentrant mode.
-        CheckpointError: (In the backward pass, without the reentrant mode) the second run saved
-            fewer tensors than the first, or tensors of other shapes, dtypes or devices. Tensors
-            with other values are not detected.
-        RuntimeError: (In the backward pass) a tensor among the arguments or a kept output was
+        CheckpointError: (In the backward pass of the non-reentrant mode) the second run saved fewer
+            tensors than the first, or tensors of other shapes, dtypes or devices. Tensors with
+            other values are not detected.
+        RuntimeError: (In the backward pass) a kept output, or a tensor among the arguments, was
             changed in place. In the reentrant mode, a change by `function` itself raises the error
             in the forward pass.
     """

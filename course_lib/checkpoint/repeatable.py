@@ -38,7 +38,7 @@ from .state import StateBeforeFirstRun
 
 
 class BlockState(StateBeforeFirstRun):
-    """State of a block before its first run, with a check that later runs compute the same.
+    """State of a block before its first run, with a check that later runs equal the first one.
 
     `StateBeforeFirstRun` records the state and restores it for later runs. The state consists of
     the attributes of the block's modules and the states of random number generators. This class
@@ -75,10 +75,11 @@ class BlockState(StateBeforeFirstRun):
 
     @contextmanager
     def later_run(self, last: bool = False) -> Iterator[Any]:
-        """Restore the state from before the block's first run inside a `with` block.
+        """Inside a `with` block, give the module the state that it had before its first run.
 
-        The caller runs the block in the `with` block. If runs are compared, an error is raised at
-        its end if this run has changed the block's parameters, buffers or tensor attributes.
+        The caller runs the module in the `with` block. If runs are compared, this run must not
+        change the module's parameters, buffers or tensor attributes, except running statistics.
+        Otherwise, an error is raised at the end of the `with` block.
 
         Args:
             last: Whether no further run follows, so that the state need not be copied again.

@@ -271,7 +271,8 @@ class ModuleState:
 
         Raises:
             RuntimeError: The first run changed an attribute in place, and the attribute shares its
-                memory with another tensor. Copies of the two tensors would not share memory.
+                memory with another tensor. The two tensors cannot be restored, because copies of
+                them would not share memory.
         """
         with disable_current_modes():
             for tensor in self.tensors:
@@ -296,7 +297,7 @@ class ModuleState:
 
     @contextmanager
     def restore(self, last: bool = False) -> Iterator[None]:
-        """Give the modules the recorded attributes and buffers inside a `with` block.
+        """Inside a `with` block, give the modules the recorded attributes and buffers.
 
         Tensors and containers that have changed are replaced by copies. At the end, the modules get
         back the values that they had before the `with` block.
@@ -353,8 +354,8 @@ class StateBeforeFirstRun:
     """State of a block before its first run, from which every later run starts.
 
     The first run is in the forward pass, and later runs recompute it. The state always includes the
-    attributes of the block's modules and the global random number generators of Python and NumPy.
-    It includes the state of random number generators that are attributes.
+    attributes of the block's modules, which may be random number generators, and the global random
+    number generators of Python and NumPy.
 
     Args:
         block: The module whose state is kept.
@@ -377,9 +378,9 @@ class StateBeforeFirstRun:
         """Return the context manager in which the block's next run must take place.
 
         For the first run, it records the state. For a later run, it restores the recorded state.
-        Entering it returns a second context manager, which a run without an autograd graph must
-        enter as well. With symbolic tensors, the second one detects operators that draw random
-        numbers.
+        Entering it returns a second context manager. If the run builds no autograd graph, the
+        caller must enter the second one as well. With symbolic tensors, it detects operators that
+        draw random numbers.
 
         Args:
             runs_again: Whether another run follows. If the block runs only once, nothing is
@@ -393,18 +394,18 @@ class StateBeforeFirstRun:
 
     @contextmanager
     def first_run(self, device: torch.device | None = None) -> Iterator[Any]:
-        """Record the state before the first run, which the caller runs in the `with` block.
+        """Context manager that records the block's state; the caller does the first run inside it.
 
-        At the end of the `with` block, copies of tensors and generator states that have not changed
-        are deleted.
+        At the end of the `with` block, the recorded copies of tensors and generator states that the
+        run has not changed are deleted.
 
         Args:
             device: Device whose PyTorch generator is recorded, together with that of the CPU. With
                 None, PyTorch's generators are not recorded.
 
         Yields:
-            A context manager that the run enters, which detects random operators on symbolic
-            tensors.
+            A context manager for the run. With symbolic tensors, it detects operators that draw
+            random numbers. Otherwise, it does nothing.
         """
         self.random = None if device is None else RandomState([device])
         symbolic = self.random is not None and is_symbolic()
@@ -424,16 +425,17 @@ class StateBeforeFirstRun:
 
     @contextmanager
     def later_run(self, last: bool = False) -> Iterator[Any]:
-        """Restore the state from before the first run inside a `with` block, for a later run.
+        """Inside a `with` block, give the module the state that it had before its first run.
 
-        At the end, the state that was current before the `with` block is restored.
+        The caller runs the module again in the `with` block. At the end of the block, the state
+        from just before it is restored.
 
         Args:
             last: Whether no further run follows, so that the recorded state need not be copied
                 again.
 
         Yields:
-            A context manager that does nothing; `first_run` yields one that may be needed.
+            A context manager that does nothing, so that callers can treat all runs alike.
         """
         current_random = None if self.random is None else RandomState(self.random.devices)
         with disable_current_modes():

@@ -35,11 +35,12 @@ def scores_of(q: Tensor, k: Tensor, masked: bool) -> Tensor:
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention of one rank's queries to the keys of all ranks, which go around a ring.
+    """Causal attention of one rank's queries to the keys of all ranks.
 
-    Rank r has part r of the sequence. The inputs of `apply` are q, k and v of shape (batch, heads,
-    tokens / ranks, size), the rank, the number of ranks, and a function such as `pass_on`. The
-    output has the shape of q.
+    Rank r has part r of the sequence. Each rank sends its keys and values around a ring of the
+    ranks. The inputs of `apply` are q, k and v of shape (batch, heads, tokens / ranks, size), the
+    rank, the number of ranks, and a function that sends tensors to the next rank, such as
+    `pass_on`. The output has the shape of q.
     """
 
     @staticmethod

@@ -227,11 +227,11 @@ def sent_bytes(
 
     - DDP all-reduces the gradients, which counts as 2Ψ numbers. It also broadcasts the model's
       buffers, such as those of a rotary embedding.
-    - zero1 also broadcasts each updated parameter, Ψ numbers.
+    - zero1 does the same as DDP, and then broadcasts each updated parameter, Ψ numbers.
     - FSDP gathers each block for its forward pass, and gathers it again for its backward pass if it
       was resharded. With the reduce-scatter of the gradients, this is 3Ψ numbers. The parameters
-      outside the blocks (embedding, last norm, head) are not resharded, because backward begins
-      with them.
+      outside the blocks (embedding, last norm, head) are gathered only once. They are not
+      resharded, because backward begins with them.
 
     Args:
         shapes: Shapes of the model's parameters.

@@ -190,7 +190,7 @@ class Watch:
 
     @contextmanager
     def step(self, trainer: Trainer) -> Iterator[None]:
-        """Measure one training step, which runs inside the `with` block.
+        """Context manager that measures the training step in its `with` block.
 
         Args:
             trainer: The `Trainer` that runs the step, or an object with the same attributes, such

@@ -52,7 +52,8 @@ class Trainer:
             "fsdp-cpu".
         model: Model on the CPU or on `device`, with equal values on all ranks. It is changed in
             place.
-        loss_sum: Function (model, micro-batch) -> (sum of losses, weight), as in `AccumulatedStep`.
+        loss_sum: Function (model, micro-batch) -> (sum of losses, weight). The weight is the number
+            by which the sum is divided, such as the number of tokens.
         device: Device on which the model is trained.
         micro_batches: Number of micro-batches in a rank's batch.
         split: Function (batch, parts) -> list of `parts` batches, which splits a rank's batch into

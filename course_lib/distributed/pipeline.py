@@ -34,7 +34,7 @@ RUNS = (
 def part_of(decoder: Decoder, rank: int, ranks: int) -> nn.Sequential:
     """Return the modules of a decoder that one rank of a pipeline runs, as a sequence.
 
-    The first rank also has the embedding, and the last one has the last norm and the head.
+    The first rank also has the embedding, and the last rank also has the last norm and the head.
 
     Args:
         decoder: The decoder. Its layers are divided evenly.
@@ -73,8 +73,9 @@ def measured_pipeline(schedule: str, micro_batches: int, return_outputs: bool) -
 
     Returns:
         A dict for this rank. "order" is the order of forward and backward passes, such as ["F0",
-        "B0"]. "peak_bytes" is the peak. "difference" is the largest difference of a gradient,
-        relative to the largest entry of the same parameter's gradient in one process.
+        "B0"]. "peak_bytes" is the peak. "difference" is the largest difference between an entry of
+        a gradient and the same entry in one process. It is relative to the largest entry of this
+        parameter's gradient in one process.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     decoder = Decoder(**SIZES)

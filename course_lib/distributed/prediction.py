@@ -35,7 +35,7 @@ def predict(
     rank: int = 0,
     **options: Any,
 ) -> RankUsage:
-    """Predict the bytes and FLOPs of one rank's training step, in one process.
+    """Predict the bytes and FLOPs of one rank's training step, without starting other processes.
 
     The predicted step is one in which the `Trainer` already has Adam's state. It runs on symbolic
     tensors, which have shapes but no values, in a fake process group. On real GPUs the peak is
@@ -72,7 +72,7 @@ def watched_rank(
     places: bool = False,
     **options: Any,
 ) -> Watch:
-    """Run training steps of one rank on symbolic tensors, and return the `Watch` that measured it.
+    """Run training steps of one rank on symbolic tensors, and return the `Watch` of these steps.
 
     The `Watch` has the bytes and FLOPs of the last step and the trace of all steps. `predict`
     returns only the bytes and FLOPs.
@@ -139,9 +139,9 @@ SHAPE_FUNCTION = "_propagate_tensor_meta_non_cached"
 
 @contextmanager
 def fake_rank(ranks: int, rank: int) -> Iterator[None]:
-    """Use symbolic tensors, and a process group that sends nothing, inside a `with` block.
+    """Inside a `with` block, use symbolic tensors and a process group that sends nothing.
 
-    Code in the `with` block runs as on one of several ranks, but in a single process.
+    The code in the `with` block runs as on one of several ranks, but in a single process.
 
     Args:
         ranks: Number of ranks in the fake group.

@@ -260,15 +260,16 @@ def whole_gradients(task: Task) -> dict[str, Tensor]:
 def gradient_difference(
     model: nn.Module, whole: Mapping[str, Tensor], *, cut: bool = True
 ) -> float:
-    """Return the largest difference between a parallel model's gradients and expected ones.
+    """Return the largest relative difference of a parallel model's gradients from expected ones.
 
-    The difference of an entry is relative to the largest entry of its parameter's expected
+    The difference of two entries is divided by the largest entry of the parameter's expected
     gradient.
 
     Args:
         model: The parallel model, whose gradients were computed on all ranks.
         whole: Expected gradients by parameter name, as `whole_gradients` returns them.
-        cut: Whether `parallelize` has reordered the rows of `qkv` in the model.
+        cut: Whether `parallelize` has reordered the rows of `qkv` in the model. If so, the expected
+            gradients of `qkv` are reordered in the same way before the comparison.
     """
     largest = 0.0
     for name, p in model.named_parameters():

@@ -313,9 +313,9 @@ class Trace:
     ) -> CachingAllocator:
         """Return a simulated GPU allocator that has allocated and freed the storages of this trace.
 
-        The method `memory_stats` of the allocator returns the peaks of allocated and of reserved
-        bytes, among others. The storages that exist on entry are allocated first, one after
-        another.
+        The storages that exist on entry are allocated first, one after another. The allocator's
+        method `memory_stats` returns statistics, such as the peaks of allocated and of reserved
+        bytes.
 
         Args:
             expandable_segments: Whether the allocator simulates PyTorch's option

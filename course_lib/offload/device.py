@@ -17,10 +17,11 @@ from course_lib._torch.symbolic import is_symbolic
 
 
 class Device:
-    """Streams, events and copies of the CPU, and the base class for other devices.
+    """Streams, events and copies of the CPU; subclasses are for other devices.
 
     The memory of the CPU is host memory, and a copy is complete when the call returns. A CPU has no
-    streams and events, so its methods return None for them. `Cuda` overrides these methods.
+    streams and events, so its methods return None for them. The subclass `Cuda` overrides these
+    methods.
 
     Attributes:
         has_own_memory: Whether the device's memory is separate from host memory.
@@ -115,22 +116,24 @@ class Device:
         return tensor.to(self.device)
 
     def transfer(self, target: Tensor, source: Tensor) -> None:
-        """Copy a tensor between this device and the host, on the current stream.
+        """Copy a tensor from this device to the host or back, on the current stream.
 
         The host does not wait for the copy if the host tensor is pinned.
 
         Args:
-            target: Tensor that receives the values.
-            source: Tensor with the values. One of the two is on this device, the other on the host.
+            target: Tensor that receives the values, on the host or on this device.
+            source: Tensor with the values, on this device or on the host.
         """
         target.copy_(source, non_blocking=True)
 
     def copy(self, target: Tensor, source: Tensor, name: str) -> Any:
         """Copy a tensor on a side stream, after all operations enqueued on the current stream.
 
+        The copy is from this device to the host, or from the host to this device.
+
         Args:
             target: Tensor that receives the values.
-            source: Tensor with the values. One of the two is on this device, the other on the host.
+            source: Tensor with the values.
             name: Name of the side stream (see `side`).
 
         Returns:

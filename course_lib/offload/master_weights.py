@@ -50,7 +50,7 @@ class StateOptions:
     store: Store | None = None
 
     def open_store(self, parameters: Iterable[Tensor]) -> Store:
-        """Return the store for optimizer state, and create it in the first call if there is none.
+        """Return the store for optimizer state. If there is none yet, create it.
 
         The new store is a `SymbolicStore` if the parameters are symbolic, otherwise a `DiskStore`.
         """
@@ -148,17 +148,17 @@ class MasterWeights:
     def load_grad(self) -> None:
         """Before an update, copy the parameter's gradient and changed values to the master weights.
 
-        Values have changed if code other than this optimizer has changed the parameter. If the
-        master weights are the parameter itself, nothing is copied.
+        Changed values are elements of the parameter that code other than this optimizer has
+        changed. If the master weights are the parameter itself, nothing is copied.
         """
         if self.has_copy:
             self.load_values()
             self.weights.grad = self.gradient().to(self.dtype)
 
     def load_values(self) -> None:
-        """Update the master weights where other code has changed the parameter.
+        """Copy those elements of the parameter that other code has changed to the master weights.
 
-        Elsewhere, the master weights keep their fp32 precision.
+        All other elements of the master weights keep their fp32 values.
         """
         if self.device.has_own_memory and self.version == self.current_version():
             return  # comparing the values would make the host wait for the device

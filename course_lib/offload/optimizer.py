@@ -60,10 +60,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         params: Parameters or groups, as for any optimizer.
         base: Optimizer class that computes the updates, such as `torch.optim.AdamW`. It must update
             each parameter separately and keep a separate state for each.
-        fraction: Fraction of the elements of all parameters whose state is offloaded, 0 to 1. The
-            largest parameters are chosen first. The state of the other parameters stays on their
-            device. Megatron-LM's hybrid optimizer has the same option, but chooses in another
-            order.
+        fraction: Fraction of the optimizer state that is offloaded, 0 to 1, counted in elements of
+            the parameters. The largest parameters are chosen first. The state of the other
+            parameters stays on their device. Megatron-LM's hybrid optimizer has the same option,
+            but chooses the parameters in another order.
         overlap: Whether copies overlap the update of other parameters. With False, copies and
             updates run one after another.
         store: `DiskStore` or another `Store` for CPU parameters, by default a new `DiskStore`.
@@ -255,8 +255,8 @@ def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
 
     Args:
         parameters: Parameters to choose from.
-        fraction: Smallest fraction of all elements of `parameters` that the chosen ones must have
-            together, 0 to 1.
+        fraction: Fraction of all elements of `parameters`, 0 to 1. The chosen parameters together
+            have at least this fraction of the elements.
 
     Returns:
         The chosen parameters, as few as possible.

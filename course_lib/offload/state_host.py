@@ -15,8 +15,8 @@ class HostState(MasterWeights):
     """Master weights and optimizer state of one GPU parameter in host memory, updated by the CPU.
 
     The weights are a copy of the parameter in pinned memory. An update never changes them while
-    they are being copied to the GPU, because it first waits for the gradient. The gradient's copy
-    to the host starts only after the previous copy of the weights to the GPU.
+    they are being copied to the GPU. The reason is that an update first waits for the gradient's
+    copy to the host, which starts only after the previous copy of the weights has ended.
 
     Gradients are copied in `step` and not during backward. After backward, clipping, unscaling and
     sums over processes may still change them, without a change of PyTorch's version counter.

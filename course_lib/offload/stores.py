@@ -197,7 +197,7 @@ class Reservation:
 
 
 class Store:
-    """Base class of stores, which keep offloaded tensors in host memory, in a file or elsewhere.
+    """Base class of stores, which keep offloaded tensors in a lower tier, such as host memory.
 
     `reserve` returns a `Reservation`, whose methods copy a tensor to the store and back. A subclass
     implements `write` and `read`. If its space is limited, it also overrides `claim` and `release`.

@@ -156,21 +156,20 @@ def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
     - `Forward(i, "all")` needs x_i. It creates S_i. If x_{i+1} is live by itself, it is released,
       because S_i contains it.
     - `Forward(i, "input")` needs x_i. It creates x_{i+1}.
-    - `Forward(i, "nothing")` needs x_i. It creates x_{i+1}. Then it releases x_i if it is live by
-      itself, but not S_{i-1}.
+    - `Forward(i, "nothing")` needs x_i. It creates x_{i+1}. Then it releases x_i if x_i is live by
+      itself. It does not release S_{i-1}.
     - `Backward(i)` needs S_i, x_i and d_{i+1}, so each backward runs once, from L-1 down to 0. It
       creates d_i, and releases S_i, d_{i+1}, and x_i and x_{i+1} if they are live by themselves.
       The gradient d_L of the chain's output becomes live at the beginning of `Backward(L-1)`.
 
-    The number of bytes live during an action is the number before the action plus an additional
-    number:
+    While an action runs, the bytes that were live before it are live, plus additional bytes:
 
-    - For a forward, it is the sum of `saved_bytes` and `forward_overhead_bytes`, for every value of
-      `keep`. Both count even if the same values are live already.
-    - For a backward, it is `backward_overhead_bytes`. The simulation assumes that a backward
-      creates d_i in the memory that it releases. If a real backward needs more memory for d_i, the
-      overhead includes the difference. The overhead also includes the gradients of the stage's
-      parameters, which no longer count after the stage's backward.
+    - For a forward, the additional bytes are the sum of `saved_bytes` and `forward_overhead_bytes`,
+      for every value of `keep`. Both count even if the same values are live already.
+    - For a backward, the additional bytes are `backward_overhead_bytes`. The simulation assumes
+      that a backward creates d_i in the memory that it releases. If a real backward needs more
+      memory for d_i, the overhead includes the difference. The overhead also includes the gradients
+      of the stage's parameters, which no longer count after the stage's backward.
 
     Args:
         schedule: The actions.
@@ -303,7 +302,7 @@ class Simulation:
     def release_value(self, i: int) -> None:
         """Release x_i, the input of stage i, if it is live by itself.
 
-        As a part of what stage i-1 saved for its backward, x_i stays live.
+        If stage i-1 has saved x_i for its backward, the saved value stays live.
         """
         if i in self.inputs:
             self.inputs.remove(i)

@@ -37,12 +37,13 @@ def schedule_blocks(
     """Run the blocks of a model by a schedule, in place, until the returned handle is removed.
 
     A schedule determines which activations are kept for backward, and which blocks run again to
-    compute the others.
+    compute the activations that were not kept.
 
     The blocks must form a chain. In a forward pass each block is called once, in the order of
     `model.named_modules()`. Its first argument is the result of the previous block: a tensor, or a
     container with exactly one floating-point tensor. The output of a block may be used only by the
-    next block, except for the output of the last block. Other arguments of a block are constants.
+    next block, except for the output of the last block. All further arguments of a block must be
+    constants, which need no gradients.
 
     A block that runs again draws the same random numbers and starts with the same buffers and
     attributes as in its first run (see `ScheduledSequential`). Hooks on a block run once per
@@ -90,8 +91,8 @@ class ScheduledBlocks(BlocksInPlace):
             default a new one.
 
     Attributes:
-        run: State of the present forward pass, a `ChainRun`. None before its first block is called
-            and after its last block has been called.
+        run: State of the present forward pass, a `ChainRun`. None before the first block is called
+            and after the last block has been called.
         complete: Whether all blocks have been called in the last forward pass.
         advice: Advice at the end of the error message if a later run of a block differs from its
             first run. If None, the runs are not compared.

@@ -156,8 +156,9 @@ class Chain:
                 the first stage's backward computes the gradient of the input.
             kwargs: Constants that each stage receives as keyword arguments.
             clock: Whether times are measured in seconds, each as the median of `repeats` runs. If
-                False, times are reproducible: the FLOPs of matrix products and convolutions, or the
-                number of elements of the output for a stage without these.
+                False, times are reproducible numbers. The time of a stage is then the FLOPs of its
+                matrix products and convolutions. If it has none, its time is the number of elements
+                of its output.
             repeats: Number of timed runs per stage if `clock` is True.
             alike: Whether to measure only one of several equal stages. Stages are equal if they
                 have the same structure and settings, and inputs of the same shape and dtype.
@@ -211,8 +212,8 @@ def symbolic_chain(
         name: Name of the first stage, for error messages.
         probe: Tuple or list of the modules and tensors that the measurement uses. They are copied,
             unless symbolic tensors are in use already.
-        stages_of: Function that receives the copy of `probe`, and returns the stages and the input
-            of the first stage, as for `Chain.profile`.
+        stages_of: Function that receives `probe` or its copy. It returns the arguments `stages` and
+            `x` of `Chain.profile`: the stages and the input of the first stage.
 
     Raises:
         ValueError: A stage reads values of its data, or cannot be copied.

@@ -55,12 +55,12 @@ class ScheduledSequential(nn.Sequential):
     autocast's lower precision, because the stages share one cast copy of the parameter.
 
     **Memory.** The live bytes are those that `simulate` counts for the chain of `Chain.profile`,
-    plus the gradients of parameters, plus some state of stages that run again. This state consists
-    of copies of buffers and of tensors in attributes. All of them are copied for a stage's first
-    run. After this run, a copy is kept only if the run has changed the original. For a stage that
-    draws random numbers, the state also includes the states of the generators (5,056 bytes on the
-    CPU). A stage keeps the gradients of all its parameters until the end of its backward, when it
-    passes them to autograd. The measured chain includes these gradients.
+    plus the parameters' attributes `grad`, plus some state of stages that run again. This state
+    consists of copies of buffers and of tensors in attributes. All of them are copied for a stage's
+    first run. After this run, a copy is kept only if the run has changed the original. For a stage
+    that draws random numbers, the state also includes the states of the generators (5,056 bytes on
+    the CPU). During its backward, a stage keeps the new gradients of all its parameters, and passes
+    them to autograd at the end. `simulate` counts these new gradients.
 
     Args:
         module: The stages: an `nn.Sequential`, or a list of modules and functions. Modules are used
@@ -133,13 +133,14 @@ def use_forward_runner(runner: Callable) -> Iterator[None]:
 
     Args:
         runner: Function (stage, tensors, settings, compute, detector) -> result of the stage.
-            `tensors` is the list of the stage's inputs, without its parameters and buffers.
-            `settings` is a tuple of everything else that determines the result. The runner may call
-            `compute()`, which runs the stage, or return an equal result without running it.
+            `tensors` is the list of all tensors that the stage receives. Its parameters and buffers
+            are not among them. `settings` is a tuple of bools on which the result also depends. The
+            runner may call `compute()`, which runs the stage, or return an equal result without
+            running it.
 
-            If `detector` has an attribute `seen`, it is True after a stage has drawn random
-            numbers. A runner that does not call `compute` must set it to True for a stage that
-            draws random numbers.
+            If `detector` has an attribute `seen`, this attribute is True after a stage has drawn
+            random numbers. A runner that does not call `compute` must set it to True for a stage
+            that draws random numbers.
     """
     token = _runner.set(runner)
     try:
@@ -348,7 +349,7 @@ class ChainRun:
         return self.runner(stage, self.tensors_of(i, value), self.settings_of(i), compute, detector)
 
     def tensors_of(self, i: int, value: Any) -> list[Tensor]:
-        """Return all tensors that stage i receives, without its parameters and buffers.
+        """Return all tensors that stage i receives as its input and its other arguments.
 
         Args:
             i: Number of the stage.
@@ -358,7 +359,11 @@ class ChainRun:
         return list(dict.fromkeys(tensors_in([value, self.kwargs, arguments])))
 
     def settings_of(self, i: int) -> tuple:
-        """Return the settings on which the result of stage i depends, apart from its tensors."""
+        """Return three bools on which the result of stage i depends, besides its tensors.
+
+        They state whether it is the last stage, whether backward needs the gradient of its input,
+        and whether autocast is enabled on the CPU.
+        """
         return i == len(self.stages) - 1, self.needs_gradient[i], torch.is_autocast_enabled("cpu")
 
     def backward(self, i: int) -> tuple[Tensor | None, list[Tensor | None]]:

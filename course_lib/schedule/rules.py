@@ -31,12 +31,12 @@ def store_all(chain: Chain) -> Schedule:
 
 
 def segments(chain: Chain, count: int) -> Schedule:
-    """Cut the chain into segments, keep their inputs, and recompute one segment at a time.
+    """Return the schedule that cuts the chain into segments and recomputes one segment at a time.
 
-    If all stages are equal, the lengths of the segments differ by at most one, and the longer
-    segments come first. Backward recomputes the first segments last, when the fewest inputs of
-    other segments are still kept. If the stages are not equal, the cuts with the least simulated
-    peak are used.
+    Only the inputs of the segments are kept. If all stages are equal, the lengths of the segments
+    differ by at most one, and the longer segments come first. Backward recomputes the first
+    segments last, when the fewest inputs of other segments are still kept. If the stages are not
+    equal, the cuts with the least simulated peak are used.
 
     Args:
         chain: A chain of L stages.
@@ -62,7 +62,7 @@ def segments(chain: Chain, count: int) -> Schedule:
 
 
 def sqrt_segments(chain: Chain) -> Schedule:
-    """Cut the chain into the number of segments that needs about the least memory.
+    """Return `segments(chain, k)` for the number of segments k that needs about the least memory.
 
     Only the input of each segment is kept, and backward recomputes one segment at a time. Let each
     of L stages save s bytes, and let each segment boundary have b bytes. Keeping k boundaries and
@@ -92,11 +92,13 @@ def sqrt_segments(chain: Chain) -> Schedule:
 
 
 def recursive(chain: Chain) -> Schedule:
-    """Halve the chain recursively: keep the input of the second half and run that half first.
+    """Return the schedule that halves the chain recursively and runs the second half first.
 
-    The forward and backward of the second half run before those of the first half. At most
-    ceil(log2 L) + 1 inputs and the saved bytes of one stage are live at the same time. In return,
-    the schedule has about (L/2) * log2 L extra forwards.
+    At the beginning, the first half runs forward to compute the input of the second half, and only
+    this input is kept. Then the second half runs forward and backward, and after it the first half.
+    Each half is halved in the same way. At most ceil(log2 L) + 1 inputs and the saved bytes of one
+    stage are live at the same time. In return, the schedule has about (L/2) * log2 L extra
+    forwards.
 
     Args:
         chain: A chain of L stages.
@@ -184,9 +186,9 @@ def _keep_all(start: int, end: int) -> list[Action]:
 
 
 def advance(start: int, end: int) -> list[Action]:
-    """Return the forward actions of stages start to end-1, which keep only two values.
+    """Return forward actions that run stages `start` to end-1 to compute the input of stage `end`.
 
-    These are the input of stage `start` and the output of stage end-1.
+    Only this value and the input of stage `start` are kept.
     """
     return [Forward(start, "input"), *(Forward(i, "nothing") for i in range(start + 1, end))]
 

@@ -125,23 +125,24 @@ def checked_value(name: str, value: Any) -> Any:
 
 
 def main_tensor(value: Any) -> Tensor:
-    """Return the one tensor through which gradients flow, in a value between two stages.
+    """Return the tensor through which gradients flow from one stage to another.
 
     Args:
-        value: A tensor, or a container with one floating-point or complex tensor. If it has only
-            one tensor, that one is returned, whatever its data type is.
+        value: Value that one stage passes to the next: a tensor, or a container with exactly one
+            floating-point or complex tensor, which is returned. If the container has a single
+            tensor, this tensor is returned, whatever its data type is.
     """
     tensors = list(tensors_in(value))
     return tensors[0] if len(tensors) == 1 else next(filter(differentiable, tensors))
 
 
 def with_main_tensor(value: Any, replacement: Tensor) -> Any:
-    """Return a copy of a value between two stages, with another main tensor.
+    """Return a copy of a value in which `replacement` is the tensor through which gradients flow.
 
     Args:
-        value: A tensor or a container of tensors. Its main tensor is the one through which
-            gradients flow.
-        replacement: The new main tensor.
+        value: Value that one stage passes to the next: a tensor or a container of tensors. Its
+            `main_tensor` is replaced.
+        replacement: The new tensor.
     """
     old_tensor = main_tensor(value)
     return map_tensors(lambda tensor: replacement if tensor is old_tensor else tensor, value)

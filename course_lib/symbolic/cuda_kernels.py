@@ -497,7 +497,7 @@ def _flash_attention(call: Call, scale: float | None) -> Tensor:
 def _float_mask(call: Call) -> Tensor | None:
     """Return a call's mask as a tensor to be added to the scores, or None if there is no mask.
 
-    A boolean mask is converted to 0 where attention is allowed, and minus infinity elsewhere.
+    A boolean mask is converted: True, which allows attention, to 0, and False to minus infinity.
     """
     if call.mask is None or call.mask.dtype != torch.bool:
         return call.mask

@@ -25,7 +25,7 @@ _WRITTEN_NUMBER = re.compile(r"[+−-]?(?!0\d)[\d,]+(\.\d+)?( ?[%×])?|–")
 class Table(show.Table):
     """A table that displays itself in the language of the page.
 
-    In a notebook the table is HTML. Elsewhere it is text with aligned columns.
+    In a notebook the table is HTML. Outside a notebook it is text with aligned columns.
 
     Args:
         columns: Headings, as labels.

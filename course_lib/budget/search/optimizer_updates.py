@@ -64,8 +64,9 @@ class UpdateCache:
         """Return the memory, FLOPs and copies of an update of all parameters of the model.
 
         To save time, the parameters that `parameters_left_out` returns are not part of the measured
-        update. Their state, FLOPs and copies are measured one parameter at a time, and added to the
-        result.
+        update. Instead, a separate update measures the state, FLOPs and copies of a single
+        parameter, once for all parameters of the same shape. These numbers are added to the result
+        for each parameter that was left out.
 
         Args:
             recipe: Recipe with the settings of the optimizer.

@@ -56,11 +56,11 @@ class ChunkedHead(Technique):
 
 @contextmanager
 def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], None]]:
-    """Compute the logits and the loss of a model in chunks of tokens inside the `with` block.
+    """Context manager in which a model computes its logits and its loss in chunks of tokens.
 
-    The logits of all tokens then never exist at once. In this context, the output head returns a
-    placeholder (`Logits`), and `F.cross_entropy` of the placeholder computes logits and loss chunk
-    by chunk. Loss and gradients equal those of the unchanged model. Before it calls
+    The logits of all tokens then never exist at once. Inside the `with` block, the output head
+    returns a placeholder (`Logits`), and `F.cross_entropy` of the placeholder computes logits and
+    loss chunk by chunk. Loss and gradients equal those of the unchanged model. Before it calls
     `F.cross_entropy`, the model may only reshape, select or convert the logits of each token. Any
     other operation on them raises ValueError.
 

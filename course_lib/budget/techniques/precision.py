@@ -70,10 +70,11 @@ def sets_parameter_dtype(recipe: Recipe, model: nn.Module) -> bool:
 
 @contextmanager
 def autocast_forward(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Run `model.forward` under bf16 autocast inside the `with` block, and return fp32 outputs.
+    """Context manager in which `model.forward` runs under bf16 autocast and returns fp32 outputs.
 
-    Floating-point tensors in 16 bits in the output are converted to fp32, as Hugging Face's Trainer
-    does with `bf16=True`.
+    Inside its `with` block, each call of `model.forward` runs under autocast, and bf16 and fp16
+    tensors in the result are converted to fp32. Hugging Face's Trainer does the same with
+    `bf16=True`.
 
     The context manager yields a function without arguments, to be called after the loss is
     computed. This function raises ValueError if `model.forward` was not called, because autocast

@@ -34,8 +34,8 @@ class Run:
         ranks: Number of ranks.
         losses: Mean loss over the tokens of all ranks, one number per step.
         predicted: Bytes of parameters, gradients and optimizer state that ZeRO's formulas predict,
-            with the keys "parameter", "gradient" and "optimizer". Each number is that of the rank
-            with the most bytes.
+            with the keys "parameter", "gradient" and "optimizer". Each of the three numbers is the
+            largest of all ranks.
         taken: Measured bytes and FLOPs, one `RankUsage` per rank.
         predicted_sent: Bytes per step that a rank communicates, computed by `sent_bytes`.
         norms: Norm of the gradient before clipping, one number per step. None for each step if
@@ -116,9 +116,10 @@ def train(
         mode: A mode of `Trainer`, such as "ddp" or "fsdp" (see `MODES`).
         steps: Number of steps.
         device: Device on which this rank trains.
-        save_to: Folder for checkpoints of the training state. None writes none.
-        every: Number of steps between two checkpoints. A checkpoint is also written after the last
-            step, and with None only then.
+        save_to: Folder for checkpoints of the training state. With None, no checkpoints are
+            written. Otherwise, one is always written after the last step.
+        every: Number of steps between two checkpoints. With None, there are no checkpoints before
+            the last step.
         resume: Path of the checkpoint from which training and its step numbers continue. None
             starts from the beginning.
         budget_bytes: Limit of live bytes on each rank in the first 3 steps, which are measured. The
@@ -127,7 +128,7 @@ def train(
         options: Options of `Trainer`.
 
     Raises:
-        MemoryBudgetExceeded: On a rank that exceeds `budget_bytes`.
+        MemoryBudgetExceeded: This rank exceeds `budget_bytes`.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model = task.make_model()

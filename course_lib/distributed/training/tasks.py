@@ -36,7 +36,7 @@ class Task:
         make_model: Function that builds the unsharded model, with the same values each time.
         make_batch: Function from a step number to the batch of all ranks in that step.
         loss_sum: Function (model, micro-batch) -> (sum of losses, weight). The weight is the number
-            of tokens or samples in the sum.
+            by which the sum is divided, such as the number of tokens.
         samples: Number of samples in a batch of all ranks, or None if it cannot be determined.
         split: Function (batch, parts) -> list of `parts` batches. It cuts the batch into the shares
             of the ranks, and a share into micro-batches. With None, tensors are cut along their

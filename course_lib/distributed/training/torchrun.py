@@ -44,8 +44,8 @@ run.main()
 def process_group(backend: str | None = None):
     """Create the process group of the ranks that torchrun started, and yield this rank's device.
 
-    The device is a GPU with the backend "nccl", and the CPU with "gloo". If all ranks are on one
-    machine, all traffic stays on the loopback interface. At the end of the `with` block, the
+    With the backend "nccl" the device is a GPU, and with "gloo" it is the CPU. If all ranks are on
+    one machine, all traffic stays on the loopback interface. At the end of the `with` block, the
     process group is destroyed.
 
     Args:

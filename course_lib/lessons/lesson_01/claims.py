@@ -30,8 +30,8 @@ def older_claims(
         attention_bytes: Bytes that standard attention saves for backward, with 12 heads and 512
             tokens.
         activations: Bytes that an MLP saves for backward, divided by the bytes of its input.
-        step: Two numbers of bytes for the decoder's training step: the live bytes after the forward
-            pass, and the peak.
+        step: Live bytes after the forward pass of the decoder's training step, and the peak of this
+            step in bytes.
     """
     with_scores = attention_bytes + 4 * 12 * 512 * 512
     return claims_table(

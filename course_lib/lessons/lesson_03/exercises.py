@@ -125,7 +125,7 @@ def check_predicted_peak(cuts: Sequence[int]) -> int:
     computes the right answer in bytes, and the decorator `numbers` turns it into a check.
 
     Args:
-        cuts: Numbers of layers at which segments begin and end, such as [0, 40, 70, 100].
+        cuts: Boundaries of the segments as layer indices, such as [0, 40, 70, 100] for 100 layers.
     """
     return _peak(cuts)
 
@@ -233,12 +233,13 @@ def least_peak(depth: int, layer_bytes: int = A) -> int:
 def check_tapered(answer: Any) -> Verdict:
     """Check the learner's function that cuts equal layers into segments so that the peak is lowest.
 
-    It is tried on numbers of layers that can be cut into equal segments, and on others that cannot.
+    The function is called for many numbers of layers, from 2 to 100.
 
     Args:
-        answer: Function that is called as `answer(depth, kept)`. `kept` is the ratio of the bytes
-            that a layer saves to the bytes of its input. The function returns the numbers of layers
-            at which segments begin and end, such as [0, 40, 70, 100].
+        answer: Function that is called as `answer(depth, kept)`, or as `answer(depth)` if `kept` is
+            2. `depth` is the number of layers, and `kept` is the ratio of the bytes that a layer
+            saves to the bytes of its input. The function returns the boundaries of the segments as
+            layer indices, such as [0, 40, 70, 100] for 100 layers.
     """
     depths = [*range(2, 20), *cases([25, 50, 64], lambda rng: rng.randint(20, 90)), 100]
     tried = [(depth, 2) for depth in depths] + [(20, 1), (55, 1), (40, 3)]
@@ -486,8 +487,9 @@ def check_nested(answer: Any) -> Verdict:
     """Check the learner's function that runs layers in nested checkpoints.
 
     The gradients must be those of the layers without checkpoints. Each linear layer may run forward
-    at most twice. The peak may be only slightly higher than the lowest peak of checkpointed
-    segments in which each layer saves nothing but its input.
+    at most twice. With nested checkpoints, each layer of a segment saves only its input. The limit
+    of the peak is the lowest peak that segments of such layers can have, plus 2.5 times the bytes
+    of an input.
 
     Args:
         answer: Function that is called as `answer(layers, x)`, and returns the output of the

@@ -175,8 +175,8 @@ def draw_budgets(cuts: Mapping[str, Sequence[int]]) -> "Figure":
     each layer of the segment.
 
     Args:
-        cuts: Dict from a label to the numbers of layers at which segments begin and end, such as
-            [0, 40, 70, 100].
+        cuts: Dict from a label to the boundaries of the segments as layer indices, such as
+            [0, 40, 70, 100] for 100 layers.
     """
     title = (
         "Each later segment has one more input next to it, so with fewer layers it reaches"
@@ -323,11 +323,11 @@ def claims_table(
     """Return a table of claims about checkpointed segments, each with the number that tests it.
 
     Args:
-        peak: Function that returns the measured peak in bytes. Its argument is the numbers of
-            layers at which segments begin and end, such as [0, 40, 70, 100].
-        tapered: Function that takes the number of layers, and returns the layer numbers that give
-            the segments with the lowest peak.
-        groups: Peaks in bytes of a decoder with one and with two layers per checkpoint.
+        peak: Function that returns the measured peak in bytes. Its argument is the boundaries of
+            the segments as layer indices, such as [0, 40, 70, 100] for 100 layers.
+        tapered: Function that takes the number of layers, and returns the boundaries of the
+            segments with the lowest peak.
+        groups: Peaks in bytes of a decoder, first with one layer per checkpoint, then with two.
     """
     shorter, equal, longer = (
         peak(cuts) // B for cuts in (tapered(25), range(0, 101, 10), tapered(100))

@@ -50,10 +50,10 @@ def compare_cuts(
 
     Args:
         balanced: Function of the number of layers L and the number of segments. It returns the
-            numbers of layers at which equal segments begin and end, such as [0, 25, 50].
-        tapered: Function of L that returns the layer numbers for segments that become shorter.
-        predicted, measured: Functions that take such layer numbers, and return the predicted and
-            the measured peak in bytes.
+            boundaries of equal segments as layer indices, such as [0, 25, 50] for 50 layers.
+        tapered: Function of L that returns the boundaries of segments that become shorter.
+        predicted: Function that takes such boundaries and returns the predicted peak in bytes.
+        measured: Function that takes such boundaries and returns the measured peak in bytes.
     """
     rows = []
     for depth in (16, 36, 50, 64):
@@ -75,7 +75,7 @@ def figures_of_older_claims(run: Run, layers: nn.Sequential, cuts: Sequence[int]
     Args:
         run: Function that runs layers in checkpointed segments, `run(layers, cuts, x)`.
         layers: 100 layers.
-        cuts: Numbers of layers at which segments begin and end, chosen for the lowest peak.
+        cuts: Boundaries of the segments with the lowest peak, as layer indices from 0 to 100.
     """
     shape = {"depth": 1, "width": 25, "activation": nn.Tanh}
     tanh = nn.Sequential(*(deep_mlp(**shape, seed=seed) for seed in range(100)))

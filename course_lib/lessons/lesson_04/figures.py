@@ -339,13 +339,13 @@ def older_claims(
 
     Args:
         ratio: Gradient that code from these documents gives, divided by the right gradient.
-        kept: Two numbers of bytes that the graph saves: without and with the function `Offload`
-            from these documents.
-        unmoved: For each state tensor of the optimizer, whether its address is still the same after
-            code from these documents that should offload it.
+        kept: Bytes that the graph saves, first without and then with the function `Offload` from
+            these documents.
+        unmoved: One bool per state tensor of the optimizer. True if the offloading code of these
+            documents left the tensor at the same address, so that it was not offloaded.
         error: Name of an attribute that a prefetcher from these documents uses before it exists.
-        peaks: Two peaks in bytes of code that makes an attention mask: with and without a new
-            `nn.Transformer`.
+        peaks: Peaks in bytes of two ways to make an attention mask. The first creates a new
+            `nn.Transformer` for it, the second does not.
     """
     return claims.claims_table(
         OLDER_CLAIMS,

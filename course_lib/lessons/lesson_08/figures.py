@@ -222,8 +222,8 @@ def claims_table(
         runs: Dict from a mode, such as "ddp", to the result of `course_lib.distributed.launch` on 2
             ranks.
         alone: Bytes at the peak of one device with 4 sequences, as a dict from category to bytes.
-        saved: Two numbers of bytes by which DDP's option `gradient_as_bucket_view` lowers the peak:
-            with 128 and with 16 tokens per sequence.
+        saved: Bytes by which DDP's option `gradient_as_bucket_view` lowers the peak, first with 128
+            and then with 16 tokens per sequence.
     """
     sent = [runs[mode]["communicated"]["measured"] for mode in ("ddp", "zero1")]
     whole, part = held_by(runs["ddp"]), held_by(runs["fsdp"])

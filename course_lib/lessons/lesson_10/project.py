@@ -123,11 +123,11 @@ class Sheet:
 
     @contextmanager
     def part(self, section: str) -> Iterator[None]:
-        """Run a section of the project in a `with` block.
+        """Context manager for the code of one section, which shows errors instead of raising them.
 
-        At the start, results of this section and of later sections are removed, so that no result
-        of an earlier run remains. An error in the block ends it, and is shown as a verdict instead
-        of being raised.
+        At the start of the `with` block, the results of this section and of later sections are
+        removed, so that no result of an earlier run remains. An error ends the block, and is shown
+        as a verdict.
 
         Args:
             section: Number of the section, such as "10.2".
@@ -179,10 +179,10 @@ class Sheet:
 
     @contextmanager
     def attempt(self, recipe: Recipe) -> Iterator[None]:
-        """Try a recipe in a `with` block.
+        """Context manager that records the error of a recipe that cannot be used.
 
-        If the block raises an error, the error is stored in the attribute `excluded` and not
-        raised.
+        The code in the `with` block tries the recipe. If it raises an error, the error's text is
+        stored in the attribute `excluded`, and the error is not raised.
 
         Args:
             recipe: Techniques of the training step.

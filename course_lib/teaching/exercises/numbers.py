@@ -192,10 +192,11 @@ class each:
 class throughout:
     """A mistake that is named only if it explains all numbers of the learner's answer.
 
-    It is used in the argument `mistakes` of `numbers`. The numbers are those of all calls of the
-    learner's function, and of all keys of a dict. This form suits a mistake that in some calls
-    gives the right number, or the number of another mistake. Mistakes of this form are tried before
-    mistakes that explain a single number.
+    It is used in the argument `mistakes` of `numbers`. An answer has several numbers if it is a
+    dict, or a function that is called for several cases. Use this class if a single number does not
+    identify the mistake, because in some cases the mistake gives the right number or the same
+    number as another mistake. A mistake that explains all numbers is named in preference to
+    mistakes that explain one number.
 
     Attributes:
         mistake: The mistake, in any other form that `numbers` accepts. It must give a number for

@@ -65,9 +65,10 @@ def reject_mistakes(
 
 
 def run_forward(function: Callable, *inputs: Any) -> tuple[Any, int]:
-    """Run a learner's function, and return its output and the other bytes that stay live.
+    """Run a learner's function, and return a pair: its output and the bytes that it leaves live.
 
-    The other bytes are, for example, those of tensors that autograd has saved for backward.
+    The bytes of the output do not count. The bytes that count are, for example, those of tensors
+    that autograd has saved for backward.
 
     Args:
         function: The learner's function.
