@@ -23,8 +23,9 @@ class Policy:
     checkpoint. The policy decides whether the operator's output is kept or recomputed.
 
     Args:
-        policy: A list of operators whose outputs are kept, or a function `policy(context, operator,
-            *args, **kwargs)` that returns a `CheckpointPolicy` or a bool.
+        policy: Function `policy(context, operator, *args, **kwargs)` that returns a
+            `CheckpointPolicy` or a bool. The subclass `ListedOperators` takes a list instead, of
+            the operators whose outputs are kept.
 
     Raises:
         TypeError: `policy` is neither a list nor a function, or (in the forward pass) it returned
