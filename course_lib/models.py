@@ -56,8 +56,11 @@ def deep_mlp(
 class Dropout(nn.Module):
     """Dropout that saves a mask of one byte per element for backward, on every device.
 
-    On a CPU, `F.dropout` saves its mask in the dtype of the activations. Here `native_dropout`
-    saves booleans, as `F.dropout` does on a GPU.
+    On a GPU, `F.dropout` saves a mask of booleans, but on a CPU it saves a mask in the dtype of the
+    activations. This module calls `native_dropout`, which saves booleans on a CPU too.
+
+    Args:
+        p: Probability that an element is set to zero.
     """
 
     def __init__(self, p: float):
@@ -77,8 +80,8 @@ class Attention(nn.Module):
     Args:
         hidden: Features per token.
         heads: Number of heads, which must divide `hidden`.
-        dropout: Dropout probability for the output. If `fused` is False, it also applies to the
-            attention probabilities.
+        dropout: Dropout probability for the output and, if `fused` is False, for the attention
+            probabilities.
         causal: Whether each position attends only to itself and to earlier positions.
         fused: Whether to call `F.scaled_dot_product_attention`, whose fused kernels do not save the
             attention probabilities for backward. If False, the method `standard` computes attention
@@ -281,12 +284,13 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()
 
     def stages(self, tokens: Tensor) -> list[Callable]:
-        """Return `loss_sum` as a list of stages, which are called one after another.
+        """Return the computation of `loss_sum` as a list of stages, which are called in order.
 
         The checkpoints "optimal" and "segments" of `course_lib.budget.Recipe` use this method. The
         first stage is called with the batch, and each later stage with the result of the previous
-        stage. The last stage returns (sum of losses, number of tokens). The stages use the model's
-        own modules, so a change to the model, such as a chunked head, also changes the stages.
+        stage. The last stage returns (sum of losses, number of tokens), as `loss_sum` does. The
+        stages use the model's own modules, so a change to the model, such as a chunked head, also
+        changes the stages.
 
         Args:
             tokens: Batch of shape (samples, sequence + 1).
@@ -306,10 +310,10 @@ class Decoder(nn.Module):
 
     @property
     def draws_random_numbers(self) -> bool:
-        """Whether a forward pass may draw random numbers.
+        """Whether a forward pass possibly draws random numbers.
 
-        True if a dropout layer is active. Also True if a decoder layer was replaced, is compiled or
-        has hooks, because such a layer may draw random numbers.
+        The value is True if a dropout layer is active. It is also True if a decoder layer was
+        replaced, is compiled or has hooks, because such a layer could draw random numbers.
         """
         drops = (part for part in self.modules() if isinstance(part, (Dropout, nn.Dropout)))
         return not all(map(_is_plain, self.layers)) or any(d.p > 0 and d.training for d in drops)
@@ -386,8 +390,8 @@ def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
     """Return a decoder and its loss as a chain of stages, for use with `course_lib.schedule`.
 
     The stages are the embedding, two stages per layer (attention and feed-forward network), and the
-    output head with the loss. They share the decoder's modules. With
-    `stages = loss_stages(decoder, tokens[:, 1:])`, the value of `stages(tokens[:, :-1])` equals
+    output head with the loss. They use the decoder's own modules. If
+    `stages = loss_stages(decoder, tokens[:, 1:])`, then `stages(tokens[:, :-1])` is equal to
     `decoder.loss(tokens)`.
 
     Args:

@@ -56,8 +56,8 @@ class AttentionCost:
     """FLOPs and bytes moved of one forward or backward pass of attention.
 
     Attributes:
-        flops: Floating-point operations of the matrix products; a multiplication and an addition
-            count as two.
+        flops: Floating-point operations of the matrix products. Each multiplication and each
+            addition counts as one.
         moved_bytes: Bytes read from and written to the slow memory (a GPU's HBM), as counted by
             `attention_cost`.
     """
@@ -87,10 +87,10 @@ def attention_cost(
     dtype_bytes: int = 2,
     tile_passes: int = 1,
 ) -> AttentionCost:
-    """Count the FLOPs and the bytes moved of a forward or backward pass of attention, by formula.
+    """Calculate the FLOPs and the bytes moved of a forward or backward pass of attention.
 
-    The attention is not causal and has as many queries as keys. The module docstring derives the
-    formulas.
+    The results come from formulas, which the module docstring derives. The attention is not causal
+    and has as many queries as keys.
 
     Args:
         sequence: Number of queries, and also of keys (N in the formulas).
@@ -100,8 +100,9 @@ def attention_cost(
         kind: "standard" for attention that writes all scores to memory, or "flash" for
             FlashAttention.
         pass_: "forward" or "backward".
-        sram_bytes: Bytes of fast memory that one thread block can use; on an A100, 163 KiB of its
-            192 KiB. Actual kernels use less: 64 or 128 queries with d = 64 occupy 32 or 64 KiB.
+        sram_bytes: Bytes of fast memory that one thread block can use. The default, 163 KiB, is
+            the limit on an A100. Actual kernels use less: with d = 64 in half precision, 32 KiB
+            correspond to blocks of 64 queries, and 64 KiB to blocks of 128 queries.
         dtype_bytes: Bytes per element; 2 in half precision.
         tile_passes: Number of times that the backward pass of "flash" iterates over the tiles. It
             is 1 if one loop computes all gradients. It is 2 if one loop computes dK and dV and
@@ -112,9 +113,10 @@ def attention_cost(
 
     Raises:
         TypeError: A count is not a whole number.
-        ValueError: A count is not positive, or `kind` or `pass_` is unknown. `sram_bytes` is too
-            small for one row of each block. `tile_passes` is neither 1 nor 2, or it is 2 for
-            another pass than the backward pass of "flash".
+        ValueError: A count is not positive, or `kind` or `pass_` is unknown. With "flash",
+            `sram_bytes` is below 4 * head_dim * dtype_bytes (forward) or 8 * head_dim *
+            dtype_bytes (backward). `tile_passes` is neither 1 nor 2, or it is 2 although `kind`
+            is not "flash" or `pass_` is not "backward".
 
     Example:
         >>> standard, flash = (

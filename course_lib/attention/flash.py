@@ -39,8 +39,8 @@ def standard_attention(
     """Compute softmax(scale * Q K^T) V with all scores in memory at once.
 
     Autograd saves Q, K, V and the probabilities P, which have n_q x n_k entries per head. The
-    arguments, the result and the errors are those of `flash_attention`, which has three more
-    arguments: `block_q`, `block_k` and `backend`.
+    arguments, the result and the errors are the same as those of `flash_attention`, except that
+    the arguments `block_q`, `block_k` and `backend` do not exist here.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1.
     """
@@ -96,19 +96,20 @@ def flash_attention(
     The arguments are named as in `F.scaled_dot_product_attention`, but arbitrary masks and dropout
     are not supported. Under `torch.autocast` the inputs are first cast to the autocast dtype, as
     PyTorch does for `F.scaled_dot_product_attention`. Sums and the log-sum-exp are in float32
-    (float64 for float64 inputs). A second derivative and `torch.vmap` raise an error.
+    (float64 for float64 inputs). Second derivatives and `torch.vmap` are not supported and raise an
+    error.
 
     Args:
-        q: Queries, of shape (batch, heads, n_q, d), in float32, float64, bfloat16 or float16. q, k
-            and v may have any strides, and dimensions may be 0. The number of leading dimensions
-            may differ, as in (n_q, d), (batch, n_q, d) and (a, b, heads, n_q, d). k and v must then
-            have the same leading dimensions as q, except for the number of heads. With more than
-            four dimensions, the dimensions before the heads are merged. A tensor whose strides do
-            not allow this as a view is copied.
+        q: Queries, of shape (batch, heads, n_q, d), in float32, float64, bfloat16 or float16. Any
+            strides and dimensions of size 0 are allowed in q, k and v. Other numbers of leading
+            dimensions are allowed too, as in (n_q, d), (batch, n_q, d) and (a, b, heads, n_q, d),
+            if k and v have the same leading dimensions as q. Only the number of heads may differ.
+            With more than four dimensions, the dimensions before the heads are merged. A tensor
+            whose strides do not allow this as a view is copied.
         k: Keys, of shape (batch, kv_heads, n_k, d). kv_heads must divide heads, and query head h
             uses head h // (heads / kv_heads) of K and V. This is grouped-query attention, or
-            multi-query attention if kv_heads is 1. With fewer than four dimensions there are no
-            heads to group.
+            multi-query attention if kv_heads is 1. A tensor with fewer than four dimensions has no
+            dimension of heads.
         v: Values, of shape (batch, kv_heads, n_k, d_v).
         causal: Whether query i attends only to keys up to i + n_k - n_q, so that the last query
             attends to all keys, like `torch.nn.attention.bias.causal_lower_right`. The output of a

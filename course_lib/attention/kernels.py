@@ -73,12 +73,12 @@ def tile_of(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return pointers to the entries of a tile, and a mask of the entries that exist.
+    """Return pointers to the entries of a tile, and a mask of the entries inside the tensor.
 
-    The tensor has the shape (batch, heads, n, D). The tile consists of the rows `first` to `first +
-    BLOCK - 1` of one head. Both results have the shape (BLOCK, BLOCK_D), where BLOCK_D is D rounded
-    up to a power of two, as Triton requires. An entry exists if its row is below n and its column
-    is below D.
+    The tensor has the shape (batches, heads, n, D) and the given strides. The tile consists of the
+    rows `first` to `first + BLOCK - 1` of the head [batch, head]. Both results have the shape
+    (BLOCK, BLOCK_D), where BLOCK_D is D rounded up to a power of two, as Triton requires. The mask
+    is True for an entry if its row is below n and its column is below D.
     """
     # The offset of a head is computed in 64 bits, because it may exceed 2^31. Offsets within a head
     # are computed in 32 bits, and `launch` copies tensors for which these are not enough.
@@ -93,11 +93,11 @@ def load_tile(
     tensor, strides, batch, head, first, n,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """Load a tile of shape (BLOCK, BLOCK_D) from a tensor of shape (batch, heads, n, D).
+    """Load a tile of shape (BLOCK, BLOCK_D) from a tensor of shape (batches, heads, n, D).
 
-    The tile begins at row `first` of one head. Entries outside the tensor are zero. BLOCK_D is D
-    rounded up to a power of two. WHOLE states that all rows of the tile exist, so that the load
-    needs no mask for rows.
+    The tile begins at row `first` of the head [batch, head]. Entries outside the tensor are zero.
+    BLOCK_D is D rounded up to a power of two. If the caller knows that all rows of the tile are
+    inside the tensor, it sets WHOLE, and the load then needs no mask for rows.
     """
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
     if WHOLE and D == BLOCK_D:
@@ -119,10 +119,10 @@ def store_tile(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store a tile of shape (BLOCK, BLOCK_D) in a tensor of shape (batch, heads, n, D).
+    """Store a tile of shape (BLOCK, BLOCK_D) in a tensor of shape (batches, heads, n, D).
 
-    The tile begins at row `first` of one head. BLOCK_D is D rounded up to a power of two. Entries
-    outside the tensor are not stored.
+    The tile begins at row `first` of the head [batch, head]. BLOCK_D is D rounded up to a power of
+    two. Entries outside the tensor are not stored.
     """
     pointers, exists = tile_of(tensor, strides, batch, head, first, n, D, BLOCK, BLOCK_D)
     tl.store(pointers, tile.to(tensor.dtype.element_ty), mask=exists)
@@ -130,7 +130,7 @@ def store_tile(
 
 @jit
 def row_offset(batch, head, heads, n):
-    """Return the offset of the element [batch, head, 0] in a contiguous tensor (..., heads, n)."""
+    """Return the offset of element [batch, head, 0] in a contiguous tensor (batches, heads, n)."""
     return (tl.cast(batch, tl.int64) * heads + head) * n
 
 
@@ -150,7 +150,9 @@ def product(a, b, accumulator=None):
 def last_key(queries, n_k, shift, CAUSAL: tl.constexpr):
     """Return, for each query, the index of the last key to which the query attends.
 
-    Without CAUSAL this is n_k - 1. With CAUSAL it is the smaller of query + shift and n_k - 1.
+    There are n_k keys. Without CAUSAL, each query attends to all of them, so the result is n_k - 1.
+    With CAUSAL, query i attends to keys up to i + shift, so the result is the smaller of i + shift
+    and n_k - 1.
     """
     return tl.minimum(queries + shift, n_k - 1) if CAUSAL else tl.zeros_like(queries) + n_k - 1
 
@@ -159,13 +161,14 @@ def last_key(queries, n_k, shift, CAUSAL: tl.constexpr):
 def key_range(
     first_q, n_k, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return (inner, end), which divide the keys for a block of queries into three ranges.
+    """Return (inner, end), the boundaries of three ranges of keys, for a block of queries.
 
-    The block has BLOCK_Q queries, starting at `first_q`. A tile has BLOCK_K keys.
+    The block has BLOCK_Q queries, starting at `first_q`. A tile has BLOCK_K keys. If CAUSAL, query
+    i attends to keys up to i + shift. The three ranges are:
 
-    - Keys before `inner` form whole tiles, to which every query of the block attends.
-    - Keys from `inner` to `end` (exclusive) form tiles that need a mask.
-    - No query of the block attends to key `end` or a later key.
+    - Keys before `inner`: whole tiles, to which every query of the block attends.
+    - Keys from `inner` to `end` (exclusive): tiles that need a mask.
+    - Keys from `end` on: no query of the block attends to them.
     """
     if CAUSAL:
         seen_by_first = tl.minimum(tl.maximum(first_q + 1 + shift, 0), n_k)
@@ -179,18 +182,19 @@ def key_range(
 def query_range(
     first_k, n_q, shift, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return (start, inner, outer), which divide the queries for a block of keys into four ranges.
+    """Return (start, inner, outer), the boundaries of four ranges of queries, for a block of keys.
 
-    The block has BLOCK_K keys, starting at `first_k`. A tile has BLOCK_Q queries.
+    The block has BLOCK_K keys, starting at `first_k`. A tile has BLOCK_Q queries. If CAUSAL, query
+    i attends to keys up to i + shift. The four ranges are:
 
-    - Queries before `start` attend to no key of the block.
-    - Queries from `start` to `inner` (exclusive) form tiles that need a mask.
-    - Queries from `inner` to `outer` (exclusive) form whole tiles, which attend to all keys of the
+    - Queries before `start`: they attend to no key of the block.
+    - Queries from `start` to `inner` (exclusive): tiles that need a mask.
+    - Queries from `inner` to `outer` (exclusive): whole tiles, which attend to all keys of the
       block.
-    - Queries from `outer` on, if there are any, form a tile that needs a mask.
+    - Queries from `outer` on, if there are any: a tile that needs a mask.
 
-    Keys at n_k or later do not exist, but need no mask here. They only affect their own rows of dK
-    and dV, which are not stored.
+    The last block of keys may extend past the end of the sequence. These extra keys need no mask,
+    because they only affect their own rows of dK and dV, which are not stored.
     """
     start, inner, outer = 0, 0, n_q // BLOCK_Q * BLOCK_Q
     if CAUSAL:
@@ -304,7 +308,7 @@ def rows_kernel(
     """Compute the two numbers per query that both backward kernels need, row_dots and lse_log2.
 
     One program instance handles BLOCK_Q queries of one head. Both results have padded_q numbers per
-    head, a multiple of any block size, so they can be read without a mask.
+    head. padded_q is a multiple of every block size, so the results can be read without a mask.
 
     Reads:   grad_o and o (BLOCK_Q, D), lse (BLOCK_Q,).
     Writes:  row_dots (BLOCK_Q,) = rowsum(grad_o * o), which the gradient of softmax subtracts from
@@ -361,16 +365,17 @@ def keys_backward_kernel(
     """Compute the gradients of keys and values, grad_k and grad_v.
 
     One program instance handles BLOCK_K keys of one key-value head. It sums over the `group` query
-    heads that share these keys. `lse_log2` and `row_dots` come from `rows_kernel`. The other
-    arguments are those of `forward_kernel`.
+    heads that share these keys. `grad_o` is the gradient of the output, and `scale` multiplies the
+    scores. `rows_kernel` computes `lse_log2` and `row_dots`, which have padded_q numbers per head.
+    All other arguments are the same as in `forward_kernel`.
 
     Reads:   k and v (BLOCK_K, D) once; for each of `group` query heads, q and grad_o (n_q, D) in
              tiles (BLOCK_Q, D), and lse_log2 and row_dots (n_q,) in blocks (BLOCK_Q,). If causal,
-             these are read only from the diagonal to the last query.
+             q, grad_o, lse_log2 and row_dots are read only from the diagonal to the last query.
     Writes:  grad_k and grad_v (BLOCK_K, D), once, at the end.
-    On chip: the keys and values, one tile of queries and of output gradients; weights, their
-             gradients and those of the scores (BLOCK_K, BLOCK_Q); in fp32 the running grad_k and
-             grad_v (BLOCK_K, D).
+    On chip: the keys and values, one tile of queries and of output gradients; the attention
+             weights, the gradients of the weights and the gradients of the scores (BLOCK_K,
+             BLOCK_Q); in fp32 the running grad_k and grad_v (BLOCK_K, D).
     """
     first_k, kv_head, batch = tl.program_id(0) * BLOCK_K, tl.program_id(1), tl.program_id(2)
     key = load_tile(k, k_strides, batch, kv_head, first_k, n_k, D, BLOCK_K, BLOCK_D)
@@ -459,15 +464,16 @@ def queries_backward_kernel(
 ):
     """Compute the gradient of the queries, grad_q.
 
-    One program instance handles BLOCK_Q queries of one head. `lse_log2` and `row_dots` come from
-    `rows_kernel`. The other arguments are those of `forward_kernel`.
+    One program instance handles BLOCK_Q queries of one head. `grad_o` is the gradient of the
+    output, and `scale` multiplies the scores. `rows_kernel` computes `lse_log2` and `row_dots`,
+    which have padded_q numbers per head. All other arguments are the same as in `forward_kernel`.
 
     Reads:   q and grad_o (BLOCK_Q, D), lse_log2 and row_dots (BLOCK_Q,), once; k and v (n_k, D) in
              tiles (BLOCK_K, D), up to the diagonal if causal.
     Writes:  grad_q (BLOCK_Q, D), once, at the end.
-    On chip: the queries and output gradients, one tile of keys and of values; weights, their
-             gradients and those of the scores (BLOCK_Q, BLOCK_K); in fp32 the running grad_q
-             (BLOCK_Q, D).
+    On chip: the queries and output gradients, one tile of keys and of values; the attention
+             weights, the gradients of the weights and the gradients of the scores (BLOCK_Q,
+             BLOCK_K); in fp32 the running grad_q (BLOCK_Q, D).
     """
     # The longest loops start first, as in the forward kernel.
     first_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q

@@ -236,8 +236,8 @@ def _block_size_error(error: Any, kernel: Any, block_q: int, block_k: int, d: in
 def unsupported_reason(q: Tensor, v: Tensor) -> str | None:
     """Return why the Triton kernels cannot run on tensors like `q` and `v`, or None if they can.
 
-    Other functions check the conditions that apply to every backend (`flash.py`) and the block
-    sizes. Sequences may have any length.
+    The function does not check the block sizes, nor the conditions that apply to every backend.
+    Sequences may have any length.
 
     Args:
         q: Queries, of shape (batch, heads, n_q, d).
@@ -277,10 +277,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
         k, v: Keys and values, of shape (batch, kv_heads, n_k, d), in the dtype of q. kv_heads
             divides heads.
         options: Mask, scale and block sizes. Each block size must be 16, 32, 64, 128 or None. If
-            both are None on a GPU, `MEASURED_SETTINGS` gives the block sizes. If that table has no
-            entry for these tensors, Triton's tuner measures several block sizes in the first call
-            with these sequence lengths. The tuning takes seconds and memory, so exclude that call
-            from measurements.
+            only one is None, it is 32. If both are None on a GPU, the table `MEASURED_SETTINGS`
+            gives the block sizes. If the table has no entry for these tensors, Triton's tuner
+            measures several block sizes in the first call with these sequence lengths. The tuning
+            takes seconds and memory, so exclude the first call from measurements.
 
     Returns:
         A tuple (o, lse). The output o is softmax(scale * q k^T) v, of shape (batch, heads, n_q, d),
@@ -329,7 +329,7 @@ def backward(
     The gradients are contiguous, and have the shapes and dtypes of q, k and v.
 
     Args:
-        q, k, v, options: Arguments of `forward`.
+        q, k, v, options: Arguments with which `forward` was called.
         o, lse: Output and log-sum-exp that `forward` returned.
         grad_o: Gradient of o, in the shape of o.
     """

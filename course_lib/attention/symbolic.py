@@ -50,9 +50,10 @@ def _flops_of_tiles(like, nbytes, flops, operator, **_) -> int:
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Return symbolic results of FlashAttention's forward pass, without running all tiles.
 
-    `tiled.forward` has the same arguments and results. The results have shapes but no values. A
-    `MemoryMeter` or FLOP counter counts the peak bytes and FLOPs that real tensors would need. In a
-    symbolic mode of kind "cuda", the bytes are those that the Triton kernels need.
+    The arguments and the results are the same as those of `tiled.forward`, except that the tensors
+    are symbolic: they have shapes but no values. An active `MemoryMeter` or FLOP counter counts the
+    peak bytes and the FLOPs that the pass would need with real tensors. In a symbolic mode of kind
+    "cuda", it counts the bytes that the Triton kernels need.
     """
     o, lse = (
         q.new_empty(*q.shape[:3], v.shape[3]),
@@ -75,9 +76,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return symbolic gradients of FlashAttention, without running all tiles.
 
-    `tiled.backward` has the same arguments and results. The results have shapes but no values. A
-    `MemoryMeter` or FLOP counter counts the peak bytes and FLOPs that real tensors would need. In a
-    symbolic mode of kind "cuda", the bytes are those that the Triton kernels need.
+    The arguments and the results are the same as those of `tiled.backward`, except that the tensors
+    are symbolic: they have shapes but no values. An active `MemoryMeter` or FLOP counter counts the
+    peak bytes and the FLOPs that the pass would need with real tensors. In a symbolic mode of kind
+    "cuda", it counts the bytes that the Triton kernels need.
     """
     row_buffers = []
     if _kernels_would_run(q, v):

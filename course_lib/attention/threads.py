@@ -26,14 +26,15 @@ MIN_SCORES_FOR_THREADS = 2**18
 def thread_count(x: Tensor, scores: int, at_once: int) -> int:
     """Return the number of threads that a forward or backward pass of attention uses.
 
-    The result is 1 if the pass runs on a GPU or has few scores. The result is also 1 while a
-    dispatch mode, the profiler or the compiler observes this thread, because operators in other
-    threads would not be observed.
+    The result is 1 if the pass does not run on a CPU, or if it has fewer than
+    `MIN_SCORES_FOR_THREADS` scores. The result is also 1 while a dispatch mode, the profiler or the
+    compiler observes this thread, because it would not observe operators in other threads.
 
     Args:
         x: A tensor on the device of the pass.
         scores: Number of scores that the pass computes.
-        at_once: Number of heads that are processed at a time. The result is at most this number.
+        at_once: Number of heads that are processed at the same time. The result is at most this
+            number.
     """
     if x.device.type != "cpu" or scores < MIN_SCORES_FOR_THREADS or _operators_observed():
         return 1
@@ -41,12 +42,13 @@ def thread_count(x: Tensor, scores: int, at_once: int) -> int:
 
 
 def run_parts(function: Callable, parts: Iterable, count: int) -> None:
-    """Call `function(*part)` for each part, in one or several threads.
+    """Call `function(*part)` for each item of `parts`, in one or several threads.
 
     Args:
-        function: Function to call. In other threads than the caller's it runs without gradients.
-        parts: Iterable of tuples or lists of arguments, one per call.
-        count: Number of threads. With 1, all calls run in the caller's thread.
+        function: Function to call. With more than one thread, it runs under `torch.no_grad()`.
+        parts: Iterable of tuples or lists. Each one has the positional arguments of one call.
+        count: Number of threads. With 1, all calls run in the caller's thread. With a larger
+            number, they run in worker threads.
     """
     if count == 1:
         for part in parts:

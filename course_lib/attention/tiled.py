@@ -48,8 +48,8 @@ class Options(NamedTuple):
 def online_softmax(scores: Tensor, block: int) -> Tensor:
     """Compute a softmax over the last dimension, with one loop for the maximum and the sum.
 
-    The loop goes over blocks of columns. After each block, m is the maximum so far, and total is
-    the sum of exp(score - m) so far. If a block raises m, the old total is multiplied by exp(old m
+    The loop goes over blocks of columns. For each row, m is the maximum so far, and total is the
+    sum of exp(score - m) so far. If a block raises m, the old total is multiplied by exp(old m
     - new m). A row in which all scores are -inf gives zeros, whereas `torch.softmax` gives NaN.
 
     Args:
@@ -112,7 +112,7 @@ def backward(
     """Return the gradients (dq, dk, dv) of attention, in the shapes and dtypes of q, k and v.
 
     Args:
-        q, k, v, options: Arguments of `forward`.
+        q, k, v, options: Arguments with which `forward` was called.
         o, lse: Output and log-sum-exp that `forward` returned.
         grad_o: Gradient of o, in the shape of o.
     """
@@ -169,8 +169,8 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
     """Compute the gradients of attention tile by tile, and write them to `dq`, `dk` and `dv`.
 
     Below, h is the number of key heads, and g is the number of query heads per key head. A tile has
-    keys as rows and queries as columns. dV and dK, which are sums over queries, are therefore
-    matrix products without a transposed tile.
+    keys as rows and queries as columns. With this layout, the matrix products that compute dK and
+    dV need no transposed tile.
 
     Args:
         q, dq: Queries and their gradient, of shape (h, g, n_q, d). `dq` is overwritten.
@@ -211,10 +211,10 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
 
 
 def with_blocks(options: Options, q: Tensor, k: Tensor) -> Options:
-    """Return the options with default block sizes instead of None.
+    """Return a copy of the options in which default block sizes replace None.
 
-    A tile contains the queries of all query heads that share a key head. The more query heads share
-    a key head, the fewer queries per head a tile has by default.
+    A tile contains queries of all query heads that share a key head. The default `block_q`, which
+    is the number of queries per head, is therefore smaller if more query heads share a key head.
 
     Args:
         options: Options whose block sizes may be None.
@@ -228,9 +228,9 @@ def with_blocks(options: Options, q: Tensor, k: Tensor) -> Options:
 def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
     """Return the number of key heads, counted over the whole batch, that are processed at a time.
 
-    The number depends only on the shapes and the type of device. Therefore attention in a single
-    thread needs the same bytes on every machine. Several threads divide these heads among
-    themselves.
+    The number depends only on the shapes, the block sizes and the type of device, so that attention
+    in a single thread needs the same bytes on every machine. If attention runs in several threads,
+    the threads divide these heads among themselves.
 
     Args:
         q: Queries, of shape (batch, heads, n_q, d).
@@ -244,19 +244,20 @@ def heads_at_once(q: Tensor, k: Tensor, options: Options) -> int:
 
 
 def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]]:
-    """Split tensors into groups of key heads with their query heads, and yield each group.
+    """Split all tensors by heads, and yield one list of tensors per group of heads.
 
-    A group is a list of tensors in the order of the arguments. Below, h is the number of key heads
-    in the group, and g is the number of query heads per key head. The tensors are views, unless the
-    batch and the heads of a tensor cannot be merged into one dimension. Such a tensor is copied
-    first.
+    A group consists of up to `size` key heads, counted over the whole batch, and the query heads
+    that share them. Its list has the part of each tensor that belongs to these heads, first for
+    `queries`, then for `keys`. Below, h is the number of key heads in the group, and g is the
+    number of query heads per key head. The parts are views, but a tensor is copied first if its
+    batch and its heads cannot be merged into one dimension.
 
     Args:
         queries: Tensors of shape (batch, heads, n_q, ...). In a group they have the shape (h, g,
             n_q, ...).
         keys: Tensors of shape (batch, kv_heads, n_k, ...). In a group they have the shape (h, n_k,
             ...).
-        size: Number of key heads per group.
+        size: Number of key heads per group. The last group may have fewer.
     """
     (batch, heads), kv_heads = queries[0].shape[:2], keys[0].shape[1]
     flat = [x.reshape(batch * kv_heads, heads // max(1, kv_heads), *x.shape[2:]) for x in queries]
@@ -292,5 +293,5 @@ def _exp_(x: Tensor) -> Tensor:
 
 
 def work_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of the arithmetic for inputs like `x`: float64 for float64, else float32."""
+    """Return the dtype in which to compute for an input x: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

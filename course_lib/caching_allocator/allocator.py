@@ -34,7 +34,7 @@ Live = dict[Hashable, "Block"]
 
 @runtime_checkable
 class Replayable(Protocol):
-    """Object that lists its own allocations for a replay, such as a `course_lib.memory.Trace`."""
+    """Object that `CachingAllocator.replay` can replay, such as a `course_lib.memory.Trace`."""
 
     def allocations(self) -> Iterable[tuple]:
         """Yield events ("birth" or "release", storage, bytes) in the order in which they happen.
@@ -53,7 +53,7 @@ class Block:
         size_bytes: Bytes of the block: the requested bytes, rounded up to a multiple of 512, and
             possibly a remainder that was too small to be split off.
         requested_bytes: Bytes that were requested.
-        allocated: Whether the block has not been freed yet.
+        allocated: True until the block is freed.
     """
 
     address: int
@@ -70,8 +70,8 @@ class CachingAllocator:
 
     Args:
         capacity_bytes: Bytes of the device's memory that no other process uses; None for no limit.
-        expandable_segments: Whether each pool has one segment that grows page by page, instead of
-            many segments.
+        expandable_segments: Whether each pool has one segment that grows page by page. If False,
+            each pool has many segments of fixed size.
         record_history: Whether to store each event for `snapshot`, as
             `torch.cuda.memory._record_memory_history` does.
 
@@ -110,7 +110,7 @@ class CachingAllocator:
 
         Raises:
             torch.OutOfMemoryError: The device has too little free memory, even after the allocator
-                has released its cached memory. The message is PyTorch's.
+                has released its cached memory. The error has the same message as in PyTorch.
         """
         requested = whole("size_bytes", size_bytes, 0, of="bytes")
         if requested == 0:
@@ -202,16 +202,16 @@ class CachingAllocator:
         self._segments.release_cached()
 
     def memory_stats(self) -> dict[str, int]:
-        """Return the statistics that `torch.cuda.memory_stats` returns, under the same names.
+        """Return the same statistics as `torch.cuda.memory_stats`, for the simulated device.
 
-        The result is a dict. An example of a name is "reserved_bytes.all.peak".
+        The result is a dict from name, such as "reserved_bytes.all.peak", to value.
         """
         return self._segments.statistics.as_dict()
 
     def reset_peak_memory_stats(self) -> None:
-        """Set the peak of each statistic to its current value.
+        """Set the peak of each statistic to the statistic's current value.
 
-        Later peaks are therefore the largest values since this call.
+        After this call, each peak is the largest value since the call.
         """
         for statistic in self._segments.statistics.values():
             statistic.peak = statistic.current

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 
 
 class Statistic:
-    """One quantity of `torch.cuda.memory_stats`, such as the reserved bytes of all pools.
+    """One quantity in `torch.cuda.memory_stats`, such as the reserved bytes of all pools.
 
     Attributes:
         current: The current value.
-        peak: The largest value so far, or since the last reset of the peaks.
+        peak: The largest value since the last reset of the peaks, or since the start if the peaks
+            were never reset.
         allocated: Sum of all increases of the value.
         freed: Sum of all decreases of the value, as a positive number.
     """
@@ -82,10 +83,10 @@ class Statistics(dict):
 
 
 class Chunk:
-    """Contiguous part of a segment that is free or contains one block (PyTorch's `Block`).
+    """Contiguous part of a segment, which is either free or contains one block.
 
     A segment is memory that the allocator reserves from CUDA. The chunks of a segment form a linked
-    list in the order of their addresses.
+    list in the order of their addresses. PyTorch's name for a chunk is `Block`.
 
     Attributes:
         pool: Pool of the segment.
@@ -97,8 +98,8 @@ class Chunk:
         allocated: Whether the chunk contains a block.
         requested: Bytes that were requested for the block; 0 for a free chunk.
         frames: Call stack of the request for the block; empty for a free chunk.
-        segment_frames: Call stack of the request for which the segment was made; empty for all but
-            the first chunk of a segment.
+        segment_frames: Call stack of the request for which the segment was made. Only the first
+            chunk of a segment has it; for other chunks it is empty.
     """
 
     __slots__ = (
@@ -120,7 +121,7 @@ class Chunk:
 
     @property
     def is_split(self) -> bool:
-        """Whether the chunk is only a part of its segment."""
+        """Whether the segment contains other chunks besides this one."""
         return self.previous is not None or self.next is not None
 
     def split_off(self, size: int) -> Chunk:
@@ -138,7 +139,7 @@ class Chunk:
     def merge(self, other: Chunk | None) -> int:
         """Merge a neighboring chunk into this one, if possible.
 
-        The neighbor must be free. Either both chunks must have mapped memory, or neither.
+        This is possible if the neighbor is free and memory is mapped to both chunks or to neither.
 
         Args:
             other: Previous or next chunk; None at the end of the segment.
@@ -169,10 +170,11 @@ class Pool:
 
     A chunk is a part of a segment, and it is mapped if its addresses have memory. Mapped chunks are
     sorted by size, then by the age of their segment (oldest first), then by address. PyTorch sorts
-    them in this way from torch 2.13 on (`BlockComparatorSizeCounterAddress`). In 2.12, chunks of
-    the same size are sorted by the age of the chunk. Up to 2.11, chunks of the same size are sorted
-    by address. In this simulation, that is the same order as in 2.13, because each new segment has
-    a higher address than all earlier segments. CUDA does not guarantee such addresses.
+    them in this way from torch 2.13 on (`BlockComparatorSizeCounterAddress`). Earlier versions sort
+    chunks of the same size differently: torch 2.12 by the age of the chunk, and torch 2.11 and
+    older versions by address. In this simulation, each new segment has a higher address than all
+    earlier segments, so the order by address is the same as the order of torch 2.13. CUDA does not
+    guarantee ascending addresses.
 
     Args:
         name: "small_pool" or "large_pool".

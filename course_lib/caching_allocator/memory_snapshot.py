@@ -22,9 +22,11 @@ _DEFAULT_POOL = (0, 0)
 def snapshot_of(segments: Segments, allocated_chunks: Iterable[Chunk]) -> dict:
     """Return a snapshot of the allocator in the form that `torch.cuda.memory._snapshot` returns.
 
-    The snapshot differs from PyTorch's in two ways. The time of an event is its number, because the
-    simulation has no clock. The requested bytes of a free block are 0, whereas PyTorch may show the
-    requested bytes of the block's last allocation.
+    The snapshot differs from PyTorch's in two ways:
+
+    - The time of an event is the event's number, because the simulation has no clock.
+    - The requested bytes of a free block are 0. PyTorch may show the requested bytes of the block's
+      last allocation instead.
 
     Args:
         segments: The reserved memory, with the history of events if it was recorded.

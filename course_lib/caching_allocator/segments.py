@@ -51,12 +51,12 @@ def round_up(size: int, step: int) -> int:
 
 
 class Segments:
-    """Memory that the allocator has reserved on a device, in a small and a large pool.
+    """Memory that the allocator has reserved on a device, with pools for small and large blocks.
 
     A segment is memory that is reserved from CUDA, and a chunk is a part of a segment. This is the
-    base class for segments of fixed size and for segments that grow. A subclass defines how a free
-    chunk is chosen (`_best_fit`), and how memory is reserved (`_reserve`) and released
-    (`_release_free`).
+    base class of `CudaMalloc`, whose segments have a fixed size, and of `ExpandableSegments`, whose
+    segments grow. A subclass defines how a free chunk is chosen (`_best_fit`), and how memory is
+    reserved (`_reserve`) and released (`_release_free`).
 
     Args:
         capacity_bytes: Memory of the device in bytes; None for no limit.
@@ -98,8 +98,8 @@ class Segments:
     def malloc(self, size: int, frames=()) -> Chunk | None:
         """Return a chunk for a block of `size` bytes, or None if the device is full.
 
-        A chunk is a part of a segment. It is a free chunk if one is large enough, and otherwise a
-        part of newly reserved memory. This is `malloc` in PyTorch.
+        A chunk is a part of a segment. If a free chunk of the pool is large enough, the result is
+        made from this chunk. Otherwise new memory is reserved. This is `malloc` in PyTorch.
 
         Args:
             size: Bytes of the block, a multiple of 512.
@@ -110,7 +110,7 @@ class Segments:
         return chunk and self._split_to_size(chunk, size)
 
     def free(self, chunk: Chunk) -> None:
-        """Merge a chunk with its free neighbors and add it to the free chunks of its pool.
+        """Merge a freed chunk with its free neighbors, and add it to the free chunks of its pool.
 
         This is `free_block` in PyTorch.
         """
@@ -267,8 +267,8 @@ class CudaMalloc(Segments):
 class ExpandableSegments(Segments):
     """Segments that grow page by page, usually one per pool.
 
-    A segment has more addresses than the device has memory. Memory is mapped to the addresses in
-    pages, when a block needs it.
+    A segment reserves more addresses than the device has bytes of memory. Pages of memory are
+    mapped to addresses when a block needs them.
     """
 
     def _best_fit(self, pool: Pool, size: int) -> int:

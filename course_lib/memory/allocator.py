@@ -25,8 +25,8 @@ _RECORD_PREFIX = "course_lib.memory: "
 def allocator_peak(run: Callable, device: torch.device) -> int:
     """Run a step and return its peak memory in bytes, as PyTorch's allocator counts it.
 
-    The bytes that were allocated when the step began are subtracted from the peak. No dispatch mode
-    is active, because a mode would change which tensors autograd creates.
+    The bytes that were allocated when the step began are subtracted from the peak. The step runs
+    without a dispatch mode, because a mode would change which tensors autograd creates.
 
     Args:
         run: Function that takes context managers as positional arguments, enters them, and runs the

@@ -52,17 +52,17 @@ _FROM_STORAGE = (
 
 
 class CategoryTracker:
-    """Collect the data that decide whether a storage is a parameter, an activation, and so on.
+    """Collect the data from which a storage's category, such as "activation", is derived.
 
-    `MemoryMeter` calls `inputs` before each operator and `outputs` after it. Both methods record
+    `MemoryMeter` calls `inputs` before each operator and `outputs` after it. The two methods record
     which storages the operator reads and creates, and which storages the autograd graph keeps for
-    backward. From these data, `Record.spans` derives the category of each storage at each time of
+    backward. From these data, `Record.spans` derives the category of each storage at each point of
     the step.
 
     Args:
         tracker: `StorageTracker` with one `Record` per storage. The methods update its records.
         leaves_are_parameters: Whether a leaf tensor that requires a gradient counts as a parameter
-            even if it is not an `nn.Parameter`. The value is True for a meter without a model.
+            even if it is not an `nn.Parameter`. A meter without a model passes True.
     """
 
     def __init__(self, tracker: StorageTracker, leaves_are_parameters: bool):
@@ -98,10 +98,10 @@ class CategoryTracker:
             node: Autograd node that runs the operator; None outside a backward pass.
 
         Returns:
-            A tuple (pass, addresses); `outputs` needs both. The pass is "forward" outside a
-            backward pass, "recomputation" in a backward pass with gradients enabled, and
-            "elsewhere" in the rest of a backward pass. The addresses are those of the operator's
-            input storages.
+            A tuple (pass, addresses), which the caller passes to `outputs`. The pass is "forward"
+            outside a backward pass, "recomputation" in a backward pass while gradients are enabled,
+            and "elsewhere" in a backward pass while gradients are disabled. The addresses are a set
+            with the address of each input storage of the operator.
         """
         self.settle()
         thread = threading.get_ident()
@@ -144,7 +144,7 @@ class CategoryTracker:
     def note_read(self, records: Iterable[Record], node: Any) -> None:
         """Record that an autograd node reads storages during backward.
 
-        A storage that backward reads was kept for backward. Therefore the storage counts as an
+        If backward reads a storage, the storage was kept for backward. It therefore counts as an
         activation until the last node that reads it has finished.
 
         Args:
@@ -246,8 +246,8 @@ class CategoryTracker:
     def forget_output(self) -> None:
         """Drop the weak reference to the output of the last operator.
 
-        The meter calls this method before `torch.utils.swap_tensors`, which rejects tensors that
-        have weak references.
+        The meter calls this method before `torch.utils.swap_tensors` runs, because that function
+        rejects tensors that have weak references.
         """
         self.settle()
         self._output = None
@@ -280,21 +280,21 @@ class CategoryTracker:
 
         Without a dispatch mode, autograd writes in place in two cases: when it adds two gradients
         that reach the same node, and when some gradient formulas fill a tensor of zeros. While a
-        dispatch mode such as the meter is active, autograd calls the operators
-        `IN_PLACE_WITHOUT_MODES` instead, which create a new tensor. The meter must report the bytes
-        of the program without the meter. Therefore the meter counts the first argument of these
-        operators as released before the operator runs.
+        dispatch mode such as the meter is active, autograd instead calls an operator of
+        `IN_PLACE_WITHOUT_MODES`, which creates a new tensor. The meter must report the bytes of the
+        program without the meter. Therefore it counts the operator's first argument as released
+        before the operator runs.
 
-        The method returns a record under these conditions:
+        The method returns a record if all of these conditions hold:
 
         - Autograd's engine, not a Python function, called the operator.
         - The first argument is the only tensor in its storage, and fills the storage.
         - If the first argument is a tensor of zeros, the running autograd node created it.
-        - If the operator adds two gradients, the first one existed before the running node began,
-          or both gradients come from this node.
+        - If the operator adds two gradients, the first gradient existed before the running node
+          began, or both gradients come from this node.
 
-        The caller then checks that the storage is released after the call
-        (`StorageTracker.count_as_released`).
+        The caller passes the record to `StorageTracker.count_as_released`. If the storage is not
+        released after the operator, the tracker counts it as live again.
 
         Args:
             func, args, kwargs: Operator and its arguments, as `__torch_dispatch__` receives them.
@@ -376,9 +376,9 @@ _WRAPPERS = (__name__, *WRAPPERS)
 class OptimizerPhase:
     """Detect which operators run inside an optimizer's `step()`, and which tensors are its state.
 
-    A new object registers hooks on the steps of all optimizers. After each step, the optimizer's
-    state tensors get the category "optimizer" in the tracker. If the step of one optimizer calls
-    the step of another, operators belong to the outer step until it ends.
+    A new object registers hooks that run before and after the step of every optimizer. After each
+    step, the optimizer's state tensors get the category "optimizer" in the tracker. If the step of
+    one optimizer calls the step of another, operators belong to the outer step until it ends.
 
     Args:
         tracker: `StorageTracker` whose records are updated.
@@ -411,7 +411,7 @@ class OptimizerPhase:
         return self._outermost is not None and node is self._node and not torch.is_grad_enabled()
 
     def remove(self) -> None:
-        """Remove the hooks that the object has registered on the steps of all optimizers."""
+        """Remove the hooks that this object registered for the steps of all optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._outermost = self._node = None

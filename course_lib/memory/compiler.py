@@ -72,11 +72,11 @@ def buffers_of_generated_code(
 
 
 class BuffersForBackward:
-    """Buffers that compiled functions have allocated and may keep for backward.
+    """Buffers that compiled functions have allocated and possibly keep for backward.
 
-    A buffer that is still live when the backward pass of its compiled function begins was kept for
-    this backward pass. It counts as an activation. Each buffer is represented by the `Record` of
-    its storage.
+    A buffer was kept for backward if it is still live when the backward pass of its compiled
+    function begins. Such a buffer counts as an activation. Each buffer is represented by the
+    `Record` of its storage.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class BuffersForBackward:
         return bool(self._records_by_node)
 
     def add(self, record: Any, made_in: str) -> None:
-        """Add a new buffer.
+        """Add a buffer that a compiled function has just allocated.
 
         Args:
             record: `Record` of the buffer's storage.
@@ -104,8 +104,8 @@ class BuffersForBackward:
         """Remove the buffers that were kept for an autograd node, and return their records.
 
         The method removes the buffers that the node's compiled function allocated in the forward
-        pass, and all buffers that were allocated in a recomputation. The records of buffers that
-        are no longer live are not returned.
+        pass. It also removes all buffers that were allocated in a recomputation. It returns the
+        records of those removed buffers that are still live.
 
         Args:
             node: Autograd node that is about to run.

@@ -97,10 +97,11 @@ def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
 
 
 def own_formulas() -> dict[Any, Callable[..., int]]:
-    """Return the FLOP formulas that this library adds to PyTorch's `FlopCounterMode` or changes.
+    """Return FLOP formulas that extend or replace formulas of PyTorch's `FlopCounterMode`.
 
     The formulas are for fused attention and, if bitsandbytes has been imported, for the matrix
-    products of bitsandbytes. Pass the dict to `FlopCounterMode` as its argument `custom_mapping`.
+    products of bitsandbytes. To use them, pass the result to `FlopCounterMode` as its argument
+    `custom_mapping`.
 
     Returns:
         A dict from operator packet, such as `torch.ops.aten.mm`, to a function that takes the

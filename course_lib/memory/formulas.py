@@ -73,15 +73,16 @@ def transformer_activation_bytes(
         hidden: Features per token (h).
         heads: Number of attention heads (a).
         layers: Number of layers.
-        recompute: Activations that are recomputed in backward instead of being saved. "none" means
-            that all activations are saved. With "selective", the scores, the softmax and the
-            dropout of attention are recomputed, which leaves 34*s*b*h bytes per layer. With "full",
-            only the input of each layer is saved, which takes 2*s*b*h bytes.
+        recompute: Activations that are recomputed in backward instead of being saved. With "none",
+            all activations are saved. With "selective", the scores, the softmax and the dropout of
+            attention are recomputed, and 34*s*b*h bytes per layer are saved. With "full", only the
+            input of each layer is saved, which takes 2*s*b*h bytes.
         dtype_bytes: Bytes of one element of an activation; 2 in half precision.
         mask_bytes: Bytes of one element of a dropout mask: 1 for `native_dropout`, `dtype_bytes`
             for `F.dropout` on a CPU, 0 without dropout.
-        statistic_bytes: Bytes of one LayerNorm statistic. Each layer saves four statistics per
-            token, which the paper omits.
+        statistic_bytes: Bytes of one LayerNorm statistic (a mean or a reciprocal standard
+            deviation). Each layer saves four statistics per token. The default is 0, because the
+            paper omits them.
 
     Returns:
         Bytes of all layers, without embeddings and the output head.

@@ -45,8 +45,8 @@ class Measurement(Table):
     Attributes:
         peak_bytes: Largest number of bytes of tensors that are live at once, including the tensors
             of the model and the optimizer if `measure` received them.
-        allocator_peak_bytes: Peak in bytes that PyTorch's allocator reports. None for a step on
-            symbolic or meta tensors, and for `repeats=0`.
+        allocator_peak_bytes: Peak in bytes that PyTorch's allocator reports. None if the step used
+            symbolic or meta tensors, or if `measure` was called with `repeats=0`.
         workspace_bytes: Memory in bytes that operators allocate and free internally:
             `allocator_peak_bytes` minus `peak_bytes`. None if `allocator_peak_bytes` is None. If
             the number is negative, `notes` give the reason.
@@ -59,8 +59,8 @@ class Measurement(Table):
             bytes, largest first. Empty if `allocator_peak_bytes` is None.
         changed_parameters: Number of parameters that the step changed and that `measure` could not
             restore, because it did not receive their model.
-        notes: Sentences below the displayed table that state limits of these numbers, for example
-            that two runs of the step differed.
+        notes: Sentences that state limits of these numbers, for example that two runs of the step
+            differed. They are displayed below the table.
     """
 
     peak_bytes: int
@@ -106,7 +106,7 @@ def measure(
 
     The runs are, in this order:
 
-    1. `warmup` runs, which create the optimizer's state. Its creation is then not part of the
+    1. `warmup` runs, which create the optimizer's state, so that the creation is not part of the
        results.
     2. Up to four runs under a `MemoryMeter`, until two consecutive runs have the same operators and
        the same peak. The first runs may differ; DDP, for example, arranges its buckets in the
@@ -125,11 +125,11 @@ def measure(
     gradients of the parameters that the step uses. `Measurement.changed_parameters` is then the
     number of parameters that the step has changed. Changes through `.data` are not detected.
 
-    **Compiled code.** Functions that `torch.compile` has compiled run compiled in each of these
-    runs, and afterwards too. `Measurement.notes` then states that compiled code was called. The
-    allocator's peak is that of the compiled step. The peak of live tensors may lack some buffers of
-    compiled code (see `MemoryMeter`). The missing buffers are part of `workspace_bytes`. A matrix
-    product inside a kernel that the compiler generated counts as 0 FLOPs.
+    **Compiled code.** Functions that `torch.compile` has compiled remain compiled in all runs and
+    afterwards. `Measurement.notes` states that compiled code was called. `allocator_peak_bytes` is
+    the peak of the compiled step. `peak_bytes` may lack some buffers of compiled code (see
+    `MemoryMeter`), which are part of `workspace_bytes` instead. A matrix product inside a kernel
+    that the compiler generated counts as 0 FLOPs.
 
     Args:
         step: Function without arguments that runs one training step: forward, backward and, if
@@ -139,8 +139,8 @@ def measure(
         warmup: Number of warm-up runs. With 0, each run is the first step of training, in which the
             optimizer creates its state. `optimizer` must then be given if the step uses an
             optimizer.
-        repeats: Number of timed runs. With 0, runs 3 to 5 are left out, and only live bytes and
-            FLOPs are measured.
+        repeats: Number of timed runs. With 0, items 3 to 5 of the list above are left out, and only
+            live bytes and FLOPs are measured.
         needs_gradient: Whether the step must run a backward pass. False allows steps without a
             backward pass, such as inference.
         device: The device whose bytes are counted. The default is the first accelerator that the

@@ -61,11 +61,11 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class MemoryBudgetExceeded(RuntimeError):
-    """Error raised when an operator takes the live bytes over the budget of a `MemoryMeter`.
+    """Error raised when the live bytes exceed the budget of a `MemoryMeter` after an operator.
 
     Attributes:
-        operator: Name of the operator, for example "aten.mm.default". If model and optimizer alone
-            exceed the budget, it is "(model and optimizer on entry)".
+        operator: Name of the operator, for example "aten.mm.default". The name is "(model and
+            optimizer on entry)" if model and optimizer alone exceed the budget.
         live_bytes: Bytes that were live before the operator ran.
         wanted_bytes: Bytes that the operator added to `live_bytes`.
         budget_bytes: Budget of the meter, its argument `budget_bytes`.
@@ -105,8 +105,8 @@ class MeterResults:
     def live_bytes(self) -> int:
         """Bytes that are live now on `device`.
 
-        After the meter's block has ended, the number still falls when a tensor from the block is
-        released.
+        The number still falls after the meter's block has ended, when a tensor that was made in the
+        block is released.
         """
         with self._tracker.lock:
             self._tracker.confirm_released()
@@ -151,7 +151,7 @@ class MeterResults:
 
         Args:
             events: Whether to include the creation and the release of each storage. With False, the
-                trace has only the live bytes of each category, and making it takes less time.
+                trace is made faster, and its `spans` are None.
         """
         history = self._history()
         with self._tracker.lock:
@@ -177,7 +177,10 @@ class MeterResults:
 
     @property
     def points(self) -> int:
-        """Length of the trace that `trace()` would return now, including the state on entry."""
+        """Number of points of the trace that `trace()` would return now.
+
+        Each operator has one point, and the state on entry is another point.
+        """
         return len(self._tracker.operators)
 
     @property
@@ -246,8 +249,8 @@ class MemoryMeter(MeterResults, ObserverMode):
     - "parameter", "buffer" and "gradient": the model's tensors, and the gradients of parameters
       once they are accumulated. The quantization state of a bitsandbytes weight counts as
       "parameter", as the weight itself does.
-    - "optimizer": the optimizer's state, and its master weights, which it updates instead of the
-      parameters.
+    - "optimizer": the optimizer's state and its master weights. Master weights are tensors that the
+      optimizer updates instead of the parameters.
     - "activation": tensors kept for backward. Either the autograd graph saved them, or the forward
       pass created them and backward reads them, like the tensors that checkpointing keeps. A
       gradient that is passed to `backward` as an argument is also an activation.
@@ -263,7 +266,7 @@ class MemoryMeter(MeterResults, ObserverMode):
       `torch.UntypedStorage`. The exceptions, which are counted, are states of random number
       generators, copies by `copy.deepcopy`, and storages that FSDP empties and fills.
 
-    A function that `torch.compile` has compiled runs compiled inside the block, and afterwards too.
+    A function that `torch.compile` has compiled remains compiled inside the block and afterwards.
     The meter counts the outputs of the operators that the compiled code calls, and the buffers that
     TorchInductor's code allocates in Python. The timeline names these buffers "(compiled code)".
     The meter does not count the buffers of two kinds of code: code that is C++ as a whole
@@ -278,7 +281,7 @@ class MemoryMeter(MeterResults, ObserverMode):
 
     All results except `peak_bytes_by_device` concern one device. For example, results for a GPU do
     not include tensors in host memory. Fake tensors count as 0 bytes if their fake mode is entered
-    inside the block, as DTensor does.
+    inside the block. DTensor, for example, enters such a mode.
 
     Args:
         model: Model whose tensors are counted from the start of the block; None for no model. The
@@ -286,9 +289,9 @@ class MemoryMeter(MeterResults, ObserverMode):
         optimizer: One optimizer or several, whose state is counted from the start of the block;
             None for no optimizer. The meter releases its references at the end of the block.
         budget_bytes: The largest number of bytes that may be live; None for no limit.
-        device: The device whose bytes are counted. The default is the first accelerator with a
-            tensor that counts, and the CPU as long as there is none. "meta" tensors count only with
-            `device="meta"`.
+        device: The device that the results concern. The default is the first accelerator that has a
+            counted tensor. As long as no accelerator has one, it is the CPU. "meta" tensors count
+            only with `device="meta"`.
         block_bytes: Granularity in bytes. The size of each storage is rounded up to a multiple of
             this number. The CUDA allocator rounds to multiples of 512.
         module_paths: Whether `trace` shows in which module of `model` each operator ran. An
@@ -302,8 +305,8 @@ class MemoryMeter(MeterResults, ObserverMode):
             its outputs are released.
         RuntimeError: The same meter is entered twice.
         NotImplementedError: An operator read or returned a tensor whose storages cannot be found,
-            such as one with oneDNN's opaque layout. After this or any other error the meter is
-            closed and holds no tensors.
+            such as a tensor with oneDNN's opaque layout. After this or any other error, the meter
+            is closed and holds no tensors.
 
     Attributes:
         ran_compiled: Whether a function compiled by `torch.compile` was called inside the block.

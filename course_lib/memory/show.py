@@ -41,8 +41,8 @@ def _labels() -> ModuleType:
 def bytes_text(count: int) -> Label:
     """Return a number of bytes as text, such as "1,234,567 bytes (1.23 MB)".
 
-    1 MB is 10**6 bytes. Numbers below 10,000 are shown without MB. The text is a label, which is
-    displayed in English or Chinese.
+    1 MB is 10**6 bytes. Numbers below 10,000 are shown without MB. The result is a `Label`, whose
+    text is displayed in the current language, English or Chinese.
     """
     text = _labels().text
     if abs(count) < 10_000:
@@ -53,17 +53,17 @@ def bytes_text(count: int) -> Label:
 def bytes_in_english(count: int) -> str:
     """Return a number of bytes as an English string, such as "1,234,567 bytes (1.23 MB)".
 
-    The function returns the English text of `bytes_text`. Error messages use this function, because
-    it does not import `course_lib.labels`.
+    Error messages use this function instead of `bytes_text`, because it does not import
+    `course_lib.labels`. The text is the same as the English text of `bytes_text`.
     """
     megabytes = "" if abs(count) < 10_000 else f" ({count / 1e6:,.2f} MB)"
     return f"{count:,} bytes{megabytes}"
 
 
 def decimal(value: float) -> str:
-    """Return a number as text with three decimals, or three significant digits if it is small.
+    """Return a number as text with three decimals, or with three significant digits if small.
 
-    A number is small if its absolute value is below 0.01 and it is not 0.
+    Three significant digits are used if the absolute value is below 0.01 and not 0.
 
     Example:
         >>> decimal(158.94), decimal(0.0000123), decimal(0)
@@ -182,7 +182,7 @@ def _display_width(words: str) -> int:
 def draw_timeline(history: Mapping[str, np.ndarray], peak_index: int, ax=None):
     """Draw the live megabytes of all categories as a stacked area plot, and mark the peak.
 
-    The horizontal axis is the number of the operator. 1 MB is 10**6 bytes.
+    The horizontal axis counts operators. 1 MB is 10**6 bytes.
 
     Args:
         history: Dict from each of `CATEGORIES` to an array of its live bytes. Element 0 is the

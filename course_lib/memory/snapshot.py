@@ -18,9 +18,9 @@ class Snapshot:
     """Saved state of a model, its gradients, its optimizers and the random number generators.
 
     Making a snapshot saves the current state and removes the gradients from the parameters, so that
-    a step starts without gradients. All parameters and buffers are copied, even those that a step
-    does not change. Version counters cannot show which tensors have changed, because batch norm's
-    kernel and changes through `.data` do not increase the counters.
+    a step starts without gradients. All parameters and buffers are copied, because it is unknown
+    which of them a step will change. Version counters cannot show afterwards which tensors have
+    changed, because batch norm's kernel and changes through `.data` do not increase the counters.
 
     Args:
         model: Model whose parameters and buffers are saved; None if there is no model.
@@ -74,9 +74,9 @@ class Snapshot:
         """Prepare the next run: remove gradients and restore the random number generators.
 
         Args:
-            first_step: Whether to restore the optimizers' state too. With True, each run is the
-                first step of training. With False, a run continues with the optimizer state that
-                the previous run left.
+            first_step: Whether to restore the optimizers' state too, so that the next run is a
+                first step of training. With False, the next run continues with the optimizer state
+                that the previous run left.
         """
         for parameter in self._gradients:
             parameter.grad = None
@@ -88,7 +88,7 @@ class Snapshot:
         """Restore the state that was saved when the snapshot was made.
 
         Returns:
-            The number of parameters that have changed and cannot be restored, because they did not
+            The number of parameters that have changed but cannot be restored, because they did not
             belong to the model when the snapshot was made.
         """
         for namespace, content in self._modules:

@@ -98,8 +98,8 @@ def belongings(
 ) -> Iterator[tuple[Tensor, str]]:
     """Yield (tensor, category) for each tensor of a model and its optimizers.
 
-    The categories are "parameter", "gradient", "buffer" and "optimizer". A gradient is yielded if
-    the parameter has one now. `held_by` determines the tensors of an optimizer.
+    The categories are "parameter", "gradient", "buffer" and "optimizer". A parameter without a
+    gradient yields no gradient. The tensors of an optimizer are those that `held_by` yields.
     """
     if model is not None:
         for parameter in model.parameters():
@@ -120,13 +120,13 @@ def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterat
 
     Master weights are tensors in the optimizer's parameter groups that the optimizer updates
     instead of the model's parameters. If the optimizer has a method `held_tensors`, as
-    `OffloadedOptimizer` does, the tensors that this method returns are yielded instead.
+    `OffloadedOptimizer` does, only the tensors that this method returns are yielded.
 
     Args:
         optimizer: The optimizer.
         of_groups: Whether to yield only the state of parameters that are in the parameter groups
-            now. With True, the search takes less time if the groups contain only a few parameters
-            at a time.
+            now. True saves time for an optimizer whose groups contain only a few of its parameters
+            at a time. With False, the state of all parameters is yielded.
     """
     if hasattr(optimizer, "held_tensors"):
         yield from optimizer.held_tensors()
@@ -157,7 +157,8 @@ def hooks_active() -> bool:
 def saved_tensor_names(kind: type) -> tuple[str, ...]:
     """Return the names under which autograd nodes of a class save tensors.
 
-    For the class of the node that `torch.mm` makes, for example, the names are "mat2" and "self".
+    For example, `torch.mm` makes a node of the class "MmBackward0", and the names for this class
+    are "mat2" and "self".
 
     Args:
         kind: Class of the autograd nodes.
@@ -172,8 +173,8 @@ def saved_by(node) -> list[Tensor]:
     place.
 
     Args:
-        node: A `grad_fn` that was made while no saved-tensor hooks were active. If hooks were
-            active, reading the tensors would run them.
+        node: A `grad_fn` that was made while no saved-tensor hooks were active. Reading the tensors
+            of any other node would run its hooks.
     """
     try:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -212,15 +213,15 @@ def storages_without_operators(
 ) -> Iterator[None]:
     """Inside a `with` block, report storages that are made or resized without an operator.
 
-    Three kinds of storages are reported: the states of random number generators, copies by
-    `copy.deepcopy`, and the storages that FSDP empties and fills. For example, a checkpoint keeps
-    the 5,056 bytes of a generator's state until backward.
+    Three kinds of storages are reported: states of random number generators, copies by
+    `copy.deepcopy`, and storages that FSDP empties and fills. For example, a checkpoint keeps the
+    state of a generator, 5,056 bytes, until backward.
 
     Args:
         mode: Dispatch mode. Storages are reported only in threads in which this mode is active.
         on_new: Function that is called as `on_new(storage)` for a new storage.
         on_resize: Function that is called as `on_resize(storage, was_empty)` after a storage was
-            resized. `was_empty` states whether its size was 0 bytes before.
+            resized. `was_empty` is True if the storage had 0 bytes before.
     """
 
     def wrap(function: Callable, report: Callable) -> Callable:

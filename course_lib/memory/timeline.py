@@ -52,7 +52,7 @@ class Sample:
 class Timeline(Sequence):
     """Sequence of `Sample` objects, one per operator.
 
-    A step may have many thousands of operators, so a sample is created only when it is read.
+    A step can have many thousands of operators, so each `Sample` is created only when it is read.
 
     Args:
         operators: List of pairs (operator, phase), one per sample.
@@ -89,7 +89,7 @@ class Account:
         live_bytes: Bytes that are live now.
         peak_bytes: The largest number of bytes that were live at once so far.
         peak_index: Index in `StorageTracker.operators` of the operator after which `peak_bytes` was
-            first reached; 0 if it was on entry.
+            first reached. It is 0 if the peak was reached on entry.
     """
 
     def __init__(self, device: torch.device):
@@ -100,11 +100,12 @@ class Account:
 
 
 class Record(weakref.ref):
-    """Weak reference to a storage, with the points at which its category changes.
+    """Weak reference to a storage, with the points that determine its category at each time.
 
     A point is the time right after an operator, given by the operator's number. Point 0 is the
-    entry of the meter's block. Only later operators show whether a storage is an activation or a
-    temporary. Therefore a record stores points, and `spans` derives the categories from them.
+    entry of the meter's block. A record stores points instead of a category, because only later
+    operators show whether a storage is an activation or a temporary. `spans` derives the categories
+    from the points.
 
     Args:
         storage: Storage to which the record refers.
@@ -112,7 +113,7 @@ class Record(weakref.ref):
         account: `Account` of the storage's device.
         block_bytes: Granularity in bytes. The attribute `bytes` is rounded up to a multiple of this
             number.
-        born, role, made_in: Values of the attributes with these names.
+        born, role, made_in: Initial values of the attributes `born`, `role` and `made_in`.
 
     Attributes:
         account: `Account` of the storage's device.
@@ -128,7 +129,7 @@ class Record(weakref.ref):
             gradients enabled) or "elsewhere".
         saved: First point at which the storage is kept for backward; None if it is not kept.
         released: First point at which backward no longer needs the storage, because the last
-            autograd node that read it has finished. None if there is no such point yet.
+            autograd node that read it has finished. None before this point.
         read_by: Autograd node that is reading the storage now; None if no node is reading it.
     """
 
@@ -169,8 +170,7 @@ class Record(weakref.ref):
         is exclusive.
 
         Args:
-            end: Number of points so far. A period that has not ended yet gets this number as its
-                `stop`.
+            end: Number of points so far. It is the `stop` of a period that has not ended yet.
         """
         end = end if self.died is None else self.died
         starts = [(self.born, "temporary")]
@@ -188,12 +188,16 @@ class Record(weakref.ref):
 
 
 def category_spans(tracker: StorageTracker) -> Iterator[tuple[int, int, str, int, int]]:
-    """Yield the periods in which each storage on the reported device has one category.
+    """Yield the periods in which each storage has one category.
+
+    Args:
+        tracker: Tracker with the records of the storages. Only the storages on its reported device,
+            `tracker.main.device`, are included.
 
     Yields:
         Tuples (storage number, bytes, category, start, stop), as in `course_lib.memory.trace.Span`.
         A point is the time right after an operator. `start` is the number of the first point of the
-        period, and `stop` is the number of the first point after it.
+        period, and `stop` is the number of the first point after the period.
     """
     end = len(tracker.operators)
     for number, record in enumerate(tracker.records):
@@ -216,7 +220,7 @@ class StorageTracker:
         operators: List of pairs (operator, phase), one per point. The first pair is ("(entry)",
             "forward").
         accounts: Dict from device to the `Account` that counts its live bytes.
-        named: Whether the argument `device` was given.
+        named: Whether the argument `device` was given, that is, is not None.
         main: `Account` of the device whose bytes are reported.
         flops: Dict from point to the FLOPs of the operator. Operators without FLOPs have no entry.
         modules: Dict from point to the path of the module that ran the operator. Empty if `paths`
@@ -226,9 +230,10 @@ class StorageTracker:
         lines: Dict from point to (file, line, function) of the user's own code that ran the
             operator.
         records: List of the `Record` of each storage, including storages that have been freed.
-        repeated: List of pairs (first point, int64 array of shape (points, categories)). Each array
-            contains the bytes of temporaries in a stage of the step that did not run, because an
-            equal stage ran (`course_lib.budget.traces.equal_stages`).
+        repeated: List of pairs (first point, int64 array of shape (points, categories)). An
+            estimate runs only one of several equal stages of a step. For each stage that did not
+            run, the list has a pair with the stage's first point and the bytes of its temporaries
+            (`course_lib.budget.traces.equal_stages`).
         lock: Lock for the attributes above, because autograd runs one thread per device.
         closed: Whether the meter's `with` block has ended.
     """
@@ -341,8 +346,8 @@ class StorageTracker:
     def add_storage(self, storage) -> None:
         """Count a storage that no operator made, and add an entry for it to `operators`.
 
-        Without an entry of its own, the storage would seem to be live at the same time as storages
-        that were released before it was made.
+        The entry is necessary, because otherwise the storage would seem to be live at the same time
+        as storages that were released before it was made.
         """
         with self.lock:
             self._add_point()
@@ -356,9 +361,9 @@ class StorageTracker:
 
         Args:
             storage: The storage, after it was resized.
-            was_empty: Whether the storage was empty before, if no operator resized it. An entry for
-                the change is then added to `operators`. None means that an operator resized the
-                storage.
+            was_empty: Whether the storage was empty before it was resized. With True or False, an
+                entry for the change is added to `operators`. None means that an operator resized
+                the storage, so that `operators` has an entry already.
         """
         with self.lock:
             record = self.find(storage)
@@ -381,8 +386,8 @@ class StorageTracker:
     def confirm_released(self) -> None:
         """Subtract the bytes of storages that have been released since the last call.
 
-        If `count_as_released` counted a storage as released and the storage is still live, this
-        method counts it as live again.
+        If `count_as_released` was called for a storage that is still live, this method counts the
+        storage as live again.
         """
         if self._to_verify is not None:
             expected, self._to_verify = self._to_verify, None
@@ -396,11 +401,11 @@ class StorageTracker:
                 self._remove_from_account(record, len(self.operators) if not self.closed else None)
 
     def count_as_released(self, record: Record) -> None:
-        """Do not count a storage from the current operator (the last one in `operators`) on.
+        """Count a storage as released at the current operator, although it is still live.
 
-        This method is called for a storage that is still live, but will be released soon after the
-        operator. If it is still live at the next call of `confirm_released`, that call counts it as
-        live again.
+        The current operator is the last one in `operators`. Call this method if the storage is
+        expected to be released before the next operator. If the storage is still live at the next
+        call of `confirm_released`, that call counts it as live again.
         """
         self._remove_from_account(record, len(self.operators) - 1)
         self._to_verify = record

@@ -28,7 +28,7 @@ ENTRY = "(model and optimizer on entry)"
 class Span(NamedTuple):
     """Period in which a storage has one category.
 
-    A point is the time right after an operator. Points are given by their index in a trace.
+    A point is the time right after an operator. It is given by its index in the trace.
 
     Attributes:
         storage: Number that identifies the storage.
@@ -54,8 +54,8 @@ class Event:
 
     Attributes:
         point: Index in the trace of the point (the time right after an operator).
-        kind: "birth" at the first point at which the storage is live in this category, and
-            "release" at the first point after this period.
+        kind: "birth" or "release". A birth is at the first point at which the storage has this
+            category, and a release is at the first point at which it no longer has it.
         storage: Number that identifies the storage.
         bytes: Bytes of the storage.
         category: One of `CATEGORIES`, such as "activation".
@@ -78,8 +78,8 @@ class Trace:
     """Record of a training step: the live bytes on entry and right after each operator.
 
     Each of these times is a point of the trace. In a trace from `MemoryMeter.trace`, point 0 is the
-    state on entry, and point n is the time right after operator n. In such a trace, `bytes_down`,
-    `bytes_up` and `sent_bytes` are 0, because only estimates count these bytes.
+    state on entry, and point n is the time right after operator n. `bytes_down`, `bytes_up` and
+    `sent_bytes` are 0 in a trace from a meter, because only estimates count these bytes.
 
     Attributes:
         operators: List of pairs (operator, phase), one per point.
@@ -87,8 +87,8 @@ class Trace:
             the categories in the order of `CATEGORIES`.
         flops_at: Dict from point to the FLOPs of its operator. Operators without FLOPs have no
             entry.
-        flops: FLOPs of the whole step, by the formulas of `FlopCounterMode`. The number includes
-            micro-batches that did not run because an equal micro-batch represents them.
+        flops: FLOPs of the whole step, by the formulas of `FlopCounterMode`. An estimate runs only
+            one of several equal micro-batches, but this number includes all of them.
         modules: Dict from point to the path of the module that ran the operator. Empty if modules
             were not recorded.
         lines: Dict from point to (file, line, function) of the user's code that ran the operator.
@@ -174,10 +174,9 @@ class Trace:
 
     @property
     def peak_index(self) -> int:
-        """Index of the first operator in `operators` at which the peak is reached.
+        """Index of the first point at which the peak is reached.
 
-        The index is 0, which is the state on entry, if more bytes are live on entry than after any
-        operator.
+        The state on entry is the peak only if more bytes are live on entry than after any operator.
         """
         live, begins = self.live_bytes, self._first_operator_index
         found = begins + int(live[begins:].argmax()) if len(live) > begins else 0
@@ -198,7 +197,7 @@ class Trace:
         return dict(zip(CATEGORIES, self.live[self.peak_index].tolist(), strict=True))
 
     def phase_peaks(self) -> dict[str, int]:
-        """Return the peak of each phase: the most bytes live right after one of its operators.
+        """Return the peak of each phase: the most bytes that are live after one of its operators.
 
         Returns:
             A dict from "forward", "backward" and "optimizer" to bytes; 0 for a phase without

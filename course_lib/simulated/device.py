@@ -53,10 +53,10 @@ RATES = (
 
 
 class Race(RuntimeError):
-    """Error that reports accesses to the same memory in no defined order.
+    """Error that reports races: accesses to the same memory without a defined order.
 
-    Two accesses to the same bytes are a race if at least one of them is a write and neither waits
-    for the other.
+    Two accesses to the same bytes are a race if at least one of them is a write and neither access
+    waits for the other.
     """
 
 
@@ -116,21 +116,21 @@ class _Streams(Device):
 class SimulatedDevice(_Streams):
     """Simulated GPU that runs operators on the CPU and detects races; used as a context manager.
 
-    A race is two accesses to the same bytes, at least one of them a write, if neither waits for the
-    other. If the program waits wherever it must, all results are correct bit for bit. A missing
-    wait is reported as a race, but the results may still be correct by chance. Each of the
-    following options changes the order of operators and copies as far as the program's waits allow.
-    A missing wait then makes results wrong:
+    Two accesses to the same bytes are a race if at least one of them is a write and neither waits
+    for the other. If the program waits wherever it must, all results are correct bit for bit. A
+    missing wait is reported as a race, but the results can still be correct by chance. Each of
+    the following options can make them wrong, because it changes the order of operators and copies
+    as far as the program's waits allow:
 
     - `late`: Copies run as late as possible. Code gets wrong results if it uses the result of a
       copy too early, or reuses the memory of the copy's source too early.
-    - `early`: Operators, copies and reads by the host run as early as possible. If one of them does
-      not wait for a write, it reads the value from before that write. Code gets wrong results if it
+    - `early`: Operators, copies and reads by the host run as early as possible. An access that does
+      not wait for a write gets the value from before that write. Code gets wrong results if it
       uses the result of an operator or copy too early.
 
     All tensors report the CPU as their device, so `.cpu()` and `.to(device)` copy nothing. The
-    program must copy through the methods of `course_lib.offload.Device`. Inside the block, a tensor
-    belongs either to the device or to the host:
+    program must instead copy with the methods of `course_lib.offload.Device`, such as `up`. Inside
+    the block, a tensor belongs either to the device or to the host:
 
     - Device tensors are results of `move` and `up`, results of operators on device tensors, and
       tensors made without an input tensor, as by `torch.zeros(3)`.
@@ -152,11 +152,11 @@ class SimulatedDevice(_Streams):
     - Making a view does not count as a read. The exception is an index that selects a single
       element of a host tensor, as in `x[0]`.
     - Each thread of the host is treated like a stream. Synchronization between threads is not
-      observed. When a thread makes its first access, everything that other threads have done so far
-      counts as ordered before it.
+      observed. However, a thread's first access counts as ordered after everything that other
+      threads have done so far.
     - Each stream has the full rates of the device, so two streams that compute at the same time do
-      not slow each other down. Caches, launching operators, Python and views take no time. An
-      operator that indexes a tensor counts as reading all of it.
+      not slow each other down. Cache effects, kernel launches, Python code and views take no time.
+      An operator that indexes a tensor counts as reading the whole tensor.
 
     Args:
         late: Whether copies run as late as possible. Cannot be combined with `early`.
@@ -165,23 +165,23 @@ class SimulatedDevice(_Streams):
             the part that is used takes memory of this machine.
         flops_per_second, bytes_per_second: Rates of the device. An operator takes the time of its
             FLOPs or of the bytes that it reads and writes, whichever is longer. FLOPs are counted
-            by PyTorch's formulas, for matrix products, convolutions and attention. An expanded
-            tensor counts with its bytes in memory. By default an operator takes no time.
+            by PyTorch's formulas, for matrix products, convolutions and attention. For an expanded
+            tensor, only its bytes in memory count. By default an operator takes no time.
         up_bytes_per_second: Rate of copies from the host to the device (H2D). By default these
             copies take no time.
         down_bytes_per_second: Rate of copies from the device to the host (D2H). By default these
             copies take no time.
         host_flops_per_second, host_bytes_per_second: Rates of operators on host tensors, such as an
-            optimizer update on the host. A device task that the host starts after such an operator
-            begins after it. By default these operators take no time.
+            optimizer update on the host. If the host starts a device task after such an operator,
+            the task begins when the operator is finished. By default these operators take no time.
 
     Attributes:
         races: List with one sentence per race. If you expect races, clear this list before the
             block ends.
         spans: List with one `Span` per operator or copy that took simulated time. The stream of a
             host operator is "host".
-        samples: List of pairs (simulated time in seconds, live bytes of device memory). Each
-            operator that allocated device memory adds one pair.
+        samples: List of pairs (simulated time in seconds, live bytes of device memory), with one
+            pair for each operator that allocated device memory.
         seconds: Simulated time in seconds at which all tasks so far are finished.
         live_bytes: Bytes of device memory that are live now.
         peak_bytes: Largest number of bytes of device memory that were live at once.
@@ -263,8 +263,8 @@ class SimulatedDevice(_Streams):
             thing: A module, a tensor, or a nested container of tensors.
 
         Returns:
-            The module itself, whose parameters and buffers are now on the device. For a tensor or a
-            container, a copy with the same structure.
+            For a module, the module itself, with its parameters and buffers on the device. For a
+            tensor or a container of tensors, a copy with the same structure.
         """
         if not isinstance(thing, nn.Module):
             return map_tensors(

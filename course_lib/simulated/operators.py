@@ -28,10 +28,10 @@ HOST_READS = {
 
 
 class HostReads(TorchFunctionMode):
-    """Function mode that reports reads of a tensor's values that run no operator.
+    """Function mode that reports when the host reads values of a tensor without an operator.
 
-    The methods in `HOST_READS`, for example `tolist` and `numpy`, read values in this way. If one
-    of them reads device memory, the host waits for the current stream, as on CUDA.
+    The methods in `HOST_READS`, for example `tolist` and `numpy`, read values in this way. If such
+    a method reads device memory, the host waits for the current stream, as on CUDA.
 
     Args:
         device: The `SimulatedDevice` to whose access log the reads are reported.

@@ -41,7 +41,7 @@ COPIES = {"up": "a host-to-device copy (H2D)", "down": "a device-to-host copy (D
 
 @dataclass(frozen=True)
 class Event:
-    """Point in the tasks of a stream or host thread for which other streams can wait.
+    """Point in the sequence of tasks of a stream or host thread, for which other streams can wait.
 
     The class corresponds to a CUDA event.
 
@@ -49,7 +49,7 @@ class Event:
         actor: `Actor` (a stream or a host thread) that recorded the event.
         position: Number of tasks that were submitted to the actor before the event.
         clock: Vector clock of the actor when the event was recorded (see `Actor`).
-        seconds: Simulated time in seconds at which the actor finishes the tasks before the event.
+        seconds: Simulated time in seconds at which the actor finishes all tasks before the event.
     """
 
     actor: Actor
@@ -67,9 +67,10 @@ class Actor:
 
     Attributes:
         seconds: Simulated time in seconds at which the actor finishes its tasks so far.
-        clock: Vector clock, an array of numbers of tasks. `clock[i]` is the number of tasks of
-            actor i for which this actor has waited. At the actor's own index it is the number of
-            its own tasks. A task is counted when `AccessLog.record_access` records it.
+        clock: Vector clock, an int64 array with one element per actor. `clock[i]` is the number of
+            tasks of actor i for which this actor has waited. The element at this actor's own index
+            is the number of its own tasks. Only tasks that `AccessLog.record_access` has recorded
+            are counted.
         pending: Queue of the tasks that were submitted and have not run yet.
         submitted: Number of tasks that were submitted.
         finished: Number of tasks that have run.
@@ -83,11 +84,11 @@ class Actor:
         self.submitted = self.finished = 0
 
     def event(self) -> Event:
-        """Record and return an `Event` after all tasks that were submitted so far."""
+        """Return an `Event` that marks the point after all tasks that were submitted so far."""
         return Event(self, self.submitted, self.clock.copy(), self.seconds)
 
     def wait_for(self, event: Event) -> None:
-        """Make all later tasks of this actor run after an event of another actor.
+        """Make this actor wait: its later tasks run after the event of another actor.
 
         An actor is a simulated stream or a host thread.
         """
@@ -96,7 +97,7 @@ class Actor:
         self.submit(partial(event.actor.run, event.position))
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Append a task to the queue; a later call of `run` runs it.
+        """Append a task to the queue. A later call of `run` runs the task.
 
         Args:
             task: Function without arguments.
@@ -108,7 +109,7 @@ class Actor:
         """Run pending tasks in the order in which they were submitted.
 
         Args:
-            until: Total number of tasks that have run at the end, including those that ran earlier.
+            until: Number of tasks after which to stop. Tasks that ran in earlier calls count too.
                 None runs all pending tasks.
         """
         while self.finished < (self.submitted if until is None else until):
@@ -123,10 +124,10 @@ class Block:
     Attributes:
         start: Position of the block's first byte in the arena.
         nbytes: Size of the block in bytes.
-        pool: Number of the pool to which the block returns when it is freed: 0 for the host, else
-            the index of the stream that allocated it.
+        pool: Number of the pool to which the block returns when it is freed: 0 for the host,
+            otherwise the index of the stream that allocated the block.
         used_by: Other streams that use the block. The block is reused only after these streams have
-            finished the tasks that were submitted to them before the block was freed.
+            finished all tasks that were submitted to them before the block was freed.
     """
 
     start: int
@@ -136,10 +137,10 @@ class Block:
 
 
 class Access(NamedTuple):
-    """Last access of a stream or host thread to some bytes of an arena (a simulated memory).
+    """Most recent access by one stream or host thread to a range of bytes in a simulated memory.
 
     Attributes:
-        start: Position of the first accessed byte in the arena.
+        start: Position of the first accessed byte in the memory, an `Arena`.
         end: Position after the last accessed byte.
         actor: `Actor` (a stream or a host thread) that made the access.
         position: Number of the task that made the access, among the tasks of this actor.
@@ -160,10 +161,10 @@ class Access(NamedTuple):
 class Arena:
     """Simulated memory that allocates and reuses blocks, and stores the last accesses to each byte.
 
-    A freed block returns to its pool, the free blocks of one stream or of the host. Before an actor
-    (a stream or a host thread) reuses the block, it waits for the streams in `Block.used_by`. All
-    blocks that begin at the same position have the same rounded size, so accesses are stored by the
-    start of their block.
+    There is one pool of free blocks for each stream and one for the host. A freed block returns to
+    its pool. Before an actor (a stream or a host thread) reuses the block, it waits for the streams
+    in `Block.used_by`. Accesses are stored by the start of their block, because all blocks that
+    begin at the same position have the same rounded size.
 
     Args:
         name: Name of the memory in messages.
@@ -196,7 +197,7 @@ class Arena:
         Args:
             nbytes: Size of the tensor in bytes.
             actor: `Actor` (a stream or a host thread) that will use the block. If the block was
-                used before, the actor first waits for the streams that used it.
+                used before, the actor first waits for the streams in `Block.used_by`.
             pool: Number of the pool of free blocks from which the block is taken.
 
         Raises:
@@ -233,7 +234,7 @@ class Arena:
         self.freed.append((block, [actor.event() for actor in block.used_by]))
 
     def collect(self) -> None:
-        """Make the blocks whose tensors are no longer referenced available for reuse."""
+        """Free all blocks whose tensors are no longer referenced, so that they can be reused."""
         while self.freed:
             block, events = self.freed.popleft()
             del self.blocks[block.start]
@@ -247,9 +248,10 @@ class Arena:
         return self.blocks.get(storage.data_ptr() - self.origin) if storage.nbytes() else None
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the same bytes that does not prevent its block from being freed.
+        """Return a tensor that shares the memory of another tensor without keeping it allocated.
 
-        A tensor that is not in this arena is returned unchanged.
+        The block of the original tensor can be freed while the result exists. A tensor that is not
+        in this arena is returned unchanged.
         """
         block = self.block_of(tensor)
         if block is None:
@@ -294,8 +296,8 @@ class Arena:
             writes: Whether the access is a write.
 
         Returns:
-            Pairs (earlier `Access`, "written" or "read"). There is at most one write, and at most
-            one read per actor.
+            Pairs (earlier `Access`, "written" or "read"). At most one pair is a write, and at most
+            one pair per actor is a read.
         """
         if (extent := self.extent(tensor)) is None:
             return []
@@ -369,7 +371,7 @@ class Span:
 class AccessLog:
     """Record of all streams and host threads, their accesses to memory, and their simulated times.
 
-    A stream or a host thread is an `Actor`.
+    Each stream and each host thread is an `Actor`.
 
     Args:
         arenas: Simulated memories in which accesses are recorded.
@@ -446,16 +448,16 @@ class AccessLog:
     ) -> Iterator[None]:
         """Simulate that an actor runs a `with` block as early as its waits allow.
 
-        An actor is a stream or a host thread. Inside the block, the tensors have the values from
-        before the writes for which the actor has not waited. At the end of the block, the values of
-        these writes are restored, because the writes count as later than the block. The restored
-        values replace values that the block wrote to the same bytes. If the arenas store no old
-        values, this method does nothing.
+        An actor is a stream or a host thread. If the actor has not waited for a write to a tensor,
+        the block could run before this write. Therefore, inside the block, the tensor has the
+        values from before the write. At the end of the block, the written values return, and
+        overwrite values that the block wrote to the same bytes. If the arenas store no old values,
+        this method does nothing.
 
         Args:
             actor: `Actor` that runs the block.
             tensors: All tensors that the block reads or writes.
-            written: Tensors that the block writes.
+            written: Those of the tensors that the block writes.
         """
         later_writes = []
         for arena in self.arenas if self.keeps_old_values else ():
@@ -481,9 +483,9 @@ class AccessLog:
         writes: list[Tensor],
         seconds: float = 0.0,
     ) -> None:
-        """Record the memory accesses of a task, report its races, and advance the simulated time.
+        """Record the memory accesses of a task and its races, and advance the simulated time.
 
-        A race is added to `races` as a sentence.
+        For each race, a sentence is added to `races`.
 
         Args:
             actor: `Actor` (a stream or a host thread) that runs the task, and whose simulated time

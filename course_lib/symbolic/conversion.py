@@ -87,9 +87,9 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert a module's floating-point parameters and buffers, as `module.to(dtype)` does.
 
     Two kinds of tensors are left unchanged: weights that bitsandbytes has quantized, and complex
-    tensors unless `dtype` is complex, because they would lose their imaginary parts. If the tensors
-    are symbolic (with shapes but without values), new tensors without gradients replace them. In
-    this case create the optimizer after the conversion.
+    tensors if `dtype` is not complex, because they would lose their imaginary parts. If the tensors
+    are symbolic (with shapes but without values), the module gets new tensors without gradients, so
+    create the optimizer after the conversion.
 
     Args:
         module: Module with real or symbolic parameters and buffers.

@@ -58,9 +58,10 @@ def with_real_strides(
     sizes that the CPU kernel allocates.
 
     Args:
-        symbolically: Function that runs this operator as PyTorch runs it on symbolic tensors.
-        dispatch: Function that runs any operator on symbolic tensors, which is used to make
-            corrected results.
+        symbolically: Function that runs `func` as PyTorch runs it on symbolic tensors. Its result
+            may have other strides than the result of the CPU kernel.
+        dispatch: Function that runs any operator on symbolic tensors. It is used to make a result
+            with corrected strides.
         func, types, args, kwargs: Arguments of `__torch_dispatch__`: the operator, the tensor
             types, and the operator's arguments.
         kind: Kind of device, "cpu" or "cuda". With "cuda", the rules for CPU kernels in `CPU_RULES`
@@ -701,7 +702,7 @@ CPU_RULES: dict[OpOverload, Rule] = {
 class Inexact(NamedTuple):
     """Explanation of why an operator's bytes are not exact on symbolic tensors, with advice.
 
-    The user sees the message "{operator} {reason}; {remedy}".
+    When such an operator runs, the warning "{operator} {reason}; {remedy}" is shown.
 
     Attributes:
         reason: Verb phrase, with the operator as its subject, that explains why the bytes are not

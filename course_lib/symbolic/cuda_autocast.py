@@ -42,10 +42,10 @@ FP32 = frozenset(_NAMES.split())
 class CudaCasts(TorchFunctionMode):
     """Function mode that adds the casts to fp32 that autocast makes on CUDA but not on a CPU.
 
+    The mode is for symbolic tensors that stand for CUDA tensors but report the CPU as their device.
     While autocast for the CPU is active, 16-bit inputs of the functions whose names are in `FP32`
-    are cast to fp32. A call with an argument `dtype` is left unchanged, because its function
-    converts the input itself. The mode is for symbolic tensors, which report the CPU as their
-    device.
+    are cast to fp32. A call with an argument `dtype` is left unchanged, because the called function
+    converts its input itself.
     """
 
     # No function mode is active inside `backward`. Checkpoints enter a mode with this attribute

@@ -110,17 +110,14 @@ class Call:
         ) == 1
 
     def last_strides_are_1(self) -> bool:
-        """Return whether query, key, value and mask have a last stride of 1.
-
-        The mask may be None.
-        """
+        """Return whether query, key, value and mask (if not None) have a last stride of 1."""
         masks = () if self.mask is None else (self.mask,)
         return all(x.stride(-1) == 1 for x in (*self.inputs, *masks))
 
     def last_strides_are_1_or_one_element(self) -> bool:
-        """Return whether query, key, value and mask have a last stride of 1.
+        """Return whether `last_strides_are_1()` holds or the head size of the query is 1.
 
-        The mask may be None. If the query has a head size of 1, only the mask is tested.
+        With a head size of 1, the mask must have a last stride of 1 nevertheless, if there is one.
         """
         one = self.query.shape[-1] == 1 and (self.mask is None or self.mask.stride(-1) == 1)
         return one or self.last_strides_are_1()
@@ -128,9 +125,9 @@ class Call:
     def heads_fit(self, *, grouped: bool, equal_kv: bool = True) -> bool:
         """Return whether an attention kernel accepts the batch sizes and the numbers of heads.
 
-        The batch sizes of query, key and value must be equal. The numbers of heads must be equal
-        too, unless the call allows grouped heads and the kernel supports them. In that case the
-        numbers of key heads and of value heads must divide the number of query heads.
+        The batch sizes of query, key and value must be equal. If the call allows grouped heads and
+        the kernel supports them, the numbers of key heads and of value heads must divide the number
+        of query heads. Otherwise the numbers of heads must be equal too.
 
         Args:
             grouped: Whether the kernel supports fewer key and value heads than query heads.
@@ -146,8 +143,8 @@ class Call:
     def mask_broadcasts(self) -> bool:
         """Return whether cuDNN's attention kernel accepts the mask.
 
-        A mask must not require a gradient. It must have 2 or 4 dimensions and broadcast to the
-        shape of the attention scores. A call without a mask is always accepted.
+        A call without a mask is always accepted. A mask must have 2 or 4 dimensions and broadcast
+        to the shape of the attention scores, and it must not require a gradient.
         """
         if self.mask is None:
             return True
@@ -172,7 +169,7 @@ class Call:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """Condition that a call of `scaled_dot_product_attention` must meet for certain kernels to run.
+    """Condition under which certain kernels can run a call of `scaled_dot_product_attention`.
 
     Attributes:
         kernels: Names of the kernels that require the condition: "cudnn", "flash" or "efficient".
@@ -181,7 +178,7 @@ class AttentionRule:
         function: Name of the C++ function of PyTorch that checks the condition.
         file: Source file of this function, in the folder that `SOURCE` names.
         since: First version of PyTorch that checks the condition, as (major, minor). (2, 11) means
-            version 2.11 or an earlier one.
+            that version 2.11 and possibly earlier versions check it.
         measured: Whether measurements on an H200 with torch 2.11 have confirmed the condition.
     """
 
@@ -394,9 +391,9 @@ _LITTLE_SHARED_MEMORY = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
 def kernels_in_order(gpu: Gpu) -> tuple[str, ...]:
     """Return the names of the fused attention kernels in the order in which PyTorch tries them.
 
-    cuDNN's kernel comes first on GPUs of compute capability 9.x and 10.x. Before torch 2.13 this
-    holds only for 9.0, 9.3, 10.0 and 10.3. On other GPUs cuDNN's kernel is left out. PyTorch tries
-    it there only after the unfused operators, which can always run.
+    cuDNN's kernel comes first on GPUs of compute capability 9.x and 10.x (before torch 2.13, only
+    9.0, 9.3, 10.0 and 10.3). For other GPUs, the result does not contain cuDNN's kernel: PyTorch
+    would try it after the unfused operators, but these can always run.
 
     Source: cuda/sdp_utils.cpp, `check_prefer_cudnn_attention` and `priority_order`.
     """
@@ -447,7 +444,8 @@ def scaled_dot_product_attention(
     """Run attention on symbolic tensors with the operator that PyTorch would choose on a GPU.
 
     This function replaces PyTorch's function of the same name inside `Symbolic(kind="cuda")`, and
-    has the same arguments. `ATTENTION_RULES` and the mode's attribute `gpu` determine the operator.
+    has the same arguments. `ATTENTION_RULES` and the attribute `gpu` of the `Symbolic` mode
+    determine which operator runs.
 
     Source: attention.cpp (`scaled_dot_product_attention`), in `SOURCE`.
     """
@@ -578,14 +576,14 @@ class _RmsNorm(torch.autograd.Function):
 
 @contextmanager
 def choose_operators_as_on_cuda(gpu: Gpu) -> Iterator[None]:
-    """Let attention, dropout and RMSNorm run PyTorch's operators for CUDA in a `with` block.
+    """Inside a `with` block, let attention, dropout and RMSNorm run the operators for CUDA.
 
     In the block, the functions `scaled_dot_product_attention`, `dropout` and `rms_norm` of this
-    module replace those of `torch.nn.functional`. PyTorch's own functions would run other
-    operators, because symbolic tensors report the CPU as their device.
+    module replace those of `torch.nn.functional`. PyTorch's own functions would run operators for
+    the CPU, because symbolic tensors report the CPU as their device.
 
     Args:
-        gpu: GPU for which an attention kernel is chosen.
+        gpu: GPU that determines which attention kernel runs.
     """
     with ExitStack() as stack:
         stack.callback(_GPU.reset, _GPU.set(gpu))

@@ -63,24 +63,24 @@ _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_im
 class Symbolic(FakeTensorMode):
     """Dispatch mode in which tensors are symbolic: they have shapes and storages, but no values.
 
-    Tensors of integers or booleans on the CPU are real if they take at most 4 MiB, because training
-    steps read their values. For example, Hugging Face models drop an attention mask that is all
-    ones, but they do not test a symbolic mask.
+    There is one exception: tensors of integers or booleans on the CPU are real if they take at most
+    4 MiB, because training steps read their values. For example, Hugging Face models drop an
+    attention mask if it is real and all ones, but they keep a symbolic mask.
 
-    - If all inputs of an operator are real and its outputs are small tensors of integers or
-      booleans, the operator runs on real tensors.
+    - If all inputs of an operator are real and its outputs are tensors of integers or booleans of
+      at most 4 MiB, the operator runs on real tensors.
     - If an input of an operator is symbolic, its outputs are symbolic. If the operator writes its
       output into a real tensor, the values of that tensor are unknown from then on. Reading them
       raises the same error as reading a symbolic tensor.
 
     Two kinds of symbolic floating-point tensors have known values:
 
-    - A tensor with a single element that is a random number or was computed from real tensors, and
-      results of `torch.linspace` and their views. `item` returns the value, as for the symbolic
-      tensor `torch.tensor(0.5)` in PyTorch.
-    - The result of `torch.ones`, `torch.zeros` or `torch.full`, and its upper or lower triangle,
-      until it is written to. Comparing such tensors with each other or with numbers, or converting
-      them to integers, gives real tensors.
+    - Tensors with a single element that is a random number or was computed from real tensors, and
+      results of `torch.linspace` and their views. `item` returns their values, as PyTorch's
+      `FakeTensorMode` does for `torch.tensor(0.5)`.
+    - Results of `torch.ones`, `torch.zeros` and `torch.full`, and their upper or lower triangles,
+      until they are written to. Comparing such tensors with each other or with numbers, or
+      converting them to integers, gives real tensors.
 
     Args:
         kind: Kind of device for which bytes are estimated, "cpu" or "cuda". All tensors report the
@@ -90,8 +90,8 @@ class Symbolic(FakeTensorMode):
             H100 or H200.
 
     Attributes:
-        looks: Number of times that the values of a real tensor were read so far. If a step does not
-            increase this number, its operators do not depend on the values in the batch's tensors.
+        looks: Number of times so far that code has read the values of a real tensor. If a step does
+            not increase this number, its operators do not depend on the values in the batch.
     """
 
     @classmethod
@@ -344,14 +344,14 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
     """Return a context in which tensors are symbolic: they have shapes and storages, but no values.
 
     Symbolic tensors take no memory. A model can be built and trained for a step inside the context.
-    A `MemoryMeter` in the context counts the bytes that the same step needs on real tensors.
-    Everything that the step uses must be made inside the context, except for tensors of integers.
+    A `MemoryMeter` in the context counts the bytes that the same step needs on real tensors. All
+    tensors that the step uses must be made inside the context, except for tensors of integers.
 
     - **Integers.** Tensors of integers and booleans, such as tokens and masks, are real if they are
-      on the CPU and take at most 4 MiB each. A step that reads their values then takes the same
-      branches as the real step: for example, it drops a mask that is all ones.
-    - **Other values** are unknown. Reading them raises PyTorch's own error, which names the
-      operator.
+      on the CPU and take at most 4 MiB each. A step that reads their values therefore takes the
+      same branches as the real step. For example, it drops a mask that is all ones.
+    - **Values of other tensors** are unknown. Reading them raises PyTorch's own error, which names
+      the operator.
     - **Random numbers.** Where a model drops layers at random, the random numbers are drawn, and
       they decide which layers are dropped. At the end of the context the random number generators
       are restored to their earlier states.

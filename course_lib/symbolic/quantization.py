@@ -75,17 +75,18 @@ def _adapt_bitsandbytes(mode: FakeTensorMode, stack: ExitStack) -> None:
 def copy_parameter_subclasses(
     symbolic: Callable[[Tensor], Tensor], parameters: Iterable[nn.Parameter], memo: dict[int, Any]
 ) -> None:
-    """Add symbolic copies of parameters of `nn.Parameter` subclasses to a memo of `copy.deepcopy`.
+    """Copy parameters whose class is a subclass of `nn.Parameter`, as symbolic tensors.
 
-    Call this function before `copy.deepcopy` copies the model, inside a dispatch mode that makes
-    these copies symbolic. The mode alone does not suffice, because a subclass may copy its
-    parameters without calling operators.
+    Call this function before `copy.deepcopy` copies the model inside a dispatch mode that makes the
+    copied tensors symbolic. The function adds its copies to `memo`, so that `copy.deepcopy` uses
+    them instead of copying these parameters. The mode alone does not suffice, because a subclass
+    can copy its parameters without calling operators.
 
     Args:
         symbolic: Function that returns a symbolic tensor with the shape and dtype of a real tensor.
         parameters: Parameters of any class. Plain `nn.Parameter` objects are ignored.
         memo: Memo of `copy.deepcopy`: a dict from the `id` of an object to its copy. The symbolic
-            copies are added to it, with copies of the parameters' attributes.
+            copies, which are added to it, also have copies of the parameters' attributes.
     """
     for parameter in parameters:
         if is_parameter_subclass(type(parameter)) and id(parameter) not in memo:
@@ -99,9 +100,10 @@ def copy_parameter_subclasses(
 
 
 def is_parameter_subclass(cls: type) -> bool:
-    """Return whether a class is a proper subclass of `nn.Parameter`.
+    """Return whether a class is a subclass of `nn.Parameter`, but not `nn.Parameter` itself.
 
-    The result is False for the classes of uninitialized parameters, which lazy modules have.
+    The result is False also for PyTorch's classes of uninitialized parameters, which lazy modules
+    have.
     """
     lazy = nn.parameter.UninitializedTensorMixin
     return issubclass(cls, nn.Parameter) and cls is not nn.Parameter and not issubclass(cls, lazy)

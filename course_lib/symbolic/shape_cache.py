@@ -66,10 +66,10 @@ class Outline(NamedTuple):
 def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     """Run an operator on symbolic tensors and return its result, from the cache if possible.
 
-    Symbolic tensors have shapes and storages, but no values. The result has the strides of the real
-    result, and storages of the same sizes. PyTorch's `FakeTensorMode` runs calls that are not in
-    the cache. It also runs calls that cannot be cached, such as those with sparse, quantized or
-    constant tensors.
+    Symbolic tensors have shapes and storages, but no values. The result has the same strides and
+    the same storage sizes as the result of the operator on real tensors. PyTorch's `FakeTensorMode`
+    runs calls that are not in the cache. It also runs calls that cannot be cached, such as calls
+    with sparse, quantized or constant tensors.
 
     Args:
         mode: The symbolic mode, an instance of `course_lib.symbolic.Symbolic`.
@@ -256,10 +256,10 @@ def _storage_address(tensor: Tensor) -> int:
 
 
 def extent(tensor: Tensor) -> int:
-    """Return the number of bytes that a tensor's elements span, including gaps between them.
+    """Return the number of bytes from a tensor's first element to its last, including any gaps.
 
-    The result is the size of the smallest storage that can hold the tensor with its strides, and 0
-    for an empty tensor.
+    This is the size of the smallest storage that can hold the tensor with its strides. The result
+    is 0 for an empty tensor.
     """
     return elements_spanned(tensor) * tensor.itemsize if tensor.numel() else 0
 
@@ -287,8 +287,8 @@ def make_fake(mode: FakeTensorMode, outline: Outline, inputs: list[Tensor]) -> F
     Args:
         mode: The symbolic mode.
         outline: Description of the tensor.
-        inputs: Input tensors of the operator, to which the index `outline.of` refers. Not used if
-            `outline.of` is None.
+        inputs: Input tensors of the operator. The index `outline.of` refers to this list, which is
+            not used if `outline.of` is None.
     """
     with DisableTorchDispatch():
         if outline.of is None:

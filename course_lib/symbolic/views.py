@@ -25,10 +25,11 @@ from course_lib._torch.symbolic import FakeTensor
 def views_by_geometry() -> AbstractContextManager:
     """Return a context in which symbolic views have the gradient functions of real views.
 
-    Outside the context, the two differ if the view's base was changed in place after the view was
-    made. Inside the context, such a symbolic view has the gradient function `AsStridedBackward0`,
-    as a real view has. Every call of a PyTorch function takes longer inside the context, so
-    estimates enter it only for the forward pass and for recomputations.
+    The context matters for a view whose base was changed in place after the view was made. Inside
+    the context, such a symbolic view has the gradient function `AsStridedBackward0`, as a real view
+    has. Outside the context, it has another gradient function. Every call of a PyTorch function
+    takes longer inside the context, so estimates enter it only for the forward pass and for
+    recomputations.
     """
     active = any(isinstance(mode, _ViewsByGeometry) for mode in _get_current_function_mode_stack())
     return nullcontext() if active else _ViewsByGeometry()
