@@ -15,7 +15,14 @@ TEXTS = tomllib.loads(Path(__file__).with_name("texts.toml").read_text(encoding=
 GROUPS: dict[str, list[str]] = TEXTS["groups"]
 HEADS = {
     "en": ("Work", "Peer", "Time, course / peer", "Bytes, course", "Bytes, peer", "Note"),
-    "zh": ("测试项目", "对比对象", "用时之比（本课程 / 对方）", "字节数（本课程）", "字节数（对方）", "说明"),
+    "zh": (
+        "测试项目",
+        "对比对象",
+        "用时之比（本课程 / 对方）",
+        "字节数（本课程）",
+        "字节数（对方）",
+        "说明",
+    ),
 }
 ABOUT = {
     "en": "# Scoreboard\n\n{other}\n\n"

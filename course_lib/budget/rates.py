@@ -157,7 +157,7 @@ class Rates:
         }
 
     def ring_rate(self, ranks: int) -> float:
-        """Return the rate of ring collectives, in bytes per second that each rank passes on.
+        """Return the rate of ring collectives, in bytes that each rank sends per second.
 
         In a ring collective, such as NCCL's all-reduce, each rank sends data to the next rank of a
         ring. Each machine runs `peers` ranks, except the last machine, which may run fewer.
@@ -168,8 +168,9 @@ class Rates:
         the machine with the fewest ranks. For example, 9 ranks on machines with 8 devices use one
         card per machine.
 
-        The reason for this limit is that NCCL divides the data among several rings. Each ring has
-        its own network card in each machine, and leaves the machine from its own device.
+        The reason for this limit is that NCCL divides the data among several rings. Each ring
+        leaves a machine from another device, through another network card. So a machine with one
+        rank can use only one card.
 
         Args:
             ranks: Number of ranks in the ring.

@@ -342,7 +342,7 @@ def apply_techniques(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], 
 
     Yields:
         A function without arguments, to be called after each forward pass. It raises an error if
-        the forward pass did not use one of the techniques.
+        any of the techniques was not used in the forward pass.
     """
     with ExitStack() as stack:
         stack.enter_context(without_cache(model))

@@ -77,7 +77,9 @@ class FileState(MasterWeights):
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Update the parameters one page after another; a page is a group of limited size.
+        """Update the parameters one page after another.
+
+        A page is a group of parameters whose state in the file has a limited size.
 
         While one page is updated, the next one is read and the previous one is written. The memory
         of a page that has been written is used again for the next read. With new memory for each
@@ -90,8 +92,8 @@ class FileState(MasterWeights):
             options: The optimizer's options.
 
         Raises:
-            OSError: State could not be written. All parameters are updated, and this state stays in
-                memory.
+            OSError: Some state could not be written. Even so, all parameters have been updated, and
+                the state that could not be written is kept in memory.
         """
         errors, reads, writes, spare = [], [], [], []
         page_list = pages(masters, options.page_bytes)

@@ -101,12 +101,13 @@ class Lines:
         """Return a Python expression that moves a batch to the script's variable `device`.
 
         Args:
-            batch: Python expression for the batch.
+            batch: Python expression for the batch, such as "make_batch()".
             dtype: Dtype to which floating-point tensors of the batch are converted; None keeps
                 their dtypes.
 
         Raises:
-            ValueError: The batch is neither a tensor nor a dict, list or tuple of tensors.
+            ValueError: The batch for which the script is written (`self.batch`) is neither a tensor
+                nor a dict, list or tuple of tensors.
         """
         if problem := batch_problem(self.batch):
             raise ValueError(problem)

@@ -148,10 +148,10 @@ class RecipeSearch:
         return (1,) if recipe.in_backward else self.micro_batch_counts
 
     def doublings(self, recipe: Recipe) -> list[int]:
-        """Return a selection of the numbers of micro-batches for a recipe, in rising order.
+        """Return some of the numbers of micro-batches that a recipe can use, in rising order.
 
-        The last number is the largest possible one. Each of the other numbers is at least twice the
-        previous one.
+        The last one is the largest number that the recipe can use. Each number before it is at
+        least twice its predecessor.
         """
         found = []
         for count in self.micro_batch_counts_for(recipe):

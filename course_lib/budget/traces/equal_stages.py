@@ -44,12 +44,12 @@ class ForwardRun:
             An int64 array of shape (points, categories), with the categories in the order of
             `CATEGORIES`.
         outline: Shape, strides, dtype and device of the output.
-        role, made_in: Values of the attributes `role` and `made_in` in the meter's `Record` of the
-            output's storage.
+        role: What the output's storage is used for, as in the meter's `Record` of this storage.
+        made_in: Pass in which the output's storage was created, as in the same `Record`.
         born: Point at which the output's storage is created.
         drew: Whether the pass drew random numbers.
-        result: Value that the pass stored in `stage.result`, which each replay stores there again;
-            None if the stage has no such attribute.
+        result: Value that the pass stored in `stage.result`. Each replay stores it in the attribute
+            `result` of the replayed stage. None if the stage has no such attribute.
     """
 
     operators: list[tuple[Any, str]]

@@ -229,7 +229,8 @@ def _state_bytes(meter: MemoryMeter) -> int:
 def under_autocast(make_decoder: Callable[[], Decoder]) -> tuple[Measurement, int]:
     """Measure a training step under autocast in bf16.
 
-    The step runs on symbolic tensors, which have no values, because many CPUs are slow in bf16.
+    Many CPUs are slow in bf16, so the step runs on symbolic tensors, which have shapes but no
+    values.
 
     Args:
         make_decoder: Function that returns a new decoder.

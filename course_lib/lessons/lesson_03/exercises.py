@@ -588,9 +588,10 @@ def check_plan(answer: Any) -> Verdict:
     a budget of 150 MB.
 
     Args:
-        answer: Function that is called as `answer(first, stages, room)`. `first` is the number of
-            the first of these stages. `room` is the number of bytes that remain of the budget when
-            the input of this stage is in memory. The function returns a list of actions.
+        answer: Function that is called as `answer(first, stages, room)`. `stages` is the list of
+            the stages that are still to be run, and `first` is the number of its first stage in the
+            whole chain. `room` is the part of the budget, in bytes, that remains when the input of
+            that stage is in memory. The function returns a list of actions.
     """
     of_chains = _least_times(tuple(cases(_CHAINS, _draw_chain)))
     tried = [(chain, room, least) for chain, room, least in of_chains if least < math.inf]

@@ -75,7 +75,7 @@ def figures_of_older_claims(run: Run, layers: nn.Sequential, cuts: Sequence[int]
     Args:
         run: Function that runs layers in checkpointed segments, `run(layers, cuts, x)`.
         layers: 100 layers.
-        cuts: Boundaries of the segments with the lowest peak, as layer indices from 0 to 100.
+        cuts: Boundaries of segments that give the lowest peak, as layer indices from 0 to 100.
     """
     shape = {"depth": 1, "width": 25, "activation": nn.Tanh}
     tanh = nn.Sequential(*(deep_mlp(**shape, seed=seed) for seed in range(100)))
