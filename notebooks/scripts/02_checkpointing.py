@@ -990,7 +990,7 @@ table(["what has changed", "default", '`determinism_check="none"`'], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The first two blocks still raise an error. The slice, whose shape can be broadcast, now gives a wrong gradient without an error. For the last two blocks, PyTorch never notices that the two runs differ, because both runs save the same number of tensors, with the same shapes. (`checkpoint_blocks` raises an error for both of these blocks, see section 2.16.) In all five cases the remedy is to make both runs equal:
+# The first two blocks still raise an error. The block with the slice now gives a wrong gradient without an error, because its shorter recomputed tensor can be broadcast to the shape of the gradient. For the last two blocks, PyTorch never notices that the two runs differ, because both runs save the same number of tensors, with the same shapes. (`checkpoint_blocks` raises an error for both of these blocks, see section 2.16.) In all five cases the remedy is to make both runs equal:
 #
 # - Call `eval()` after backward.
 # - Do not cache during training. Hugging Face's encoder-decoders need `use_cache=False`.
@@ -1001,7 +1001,7 @@ table(["what has changed", "default", '`determinism_check="none"`'], rows)
 # </div>
 # <div lang="zh">
 #
-# 前两个块照样报错。切片的形状可以广播，所以现在不报错，梯度却错了。最后两个块，两遍的结果也不同，PyTorch 却始终发现不了，因为张量的形状和个数都相同。（`checkpoint_blocks` 对最后这两个块都会报错，见 2.16 节。）五种情形的补救办法都是让两遍相同：
+# 前两个块照样报错。取切片的那个块，重新算出的张量变短了，却可以广播成梯度的形状，所以现在不报错，梯度却错了。最后两个块，两遍的结果也不同，PyTorch 却始终发现不了，因为张量的形状和个数都相同。（`checkpoint_blocks` 对最后这两个块都会报错，见 2.16 节。）五种情形的补救办法都是让两遍相同：
 #
 # - 反向之后再调用 `eval()`。
 # - 训练时不用缓存，Hugging Face 的编码器–解码器模型要设 `use_cache=False`。

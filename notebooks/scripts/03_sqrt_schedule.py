@@ -363,7 +363,7 @@ exercises.check_best_count(best_count)
 #
 # Equal segments need $2 \sqrt{L A B}$, and $R$ is $1 / \sqrt 2$ of that.
 #
-# **Exercise 3.** Sizes are whole numbers, so the formula does not give the cuts yet. Write `tapered(depth, kept)`, where a layer keeps `kept` times the bytes of a boundary, $A$ = `kept` · $B$. It returns the cuts. For example, `[0, 4, 6, 7]` are segments of 4, 2 and 1 layers. Your cuts must have the lowest possible peak.
+# **Exercise 3.** The formula gives fractional segment sizes, but segments have whole numbers of layers. Write `tapered(depth, kept)`, where a layer keeps `kept` times the bytes of a boundary, $A$ = `kept` · $B$. It returns the cuts. For example, `[0, 4, 6, 7]` are segments of 4, 2 and 1 layers. Your cuts must have the lowest possible peak.
 #
 # </div>
 # <div lang="zh">
@@ -376,7 +376,7 @@ exercises.check_best_count(best_count)
 #
 # 等分时需要 $2 \sqrt{L A B}$，而 $R$ 只有这个值的 $1 / \sqrt 2$。
 #
-# **练习 3。** 段长必须是整数，所以从公式还不能直接得到切口。写出 `tapered(depth, kept)`，其中一层保存的字节是一个边界的 `kept` 倍，即 $A$ = `kept` · $B$。函数返回切口，例如 `[0, 4, 6, 7]` 表示各段有 4、2、1 层。要求其他任何切法的峰值都不比它低。
+# **练习 3。** 公式给出的段长带有小数，而一段的层数必须是整数。写出 `tapered(depth, kept)`，其中一层保存的字节是一个边界的 `kept` 倍，即 $A$ = `kept` · $B$。函数返回切口，例如 `[0, 4, 6, 7]` 表示各段有 4、2、1 层。要求其他任何切法的峰值都不比它低。
 #
 # </div>
 
@@ -663,16 +663,16 @@ predictions([("half", simulate(halved, chain).peak_bytes, half[0])], unit="bytes
 # %% [markdown] slide={"en": "The schedule for half the bytes takes 1.17 times the FLOPs.\n\n**Guess first.** Where are the ways of section 3.1: above the frontier, or below?", "zh": "字节减半的调度，FLOPs 是基线的 1.17 倍。\n\n**先猜**：3.1 节的各种做法，在前沿的上方还是下方？"}
 # <div lang="en">
 #
-# The gradients are equal, and the measured peak is 8 bytes above the simulated peak. With half the bytes, the step takes 1.17 times the FLOPs. `frontier` finds the best schedules for all budgets at once. They form the **Pareto frontier**: compared with each of them, any schedule of this kind with fewer bytes takes more time.
+# The gradients are equal, and the measured peak is 8 bytes above the simulated peak. With half the bytes, the step takes 1.17 times the FLOPs. `frontier` finds the best schedules for all budgets. They form the **Pareto frontier**: compared with each of them, any schedule of this kind with fewer bytes takes more time.
 #
-# **Guess first:** are the ways of section 3.1 above the decoder's frontier, or below it?
+# **Guess first:** are the checkpoints and the compiler's budget of section 3.1 above the decoder's frontier, or below it?
 #
 # </div>
 # <div lang="zh">
 #
 # 梯度相等，实测的峰值比模拟的多 8 字节。字节减半时，FLOPs 是基线的 1.17 倍。`frontier` 一次算出所有预算下的调度，也就是**帕累托前沿**。这类调度里，如果一个调度用的字节比前沿上的某一点少，用时就一定比那一点多。
 #
-# **先猜**：3.1 节的各种做法，在解码器的前沿的上方还是下方？
+# **先猜**：3.1 节的各种检查点和编译器的预算，在解码器的前沿的上方还是下方？
 #
 # </div>
 
@@ -804,14 +804,14 @@ table(["cut", "gradients equal", "measured (units of B)", "FLOPs (× baseline)"]
 #
 # The peak falls to $17.03 B$ at the same 1.331 times the baseline's FLOPs, and the gradients are equal to the last bit. Each inner checkpoint contains a GELU and the next Linear. The checkpoint keeps only its input, the output of the Linear before the GELU, so a layer keeps $1 B$. In backward only the GELU runs again, because early stop skips the Linear, so no matrix product is added. The first of the best segments has 14 layers, and the last has 1 layer.
 #
-# **A proof of optimality is a proof about a model.** The proof for $22 B$ holds for whole layers only. The compiler beat the search because it chose among single operators.
+# **A proof of optimality holds only under its assumptions.** The proof for $22 B$ considers only whole layers. The compiler beat the search because it chose among single operators.
 #
 # </div>
 # <div lang="zh">
 #
 # 峰值降到 $17.03 B$，FLOPs 同样是基线的 1.331 倍，梯度逐比特相等。每个内层检查点包住一个 GELU 和下一个 Linear，只保存 GELU 的输入，也就是前一个 Linear 的输出，所以每层保存 $1 B$。反向时只有 GELU 再运行一次，因为提前终止省去了 Linear，所以没有多出矩阵乘法。这时，最好的切法里，第一段有 14 层，最后一段只有 1 层。
 #
-# **最优性的证明只在它假设的模型里成立。** 证明 $22 B$ 最优时，假设了调度以整层为单位。编译器能胜过搜索，也是因为它在算子之间做选择。
+# **最优性的证明只在它的假设之下成立。** 证明 $22 B$ 最优时，假设了调度以整层为单位。编译器能胜过搜索，也是因为它在算子之间做选择。
 #
 # </div>
 
@@ -1243,7 +1243,7 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# In section 3.5 the peak rose while the saved bytes fell. If a minimal cut of the graph does not meet the budget, as here at 0.5 and 0.25, a knapsack solver chooses the results to keep. The cell prints the solver's choice for 0.25. Then it replaces this choice by the results of seven of the sixteen Linears, spread evenly.
+# In section 3.5 the peak rose while the saved bytes fell. If a minimal cut of the graph does not meet the budget, as here at 0.5 and 0.25, a knapsack solver chooses the results to keep. The cell prints the solver's choice for 0.25. Then it compiles with another choice: it keeps the results of seven of the sixteen Linears, at even distances.
 #
 # </div>
 # <div lang="zh">

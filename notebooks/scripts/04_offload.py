@@ -1411,12 +1411,12 @@ table(["fraction", *(text("pages of {mib} MiB (MB)", mib=mib) for mib in halves)
 # %% [markdown]
 # <div lang="en">
 #
-# If half of the state is offloaded in pages of 16 MiB, the peak does not fall, because three pages hold all of that half. Each step writes 8 bytes per offloaded parameter, and every step except the first also reads 8 bytes per offloaded parameter. (With fp32 master weights, each step writes and reads 12 bytes instead of 8.) The next cell counts these bytes:
+# If half of the state is offloaded in pages of 16 MiB, the peak does not fall, because three pages are in memory at the same time, and half of the state fits into three pages. Each step writes 8 bytes per offloaded parameter, and every step except the first also reads 8 bytes per offloaded parameter. (With fp32 master weights, each step writes and reads 12 bytes instead of 8.) The next cell counts these bytes:
 #
 # </div>
 # <div lang="zh">
 #
-# 只卸载一半状态、每页 16 MiB 时，峰值没有降低，因为三页就已装下这一半状态。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时，两个 8 字节都变成 12 字节）。上面的五步正是这样：
+# 只卸载一半状态、每页 16 MiB 时，峰值没有降低，因为同时有三页在内存里，而三页就装得下这一半状态。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时，两个 8 字节都变成 12 字节）。上面的五步正是这样：
 #
 # </div>
 

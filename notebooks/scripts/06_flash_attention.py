@@ -65,14 +65,14 @@ language()
 #
 # <div lang="en">
 #
-# The softmax of a row of scores needs two numbers: the largest score, without which `exp` could overflow, and the sum of the exponentials. Neither needs the whole row at once. Read one block of columns after the other. Keep the largest score so far, $m$, and the sum so far **relative to** $m$, $\ell = \sum e^{s - m}$. If a later block has a larger score, multiply the old sum by a factor smaller than 1, which you can compute. This method is **online softmax**. After the last block, keep only one number per row, the **log-sum-exp** $\text{lse} = m + \log \ell$.
+# The softmax of a row of scores needs two numbers: the largest score, so that `exp` does not overflow, and the sum of the exponentials. Neither number needs the whole row at once. Read one block of columns after the other. Remember the largest score so far, $m$, and the sum so far **relative to** $m$, $\ell = \sum e^{s - m}$. If a later block has a larger score, multiply the old sum by a factor smaller than 1. This method is **online softmax**. After the last block, keep only one number per row, the **log-sum-exp** $\text{lse} = m + \log \ell$.
 #
 # **Exercise 1.** Write `log_sum_exp_in_blocks(scores, block)`. It reads `scores`, of shape (rows, n), only once, in blocks of columns. It returns the log-sum-exps, of shape (rows,). The check uses scores whose `exp` overflows, and records which blocks you read.
 #
 # </div>
 # <div lang="zh">
 #
-# 对一行做 softmax，要用到这一行最大的分数（否则 `exp` 会溢出）和各指数项的总和，而求这两个数都不必同时拿到整行。每次读入几列，作为一块，并记住到目前为止最大的分数 $m$，以及到目前为止**相对于** $m$ 的总和 $\ell = \sum e^{s - m}$。如果后面的块里有更大的分数，就把原来的总和乘以一个小于 1 的因子，这个因子可以直接算出来。这种算法叫**在线 softmax**（online softmax）。读完最后一块，每行只需要留下一个数，即 **LSE**（log-sum-exp，指数和的对数）：$\text{lse} = m + \log \ell$。
+# 对一行做 softmax，要用到这一行最大的分数（否则 `exp` 会溢出）和各指数项的总和，而求这两个数都不必同时拿到整行。每次读入几列，作为一块，并记住到目前为止最大的分数 $m$，以及到目前为止**相对于** $m$ 的总和 $\ell = \sum e^{s - m}$。如果后面的块里有更大的分数，就把原来的总和乘以一个小于 1 的因子。这种算法叫**在线 softmax**（online softmax）。读完最后一块，每行只需要留下一个数，即 **LSE**（log-sum-exp，指数和的对数）：$\text{lse} = m + \log \ell$。
 #
 # **练习 1。** 写出 `log_sum_exp_in_blocks(scores, block)`，把各列分成块，只遍历一次。`scores` 的形状是 (rows, n)，返回每行的 LSE，形状是 (rows,)。检查所用的分数很大，如果直接取 `exp`，就会溢出。检查还会记录你读了哪些块。
 #
@@ -132,16 +132,16 @@ figures.draw_running(maxima, sums)
 #
 # <div lang="en">
 #
-# The output for one query is a weighted sum of the rows of V. Update the output like $\ell$: multiply the old output by the same factor, then add the new block's contribution. After the last block, divide the output by $\ell$. Once a block's contribution has been added, its scores can be released.
+# The output for one query is a weighted sum of the rows of V. Update the output in the same way as $\ell$: multiply the old output by the same factor, then add the new block's contribution. After this, the block's scores can be released. After the last block, divide the output by $\ell$.
 #
-# A GPU's computations use a small, fast memory on the chip. For a long sequence, scores of shape (n, block) do not fit there, so the queries are cut into blocks, too. A block of queries and a **key block** (keys with their values) give one **tile** of scores, whose size does not depend on the sequence length.
+# A GPU computes on data in a small, fast memory on the chip. For a long sequence, scores of shape (n, block) do not fit there, so the queries are cut into blocks, too. A block of queries and a **key block** (keys with their values) give one **tile** of scores, whose size does not depend on the sequence length.
 #
 # **Exercise 2.** Write `forward(q, k, v, block_q, block_k)` for one head. `q` is $(n_q, d)$; `k` and `v` are $(n_k, d)$. There may be more keys than queries, and block sizes need not divide $n_q$ and $n_k$. Return the output, $(n_q, d)$, and the log-sum-exps, $(n_q,)$. Divide the scores by $\sqrt d$.
 #
 # </div>
 # <div lang="zh">
 #
-# 每个查询的输出是 V 各行的加权和，所以更新输出的办法与更新 $\ell$ 相同，即先把旧的输出乘以同一个因子，再加上新读入的块的贡献。读完最后一块之后，把输出除以 $\ell$。一块算完之后，这一块的分数就不必保留了。
+# 每个查询的输出是 V 各行的加权和，所以更新输出的办法与更新 $\ell$ 相同，即先把旧的输出乘以同一个因子，再加上新读入的块的贡献。一块算完之后，这一块的分数就不必保留了。读完最后一块之后，把输出除以 $\ell$。
 #
 # GPU 计算时，要先把数据读进芯片上一块很小但很快的存储。如果序列很长，这块存储就放不下形状为 (n, block) 的分数，因此查询也要分成块。一个查询块和一个**键块**（键连同对应的值）之间的分数，构成一个**分块**（tile），分块的大小与序列长度无关。
 #
@@ -193,9 +193,9 @@ figures.draw_passes()
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
-# The gradient of softmax leads from $dP$ to $dS$. The Jacobian of softmax is $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$, so $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$. This sum runs over the **whole** row, but a tile has only a part of the row. However, $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, so $D_i = dO_i \cdot O_i$ can be computed before the loops. O is kept in order to compute $D_i$.
+# To compute $dS$ from $dP$, use the gradient of softmax. The Jacobian of softmax is $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$, so $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$. $D_i$ is a sum over the **whole** row, but a tile has only a part of the row. However, $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, so $D_i = dO_i \cdot O_i$ can be computed before the loops. This is why O is kept.
 #
-# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head. It returns dQ, dK and dV. Mind the factor $1/\sqrt d$. You may compute all three gradients in one pass over the tiles, or dQ in one pass and dK and dV in another. With two passes, you compute the scores S and dP twice. In exchange, each iteration of an outer loop computes one whole block of a gradient, so no two iterations add to the same place.
+# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head. It returns dQ, dK and dV. Mind the factor $1/\sqrt d$. You can compute all three gradients in one pass over the tiles, or dQ in one pass and dK and dV in another. With two passes, you compute the scores S and dP twice. In exchange, each iteration of an outer loop computes one whole block of a gradient, so no two iterations add to the same place.
 #
 # </div>
 # <div lang="zh">
@@ -204,7 +204,7 @@ figures.draw_passes()
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
-# 从 $dP$ 到 $dS$，要用 softmax 的梯度。softmax 的雅可比矩阵是 $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$，所以 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$。$D_i$ 要对**整行**求和，而一个分块里只有这一行的一部分。不过 $dP_{ij} = dO_i \cdot V_j$，$O_i = \sum_j P_{ij} V_j$，因此 $D_i = dO_i \cdot O_i$，在循环之前就可以算出来。保存 O，就是为了计算 $D_i$。
+# 从 $dP$ 到 $dS$，要用 softmax 的梯度。softmax 的雅可比矩阵是 $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$，所以 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$。$D_i$ 要对**整行**求和，而一个分块里只有这一行的一部分。不过 $dP_{ij} = dO_i \cdot V_j$，$O_i = \sum_j P_{ij} V_j$，因此 $D_i = dO_i \cdot O_i$，在循环之前就可以算出来。这就是要保存 O 的原因。
 #
 # **练习 3。** 为一个头写出 `backward(q, k, v, o, lse, grad_o, block_q, block_k)`，返回 dQ、dK、dV，形状与 q、k、v 相同。别忘了因子 $1/\sqrt d$。这三个梯度可以在一次遍历里算完，也可以遍历两次，一次算 dQ，一次算 dK 和 dV。遍历两次时，分数 S 和 dP 各要算两遍。好处是外层循环的每一步都能独立算完梯度的一块，任何两步都不会累加到同一个位置。
 #
@@ -273,7 +273,7 @@ table(["relative error (1e-7)", "O", "dQ", "dK", "dV"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The table lists the errors of fp32 results, relative to float64 results. All errors are near 4e-7. Tiled attention has an exact formula, but adds in another order than standard attention, so the last digits differ.
+# The table lists the errors of fp32 results, relative to float64 results. All errors are near 4e-7. Tiled attention computes the same formula as standard attention, but adds in another order, so the last digits differ.
 #
 # </div>
 # <div lang="zh">
@@ -299,7 +299,7 @@ table(["relative error (1e-7)", "O", "dQ", "dK", "dV"], rows)
 #
 # <div lang="en">
 #
-# As in lesson 01, we list the tensors that the library's flash attention keeps. **Guess first:** if the number of tokens doubles, by what factor do the kept bytes of standard and of flash attention grow?
+# As in lesson 01, we list the tensors that the library's flash attention keeps. **Guess first:** if the number of tokens doubles, by what factors do the kept bytes of standard attention and of flash attention grow?
 #
 # </div>
 # <div lang="zh">
@@ -342,7 +342,7 @@ predictions([rows[i] for i in (0, 4, 5, 9)], unit="bytes")
 #
 # <div lang="en">
 #
-# **Exercise 4.** Computing P again costs FLOPs. How many FLOPs does one head need, in units of $N^2 d$? Answer for forward, for backward in one pass over the tiles, and for backward in **two passes**. Each of the two passes computes S and dP for itself.
+# **Exercise 4.** Computing P again costs FLOPs. One head needs a multiple of $N^2 d$ FLOPs. Which multiple is it for forward, for backward in one pass over the tiles, and for backward in **two passes**? Each of the two passes computes S and dP.
 #
 # </div>
 # <div lang="zh">
@@ -380,7 +380,7 @@ table(["", "FLOPs (units of n²d)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# In backward, two passes cost 40% more FLOPs than one pass, but their result is **deterministic**, that is, equal in every run. With one pass, parallel programs add to the same dQ by atomic adds, in an order that changes between runs (FlashAttention's issue 414). FlashAttention's option `deterministic=True` fixes the order, but makes backward slower. On an H100 with head size 128, 8192 tokens and a causal mask, backward takes 21% longer (pull request 1893).
+# In backward, two passes cost 40% more FLOPs than one pass, but their result is **deterministic**, that is, equal in every run. With one pass, parallel programs add to the same dQ by atomic adds, in an order that changes between runs (FlashAttention's issue 414). FlashAttention's option `deterministic=True` fixes the order, but makes backward slower. With head size 128, 8192 tokens and a causal mask, backward on an H100 takes 21% longer (pull request 1893).
 #
 # Flash attention needs more FLOPs than standard attention, but can be faster because it moves fewer bytes. If $M$ numbers fit on the chip, a block has about $M/(4d)$ queries. K and V are read once for each block of queries, so flash attention moves $\Theta(N^2 d^2 / M)$ numbers. Standard attention moves $\Theta(N d + N^2)$. The roofline plot in section 6.17 shows when moved bytes limit the speed.
 #
@@ -402,7 +402,7 @@ table(["", "FLOPs (units of n²d)"], rows)
 #
 # The block size need not divide the number of tokens. Rows past the last token are **masked**: `tl.load` returns 0 for these rows, and `tl.store` skips them. Keys past the end get the score −∞, so their weight is 0. `tl.constexpr` marks numbers that are fixed when the kernel is compiled.
 #
-# **Exercise 5.** The function `fold` processes one tile. Correct its lines for `new`, `shrink` and `o`, so that they compute the same as in your `forward`. Use `tl.maximum`, `tl.max(x, 1)`, `tl.exp`, `tl.dot` and `x[:, None]`.
+# **Exercise 5.** The function `fold` processes one tile. Correct its lines for `new`, `shrink` and `o`, so that they compute the same values as your `forward`. Use `tl.maximum`, `tl.max(x, 1)`, `tl.exp`, `tl.dot` and `x[:, None]`.
 #
 # </div>
 # <div lang="zh">
@@ -479,7 +479,7 @@ exercises.check_kernel(run)
 #
 # The log-sum-exp has a second use. Suppose attention over one part of the keys gave the output $o_1$ and $\text{lse}_1$, and attention over the other part gave $o_2$ and $\text{lse}_2$. From these four tensors you can compute attention over all keys.
 #
-# **Exercise 6.** Write `merge(o1, lse1, o2, lse2)`, which returns the output, of shape (n, d), and the log-sum-exps, of shape (n,), for all keys. The two parts may have different sizes, and scores may be as large as 1000. With a causal mask, a query may see no key of one part. For this part, the query's output is 0 and its log-sum-exp is −∞. But every query sees at least one key of the other part.
+# **Exercise 6.** Write `merge(o1, lse1, o2, lse2)`, which returns the output, of shape (n, d), and the log-sum-exps, of shape (n,), for all keys. The two parts may have different sizes, and scores may be as large as 1000. With a causal mask, some queries may see no key of one part. For this part, such a query's output is 0 and its log-sum-exp is −∞. But every query sees at least one key of the other part.
 #
 # </div>
 # <div lang="zh">
@@ -537,7 +537,7 @@ table(["merged results", "close to `forward`"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The first row of the table is **flash-decoding**. A model that generates text has one new query and many keys, so several instances each process a part of the keys. The second row is **ring attention**, which one process simulates here. Each device has a part of the queries, keys and values, and passes its keys and values to the next device. In lesson 08 the parts are on different ranks.
+# The table's first row simulates **flash-decoding**. A model that generates text has one new query and many keys, so several instances each process a part of the keys. The second row simulates **ring attention** in one process: each device has a part of the queries, keys and values, and passes its keys and values to the next device. In lesson 08 the parts are on different ranks.
 #
 # </div>
 # <div lang="zh">
@@ -551,9 +551,9 @@ table(["merged results", "close to `forward`"], rows)
 #
 # <div lang="en">
 #
-# `F.scaled_dot_product_attention` runs one of several implementations, called **backends**. Most backends are fused kernels, but the last one, `MATH`, runs separate operators and keeps the scores. PyTorch falls back to `MATH` without a warning.
+# `F.scaled_dot_product_attention` runs one of several implementations, called **backends**. Most backends are fused kernels, but `MATH` runs separate operators and keeps the scores. PyTorch falls back to `MATH` without a warning.
 #
-# PyTorch checks the inputs to choose the backend. Only one fused kernel on CUDA accepts fp32. This kernel requires that the head size, in bytes, is a multiple of 16. In fp32, the head size must therefore be a multiple of 4.
+# PyTorch checks the inputs to choose the backend. Only one fused kernel on CUDA accepts fp32. In this kernel, a vector of one head must take a multiple of 16 bytes, so in fp32 the head size must be a multiple of 4.
 #
 # The six calls below have 8 query heads and 1024 tokens. **Guess first:** which call keeps the scores on this CPU? Which calls keep the scores on an H200 in fp32, and which in bf16?
 #
@@ -627,12 +627,12 @@ table(["call", *headings], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# - PyTorch also keeps an $N \times N$ **mask**, which takes $4N^2$ bytes in fp32. On CUDA, no fused kernel accepts a mask whose last stride is not 1, as in T5.
-# - On CUDA, fused kernels compute **dropout**. On this CPU, PyTorch uses `MATH` and keeps 107 MB, instead of 8.4 MB without dropout.
-# - In bf16 on CUDA without a mask, PyTorch pads **head sizes** of at most 256 to a multiple of 8 (here 63 to 64) and keeps the padded tensors. With a mask, fused kernels accept only multiples of 8.
+# - PyTorch also keeps an $N \times N$ **mask**, which takes $4N^2$ bytes in fp32. On CUDA, no fused kernel accepts a mask whose last stride is not 1, such as T5's mask.
+# - On CUDA, fused kernels support **dropout**. On this CPU, dropout makes PyTorch use `MATH` and keep 107 MB instead of 8.4 MB.
+# - In bf16 on CUDA without a mask, PyTorch pads **head sizes** of at most 256 to a multiple of 8 (here from 63 to 64) and keeps the padded tensors. With a mask, fused kernels need head sizes divisible by 8.
 # - On CUDA, **grouped-query attention** gets no fused kernel in fp32. In bf16 it gets a fused kernel, but on an A100 or RTX 4090 only without a mask.
 #
-# In the table, *run* means that training steps with such calls have run on an H200 with PyTorch 2.11. Their peaks agreed with the estimates. *From source* means that the number follows from the checks in the source of PyTorch 2.11 and 2.13. No GPU has confirmed it.
+# In the table, *run* means that training steps with such calls have run on an H200 with PyTorch 2.11. Their peaks agreed with the estimates. *From source* means that the number follows from the checks in the source of PyTorch 2.11 and 2.13. No GPU has confirmed this number.
 #
 # </div>
 # <div lang="zh">
@@ -651,7 +651,7 @@ table(["call", *headings], rows)
 #
 # <div lang="en">
 #
-# You have written the algorithm of FlashAttention-2. FlashAttention-3 and 4 change how a GPU computes it. In PyTorch, both replace the same operators, so autograd keeps the same tensors.
+# You have written the algorithm of FlashAttention-2. FlashAttention-3 and 4 change how a GPU computes it. In PyTorch, all three implement the same operators, so autograd keeps the same tensors.
 #
 # | implementation, from source | compute capability | dtypes |
 # |---|---|---|
@@ -659,7 +659,7 @@ table(["call", *headings], rows)
 # | FlashAttention-3 | 9.0: H100, H200 | fp16, bf16; fp8 without a backward pass |
 # | FlashAttention-4 | 9.0 and 10.0: H200, B200 | fp16, bf16 |
 #
-# If the package of FlashAttention-4 is installed, `torch.nn.attention.activate_flash_attention_impl("FA4")` selects it. Neither FlashAttention-3 nor 4 supports dropout. According to its paper, FlashAttention-3 is 1.5 to 2.0 times as fast as FlashAttention-2 on an H100 in fp16. The B200's matrix units became faster by a larger factor than its units for `exp`. Therefore FlashAttention-4 computes some exponentials in software, and multiplies by your `shrink` only if the maximum has grown enough.
+# If the package of FlashAttention-4 is installed, `torch.nn.attention.activate_flash_attention_impl("FA4")` selects it. Neither FlashAttention-3 nor 4 supports dropout. According to its paper, FlashAttention-3 is 1.5 to 2.0 times as fast as FlashAttention-2 on an H100 in fp16. From H100 to B200, matrix units became faster by a larger factor than units for `exp`. Therefore FlashAttention-4 computes some exponentials in software, and multiplies by your `shrink` only if the maximum has grown enough.
 #
 # Newer models change attention itself. Which of the calls below still get a fused kernel?
 #
@@ -711,9 +711,9 @@ table(["call", *headings], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# PyTorch converts a **bool mask** to the dtype of Q and keeps the converted mask. In fp32, it takes four times the bytes of the bool mask. On this CPU, PyTorch falls back to `MATH` for a **learned bias**. It also does so if values have **another head size** than the keys, as in multi-head latent attention (MLA). Padding these values with zeros halves the kept bytes. According to PyTorch's checks, all four calls get a fused kernel on an H200 in bf16.
+# PyTorch converts a **bool mask** to the dtype of Q and keeps the converted mask. In fp32, the converted mask takes four times the bytes of the bool mask. On this CPU, PyTorch falls back to `MATH` for a **learned bias**. It also falls back if the values have **another head size** than the keys, as in multi-head latent attention (MLA). Padding these values with zeros halves the kept bytes. According to PyTorch's checks, all four calls get a fused kernel on an H200 in bf16.
 #
-# `F.scaled_dot_product_attention` has no argument for a **soft cap** of the scores. Section 6.10 adds a soft cap with `flex_attention`. There is also no argument for an **attention sink**. A sink adds the exponential of one more score to the denominator of each softmax, but no row to V. So your `merge` can add a sink as one more part of the keys. This part's output is 0, and its log-sum-exp is the sink's score.
+# `F.scaled_dot_product_attention` has no argument for a **soft cap** of the scores. Section 6.10 adds a soft cap with `flex_attention`. There is also no argument for an **attention sink**. A sink adds the exponential of one more score to each softmax's denominator, but V gets no additional row. So your `merge` can add a sink as one more part of the keys. This part's output is 0, and its log-sum-exp is the sink's score.
 #
 # </div>
 # <div lang="zh">
@@ -832,7 +832,7 @@ flags, torch.allclose(torch.cat(alone, 2), packed, atol=1e-5), f"{block_mask.spa
 # %% [markdown]
 # <div lang="en">
 #
-# With `is_causal=True`, PyTorch's result agrees with the library's. `flex_attention` gives the same result as attention on each document alone, with the same soft cap. Its block mask skips half of the tiles. The warning says that `flex_attention` computes the whole matrix of scores if you do not use `torch.compile`.
+# With `is_causal=True`, PyTorch's result agrees with the library's. `flex_attention` gives the same result as attention on each document alone, with the same soft cap. Its block mask skips half of the tiles. The warning says that without `torch.compile`, `flex_attention` computes the whole matrix of scores.
 #
 # </div>
 # <div lang="zh">
@@ -981,7 +981,7 @@ table(["attention", "peak (GB)"], rows)
 #
 # <div lang="en">
 #
-# Lesson 02 has another way not to keep P: a checkpoint around standard attention. The comparison uses 1024 tokens, 8 heads and three layers in a row. **Guess first:** which has the higher peak, checkpointed standard attention or flash attention, and which needs more FLOPs?
+# Lesson 02 shows another way to avoid keeping P: a checkpoint around standard attention. The comparison uses 1024 tokens, 8 heads and three layers in a row. **Guess first:** which has the higher peak, checkpointed standard attention or flash attention, and which needs more FLOPs?
 #
 # </div>
 # <div lang="zh">
@@ -1017,7 +1017,7 @@ figures.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
 # %% [markdown]
 # <div lang="en">
 #
-# Neither method keeps P. The checkpoint's recomputation stops early, so both methods compute only $Q K^T$ again, with equal FLOPs. But when backward reaches a checkpointed layer, the whole of P exists again, together with the gradients of P and of the scores. These three matrices of $N^2$ numbers per head take $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, which is 101 MB of the peak of 109 MB. Flash attention has only one tile of such a matrix at a time. A checkpoint discards P between layers, and flash attention discards P inside the operator.
+# Neither method keeps P. The checkpoint's recomputation stops early, so in both methods, $Q K^T$ is the only matrix product that is computed again. Therefore their FLOPs are equal. But when backward reaches a checkpointed layer, the whole matrix P is in memory again, together with the gradients of P and of the scores. These three matrices of $N^2$ numbers per head take $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, which is 101 MB of the peak of 109 MB. Flash attention keeps only one tile of each such matrix in memory at a time. A checkpoint discards P between layers, and flash attention discards P inside the operator.
 #
 # </div>
 # <div lang="zh">
@@ -1046,7 +1046,7 @@ figures.draw_causal_tiles()
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 7.** Write `tiles(queries, keys, block_q, block_k)`, which returns the number of tiles that must be computed with a causal mask. The mask is aligned at the bottom right, so the last query sees all keys. If there are fewer keys than queries, the first queries see no key. (`is_causal=True` in PyTorch aligns at the top left.) Blocks need not divide the lengths.
+# **Exercise 7.** Write `tiles(queries, keys, block_q, block_k)`, which returns the number of tiles that must be computed with a causal mask. The mask is aligned at the bottom right, so the last query sees all keys. If there are fewer keys than queries, the first queries see no key. (`is_causal=True` in PyTorch aligns at the top left.) The lengths need not be multiples of the block sizes.
 #
 # </div>
 # <div lang="zh">
@@ -1083,12 +1083,12 @@ exercises.check_causal_tiles(tiles)
 #
 # <div lang="en">
 #
-# The table lists the bytes of each tensor that is saved for backward, at N = 2048.
+# The table lists the bytes of each tensor that is saved for backward, for N = 2048 tokens.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表列出 N = 2048 时为反向保存的各个张量的字节数。
+# 下表列出 N = 2048 个 token 时为反向保存的各个张量的字节数。
 #
 # </div>
 
@@ -1136,12 +1136,12 @@ exercises.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
 #
 # <div lang="en">
 #
-# The table counts the FLOPs and the moved bytes of one head at N = 4096, with 163 KiB of shared memory per thread block. It compares FlashAttention-2's loops with this library's two passes. The time is at least the larger of compute time and memory time, here on an A100 with 312 TFLOP/s and 2.0 TB/s. FLOPs divided by moved bytes is the **arithmetic intensity**. The **roofline** is the highest rate that a kernel can reach. It is the smaller of two numbers: the compute rate, and the bandwidth multiplied by the intensity. The figure shows computed numbers, not measurements. It shows flash attention with blocks of 64 queries and of 128 queries.
+# The table counts the FLOPs and the moved bytes of one head for N = 4096 tokens, on a GPU with 163 KiB of shared memory per thread block. It compares FlashAttention-2's loops with this library's two passes. The time is at least the larger of compute time and memory time. Here both times are those of an A100 with 312 TFLOP/s and 2.0 TB/s. FLOPs divided by moved bytes is the **arithmetic intensity**. The **roofline** is the highest rate that a kernel can reach. It is the smaller of two numbers: the compute rate, and the bandwidth multiplied by the intensity. The figure shows computed numbers, not measurements. It shows flash attention with blocks of 64 queries and of 128 queries.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表统计 N = 4096 时一个头的 FLOPs 和搬运的字节数，分别按 FlashAttention-2 的循环和本库遍历两次的做法计算，假设每个线程块有 163 KiB 共享内存。时间至少是计算时间与访存时间中较长的一个，这里按 A100 的 312 TFLOP/s 和 2.0 TB/s 计算。FLOPs 除以搬运的字节数，得到**算术强度**。**屋顶线**（roofline）是核函数能达到的最高速率，等于两个数中较小的一个，一个是算力，另一个是带宽与算术强度的乘积。图里的数是计算出来的，不是实测值。对 flash 注意力，图里分别画出查询块有 64 个和 128 个查询的情形。
+# 下表统计 N = 4096 个 token 时一个头的 FLOPs 和搬运的字节数，分别按 FlashAttention-2 的循环和本库遍历两次的做法计算，假设每个线程块有 163 KiB 共享内存。时间至少是计算时间与访存时间中较长的一个，这里按 A100 的 312 TFLOP/s 和 2.0 TB/s 计算。FLOPs 除以搬运的字节数，得到**算术强度**。**屋顶线**（roofline）是核函数能达到的最高速率，等于两个数中较小的一个，一个是算力，另一个是带宽与算术强度的乘积。图里的数是计算出来的，不是实测值。对 flash 注意力，图里分别画出查询块有 64 个和 128 个查询的情形。
 #
 # </div>
 
@@ -1232,7 +1232,7 @@ masks = (False, True) if triton else ()
 #
 # <div lang="en">
 #
-# On a GPU, `backend="auto"` selects the Triton kernels of this course, and this cell compares them with PyTorch's kernels. Without a GPU, the cell shows times and bytes of forward and backward, with a causal mask and 4096 tokens. They were recorded on an H100 and an H200. On the H200, the course's kernels take 1.56 ms, PyTorch's FlashAttention takes 2.22 ms, and cuDNN, which PyTorch chooses on this GPU, takes 1.29 ms. FlashAttention's backward allocates a workspace; the course's kernels need no workspace.
+# On a GPU, `backend="auto"` selects the Triton kernels of this course, and the cell below compares them with PyTorch's kernels. Without a GPU, the cell shows times and bytes of forward and backward, with a causal mask and 4096 tokens. These numbers were recorded on an H100 and an H200. On the H200, the course's kernels take 1.56 ms, PyTorch's FlashAttention takes 2.22 ms, and cuDNN, which PyTorch chooses on this GPU, takes 1.29 ms. FlashAttention's backward allocates a workspace; the course's kernels need no workspace.
 #
 # </div>
 # <div lang="zh">

@@ -13,7 +13,7 @@
 #
 # The training step of this course, one Adam step of a small decoder, needs 277.7 MB. You have 60 MB.
 #
-# The weights and the gradients alone take 55 MB. The course's ledger has one row for each technique, and no row has a peak below 124 MB. So you have to combine several techniques. Which ones? In this lesson you add six techniques, one after another. Then you take one technique **out** again and look at the peak.
+# The weights and the gradients alone take 55 MB. The course's ledger has one row for each technique, and no row has a peak below 124 MB. So you have to combine several techniques. In this lesson you add six techniques, one after another. Then you take one technique **out** again and look at the peak.
 #
 # </div>
 # <div lang="zh">
@@ -37,7 +37,7 @@ language()
 # - Estimate a step's peak memory without allocating it.
 # - Choose a technique by what fills the peak, and explain why savings need not add up.
 # - Compute which of two combinations of techniques is faster, and on which machine.
-# - State which combinations a search may skip.
+# - State which combinations a search can skip.
 # - Write the layer of LoRA, and state what LoRA saves.
 #
 # **What to know before**: lessons 01 to 06.
@@ -139,9 +139,9 @@ table(["parameters", "from the second step on (MB)"], rows)
 #
 # <div lang="en">
 #
-# You want to compare recipes on a machine that cannot run them. Symbolic tensors have shapes and storages but no memory (lesson 01), and the meter counts their bytes as usual.
+# You want to compare recipes on a machine that cannot run them. Symbolic tensors have shapes and storages but no memory (lesson 01), and the meter counts their bytes.
 #
-# **Exercise 1.** Write `peak_of_step(make_model, make_batch)`. Using symbolic tensors, it returns the peak of the **second** step of the baseline with Adam, in bytes. Use `torch.optim.Adam(parameters, foreach=False)`. The model has a method `loss(batch)`.
+# **Exercise 1.** Write `peak_of_step(make_model, make_batch)`. On symbolic tensors, it runs two Adam steps of the baseline and returns the peak of the **second** step, in bytes. Use `torch.optim.Adam(parameters, foreach=False)`. The model has a method `loss(batch)`.
 #
 # </div>
 # <div lang="zh">
@@ -220,7 +220,7 @@ table(["", "bytes"], rows)
 #
 # <div lang="en">
 #
-# The memory of recipes may only be compared if they train the model equally. With each recipe, the next cell trains a decoder of two layers for two Adam steps. It compares the weights with those of the baseline. The table gives the difference as a fraction of the baseline's update.
+# Comparing the memory of recipes makes sense only if their results are equal. With each recipe, the next cell trains a decoder of two layers for two Adam steps, and compares the weights with the baseline's. The table gives the difference as a fraction of the baseline's update.
 #
 # From here on, three combinations of options have names: `checkpoints`, `offloaded` and `early`.
 #
@@ -267,7 +267,7 @@ table(["recipe", "difference of the weights"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Recomputation and offloading do not change a single bit of the weights. Micro-batches, flash attention and an output head in chunks add numbers in another order. Here this changes the update by less than 0.05%. So all recipes compute the same update up to rounding, and their memory may be compared.
+# Recomputation and offloading change no bit of the weights. Micro-batches, flash attention and an output head in chunks add numbers in another order. Here this changes the update by less than 0.05%. So all recipes compute the same update up to rounding, and we can compare their memory.
 #
 # </div>
 # <div lang="zh">
@@ -309,8 +309,8 @@ figures.what_fills(found, found.values(), guesses=[277.7, *my_guesses])
 # Each technique reduces only the bytes that fill the peak **when it is added**:
 #
 # - **Checkpoints** save 144 MB, because nearly all activations are no longer kept.
-# - **Eight micro-batches** save another 17 MB. The remaining peak is mostly weights, gradients and optimizer state. They take 16 bytes per parameter, or 110 MB, and micro-batches do not reduce them.
-# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. A page holds the state of whole parameters, here at most 16 MiB (16.8 MB). So the three pages hold less than 50.3 MB.
+# - **Eight micro-batches** save another 17 MB. The remaining peak is mostly weights, gradients and optimizer state. These take 16 bytes per parameter, or 110 MB, and micro-batches do not reduce them.
+# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. Three full pages would take 50.3 MB, but a page holds only the state of whole parameters, here at most 16 MiB (16.8 MB).
 # - **Small pages** save 40 MB. Now only the state of two parameters, embedding and positions, is in memory at the peak. This state takes 4.5 MB.
 #
 # The peak is now 63.7 MB, 3.7 MB above the budget.
@@ -322,7 +322,7 @@ figures.what_fills(found, found.values(), guesses=[277.7, *my_guesses])
 #
 # - **检查点**省下 144 MB，因为几乎所有的激活值都不再保存。
 # - **八个微批次**又省下 17 MB。剩下的主要是权重、梯度和优化器状态，每个参数 16 字节，共 110 MB，微批次减少不了这些。
-# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里。这是三页的大小，一页正在读入，一页正在更新，一页正在写出。一页只装若干个参数的完整状态，在这里至多 16 MiB（16.8 MB），所以这三页不到 50.3 MB。
+# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里。这是三页的大小，一页正在读入，一页正在更新，一页正在写出。如果装满，三页就是 50.3 MB，但一页只装若干个参数的完整状态，在这里至多 16 MiB（16.8 MB），所以装不满。
 # - **小页**省下 40 MB。现在达到峰值时，内存里只剩嵌入和位置表这两个参数的状态，共 4.5 MB。
 #
 # 现在峰值是 63.7 MB，比预算多 3.7 MB。
@@ -332,7 +332,7 @@ figures.what_fills(found, found.values(), guesses=[277.7, *my_guesses])
 # %% [markdown] slide={"en": "63.7 MB, of which weights and gradients take 55 MB.\n\n**Guess first.** Update inside backward, without micro-batches: is it 36 MB?", "zh": "还有 63.7 MB，其中权重和梯度占 55 MB。\n\n**先猜**：在反向之中更新，不用微批次，峰值会是 36 MB 吗？"}
 # <div lang="en">
 #
-# Weights and gradients take 55 MB of the 63.7 MB, and the weights must stay. So the gradients must never all exist at once. The optimizer can update each parameter **inside** the backward pass (lesson 05) and then release its gradient. This excludes micro-batches, because they add up gradients before the update. **Guess first:** without the 27.5 MB of gradients, is the peak 36 MB?
+# Weights and gradients take 55 MB of the 63.7 MB, and the weights must stay. So the gradients must never all be in memory together. The optimizer can update each parameter **inside** the backward pass (lesson 05) and then release its gradient. This excludes micro-batches, because they add up gradients before the update. **Guess first:** without the 27.5 MB of gradients, is the peak 36 MB?
 #
 # </div>
 # <div lang="zh">
@@ -353,7 +353,7 @@ figures.what_fills(more, [found[name] for name in more], guesses=[my_guess])
 #
 # The peak is 64.2 MB, no lower than before, but other tensors fill it. The gradients have been released. Without micro-batches, however, the recomputation restores the activations of a whole layer for eight sequences (21 MB). In addition, the checkpoints keep the inputs of 7 layers. The second row's recipe offloads these inputs, too. Its peak of 57.9 MB fits into the budget.
 #
-# The next cell actually runs every recipe. A meter stops the last recipe if it exceeds 60 MB.
+# The next cell runs every recipe. A meter stops the last recipe if it exceeds 60 MB.
 #
 # </div>
 # <div lang="zh">
@@ -383,7 +383,7 @@ figures.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, titl
 #
 # <div lang="en">
 #
-# The step fits now. Next, take the **checkpoints out** again. Then every saved tensor goes to the lower tier as soon as it is made, and nothing is computed twice.
+# The step fits now. Take the **checkpoints out** again. Then every saved tensor goes to the lower tier as soon as it is made, and nothing is computed twice.
 #
 # **Guess first:** without checkpoints, what is the peak?
 #
@@ -412,11 +412,11 @@ predictions([("without checkpoints", my_peak and my_peak * 1e6, without.meter.pe
 # %% [markdown] slide={"en": "Lower, and nothing is recomputed, but 447.7 MB move instead of 128.9 MB.\n\n**Write it**: at how many FLOPs per byte are both equally fast?", "zh": "峰值更低，也没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样快？"}
 # <div lang="en">
 #
-# The peak is 53.9 MB, which is 4 MB lower than with checkpoints. A checkpoint restores the activations of its whole layer, 21 MB, before the first gradient of that layer is computed. Offloading alone brings back one tensor at a time, when backward needs it. So a checkpoint on top of offloading *raises* the peak here. (Without checkpoints, the peak is at the start of backward, at the logits.)
+# The peak is 53.9 MB, which is 4 MB lower than with checkpoints. A checkpoint restores the activations of its whole layer, 21 MB, before the first gradient of that layer is computed. Offloading alone brings back one tensor at a time, when backward needs it. So a checkpoint on top of offloading *raises* the peak here. (Without checkpoints, the peak is at the start of backward, which processes the logits.)
 #
 # What is the price? Without checkpoints nothing is recomputed, but the step moves 447.7 MB instead of 128.9 MB. Which recipe is faster?
 #
-# **Exercise 2.** Write `break_even(first, second)`. If both recipes take equally long, how many FLOPs does the machine compute in the time needed to copy one byte? Each recipe has `flops` and `moved_bytes` (both directions). Copies and computation do not overlap.
+# **Exercise 2.** Write `break_even(first, second)`. On a machine where both recipes take equally long, how many FLOPs are computed in the time needed to copy one byte? Each recipe has `flops` and `moved_bytes` (both directions). Copies and computation do not overlap.
 #
 # </div>
 # <div lang="zh">
@@ -459,12 +459,12 @@ figures.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"]
 # %% [markdown]
 # <div lang="en">
 #
-# This is the threshold of lesson 04 again. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it computes 100 FLOPs per copied byte. On this machine, the recipe with checkpoints is faster. On a machine with a slow processor and a fast disk, at 20 FLOPs per copied byte, the recipe without checkpoints is faster. Unless you name a machine, "Which recipe is best?" has no answer.
+# As in lesson 04, there is a threshold, here 30.3 FLOPs per copied byte. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it computes 100 FLOPs per copied byte. On this machine, the recipe with checkpoints is faster. On a machine with a slow processor and a fast disk, at 20 FLOPs per copied byte, the recipe without checkpoints is faster. Unless you name a machine, "Which recipe is best?" has no answer.
 #
 # </div>
 # <div lang="zh">
 #
-# 这又是第 04 课的阈值。`RATES` 里的 `laptop` 算力是 100 GFLOP/s，磁盘是 1 GB/s，拷贝一个字节的时间能做 100 FLOPs，所以在这样的机器上，用检查点更快。如果换成处理器慢、磁盘快的机器，拷贝一个字节的时间只能做 20 FLOPs，那么不用检查点更快。不说明是什么机器，“哪个配方最好”就没有答案。
+# 这又是第 04 课的阈值。如果拷贝一个字节的时间能做 30.3 FLOPs，两个配方就一样快。`RATES` 里的 `laptop` 算力是 100 GFLOP/s，磁盘是 1 GB/s，拷贝一个字节的时间能做 100 FLOPs，所以在这样的机器上，用检查点更快。如果换成处理器慢、磁盘快的机器，拷贝一个字节的时间只能做 20 FLOPs，那么不用检查点更快。不说明是什么机器，“哪个配方最好”就没有答案。
 #
 # </div>
 
@@ -507,7 +507,7 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 #
 # The table omits these costs:
 #
-# - **Updates in backward** happen before the norm of all gradients is known. They exclude clipping by that norm, a loss scaler that skips steps, and micro-batches.
+# - **Updates in backward** happen before the norm of all gradients is known. They cannot be combined with clipping by that norm, a loss scaler that skips steps, or micro-batches.
 # - **Offloaded optimizer state**: if the lower tier is host memory, the host's processor does the update. It reads and writes 28 bytes per parameter. For real devices, `RATES` includes this time.
 # - **Micro-batches**: a matrix product over one sequence may run at a lower rate than over eight sequences. The table assumes equal rates.
 # - **Flash attention** is not used. At 128 tokens it saves only 25 MB of 278 MB without checkpoints, and only 3 MB with checkpoints. At 4096 tokens it is the first technique to use (lesson 06).
@@ -529,7 +529,7 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 #
 # <div lang="en">
 #
-# You have looked for a recipe by hand. A search proposes and estimates recipes, and sorts those that fit by time. Two lines of code sort the recipes of this lesson:
+# You have looked for a recipe by hand. A search proposes and estimates recipes, and sorts by time those that fit. Two lines of code sort the recipes of this lesson:
 #
 # </div>
 # <div lang="zh">
@@ -668,9 +668,9 @@ exercises.check_keeps_clipping(Recipe(checkpoint="layers", first_blocks=7, micro
 # Many people start with other methods: they train fewer numbers, or store fewer bits per number (7.10). Both methods change the training, so `fit` does not propose them. The gradient of every trained number must still be right.
 #
 # - **LoRA** (lesson 01) freezes a matrix $W$ and trains an adapter next to it: two thin matrices, `down` (rank × inputs) and `up` (outputs × rank). A frozen weight has no gradient and no optimizer state.
-# - **QLoRA** also stores a frozen weight as a 4-bit index of one of 16 levels, and 64 weights share an fp32 scale. A layer restores its weights only while it uses them.
+# - **QLoRA** also stores a frozen weight as a 4-bit index of one of 16 levels, and every 64 weights share an fp32 scale. A layer restores its weights only while it uses them.
 #
-# **Exercise 5.** Write `adapted(frozen, x, down, up)`. It returns the output of the layer `frozen`, plus `x` times the transpose of `down` times the transpose of `up`. No tensor as large as $W$ may be made. The gradient must also reach `x`, because adapters of earlier layers need this gradient.
+# **Exercise 5.** Write `adapted(frozen, x, down, up)`. It returns the output of the layer `frozen`, plus `x` times the transpose of `down` times the transpose of `up`. Create no tensor as large as $W$. The gradient must also reach `x`, because adapters of earlier layers need this gradient.
 #
 # </div>
 # <div lang="zh">
@@ -706,7 +706,7 @@ exercises.check_adapted_layer(adapted)
 # %% [markdown] slide={"en": "Adam in fp32 with checkpoints: 134.0 MB.\n\n**Guess first.** LoRA in bf16? In fp32? With two micro-batches? With eight?", "zh": "fp32 的 Adam 加检查点要 134.0 MB。\n\n**先猜**：LoRA 用 bf16 要多少？用 fp32 呢？分成两个微批次呢？八个呢？"}
 # <div lang="en">
 #
-# `with_adapters` adds such adapters of rank 8 to the two projections of each attention. LoRA then trains only 98,304 of 6.9 million numbers. In the table, LoRA in bf16 follows Adam, because most people start there. All rows except the last have one checkpoint per layer. **Guess first:** Adam needs 134.0 MB. How much does LoRA need in bf16, in fp32, in fp32 with two micro-batches, and in fp32 with eight?
+# `with_adapters` adds such adapters of rank 8 to the two projections of each attention. LoRA then trains only 98,304 of 6.9 million numbers. In the table, LoRA in bf16 follows Adam, because most people start with it. All rows except the last have one checkpoint per layer. **Guess first:** Adam needs 134.0 MB. How much does LoRA need in bf16, in fp32, in fp32 with two micro-batches, and in fp32 with eight?
 #
 # </div>
 # <div lang="zh">
@@ -757,16 +757,16 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Every prediction equals the measured peak. LoRA in bf16 fits into 60 MB, but LoRA in fp32 does not, because its peak also has 34.6 MB of activations and temporary tensors. Micro-batches reduce these, and the gradients that they add up take only 0.4 MB. QLoRA stores each weight of the layers in 0.5 + 4/64 = 0.5625 bytes, and does not change the activations.
+# Every prediction equals the measured peak. LoRA in bf16 fits into 60 MB, but LoRA in fp32 does not, because its peak also has 34.6 MB of activations and temporary tensors. Micro-batches reduce these 34.6 MB, and the gradients that they add up take only 0.4 MB. QLoRA stores each weight of the layers in 0.5 + 4/64 = 0.5625 bytes, and does not change the activations.
 #
-# Without checkpoints, LoRA's activations are 134.9 MB, and the baseline's are 178.4 MB. LoRA keeps 24% less here, because it does not need the inputs of frozen matrices without an adapter.
+# Without checkpoints, LoRA's activations take 134.9 MB, and the baseline's take 178.4 MB. LoRA keeps 24% less here, because it does not need the inputs of frozen matrices without an adapter.
 #
 # Now the decoder has 6.6 billion parameters. Every linear layer has an adapter, and the batch is one sequence of 4096 tokens.
 #
 # </div>
 # <div lang="zh">
 #
-# 每一行的预测值都与实测值相等。bf16 的 LoRA 能装进 60 MB。fp32 的 LoRA 装不下，因为除了权重，峰值里还有 34.6 MB 的激活值和临时张量。分成微批次能减少这一部分，为此要累加的梯度只有 0.4 MB。在 QLoRA 里，各层的每个权重只占 0.5 + 4/64 = 0.5625 字节，激活值则与 LoRA 一样多。
+# 每一行的预测值都与实测值相等。bf16 的 LoRA 能装进 60 MB。fp32 的 LoRA 装不下，因为除了权重，峰值里还有 34.6 MB 的激活值和临时张量。分成微批次能减少这 34.6 MB，为此要累加的梯度只有 0.4 MB。在 QLoRA 里，各层的每个权重只占 0.5 + 4/64 = 0.5625 字节，激活值则与 LoRA 一样多。
 #
 # 不用检查点时，LoRA 的激活值是 134.9 MB，比基线的 178.4 MB 少 24%。这是因为冻结的矩阵如果没有适配器，就不必保存它的输入。
 #
@@ -843,7 +843,7 @@ smaller.compare_gradients(two_layers, make_batch)
 # %% [markdown]
 # <div lang="en">
 #
-# The gradients of LoRA's adapters follow from the gradient of the full matrix by the chain rule. QLoRA rounds the frozen weights, with an error of 9%, which changes the model. Its adapters get exactly the gradients that LoRA computes on the rounded weights.
+# The gradients of LoRA's adapters follow from the gradient of the full matrix by the chain rule. QLoRA rounds the frozen weights with an error of 9%, so the model changes. QLoRA's adapters get exactly the gradients that LoRA computes on the rounded weights.
 #
 # </div>
 # <div lang="zh">
@@ -858,7 +858,7 @@ smaller.compare_gradients(two_layers, make_batch)
 # <div lang="en">
 #
 # - **bf16 without master weights**: weight, gradient and two moments take 2 bytes each, 8 bytes per parameter in total. With fp32 master weights, each parameter takes 16 bytes, as in fp32.
-# - **8-bit Adam**: each number of a moment takes 1 byte, the index of one of 256 levels, and 256 numbers share an fp32 scale. **Paged** moments also move to the host when GPU memory is short.
+# - **8-bit Adam**: each number of a moment takes 1 byte, the index of one of 256 levels, and every 256 numbers share an fp32 scale. **Paged** moments also move to the host when GPU memory is short.
 # - **Muon** keeps one moment instead of two for the matrices of the layers, in fp32.
 #
 # The next recipes again use one checkpoint per layer:
@@ -900,9 +900,9 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# In bf16 without master weights, each part of the bar is half as large as in fp32. The row *paged* was not run, because bitsandbytes does not move moments on a CPU. It estimates a GPU step with all moments on the host.
+# In bf16 without master weights, each part of the bar is half as large as in fp32. The row *paged* was not run, because bitsandbytes does not move moments on a CPU. This row estimates a GPU step with all moments on the host.
 #
-# A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away. Two remedies need no fp32 weights. **Stochastic rounding** rounds up or down at random, so that the mean is right. **Kahan summation** keeps the removed part in 2 more bytes per parameter (bf16), and adds it to the next update. Each function below returns the new weights and the part for the next update:
+# A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away. Two remedies need no fp32 weights. **Stochastic rounding** rounds up or down at random, so that the mean is right. **Kahan summation** stores the part that rounding removes (2 more bytes per parameter, in bf16), and adds it to the next update. Each function below returns the new weights and the part for the next update:
 #
 # **Guess first:** at a learning rate of 0.0001, what percentage of the weights is unchanged after two steps with `nearest`?
 #
@@ -940,7 +940,7 @@ smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_p
 # %% [markdown]
 # <div lang="en">
 #
-# The last three columns show how much of the update of fp32 master weights each rounding applies. With `nearest`, this depends on the learning rate. At 0.00001, 90% of the weights stay unchanged, and 13% of the update is applied. At 0.0001, 28% of the weights stay unchanged, and 83% of the update is applied. At 0.001, it is 0.06% of the weights and 99% of the update. Stochastic rounding applies the whole update on average, with noise in each weight. Kahan summation applies all of it if the kept part is counted. 8-bit Adam changes the update by about 1%.
+# The last three columns show what percentage of the update of fp32 master weights each way of rounding applies. With `nearest`, this depends on the learning rate. At 0.00001, 90% of the weights stay unchanged, and 13% of the update is applied. At 0.0001, these percentages are 28% and 83%. At 0.001, they are 0.06% and 99%. Stochastic rounding applies the whole update on average, with noise in each weight. Kahan summation applies the whole update, if you count the stored part. 8-bit Adam changes the update by about 1%.
 #
 # </div>
 # <div lang="zh">
@@ -1093,7 +1093,7 @@ ledger(
 # - Look at what fills the peak, then choose a technique. Savings need not add up, because a technique can change what fills the peak.
 # - Here, a checkpoint on top of offloading moves fewer bytes and raises the peak, because it restores whole layers. Below 30.3 FLOPs per copied byte, the recipe without checkpoints is faster.
 # - Most techniques have a price: more FLOPs, a lower rate, moved bytes, no clipping, or the host's time.
-# - A search proposes, estimates and sorts recipes. It may skip a recipe only by a rule that cannot discard the best one.
+# - A search proposes, estimates and sorts recipes. A rule by which it skips recipes must never discard the best recipe.
 # - LoRA, QLoRA, 8-bit Adam, Muon and pure bf16 reduce the 16 bytes per parameter and change the training.
 # - Weights in bf16 lose small updates. Stochastic rounding or Kahan summation keeps these updates.
 #
@@ -1117,7 +1117,7 @@ ledger(
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Lessons 01 to 06 give the sources of their techniques. Rates: NVIDIA's datasheets of the H100 and H200 and its Ada whitepaper, dense numbers, at 40%, because Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it, and that of the H200 as PyTorch reports it.
+# **Sources.** Lessons 01 to 06 give the sources of their techniques. Rates: 40% of the dense numbers in NVIDIA's datasheets of the H100 and H200 and in its Ada whitepaper, because Grattafiori et al. 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783, reached 38 to 43% on H100s; PCIe 4.0 and 5.0, 16 lanes, one direction, as nvbandwidth measures them; host memory of a desktop with two channels of DDR5-5600 and of a Xeon 8480C with eight of DDR5-4800; device memory as nvidia-smi shows it, and that of the H200 as PyTorch reports it.
 #
 # </div>
 # <div lang="zh">
@@ -1288,7 +1288,7 @@ table(["model", "recipe", "peak (GB)", "your guess", *devices, *price], rows)
 #
 # The smaller model trains on a device of 24 GB, with 79 GB of state on the host and 26 GB moved per step. The larger model trains on a device of 141 GB. Its peak is 137 GB, and 777 GB of state are on the host.
 #
-# A step that fits may still be too slow to be sensible. On the H200, copies and the host's update take two thirds of the time of the larger model's step. The peak of 137 GB also leaves only 9% of the device's 150.1 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
+# A step that fits may still be too slow to be useful. On the H200, copies and the host's update take two thirds of the time of the larger model's step. The peak of 137 GB also leaves only 9% of the device's 150.1 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
 #
 # </div>
 # <div lang="zh">
@@ -1324,7 +1324,7 @@ claims.older_claims(
 #
 # <div lang="en">
 #
-# This cell runs three recipes of a decoder with 1.28 billion parameters on your GPU. Without a GPU, it shows the numbers recorded on an H100 and an H200. On both GPUs, the three estimates, 45.3, 21.1 and 5.0 GB, equal the peaks that the meter measured, to the byte. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
+# The next cell runs three recipes for a decoder with 1.28 billion parameters on your GPU. Without a GPU, it shows the numbers recorded on an H100 and an H200. On both GPUs, the three estimates, 45.3, 21.1 and 5.0 GB, equal the peaks that the meter measured, to the byte. The allocator's peak is 68 to 69 MB higher, because cuBLAS keeps workspaces of 65 MiB.
 #
 # </div>
 # <div lang="zh">

@@ -128,7 +128,7 @@ schemes.draw_stages()
 # %% [markdown] slide={"en": "Whole or sharded: weights 4 bytes, gradients 4, Adam's state 8.\n\n**Type the formulas. Does bf16 change the last one?**", "zh": "权重 4 字节，梯度 4 字节，Adam 的状态 8 字节，哪些完整，哪些分片？\n\n**写出各行的公式。用 bf16 时，最后一行会变吗？**"}
 # <div lang="en">
 #
-# **Exercise 1.** Our decoder is in fp32. Each parameter takes 4 bytes for the weight, 4 for the gradient and 8 for Adam's state. For any `psi` and `n`, write how many bytes each rank holds during the optimizer update. The last row is FSDP2 in mixed precision.
+# **Exercise 1.** Our decoder is in fp32. Each parameter takes 4 bytes for the weight, 4 for the gradient and 8 for Adam's state. Write formulas, in `psi` and `n`, for the bytes that each rank holds during the optimizer update. The last row is FSDP2 in mixed precision.
 #
 # </div>
 # <div lang="zh">
@@ -236,7 +236,7 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Adam also stores a step count of 4 bytes for each of 100 tensors, so the measured bytes are 400 higher. ZeRO 1 differs by 22,596 bytes, because PyTorch assigns whole tensors to ranks and the two shares are not quite equal. FSDP2 cuts every tensor along its first dimension, here into equal halves. In bf16 it holds equally many bytes, because its shards, their gradients and Adam's state stay in fp32.
+# Adam also stores a step count of 4 bytes for each of 100 tensors, so the measurements are 400 bytes higher. ZeRO 1 differs by 22,596 bytes, because PyTorch assigns whole tensors to ranks and the two shares are not equal. FSDP2 cuts every tensor along its first dimension, here into equal halves. In bf16, FSDP2 holds the same number of bytes, because its shards, their gradients and Adam's state stay in fp32.
 #
 # </div>
 # <div lang="zh">
@@ -250,7 +250,7 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# Compare your guesses with the bytes that are live at the peak.
+# Compare your guesses with the bytes live at the peak.
 #
 # </div>
 # <div lang="zh">
@@ -280,7 +280,7 @@ figures.draw_peaks(at_peak, title)
 #
 # **DDP** peaks at 207.6 MB. Although no gradient has been computed yet, it holds 27.5 MB for all gradients. This memory is in **buckets**, which DDP creates before the first step. The backward pass writes gradients into the buckets, so that one full bucket can be sent while the next one is filled. The buckets are kept between steps. (The course sets `gradient_as_bucket_view=True`. By default, gradients and buckets are separate.)
 #
-# **ZeRO 1** peaks at 180.1 MB, as much as one device needs for these 4 sequences. It saves 27.5 MB of Adam's state. But PyTorch's ZeRO 1 is DDP with another optimizer, so it has DDP's buckets, which take 27.5 MB. With two ranks, these amounts cancel. With four ranks, ZeRO 1 would save 41.3 MB, and the buckets would still take 27.5 MB.
+# **ZeRO 1** peaks at 180.1 MB, which equals the peak of one device with 4 sequences. It saves 27.5 MB of Adam's state. But PyTorch's ZeRO 1 is DDP with another optimizer, so it has DDP's buckets, which take 27.5 MB. With two ranks, these amounts cancel. With four ranks, ZeRO 1 would save 41.3 MB, and the buckets would still take 27.5 MB.
 #
 # </div>
 # <div lang="zh">
@@ -296,7 +296,7 @@ figures.draw_peaks(at_peak, title)
 #
 # **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and each rank keeps only its shard. Its peak is 66.5 MB below DDP's. Your formulas predicted a difference of only 55.0 MB.
 #
-# **bf16** does not change what an FSDP2 rank holds, but it lowers the peak by 43.6 MB, because the activations take half of the bytes. (The log-probabilities that the loss saves stay in fp32.)
+# **bf16** does not change what an FSDP2 rank holds, but it lowers the peak by 43.6 MB, because the activations take half as many bytes. (The log-probabilities that the loss saves stay in fp32.)
 #
 # </div>
 # <div lang="zh">
@@ -414,7 +414,7 @@ exercises.check_sharded_step(sharded_step)
 #
 # In ZeRO 3, a layer holds one shard of its weight. It gathers the whole weight, uses it and releases it. The line `F.linear(x, wire.all_gather(shard))` computes the right output but releases nothing. The backward pass needs the weight (lesson 01), so autograd saves the whole weight. The remedy is that of lesson 02: save only the small shard, and gather the weight again.
 #
-# **Exercise 3.** Write the layer as one rank sees it. `shard` has this rank's rows of the weight. `wire.all_gather(shard)` returns the whole weight, and `wire.reduce_scatter(tensor)` returns this rank's shard of the sum over all ranks. `forward` returns $x W^\top$. `backward` returns the gradients of `x` and `shard`, and `None` for the wire. Between `forward` and `backward`, only the shard of the weight may be live.
+# **Exercise 3.** Write the layer as one rank sees it. `shard` has this rank's rows of the weight. `wire.all_gather(shard)` returns the whole weight, and `wire.reduce_scatter(tensor)` returns this rank's shard of the sum over all ranks. `forward` returns $x W^\top$. `backward` returns the gradients of `x` and `shard`, and `None` for the wire. From `forward` to `backward`, keep nothing of the weight except the shard.
 #
 # </div>
 # <div lang="zh">
@@ -589,14 +589,14 @@ except MemoryBudgetExceeded as stopped:
 #
 # The forward and backward passes fit. Then Adam creates its state and memory runs out. Weights, gradients and state take 110.0 MB for any batch, and mixed precision would not reduce them.
 #
-# Now four ranks process two sequences each, with FSDP2 in bf16 (`--bf16`), in three modes. `fsdp-keep` keeps gathered weights from forward to backward. `fsdp-checkpoint` puts a checkpoint around each layer, with a budget of 40 MB **on every rank**.
+# Now four ranks process two sequences each, with FSDP2 in bf16 (`--bf16`), in `fsdp` and two more modes. `fsdp-keep` keeps gathered weights from forward to backward. `fsdp-checkpoint` puts a checkpoint around each layer, with a budget of 40 MB **on every rank**.
 #
 # </div>
 # <div lang="zh">
 #
 # 前向和反向都装得下，但等到 Adam 建立状态时，内存就不够了。权重、梯度和状态共占 110.0 MB。这个数与批次大小无关，用混合精度也不会减少。
 #
-# 现在由四个进程各处理两条序列，都用 bf16 的 FSDP2（`--bf16`），共有三种做法。`fsdp-keep` 把收集来的权重从前向保留到反向。`fsdp-checkpoint` 给每一层加检查点，并把**每个进程**的预算限定为 40 MB。
+# 现在由四个进程各处理两条序列，都用 bf16 的 FSDP2（`--bf16`），共有三种做法，即 `fsdp` 和它的两个变体。`fsdp-keep` 把收集来的权重从前向保留到反向。`fsdp-checkpoint` 给每一层加检查点，并把**每个进程**的预算限定为 40 MB。
 #
 # </div>
 
@@ -613,7 +613,7 @@ figures.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000
 # %% [markdown]
 # <div lang="en">
 #
-# Four ranks process the whole batch with 37.8 MB each, and with 49.5 MB without checkpoints. One device with 60 MB could not process one sequence. Sharding does not reduce the activations of a rank's own sequences, and checkpointing does not reduce weights and state. Together, both techniques reduce all of these.
+# With 37.8 MB each (49.5 MB without checkpoints), four ranks process the whole batch. One device with 60 MB could not process one sequence. Sharding does not reduce the activations of a rank's own sequences, and checkpointing does not reduce weights and state. Together, they reduce all three.
 #
 # </div>
 # <div lang="zh">
@@ -643,7 +643,7 @@ figures.draw_ranks(predicted, [*drawn, *four.values()])
 # %% [markdown]
 # <div lang="en">
 #
-# From two ranks to four, sharded memory halves. All other parts stay the same. With any number of ranks, a DDP rank holds 110.0 MB, and a ZeRO 1 rank at least 55.0 MB. The communication volume of a rank does not change. (The hollow point is `fsdp-keep` in bf16, because PyTorch has no exact ZeRO 2.)
+# From two ranks to four, sharded memory halves. All other parts stay the same. With any number of ranks, a DDP rank holds 110.0 MB, and a ZeRO 1 rank at least 55.0 MB. The communication volume of a rank does not change. (The hollow point shows `fsdp-keep` in bf16, the nearest to ZeRO 2 in PyTorch.)
 #
 # Can the peak be predicted as well? `predict` runs one rank with symbolic tensors and a process group that sends nothing.
 #
@@ -716,7 +716,7 @@ table(["machines", "GPUs per machine", "out of each machine (GB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# If the 8 GPUs of a machine are neighbors in the ring, only one GPU sends to another machine. It passes on $N-1$ of $N$ shards. So $(N-1)/N$ of the gathered bytes leave each machine, however many GPUs it has. NCCL makes several rings, which leave a machine through different cards. (A ring does not send the fewest possible bytes. With two machines, each lacks only 0.5 GB.)
+# If the 8 GPUs of a machine are neighbors in the ring, only one GPU sends to another machine. It passes on $N-1$ of $N$ shards. So $(N-1)/N$ of the gathered bytes leave each machine, however many GPUs it has. NCCL makes several rings, which leave a machine through different cards. (A ring does not send the fewest possible bytes. With two machines, each machine lacks only 0.5 GB.)
 #
 # </div>
 # <div lang="zh">
@@ -728,7 +728,7 @@ table(["machines", "GPUs per machine", "out of each machine (GB)"], rows)
 # %% [markdown] slide={"en": "Two machines compute in half of the time, but their ring passes through network cards.\n\n**From how many tokens on are they faster?**", "zh": "两台机器的计算时间减半，但它们组成的环要经过网卡。\n\n**从多少 token 起，两台机器更快？**"}
 # <div lang="en">
 #
-# Let one machine with $g$ GPUs train on $T$ tokens per step, in one micro-batch, with FSDP2 in bf16. Two machines share the same tokens, and their GPUs form one ring. A step computes 6 FLOPs per parameter and token (2 in the forward pass, 4 in the backward pass), and communicates about 8 bytes per parameter (exercise 4). Computation and communication overlap, so a step takes as long as the longer one. On one machine, computation takes longer than communication.
+# Let one machine with $g$ GPUs train on $T$ tokens per step, in one micro-batch, with FSDP2 in bf16. Two machines share the same tokens, and their GPUs form one ring. A step computes 6 FLOPs per parameter and token (2 in the forward pass, 4 in the backward pass), and communicates about 8 bytes per parameter (exercise 4). Computation and communication overlap, so a step takes the longer of the two times. On one machine, computation takes longer than communication.
 #
 # **Exercise 5.** What is the smallest $T$ for which a step on two machines takes no longer than on one? Each GPU computes `rate` FLOPs per second, and `network` bytes per second leave a machine, through all of its cards together.
 #
@@ -803,7 +803,7 @@ large.draw_machines(step_seconds, {8: dgx, 1: one_card}, pays)
 # %% [markdown]
 # <div lang="en">
 #
-# With one card per GPU, two DGX are not slower than one if a step has at least 9,890 tokens. At 19,780 tokens or more, they take half the time, if all communication overlaps with computation. With one card per machine, two machines need 79,120 tokens. If all weights of a dense model are trained, its size does not matter, because computation and communication are proportional to it. (Below 8,205 tokens, even communication over NVLink takes longer than the computation.)
+# With one card per GPU, two DGX are not slower than one if a step has at least 9,890 tokens. At 19,780 tokens or more, they take half the time, if all communication overlaps with computation. With one card per machine, two machines need 79,120 tokens. If all weights of a dense model are trained, the model's size does not matter, because computation and communication are proportional to it. (Below 8,205 tokens, even communication over NVLink takes longer than computation.)
 #
 # Does another way to split the model send less to other machines? Take 65 billion parameters on 64 GPUs in 8 machines, one sequence of 2048 tokens per GPU, in bf16. The computation takes 2.0 s.
 #
@@ -823,7 +823,7 @@ large.compare_splits(seventy, dgx.network_bytes)
 # %% [markdown]
 # <div lang="en">
 #
-# **HSDP** shards within a machine and replicates the shards between machines. Between machines, it only all-reduces gradients, in fp32. Each rank holds $16\Psi/8$ bytes, more than the 80 GB of an H100. In the last row, the 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. With these 8 machines and one micro-batch, HSDP and the last row send 11% less than FSDP2 over all 64 GPUs. The number of network cards matters more. In every row, communication takes less than the 2.0 s of computation with one card per GPU, and longer with one card per machine. (Communication within a machine is not counted.)
+# **HSDP** shards within a machine and replicates the shards between machines. Between machines, it only all-reduces gradients, in fp32. Each rank holds $16\Psi/8$ bytes, more than the 80 GB of an H100. In the last row, the 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. With these 8 machines and one micro-batch, HSDP and the last row send 11% less than FSDP2 over all 64 GPUs. The number of network cards matters more. With one card per GPU, every row's communication takes less than the 2.0 s of computation. With one card per machine, it takes longer. (Communication within a machine is not counted.)
 #
 # </div>
 # <div lang="zh">
@@ -918,10 +918,10 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # - Data parallelism divides the activations of a fixed batch. ZeRO shards what each rank of DDP holds whole. In fp32, a DDP rank holds $16\Psi$ bytes, and ZeRO 1 to 3 hold $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$ and $16\Psi/N$.
 # - DDP's buckets always take memory for all gradients, here 27.5 MB.
-# - An all-reduce is a reduce-scatter and an all-gather. ZeRO 1 and 2 can update between the two, and then send no more than DDP. With one micro-batch in fp32, ZeRO 3 sends up to half more than DDP.
+# - An all-reduce equals a reduce-scatter and an all-gather. ZeRO 1 and 2 can update between the two, and then send no more than DDP. With one micro-batch in fp32, ZeRO 3 sends up to 50% more than DDP.
 # - A quarter of the batch takes 131.3 MB instead of 277.7 MB. With shards, checkpoints and bf16, each of four ranks needs 37.8 MB.
 # - Mixed precision does not change what an FSDP2 rank holds. It halves activations and gathered bytes.
-# - In a ring, $(N-1)/N$ of the bytes leave each machine if its ranks are neighbors. With FSDP2 in bf16, two DGX H100 are not slower than one from 9,890 tokens per step.
+# - In a ring, $(N-1)/N$ of the bytes leave each machine if its ranks are neighbors. With bf16 FSDP2 and at least 9,890 tokens per step, two DGX H100 are not slower than one.
 #
 # **Next:** [lesson 09](09_your_own_model.ipynb), models that the course did not write.
 #
@@ -930,7 +930,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # - 批次固定时，数据并行分摊激活值。DDP 的每个进程都持有完整的权重、梯度和优化器状态，ZeRO 则把这三者分片。用 fp32 时，DDP 的每个进程持有 $16\Psi$ 字节，ZeRO 1 到 3 的每个进程依次持有 $8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$ 和 $16\Psi/N$ 字节。
 # - DDP 的桶始终按全部梯度的大小占用内存，在这里使峰值高出 27.5 MB。
-# - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 可以在两者之间更新权重，这样一来，发送的字节数不比 DDP 多。用 fp32、只有一个微批次时，ZeRO 3 的通信量比 DDP 至多高出一半。
+# - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 可以在两者之间更新权重，这样一来，发送的字节数不比 DDP 多。用 fp32、只有一个微批次时，ZeRO 3 的通信量比 DDP 至多高出 50%。
 # - 每台设备只处理批次的四分之一，峰值就从 277.7 MB 降到 131.3 MB。再加上分片、检查点和 bf16，四个进程各自只需 37.8 MB。
 # - 用混合精度时，FSDP2 的每个进程持有的字节数不变，但激活值和收集权重的字节数都减半。
 # - 在环里，只要一台机器的进程彼此相邻，每台机器发出的就是通信字节数的 $(N-1)/N$。用 bf16 的 FSDP2 时，每步只要有 9,890 个 token，两台 DGX H100 就不比一台慢。
@@ -1105,7 +1105,7 @@ print(inspect.getsource(context_parallel.RingAttention))
 # %% [markdown]
 # <div lang="en">
 #
-# Let there be $c$ ranks, and let the keys of a layer take $m$ bytes on each rank. Then a rank sends the keys and values of a layer $c-1$ times in forward and $c-1$ times in backward, and their gradients $c$ times. In addition, the gradients of the weights are all-reduced:
+# Let there be $c$ ranks, and let the keys of a layer take $m$ bytes on each rank, and the values another $m$ bytes. Then a rank sends the keys and values of a layer $c-1$ times in forward and $c-1$ times in backward, and their gradients $c$ times. In addition, the gradients of the weights are all-reduced:
 #
 # </div>
 # <div lang="zh">
@@ -1164,7 +1164,7 @@ table(["gradients differ by", "losses differ by"], rows)
 #
 # <div lang="en">
 #
-# Rank 0 has the embedding and the first two layers, and rank 1 has the last two layers and the head. Micro-batches of one sequence pass through both ranks. (The launch above also ran seven such steps. So this decoder has only 4 layers, sequences of 32 tokens and a vocabulary of 512 words.) In PyTorch, this is:
+# Rank 0 has the embedding and the first two layers, and rank 1 has the last two layers and the head. Micro-batches of one sequence pass through both ranks. (The launch above also ran seven such steps. To make them short, this decoder has only 4 layers, sequences of 32 tokens and a vocabulary of 512 words.) In PyTorch, this is:
 #
 # ```
 # stage = PipelineStage(my_layers, rank, ranks, device)
@@ -1172,7 +1172,7 @@ table(["gradients differ by", "losses differ by"], rows)
 # schedule.step(tokens) if rank == 0 else schedule.step(target=labels)
 # ```
 #
-# **GPipe** computes all forward passes before the first backward pass. **1F1B** alternates forward and backward passes as soon as possible. These are the passes of each rank with four micro-batches:
+# **GPipe** computes all forward passes before the first backward pass. **1F1B** alternates forward and backward passes as soon as possible. With four micro-batches, each rank computes its passes in this order:
 #
 # </div>
 # <div lang="zh">
@@ -1198,7 +1198,7 @@ for schedule in ("gpipe", "1f1b"):
 # %% [markdown]
 # <div lang="en">
 #
-# A micro-batch is in flight from its forward pass to its backward pass, and its saved activations exist for this time. GPipe has all $m$ micro-batches in flight. On rank $i$ of $p$ ranks, 1F1B has $p - i$ in flight. So we measure the bytes of one micro-batch, and multiply them by this number. PyTorch needs memory for three more things. These are a receive buffer per micro-batch, one sent tensor that 1F1B still holds, and on the last rank the outputs of all micro-batches, which `step` returns.
+# A micro-batch is in flight from its forward pass to its backward pass, and its saved activations exist for this time. GPipe has all $m$ micro-batches in flight. On rank $i$ of $p$ ranks, 1F1B has $p - i$ micro-batches in flight. So we measure the bytes of one micro-batch, and multiply them by this number. PyTorch needs memory for three more things. These are a receive buffer per micro-batch, one sent tensor that 1F1B still holds, and on the last rank the outputs of all micro-batches, which `step` returns.
 #
 # </div>
 # <div lang="zh">
@@ -1304,7 +1304,7 @@ table(["schedule", "micro-batches", "idle", "(p − 1)/(m + p − 1)"], rows)
 #
 # <div lang="en">
 #
-# In each layer of Mixtral 8x7B, a router sends every token to 2 of 8 experts, and the experts are 97% of the parameters. With expert parallelism over $e$ of 8 GPUs, a GPU computes only $8/e$ experts. Each GPU sends each of its tokens to the two experts of this token, and gets the results back. This takes one all-to-all in each direction, in forward and again in backward. FSDP2 shards all other parameters over the 8 GPUs. It also shards the experts, but only over the $8/e$ GPUs that have the same experts. The table assumes bf16, and 4096 tokens per GPU that are spread evenly over the experts:
+# In each layer of Mixtral 8x7B, a router sends every token to 2 of 8 experts, and the experts have 97% of the parameters. With expert parallelism over $e$ of 8 GPUs, a GPU computes only $8/e$ experts. Each GPU sends each of its tokens to the two experts of this token, and gets the results back. This takes one all-to-all in each direction, in forward and again in backward. FSDP2 shards all other parameters over the 8 GPUs. It also shards the experts, but only over the $8/e$ GPUs that have the same experts. The table assumes bf16, and 4096 tokens per GPU that are spread evenly over the experts:
 #
 # </div>
 # <div lang="zh">
@@ -1330,7 +1330,7 @@ table(["e", "held per GPU (GB)", "FSDP2 communicates (GB)", "all-to-all (GB)"], 
 # %% [markdown]
 # <div lang="en">
 #
-# The table shows computed, not measured, numbers of bytes that are given to collectives. With $e = 8$, no expert is gathered. Instead of 361 GB of weights and gradients, the GPUs then communicate 8.6 GB of activations. The bytes of the all-to-alls are proportional to the number of tokens, and reach 361 GB at 172,000 tokens per GPU. If the router prefers some experts, the GPUs of these experts get more tokens, take more memory, and make the other GPUs wait.
+# The table shows the bytes that are given to collectives. They are computed, not measured. With $e = 8$, no expert is gathered. Instead of 361 GB of weights and gradients, the GPUs then communicate 8.6 GB of activations. The bytes of the all-to-alls are proportional to the number of tokens, and reach 361 GB at 172,000 tokens per GPU. If the router prefers some experts, the GPUs of these experts get more tokens, take more memory, and make the other GPUs wait.
 #
 # </div>
 # <div lang="zh">
@@ -1344,7 +1344,7 @@ table(["e", "held per GPU (GB)", "FSDP2 communicates (GB)", "all-to-all (GB)"], 
 #
 # <div lang="en">
 #
-# If a batch is divided into micro-batches (lesson 05), only the last micro-batch must reduce gradients. The other micro-batches skip this with `no_sync()` (DDP) or `set_requires_gradient_sync(False)` (FSDP2). With `gradient_as_bucket_view=True` and `zero_grad(set_to_none=False)`, DDP adds up gradients in its buckets. In a prediction, `in_buckets=True` states this. The table has predictions for two ranks with two micro-batches each:
+# If a batch is divided into micro-batches (lesson 05), gradients have to be reduced only in the last micro-batch. The other micro-batches skip the reduction with `no_sync()` (DDP) or `set_requires_gradient_sync(False)` (FSDP2). With `gradient_as_bucket_view=True` and `zero_grad(set_to_none=False)`, DDP adds up gradients in its buckets. In a prediction, the argument `in_buckets=True` stands for this. The table has predictions for two ranks with two micro-batches each:
 #
 # </div>
 # <div lang="zh">
@@ -1366,12 +1366,12 @@ large.sync_table(taken)
 # %% [markdown]
 # <div lang="en">
 #
-# For DDP, this halves the communication volume and costs no memory. FSDP2 communicates 17% fewer bytes, but holds 13.8 MB more, because it must hold gradients that are not sharded.
+# For DDP, `no_sync()` halves the communication volume and costs no memory. FSDP2 communicates 17% fewer bytes, but holds 13.8 MB more, because it must hold gradients that are not sharded.
 #
 # </div>
 # <div lang="zh">
 #
-# 对 DDP 来说，这样能让通信量减半，又不多占内存。FSDP2 的通信量少 17%，每个进程却要多持有 13.8 MB，因为梯度没有归约，就必须完整保留。
+# 对 DDP 来说，`no_sync()` 能让通信量减半，又不多占内存。FSDP2 的通信量少 17%，每个进程却要多持有 13.8 MB，因为梯度没有归约，就必须完整保留。
 #
 # </div>
 
@@ -1408,7 +1408,7 @@ exercises.check_seven_billion(answer)
 #
 # <div lang="en">
 #
-# With one GPU per rank, the same command as in section 8.3 uses NCCL and offers the mode `fsdp-cpu`. Compared with a CPU, only the peak may differ: according to PyTorch 2.13's code (**not measured**), it may have two more gathered blocks and one block's gradients.
+# With one GPU per rank, the same command as in section 8.3 uses NCCL and offers the mode `fsdp-cpu`. Compared with a CPU, only the peak can differ: according to PyTorch 2.13's code (**not measured**), the peak may also contain two gathered blocks and the gradients of one block.
 #
 # </div>
 # <div lang="zh">

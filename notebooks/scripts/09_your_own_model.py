@@ -146,7 +146,7 @@ exercises.check_parameters(parameters)
 # %% [markdown]
 # <div lang="en">
 #
-# Each parameter has four numbers of 4 bytes (lesson 01): the weight, its gradient, and Adam's two moments. For all parameters, these numbers take 498.3 MB. **Guess first.** By how many MB is the peak of the step higher?
+# Each parameter has four numbers of 4 bytes (lesson 01): the weight, its gradient, and Adam's two moments. For all parameters, these numbers take 498.3 MB. **Guess first.** By how many MB is the peak of the step higher than this?
 #
 # </div>
 # <div lang="zh">
@@ -164,7 +164,7 @@ practice.guesses([("beyond 16 bytes per parameter", my_guess, beyond)])
 # %% [markdown]
 # <div lang="en">
 #
-# Does a real step need as much memory as estimated? We run it once under a meter:
+# Does a real step need exactly the estimated memory? We run it once under a meter:
 #
 # </div>
 # <div lang="zh">
@@ -181,7 +181,7 @@ practice.run_predicted(make_llama, llama_batch, {"plain": plain})
 #
 # <div lang="en">
 #
-# The estimate is 609.1 MB, which is 110.9 MB more than 498.3 MB.
+# The estimate is 609.1 MB, 110.9 MB more than 498.3 MB.
 #
 # **Guess first.** Use one technique alone: a checkpoint for each layer, four micro-batches, an optimizer state that is offloaded to a lower tier, or optimizer steps in backward. Which technique saves most? Which one saves nothing?
 #
@@ -215,7 +215,7 @@ practice.guesses(zip([*ways][1:5], my_guesses, saved[1:5], strict=True))
 # %% [markdown]
 # <div lang="en">
 #
-# Adam's state is the largest part of the peak, 249 MB, so offloading it saves most. Checkpoints, the technique that everybody knows, save 92 MB. Updates in backward save nothing here when used alone, because the peak comes early in backward, when hardly any gradient exists yet. With checkpoints, the peak moves to the end of backward, when all gradients exist. Then it helps to release gradients early.
+# Adam's state is the largest part of the peak, 249 MB, so offloading it saves most. Checkpoints, the best-known technique, save 92 MB. Updates in backward save nothing here when used alone, because the peak comes early in backward, when hardly any gradient exists yet. With checkpoints, the peak moves to the end of backward, when all gradients exist. Then it helps to release gradients early.
 #
 # Lesson 07 found the same rule for another model: look at what fills the peak, then choose. Three techniques, each for one part of the peak, lower it to 171.6 MB.
 #
@@ -233,7 +233,7 @@ practice.guesses(zip([*ways][1:5], my_guesses, saved[1:5], strict=True))
 #
 # <div lang="en">
 #
-# A saving only counts if the training stays the same. So run the same steps twice on passages half as long: as the baseline, and with all three techniques. **Guess first:** are the weights equal to the last bit? In lesson 07 they were equal.
+# A saving only counts if the training stays the same. So run the same steps twice, on passages of half the length: first as the baseline, then with all three techniques. **Guess first:** are the weights equal to the last bit? In lesson 07 they were equal.
 #
 # </div>
 # <div lang="zh">
@@ -280,7 +280,7 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (35 minutes). You have predicted the step of a new model. With three techniques, the model trains as it does with the baseline. In the second sitting, you write a recipe for 200 MB. Then a vision transformer, LoRA, and a model of 8 billion parameters follow.
+# **End of the first sitting** (35 minutes). You have predicted the step of a new model. With three techniques, the training has the same result as the baseline. In the second sitting, you write a recipe for 200 MB. Then a vision transformer, LoRA, and a model of 8 billion parameters follow.
 #
 # </div>
 # <div lang="zh">
@@ -294,7 +294,7 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 #
 # <div lang="en">
 #
-# **Exercise 2.** Write a recipe for 200 MB whose set of techniques differs from the three above. Fewer checkpoints, or checkpoints of another size, do not count as another set. Keep fp32, Adam and one device. Section 7.2 of lesson 07 lists the fields of `Recipe`. Each try takes about half a second.
+# **Exercise 2.** Write a recipe for 200 MB whose set of techniques differs from the three above. Fewer checkpoints, or checkpoints of another size, do not count as another set. Still use fp32, Adam and one device. Section 7.2 of lesson 07 lists the fields of `Recipe`. Each try takes about half a second.
 #
 # </div>
 # <div lang="zh">
@@ -336,7 +336,7 @@ predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 # %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找代价最小的配方。\n\n那三种技术里，还有什么可以不用？"}
 # <div lang="en">
 #
-# Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, so each gradient must be released as soon as it has been used. The optimizer state also takes 249 MB and must be offloaded. Only the activations are left. With all three techniques, 28 MB of the 200 MB are still unused. **Guess first:** what can still be left out of these techniques?
+# Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, so each gradient must be released right after its use. The optimizer state also takes 249 MB and must be offloaded. Only activations remain. With all three techniques, 28 MB of the 200 MB are still unused. **Guess first:** what can still be left out of this recipe?
 #
 # </div>
 # <div lang="zh">
@@ -451,7 +451,7 @@ practice.run_predicted(make_lora, llama_batch, peaks, guess=my_guess)
 # %% [markdown]
 # <div lang="en">
 #
-# LoRA takes 343.4 MB, more than half of full training's memory. It removes the gradients and the optimizer state of frozen weights, but the weights themselves stay. The activations stay, too, at 199.5 MB, because backward must still pass through every layer to reach the adapters of the first layer. So checkpoints are the next technique, and they lower the peak to 170.1 MB. Offloading the state would save only 6.4 MB.
+# LoRA takes 343.4 MB, more than half of full training's memory. It removes the gradients and the optimizer state of frozen weights, but the weights themselves stay. The activations stay, too, at 199.5 MB, because backward must pass through every layer to reach the adapters of the first layer. So checkpoints are the next technique, and they lower the peak to 170.1 MB. Offloading the state would save only 6.4 MB.
 #
 # </div>
 # <div lang="zh">
@@ -465,7 +465,7 @@ practice.run_predicted(make_lora, llama_batch, peaks, guess=my_guess)
 #
 # <div lang="en">
 #
-# Now take Llama 3 8B from its published configuration. The step has 4096 tokens and uses bf16, fp32 master weights and Adam. At 16 bytes per parameter, that is 128 GB. **Guess first:** can the whole model be trained with the host's memory and one card of 80 GB? And with a card of 24 GB? One shell command answers this:
+# Now take Llama 3 8B from its published configuration. The step has 4096 tokens and uses bf16, fp32 master weights and Adam. At 16 bytes per parameter, weights, gradients and optimizer state take 128 GB. **Guess first:** can the whole model be trained with the host's memory and one card of 80 GB? And with a card of 24 GB? One shell command answers this:
 #
 # ```
 # python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
@@ -474,7 +474,7 @@ practice.run_predicted(make_lora, llama_batch, peaks, guess=my_guess)
 # </div>
 # <div lang="zh">
 #
-# 现在换成 Llama 3 8B，尺寸取自它公开的配置，序列长 4096 个 token，用 bf16、fp32 主权重和 Adam 训练。每个参数 16 字节，一共 128 GB。**先猜**：用一块 80 GB 的卡，加上主机内存，能训练整个模型吗？换成 24 GB 的卡呢？在终端里运行一行命令，就能知道答案：
+# 现在换成 Llama 3 8B，尺寸取自它公开的配置，序列长 4096 个 token，用 bf16、fp32 主权重和 Adam 训练。权重、梯度和优化器状态按每个参数 16 字节计算，一共 128 GB。**先猜**：用一块 80 GB 的卡，加上主机内存，能训练整个模型吗？换成 24 GB 的卡呢？在终端里运行一行命令，就能知道答案：
 #
 # ```
 # COURSE_LANG=zh python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
@@ -489,7 +489,7 @@ _ = budget_command([*sizes, "--device", "H100", "--quick"])
 # %% [markdown] slide={"en": "**Guess first.** Llama 3 8B by QLoRA: how many bytes are the weights in NF4? The adapters of rank 8? Their gradients and state?", "zh": "**先猜**：用 QLoRA 训练 Llama 3 8B，NF4 的权重占多少字节？秩为 8 的适配器呢？适配器的梯度和状态呢？"}
 # <div lang="en">
 #
-# The step takes 49 GB, and two fifths of the card's memory stay free, because 96.4 GB of optimizer state are in host memory. On an RTX 4090 of 25.8 GB, the same command finds a recipe that offloads the activations as well. Its tensors take 22.4 GB, the allocator reserves 24.4 GB, and 0.8 GB are left. With `--lora 8 --base nf4`, the command searches for recipes of QLoRA, which freezes the weights in 4 bits and trains adapters.
+# The step takes 49 GB, and two fifths of the card's memory stay free, because 96.4 GB of optimizer state are in host memory. On an RTX 4090 of 25.8 GB, the same command finds a recipe that offloads the activations, too. Its tensors take 22.4 GB, the allocator reserves 24.4 GB, and 0.8 GB are left. With `--lora 8 --base nf4`, the command searches for recipes of QLoRA, which freezes the weights in 4 bits and trains adapters.
 #
 # **Exercise 3.** Write `qlora_bytes(config, rank)`. It predicts the bytes of a Llama that stay in memory between steps.
 #
@@ -569,9 +569,9 @@ figures.on_a_card(large)
 # %% [markdown]
 # <div lang="en">
 #
-# Full training keeps 96.4 GB in host memory, and needs up to 42.4 GB more there for the data that a step offloads. So a host with 128 GB is too small. Full training also moves 84.9 GB per step. LoRA needs no host memory and moves no data. Its frozen weights have no gradients, no moments and no master weights, and checkpoints are enough for the activations. With NF4 (QLoRA), the weights take another 10.0 GB less.
+# Full training keeps 96.4 GB in host memory, and up to 42.4 GB more for the data that a step offloads. So a host with 128 GB is too small. Full training also moves 84.9 GB per step. LoRA needs no host memory and moves no data. Its frozen weights have no gradients, no moments and no master weights, and checkpoints are enough for the activations. With NF4 (QLoRA), the weights take 10.0 GB less than in bf16.
 #
-# A step fits if its *reserved* memory and CUDA's own memory fit on the GPU together. CUDA leaves 25.3 GB of the card free, and full training reserves 24.4 GB of these. With the whole output head at once, LoRA in bf16 has 23.8 GB of tensors, but the allocator reserves 25.9 GB, which do not fit. So LoRA and QLoRA compute the head in chunks of 512 tokens.
+# A step fits if its *reserved* memory and CUDA's own memory fit on the GPU together. CUDA leaves 25.3 GB of the card free, and full training reserves 24.4 GB of these. If LoRA in bf16 computes the whole output head at once, it has 23.8 GB of tensors, but the allocator reserves 25.9 GB, which do not fit. So LoRA and QLoRA compute the head in chunks of 512 tokens.
 #
 # </div>
 # <div lang="zh">

@@ -11,9 +11,9 @@
 #
 # <div lang="en">
 #
-# How much memory does a training step of *your* model need, and how much can you save without changing the gradients? In this project you find out, for a model that you train or want to train. You fill in four things and run eight sections. The sections fill in a sheet, which you hand in.
+# How much memory does a training step of *your* model need, and how much can you save without changing the gradients? In this project you find out, for a model that you train or want to train. You fill in four gaps and run eight sections. The sections fill in a sheet, which you hand in.
 #
-# The fill-ins already contain a small model, so you can run everything immediately. Read the project through once, then replace the small model with yours. If your model breaks a rule of the course's library, the section that needs the rule tells you in one sentence, and the other sections still run.
+# The fill-ins already contain a small model, so you can run everything immediately. Read the project through once, then replace the small model with yours. If your model breaks a rule of the course's library, the section that needs this rule prints a sentence about it, and the other sections still run.
 #
 # </div>
 # <div lang="zh">
@@ -74,9 +74,9 @@ from course_lib.lessons.lesson_10.project import Sheet
 # - `make_model()` returns a new model in fp32, with the same weights in each call.
 # - `make_batch(step)` returns the batch of a step: one tensor, or tensors in tuples and dictionaries.
 # - `loss_sum(model, batch)` returns the sum of the losses and their number. Lesson 05 showed why a mean is not enough. Write `loss_sum = None` for a Hugging Face model that computes its own loss.
-# - `BUDGET` is the number of bytes that the step may take. The cell below the fill-ins prints the peak. Begin with a third of this peak.
+# - `BUDGET` is the largest number of bytes that the step is allowed to take. The cell below the fill-ins prints the peak. Begin with a third of this peak.
 #
-# Begin with a small version of your model, which takes less than half of this machine's memory. For this, use fewer layers or a smaller batch. In the larger model, each technique saves the same kind of memory.
+# Begin with a small version of your model, whose step takes less than half of this machine's memory. To get this version, use fewer layers or a smaller batch. Later, in the larger model, each technique saves the same kind of memory.
 #
 # </div>
 # <div lang="zh">
@@ -270,7 +270,7 @@ with sheet.part("10.6"):
 #
 # <div lang="en">
 #
-# "torch" prints a loop with the course's library. "trainer" prints the arguments of Hugging Face's Trainer, and "fsdp2" prints the lines for PyTorch's FSDP2. Comments state which parts of the recipe your framework does not support.
+# With "torch", the next cell prints a loop that uses the course's library. With "trainer", it prints the arguments of Hugging Face's Trainer. With "fsdp2", it prints the lines for PyTorch's FSDP2. Comments in the printed code state which parts of the recipe your framework does not support.
 #
 # </div>
 # <div lang="zh">
