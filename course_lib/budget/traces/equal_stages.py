@@ -44,7 +44,7 @@ class ForwardRun:
             An int64 array of shape (points, categories), with the categories in the order of
             `CATEGORIES`.
         outline: Shape, strides, dtype and device of the output.
-        role: What the output's storage is used for, as in the meter's `Record` of this storage.
+        role: Use of the output's storage, as in the meter's `Record` of this storage.
         made_in: Pass in which the output's storage was created, as in the same `Record`.
         born: Point at which the output's storage is created.
         drew: Whether the pass drew random numbers.
