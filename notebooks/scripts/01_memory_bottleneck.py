@@ -1300,7 +1300,7 @@ table(["step", "after", "live (MB)", "allocated (MB)", "reserved (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# After forward, the first step has 55.0 MB less in memory than the second step, because Adam creates its state at the end of step 1. The peak is inside backward, so no reading between phases shows it. Allocated memory follows the live bytes, but reserved memory only rises, because the allocator keeps the memory that `zero_grad` has released. The second step reuses this memory and reserves another 44 MB, because Adam's state now occupies part of the reused memory.
+# After forward, the first step has 55.0 MB less in memory than the second step, because Adam creates its state at the end of step 1. The peak is inside backward, so no reading between phases shows it. Allocated memory follows the live bytes, but reserved memory only rises, because the allocator keeps the memory that `zero_grad` has released. In the second step, Adam's state occupies part of this memory. The rest is not enough, so the allocator reserves another 44 MB.
 #
 # `save_snapshot` writes one step for PyTorch's memory viewer, as `torch.cuda.memory._dump_snapshot` does on a GPU:
 #

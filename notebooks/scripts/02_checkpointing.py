@@ -248,7 +248,7 @@ table(["`use_reentrant`", "gradients equal", "trained from data", "warnings"], r
 #
 # If no input tensor of a Function needs a gradient, the output has no graph. Therefore the head gets gradients, but the block gets none. PyTorch's older mode warns about this, but your checkpoint gives no warning. If you leave out the option, PyTorch 2.13 still uses the older mode, and gives a second warning, which is printed above. This warning announces an error from version 2.9 on, but version 2.13 raises no such error. Always write `use_reentrant=False`.
 #
-# In both modes, a block must compute the same results twice. PyTorch repeats its own random numbers and the `autocast` settings, so dropout draws the same mask. PyTorch does not repeat Python's random numbers or a counter of your module (section 2.16). So the second result may differ, which may raise a `CheckpointError` (section 2.14).
+# In both modes, a block must compute the same results twice. PyTorch repeats its own random numbers and the `autocast` settings, so dropout draws the same mask. PyTorch does not repeat Python's random numbers, and does not reset your module's counters (section 2.16). So the second result may differ, which may raise a `CheckpointError` (section 2.14).
 #
 # </div>
 # <div lang="zh">

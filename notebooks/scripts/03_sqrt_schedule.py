@@ -189,7 +189,7 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 # %% [markdown]
 # <div lang="en">
 #
-# In both models, pairs need less memory from about 49 layers on. (In the 8B model, 134 of the 825 MB are float32 copies in Hugging Face's norms. With fused norms, pairs help in shallower models, too.) The 8B model has only 32 layers. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
+# In both models, pairs need less memory from about 49 layers on. (In the 8B model, a layer keeps 825 MB, 134 MB of them for float32 copies in norms. With fused norms, pairs help in shallower models, too.) The 8B model has only 32 layers. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
 #
 # In other training steps the gradients arrive during backward. In these two models a layer's gradients take far more bytes than its input, so the peak is at the end of backward. The inputs are released by then, so groups do not lower the peak.
 #
@@ -565,7 +565,7 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 4.** The code already has the first way and the minimum. For the second way, which runs on to stage `e`, write the times of the two remaining parts. `stages` is a tuple that begins with stage $i$: `stages[:e]` have run forward, and `stages[e:]` come later. A stage has `forward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$). A stage's output is the next stage's input. The check tries all schedules of this kind on four such chains.
+# **Exercise 4.** The code already computes the time of the first way, and returns the minimum of all times. For the second way, which runs on to stage `e`, write the times of the two remaining parts. `stages` is a tuple that begins with stage $i$: `stages[:e]` have run forward, and `stages[e:]` come later. A stage has `forward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$). A stage's output is the next stage's input. The check tries all schedules of this kind on four such chains.
 #
 # </div>
 # <div lang="zh">
@@ -1129,7 +1129,7 @@ table(["gradients equal"], [[equal]])
 #
 # <div lang="en">
 #
-# A **recursive** schedule keeps the input of the middle stage. It does the right half of the chain, then the left half, and treats each half in the same way. About $\log_2 L$ inputs are live, and a stage runs forward $\frac12 \log_2 L$ more times on average. Until the picture below, each stage keeps one activation, $A = B$.
+# A **recursive** schedule keeps the input of the middle stage. It runs the right half forward and backward, then the left half, and divides each half in the same way. About $\log_2 L$ inputs are live, and a stage runs forward $\frac12 \log_2 L$ more times on average. Until the picture below, each stage keeps one activation, $A = B$.
 #
 # </div>
 # <div lang="zh">
@@ -1217,7 +1217,7 @@ table(["slots c", "r = 1", "r = 2", "r = 3", "β(c, r)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 四个槽、每级往前跑三次，可以反向做完 $\binom{7}{4} = 35$ 级。如果有 1000 级、32 个槽，与全部保留时相比，每级平均要多做 2.4 次前向。
+# 用四个槽，每级最多往前跑三次，就能完成 $\binom{7}{4} = 35$ 级的反向。如果有 1000 级、32 个槽，与全部保留时相比，每级平均要多做 2.4 次前向。
 #
 # 图上是 16 级的三种调度，每级保存两份激活值，三种调度的峰值都是 $8 B$。时间从左到右，最下面一行是第 0 级。深色的格子是动作：绿色是全部保留的前向，蓝色是只保留输入的前向，灰色是什么也不保留的前向，红色是反向。格子右边的浅色带表示这些张量保留到什么时候。
 #

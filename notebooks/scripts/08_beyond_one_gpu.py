@@ -991,7 +991,7 @@ schemes.parallelisms()
 #
 # <div lang="en">
 #
-# A layer has two pairs of matrices. The first matrix of a pair is cut into columns of $W^\top$, and the second matrix into rows. So the ranks only have to add up their outputs after the second matrix. In PyTorch, this is:
+# A layer has two pairs of matrices. For the first matrix of a pair, each rank gets some columns of $W^\top$, and for the second, some rows. So the ranks only have to add up their outputs after the second matrix. In PyTorch, this is:
 #
 # ```
 # parallelize_module(model, mesh, {
