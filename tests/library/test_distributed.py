@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from course_lib._torch.symbolic import is_symbolic
 from course_lib.accumulation import AccumulatedStep
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import (
@@ -194,6 +195,17 @@ def predict_rank(task, mode, ranks=2, rank=0, **options):
     """Predict the memory and communication of a rank."""
     make_batch = partial(task.part, 0, ranks, rank)
     return predict(task.make_model, make_batch, task.loss_sum, mode, ranks, rank=rank, **options)
+
+
+def test_predicted_model_is_symbolic_and_takes_no_memory(task):
+    made = []
+
+    def make_model():
+        made.append(task.make_model())
+        return made[-1]
+
+    predict(make_model, partial(task.part, 0, 2, 0), task.loss_sum, "zero1", 2)
+    assert made and is_symbolic(*made[0].parameters())
 
 
 # ---- on 2 and 4 processes
