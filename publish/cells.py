@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -128,8 +129,11 @@ def without_solutions(notebook: NotebookNode) -> NotebookNode:
             solutions.append((number, solution))
         elif cell.cell_type == "code":
             _check_names(number, cell.source, before, solutions)
+    statements = [
+        (number, line) for number, solution in solutions for line in _own_statements(solution)
+    ]
     for cell in kept:
-        _check_leaks(cell, solutions)
+        _check_leaks(cell, statements)
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     notebook.cells = kept
@@ -223,7 +227,8 @@ def _checks(source: str) -> set[str]:
     return set(re.findall(r"\bcheck_\w+", source))
 
 
-def names_in(source: str) -> tuple[set[str], set[str]]:
+@cache  # each cell is compared with all later ones
+def names_in(source: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return (names that the code binds, names that it reads)."""
     bound, read = set(), set()
     for node in ast.walk(parse(source)):
@@ -235,7 +240,7 @@ def names_in(source: str) -> tuple[set[str], set[str]]:
             bound.add(node.arg)
         elif isinstance(node, ast.alias):
             bound.add((node.asname or node.name).partition(".")[0])
-    return bound, read
+    return frozenset(bound), frozenset(read)
 
 
 def _check_names(
@@ -252,31 +257,29 @@ def _check_names(
             )
 
 
-def _check_leaks(cell: NotebookNode, solutions: list[tuple[int, str]]) -> None:
-    """Check that no statement of a solution is also outside of its markers, in code or in prose.
+def _own_statements(solution: str) -> Iterator[str]:
+    """Yield the statements of a solution, except short ones, imports and calls of checks."""
+    for node in getattr(parse(solution), "body", []):
+        statement = ast.unparse(node)
+        own_check = isinstance(node, ast.Expr) and re.fullmatch(
+            r"[\w.]*check_\w+\((\w+|\(\w+(, \w+)*\))\)", statement
+        )
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        if not (is_import or own_check or len(statement) < _SHORT):
+            yield statement
 
-    Imports and calls of checks are allowed there.
-    """
+
+def _check_leaks(cell: NotebookNode, statements: list[tuple[int, str]]) -> None:
+    """Check that no statement of a solution is also outside of its markers, in code or in prose."""
     here = {
         ast.unparse(node) for node in ast.walk(parse(cell.source)) if isinstance(node, ast.stmt)
     }
-    for number, solution in solutions:
-        for node in getattr(parse(solution), "body", []):
-            statement = ast.unparse(node)
-            own_check = isinstance(node, ast.Expr) and re.fullmatch(
-                r"[\w.]*check_\w+\((\w+|\(\w+(, \w+)*\))\)", statement
+    for number, statement in statements:
+        if statement in here or (cell.cell_type == "markdown" and statement in cell.source):
+            line = statement.splitlines()[0]
+            raise EditionError(
+                f"the solution in cell {number} is outside of its markers as well: {line!r}"
             )
-            if (
-                isinstance(node, ast.Import | ast.ImportFrom)
-                or own_check
-                or len(statement) < _SHORT
-            ):
-                continue
-            if statement in here or (cell.cell_type == "markdown" and statement in cell.source):
-                line = statement.splitlines()[0]
-                raise EditionError(
-                    f"the solution in cell {number} is outside of its markers as well: {line!r}"
-                )
 
 
 # --- files ---

@@ -3,6 +3,7 @@ built once."""
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import hypothesis_settings  # noqa: F401  its settings of hypothesis hold for all tests
@@ -93,9 +94,16 @@ def one_process():
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
+FROZEN = {"modules": 0}  # number of modules when the collector's objects were last frozen
+
+
+@pytest.fixture(autouse=True)
 def little_to_collect():
-    """The collector leaves alone what exists before a file's tests: `measure` calls it before each
-    run, and it would look through all imported modules again and again."""
-    gc.collect()
-    gc.freeze()
+    """Freeze all objects, if modules were imported since they were last frozen.
+
+    `measure` collects garbage before each run, and would search the objects of all modules.
+    """
+    if len(sys.modules) != FROZEN["modules"]:
+        gc.collect()
+        gc.freeze()
+        FROZEN["modules"] = len(sys.modules)

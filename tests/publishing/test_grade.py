@@ -62,8 +62,9 @@ def untouched(lessons):
 
 
 @pytest.fixture
-def read_once(lessons, monkeypatch):
+def read_once(lessons, untouched, monkeypatch):
     monkeypatch.setattr(grade, "lessons_of", lambda notebooks: lessons)
+    monkeypatch.setattr(grade, "fingerprints_of", lambda lesson: untouched)
 
 
 STUBS = {
@@ -352,7 +353,7 @@ def test_cpu_limit_of_system_stops_notebook_kernel_without_watching_process(tmp_
     monkeypatch.setattr(Run, "_watch", lambda self, kernel: None)
     monkeypatch.setattr(kernels, "_SECONDS_MORE", 0)
     with pytest.raises(DeadKernelError):
-        run_cell("while True: pass", tmp_path, Limits(4))
+        run_cell("while True: pass", tmp_path, Limits(3))
 
 
 @pytest.mark.parametrize(
@@ -361,8 +362,8 @@ def test_cpu_limit_of_system_stops_notebook_kernel_without_watching_process(tmp_
 )
 def test_notebook_run_stops_at_time_limit(tmp_path, loop, verb):
     """The start of the kernel counts as well, so the limit leaves time for it."""
-    with pytest.raises(OutOfTime, match=f"it {verb} for more than 5 seconds"):
-        run_cell(loop, tmp_path, Limits(5))
+    with pytest.raises(OutOfTime, match=f"it {verb} for more than 3 seconds"):
+        run_cell(loop, tmp_path, Limits(3))
 
 
 HIDDEN_OS = "import os as hidden"  # a cell of lesson 00 here, so the static check accepts it
@@ -461,7 +462,6 @@ def test_interrupted_grading_saves_finished_rows_and_resumes(
         return [verdicts.Row(submission.name, "00", "–", "✓", "ok")]
 
     monkeypatch.setattr(grade, "grade", grade_until_interrupted)
-    monkeypatch.setattr(grade, "fingerprints_of", lambda lesson: {})
     options = [str(tmp_path / "in"), "--output", str(table), "--notebooks", str(NOTEBOOKS)]
     with pytest.raises(SystemExit, match="stopped; 2 of 3 files are graded, run again to go on"):
         grade.main(options)
@@ -498,7 +498,6 @@ def test_full_disk_leaves_consistent_table_and_error_message(
     for file in "ab":
         hand_in(tmp_path / f"in/{file}.ipynb", submission("1", title="# 0 Start / 开始"))
     monkeypatch.setattr(grade, "_run", lambda *arguments: "")
-    monkeypatch.setattr(grade, "fingerprints_of", lambda lesson: {})
     table = tmp_path / "t.csv"
     options = [str(tmp_path / "in"), "--output", str(table), "--notebooks", str(NOTEBOOKS)]
     with monkeypatch.context() as full:

@@ -11,15 +11,20 @@ import sys
 import zipfile
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import edition_fixtures
 import pytest
+import torch
 from edition_fixtures import failure, notebook_of, small_course, stored_lessons, write_lesson
 from test_readme import differences
 
 nbformat = pytest.importorskip("nbformat")
 
 from course_lib.attention import kernels
+from course_lib.lessons import lesson
+from course_lib.memory import MemoryMeter
+from course_lib.schedule import ScheduledSequential, optimal
 from publish import cells, student
 from publish.cells import STAMP, EditionError, output_folder, remove_guard, without_solutions
 from publish.student import check_of
@@ -374,29 +379,74 @@ def names_defined_by(source):
     return definitions | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-def cells_of_attempts(code):
-    """Return the attempts, the cells that use their names, and the cells that these need."""
+def cells_of_attempts(code, known):
+    """Return the attempts, the cells that use their names, and the cells that these need.
+
+    Cells are not needed for names that are known.
+    """
     defined = set().union(*(names_defined_by(cell.source) for cell in code if check_of(cell)))
     kept, needed = [], set()
     for cell in reversed(code):
         bound, read = cells.names_in(cell.source)
         if check_of(cell) or bound & needed or (read - bound) & defined:
             kept.append(cell)
-            needed = (needed - bound) | (read - bound)
+            needed = ((needed - bound) | (read - bound)) - known
     return kept[::-1]
+
+
+def small_meter(*arguments, **options):
+    """Return a meter that has measured one operator instead of a training step."""
+    with MemoryMeter() as meter:
+        torch.ones(1, 1) @ torch.ones(1, 1)
+    return meter
+
+
+# Names of cells that measure for long and depend on no answer. The cells that use them next to an
+# answer run with any numbers.
+RANKS = {"measured": {"parameter": [1, 1]}, "communicated": {"measured": 1}}
+MEASURED = {
+    "01": {"metered_step": small_meter},
+    "03": {
+        "eight": {"each layer": (1, 1), "two layers per checkpoint": (1, 1)},
+        "sweep": dict.fromkeys((1, 10, 14, 50, 51), 1),
+        "optimal": optimal,
+        "scheduled": lambda layers, schedule, x: ScheduledSequential(layers, schedule)(x),
+    },
+    "04": {"all_above": 1, "measured": dict.fromkeys((1, 4, 16, 32), 1)},
+    "05": {"metered_step": small_meter},
+    "08": {"two": {mode: RANKS | {"mode": mode} for mode in ("ddp", "zero1", "fsdp", "fsdp-bf16")}},
+    "09": {"large": {"LoRA, nf4 weights": SimpleNamespace(at_peak={"parameter": 1})}},
+}
+
+
+@pytest.fixture
+def short_measurements(monkeypatch):
+    """Replace functions of lesson 02 that measure code which depends on no answer."""
+    lesson("02", "exercises")  # keeps the replaced functions
+    figures, own_code = lesson("02", "figures"), lesson("02", "own_code")
+    costs, cost_of = own_code.Cost(1, 1, 1.0, []), own_code.cost_of
+
+    def cost_of_answer(model, batch, loss):
+        return costs if loss is own_code.loss_of_model else cost_of(model, batch, loss)
+
+    monkeypatch.setattr(own_code, "cost_of", cost_of_answer)
+    for name in ("measured_step", "metered_step"):
+        monkeypatch.setattr(figures, name, small_meter)
 
 
 # These stubs run, so a check judges them as wrong answers. Do not add new ones.
 STUBS_THAT_ANSWER = {"checkpoint", "loss_in_pieces", "offloading", "loop", "log_sum_exp"}
 
 
+@pytest.mark.usefixtures("short_measurements")
 @pytest.mark.parametrize("name", edition_fixtures.NAMES)
 def test_unsolved_lesson_runs_and_every_exercise_check_rejects_stub(lessons, name, monkeypatch):
     # another test of this process may have imported Triton without its interpreter
     monkeypatch.setattr(kernels, "INTERPRETED", True)
     code = [cell for cell in lessons[name].cells if cell.cell_type == "code"]
-    names, verdicts = {}, {}
-    for cell in cells_of_attempts(code):
+    names, verdicts = dict(MEASURED.get(name[:2], {})), {}
+    assert names.keys() <= set().union(*(cells.names_in(cell.source)[0] for cell in code))
+    for cell in cells_of_attempts(code, names.keys()):
         above, _, call = cell.source.rstrip().rpartition("\n")
         exec(above if check_of(cell) else cell.source, names)
         if check := check_of(cell):
