@@ -23,7 +23,7 @@ CONFIG = {
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 160,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 320,
@@ -78,9 +78,9 @@ def test_estimate_of_other_architectures_with_adapters_equals_measurement(kind, 
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": kind} | sizes))
     workload = model_of_config(file, 20, by_transformers=True)
-    recipe = Recipe(precision=None, attention=None, checkpoint="layers", micro_batches=3)
+    recipe = Recipe(precision=None, attention=None, checkpoint="layers", micro_batches=2)
     adapted = with_adapters(workload.make_model, 2, targets="all-linear", base="nf4-double")
-    step = adapted, partial(workload.make_batch, 3), recipe
+    step = adapted, partial(workload.make_batch, 2), recipe
     assert estimate(*step).peak_bytes == run(*step).meter.peak_bytes
 
 

@@ -53,16 +53,26 @@ make_model.loss_sum = lambda model, batch: (model(batch).square().sum(), len(bat
 
 
 @cache
+def outputs_of(*arguments):
+    """Run the command once, and return what it prints with --json and without."""
+    results, make_result = [], command.Result
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        patch.setattr(
+            command, "Result", lambda *fields: results.append(make_result(*fields)) or results[-1]
+        )
+        assert command.main([*arguments, "--json"]) == 0
+    given = command.arguments().parse_args([*arguments])
+    return json.loads(printed.getvalue()), str(results[0].as_text(given))
+
+
 def printed_by(*arguments):
     """Return what the command prints."""
-    with redirect_stdout(StringIO()) as printed:
-        assert command.main([*arguments]) == 0
-    return printed.getvalue()
+    return outputs_of(*arguments)[1]
 
 
 def result_of(*arguments):
     """Return the JSON that the command prints."""
-    return json.loads(printed_by(*arguments, "--json"))
+    return outputs_of(*arguments)[0]
 
 
 @pytest.fixture

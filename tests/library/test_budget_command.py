@@ -220,6 +220,7 @@ def test_command_prints_and_plots_text_in_selected_language(tmp_path, capsys, mo
     monkeypatch.setenv("COURSE_LABELS", "strict")  # English that has no Chinese is an error
     picture, outputs = tmp_path / "steps.png", []
     arguments = [*ONE_LAYER, "--details", "--device", "A100", "--count", "tensors", "--check"]
+    arguments.append("--quick")
     for language in ("en", "zh"):
         monkeypatch.setenv("COURSE_LANG", language)
         with warnings.catch_warnings():
@@ -321,7 +322,7 @@ UNTRANSLATED = [
     (f"{SMALL} --budget 1GB --heads 3", "divisor of hidden"),
     (f"{SMALL} --budget 1GB --device laptop --count reserved", "no caching allocator"),
     (
-        f"{SMALL} --budget 1GB --batch 10000000 --sequence 10000000 --hidden 10000000",
+        f"{SMALL} --budget 1GB --batch 100000 --sequence 10000000 --hidden 10000000",
         "fewer than 2**63",
     ),
     ("--sequence 8", "--parameters, or --hidden and --layers, got none"),

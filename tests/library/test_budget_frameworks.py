@@ -8,16 +8,16 @@ from functools import partial
 
 import pytest
 import torch
+from test_budget_answer import outputs_of
 from torch import distributed
 
 from course_lib.budget import Recipe
-from course_lib.budget import __main__ as command
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 LLAMA = {"model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112}
-LLAMA |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SAMPLES, LENGTH = 8, 32
 
 
@@ -145,32 +145,32 @@ def test_generated_fsdp2_code_lists_unsupported_fields_and_requires_sharding():
 
 
 @pytest.fixture
-def printed(tmp_path, capsys):
-    """A function that returns what the command prints for a config."""
+def answer(tmp_path):
+    """A function that returns what the command prints for a config: JSON and text."""
 
     def run(config, *more):
-        file = tmp_path / "config.json"
+        file = tmp_path / f"{config['model_type']}.json"
         file.write_text(json.dumps(config), "utf-8")
         size = ["--config", str(file), "--sequence", str(LENGTH), "--batch", str(SAMPLES)]
-        assert command.main([*size, "--device", "A100", "--quick", "--details", *more]) == 0
-        return capsys.readouterr().out
+        device = ["--device", "A100", "--count", "tensors", "--quick"]
+        return outputs_of(*size, *device, "--details", *more)
 
     return run
 
 
-def test_command_prints_valid_training_arguments(printed):
+def test_command_prints_valid_training_arguments(answer):
     names = {"TrainingArguments": partial(transformers.TrainingArguments, use_cpu=True)}
-    code = printed(LLAMA)
+    result, code = answer(LLAMA)
     call = code[code.index("\nTrainingArguments(") :].partition("\n)")
     arguments = eval("".join(call[:2]), names)
     assert arguments.bf16 and arguments.per_device_train_batch_size == SAMPLES
-    expected = json.loads(printed(LLAMA, "--json"))["training_arguments"]
+    expected = result["training_arguments"]
     assert {name: getattr(arguments, name) for name in expected} == expected
 
 
-def test_command_prints_fsdp2_code_with_block_names(printed):
-    sizes = {"vocab_size": 97, "n_positions": LENGTH, "n_embd": 64, "n_layer": 4, "n_head": 4}
+def test_command_prints_fsdp2_code_with_block_names(answer):
+    sizes = {"vocab_size": 97, "n_positions": LENGTH, "n_embd": 64, "n_layer": 2, "n_head": 4}
     gpt2 = {"model_type": "gpt2"} | sizes
     for config, blocks in ((LLAMA, "model.model.layers"), (gpt2, "model.transformer.h")):
-        code = printed(config, "--ranks", "2", "--shard", "zero3")
+        _, code = answer(config, "--ranks", "2", "--shard", "zero3")
         assert f"blocks = {blocks}\n" in code and "fully_shard(model, **options)" in code

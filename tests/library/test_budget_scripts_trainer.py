@@ -1,7 +1,9 @@
 """Scripts for Hugging Face's Trainer peak at the prediction, and `fit` searches their recipes."""
 
+import gc
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from itertools import product
 
 import all_pairs
@@ -28,19 +30,35 @@ FEW_CHOICES = {
 ROWS = all_pairs.rows({**scripts.CHOICES, **FEW_CHOICES}, scripts.valid)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return the folder of the scripts and of the config.json that they read."""
+    for name in ("transformers.trainer", "transformers.models.llama.modeling_llama"):
+        import_module(name)
+    gc.freeze()  # the Trainer collects garbage before each training
+    return tmp_path_factory.mktemp("scripts")
+
+
+@cache
+def predicted(model):
+    """Return the predicted peaks of all rows with this model, by recipe."""
+    return scripts.predicted_bytes(
+        model, [scripts.recipe_of(row) for row in ROWS if row["model"] == model]
+    )
+
+
 @pytest.mark.filterwarnings("ignore")  # of the Trainer and bitsandbytes about a CPU
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: ", ".join(map(str, row.values())))
-def test_measured_peak_of_trainer_script_equals_prediction(row, tmp_path, monkeypatch):
+def test_measured_peak_of_trainer_script_equals_prediction(row, folder, monkeypatch):
     if "LoRA" in row["model"]:
         pytest.importorskip("peft", reason="adapters need peft")
     if row["optimizer"] in ("lion", "adam8bit") or "int8" in row["model"]:
         pytest.importorskip("bitsandbytes", reason="8-bit layers and states need bitsandbytes")
-    monkeypatch.chdir(tmp_path)
-    scripts.workload.cache_clear()  # its file is in another folder
+    monkeypatch.chdir(folder)
     recipe, workload = scripts.recipe_of(row), scripts.workload(row["model"])
     script = TRAINER.script(recipe, workload)
     assert 10 <= len([line for line in script.splitlines() if line]) <= 21
-    more = scripts.measured_bytes(script) - scripts.predicted_bytes(row["model"], recipe)
+    more = scripts.measured_bytes(script) - predicted(row["model"])[recipe]
     assert abs(more) <= scripts.NUMBERS
 
 

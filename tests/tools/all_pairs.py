@@ -1,23 +1,31 @@
 """A few rows that contain each valid pair of values of two choices."""
 
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, combinations
+from itertools import combinations
 
 
 def rows(
-    choices: Mapping[str, Sequence], valid: Callable[[dict], bool], draws: int = 4000
+    choices: Mapping[str, Sequence],
+    valid: Callable[[dict], bool],
+    draws: int = 4000,
+    unpaired: str | None = None,
 ) -> list[dict]:
     """Return rows, each with one value per choice, that together contain each valid pair of values.
 
     Each next row is the one with the most pairs that are still missing.
+
+    Args:
+        choices: Values of each choice.
+        valid: Whether a row is valid.
+        draws: Number of random rows to select from. More draws lead to fewer rows.
+        unpaired: A choice whose pairs are not needed.
     """
     draw, found = random.Random(0), []
     candidates = [
         {name: draw.choice(values) for name, values in choices.items()} for _ in range(draws)
     ]
-    with_pairs = [(row, pairs(row)) for row in filter(valid, candidates)]
+    with_pairs = [(row, pairs(row, unpaired)) for row in filter(valid, candidates)]
     # sets of pairs as integers, whose common bits are counted faster than intersections of sets
     every = set().union(*(contained for _, contained in with_pairs))
     bits = {pair: 1 << bit for bit, pair in enumerate(every)}
@@ -30,18 +38,5 @@ def rows(
     return found
 
 
-def without(name: str, table: list[dict]) -> list[dict]:
-    """Return the rows that are needed for the pairs of all choices except `name`."""
-    of_row = [{pair for pair in pairs(row) if name not in dict(pair)} for row in table]
-    counts = Counter(chain.from_iterable(of_row))
-    needed = []
-    for row, contained in reversed([*zip(table, of_row, strict=True)]):
-        if all(counts[pair] > 1 for pair in contained):
-            counts.subtract(contained)
-        else:
-            needed.append(row)
-    return needed[::-1]
-
-
-def pairs(row: dict) -> set:
-    return set(combinations(row.items(), 2))
+def pairs(row: dict, unpaired: str | None = None) -> set:
+    return set(combinations([each for each in row.items() if each[0] != unpaired], 2))

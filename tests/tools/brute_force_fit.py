@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise, product
 from unittest.mock import patch
 
@@ -205,6 +205,7 @@ def schedules(cache: EstimateCache) -> list[int]:
     return []
 
 
+@lru_cache  # the search does not change it
 def grid(cache: EstimateCache) -> list[Recipe]:
     """Return all combinations that the search could try, shuffled."""
     search = RecipeSearch(cache, 1, RATES[0])

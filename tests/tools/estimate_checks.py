@@ -40,11 +40,16 @@ def assert_measured(make_model, make_batch, recipe, *, extrapolated=False, **opt
     assert set(found.at_peak) == set(CATEGORIES)
     if extrapolated and can_extrapolate(recipe):
         base = Recipe(precision=recipe.precision)
-        options = {"loss_sum": None, **options, "tier": "file"}
         with suppress(ExtrapolationError):  # the model needs all its blocks
-            extrapolator = BlockExtrapolator(make_model, make_batch, base, **options)
+            extrapolator = extrapolator_of(make_model, make_batch, base, **options)
             assert extrapolator.estimate(recipe) == found
     return found
+
+
+@cache
+def extrapolator_of(make_model, make_batch, base, loss_sum=None) -> BlockExtrapolator:
+    """Return the extrapolator that all cases of a model, a batch and a precision share."""
+    return BlockExtrapolator(make_model, make_batch, base, loss_sum, "file")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Models of 30 MB and more for printed scripts, and how a script is run under a meter."""
+"""Models of 6 MB and more for printed scripts, and how a script is run under a meter."""
 
 import ast
 import json
@@ -20,12 +20,12 @@ from course_lib.models import Decoder, random_tokens
 from course_lib.workload import Source, Workload
 
 SAMPLES, LENGTH = 4, 16
-SIZES = {"vocabulary": 2000, "hidden": 384, "layers": 4, "heads": 4, "sequence": LENGTH}
+SIZES = {"vocabulary": 1000, "hidden": 256, "layers": 3, "heads": 4, "sequence": LENGTH}
 LLAMA = {
-    "vocab_size": 2000,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
@@ -77,9 +77,9 @@ class Mixer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Linear(48, 448)
-        self.blocks = nn.ModuleList(self.Block(448) for _ in range(5))
-        self.classes = nn.Linear(448, 100)
+        self.embed = nn.Linear(48, 256)
+        self.blocks = nn.ModuleList(self.Block(256) for _ in range(3))
+        self.classes = nn.Linear(256, 100)
 
     def forward(self, patches):
         x = self.embed(patches)
@@ -142,7 +142,8 @@ def run_on_ranks(scripts: Sequence[str], folder: Path) -> list[tuple[list[int], 
     given.write_text(json.dumps(scripts))
     runner = Path(__file__).with_name("run_fsdp2_scripts.py")
     # The modules are imported once, in torchrun, which then forks the ranks.
-    modules = ("run_fsdp2_scripts", "script_models", "transformers", *IMPORTED_ONCE)
+    llama = "transformers.models.llama.modeling_llama"  # `make_llama` imports it
+    modules = ("run_fsdp2_scripts", "script_models", llama, *IMPORTED_ONCE)
     launcher = ["-c", IN_LAUNCHER.format(modules=", ".join(modules))]
     ranks = ["--standalone", "--nproc-per-node", "2", "--run-path", "--start-method", "fork"]
     command = [sys.executable, *launcher, *ranks, str(runner), str(given), str(results)]
