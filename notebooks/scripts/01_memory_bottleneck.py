@@ -1392,7 +1392,7 @@ for _ in range(2):
         before = found.live_bytes
         mlp_step()
     grown.append(found.peak_bytes - before)
-fair = [measure(mlp_step, model=mlp, optimizer=optimizer, repeats=1).peak_bytes for _ in range(2)]
+fair = [measure(mlp_step, model=mlp, optimizer=optimizer, repeats=0).peak_bytes for _ in range(2)]
 
 # %% [markdown]
 # <div lang="en">

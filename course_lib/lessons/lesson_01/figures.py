@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.memory import (
-    Measurement,
     MemoryMeter,
     SavedTensors,
-    measure,
     saved_tensors,
     symbolic,
 )
@@ -226,7 +224,7 @@ def _state_bytes(meter: MemoryMeter) -> int:
     return sum(meter.timeline[-1].bytes[kind] for kind in ("parameter", "gradient", "optimizer"))
 
 
-def under_autocast(make_decoder: Callable[[], Decoder]) -> tuple[Measurement, int]:
+def under_autocast(make_decoder: Callable[[], Decoder]) -> tuple[MemoryMeter, int]:
     """Measure a training step under autocast in bf16.
 
     Many CPUs are slow in bf16, so the step runs on symbolic tensors, which have shapes but no
@@ -236,22 +234,20 @@ def under_autocast(make_decoder: Callable[[], Decoder]) -> tuple[Measurement, in
         make_decoder: Function that returns a new decoder.
 
     Returns:
-        The measurement, and the bytes of weights, gradients and optimizer state after the step.
+        The meter that has measured the step, and the bytes of weights, gradients and optimizer
+        state after the step.
     """
     with symbolic():
         decoder, tokens = make_decoder(), random_tokens(8, 128, 2048)
         adam = torch.optim.Adam(decoder.parameters())
-
-        def step() -> None:
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = decoder.loss(tokens)
-            loss.backward()
-            adam.step()
-
-        measured = measure(step, model=decoder, optimizer=adam)
-        with MemoryMeter(decoder, adam) as meter:
-            step()
-    return measured, _state_bytes(meter)
+        for _ in range(2):  # Adam creates its state in the first step
+            decoder.zero_grad()
+            with MemoryMeter(decoder, adam) as meter:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = decoder.loss(tokens)
+                loss.backward()
+                adam.step()
+    return meter, _state_bytes(meter)
 
 
 class MixedAdam:
@@ -308,12 +304,12 @@ def with_adapters(decoder: Decoder, rank: int) -> Decoder:
     return decoder
 
 
-def claims_table(meter: MemoryMeter, autocast: Measurement, stays: int) -> Table:
+def claims_table(meter: MemoryMeter, autocast: MemoryMeter, stays: int) -> Table:
     """Return a table of claims about training memory, each with the number that tests it.
 
     Args:
         meter: Meter that has measured the baseline's step.
-        autocast: Measurement of the same step with autocast.
+        autocast: Meter that has measured the same step with autocast.
         stays: Bytes of weights, gradients and optimizer state after the step with autocast.
     """
     added = sum_of_kinds(meter)

@@ -298,13 +298,13 @@ def seconds_beside_flops(decoders: Mapping[str, Decoder], variants: Mapping[str,
     """Draw the FLOPs and the CPU seconds of a forward and backward pass for several decoders.
 
     All values are relative to the first decoder. The function measures the seconds in six rounds,
-    on 4 sequences.
+    on 2 sequences.
 
     Args:
         decoders: Dict from the name of a checkpointing policy to a decoder that uses it.
         variants: Dict from the name of a policy to its costs, an object with `flops`.
     """
-    tokens, seconds = random_tokens(4, 128, 2048), {name: [] for name in decoders}
+    tokens, seconds = random_tokens(2, 128, 2048), {name: [] for name in decoders}
     for name, decoder in 6 * list(decoders.items()):
         start = process_time()  # CPU time, so other programs are not counted
         decoder.loss(tokens).backward()

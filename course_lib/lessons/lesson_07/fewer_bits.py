@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from course_lib.budget import Recipe, build, train_step
 from course_lib.budget.optimizers import MOMENTS
 from course_lib.budget.optimizers import Adam8bit as Adam8bitState
+from course_lib.budget.step import make_state
 from course_lib.memory import MemoryMeter
 
 
@@ -159,7 +160,7 @@ def _moment_levels(signed: bool) -> Tensor:
 def run_in_8_bits(
     make_model: Callable[[], nn.Module], make_batch: Callable[[], Tensor], recipe: Recipe
 ) -> MemoryMeter:
-    """Run two training steps with 8-bit AdamW, and return the meter of the second one.
+    """Run a training step with 8-bit AdamW whose moments exist already, and return its meter.
 
     The update of `Adam8bit` creates temporary tensors, unlike the update of the library
     bitsandbytes. If the peak occurs in backward, both optimizers have the same peak.
@@ -171,7 +172,7 @@ def run_in_8_bits(
     model, _ = build(make_model, recipe)
     adam = Adam8bit(model.parameters())
     batch = make_batch()
-    train_step(model, adam, batch, recipe)
+    make_state(model, adam)
     with MemoryMeter(model, adam) as meter:
         train_step(model, adam, batch, recipe)
     return meter

@@ -73,8 +73,8 @@ def guesses(rows: Iterable[tuple[str, float | None, int]]) -> Table:
 
 
 def weights(model: nn.Module) -> Tensor:
-    """Return all weights of a model as one vector in float64."""
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+    """Return a copy of all weights of a model as one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def difference(found: Tensor, expected: Tensor, update: Tensor) -> str:
