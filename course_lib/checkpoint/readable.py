@@ -62,26 +62,21 @@ def checkpoint(
     keep: Collection | Callable[..., bool] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run `function(*args, **kwargs)`, drop its activations, and run it again for backward.
-
-    The first run is part of the forward pass. The second run computes the activations again, in the
-    backward pass.
+    """Run `function(*args, **kwargs)`, drop its activations, and run it again in backward.
 
     Args:
         function: Function to run. It must do the same in both runs.
-        *args: Positional arguments of the function. In the reentrant mode, only tensors that are
-            arguments themselves get gradients. In the non-reentrant mode, tensors may also be in
-            lists, tuples and dicts, which are copied for the second run.
-        use_reentrant: Whether to use the reentrant mode. At least one tensor among the arguments
-            must then require gradients. The gradients must be computed by `backward()` without its
-            argument `inputs`.
+        *args: Its positional arguments. In the reentrant mode, only tensors that are arguments
+            themselves get gradients. In the other mode, tensors may also be in lists, tuples and
+            dicts, which are copied for the second run.
+        use_reentrant: Whether to use the reentrant mode. At least one argument must then require
+            gradients, and only `backward()` without `inputs` can compute the gradients.
         preserve_rng_state: Whether the second run draws the same random numbers as the first.
-        early_stop: Whether the second run ends as soon as it has saved as many tensors as the
-            first. Has no effect in the reentrant mode.
+        early_stop: Whether the second run ends when it has saved as many tensors as the first. Has
+            no effect in the reentrant mode.
         keep: Operators whose outputs are kept instead of computed again, such as
             `[torch.ops.aten.mm.default]`, or a function `keep(operator, *args, **kwargs)` that
-            returns whether to keep the output. None keeps no outputs. Operators that draw random
-            numbers, and casts to other dtypes, always run again.
+            returns whether to keep the output. Random operators and casts always run again.
         **kwargs: Keyword arguments of the function.
 
     Returns:
@@ -90,11 +85,9 @@ def checkpoint(
     Raises:
         ValueError: `keep` or keyword arguments are passed in the reentrant mode.
         CheckpointError: (In the backward pass of the non-reentrant mode) the second run saved fewer
-            tensors than the first, or tensors of other shapes, dtypes or devices. Tensors with
-            other values are not detected.
-        RuntimeError: (In the backward pass) a kept output, or a tensor among the arguments, was
-            changed in place. In the reentrant mode, a change by `function` itself raises the error
-            in the forward pass.
+            tensors than the first, or other shapes, dtypes or devices. Values are not compared.
+        RuntimeError: (In the backward pass) an argument or a kept output was changed in place. In
+            the reentrant mode, a change by `function` itself raises the error in forward.
     """
     if use_reentrant:
         if kwargs or keep is not None:

@@ -63,7 +63,10 @@ def counts_allowed(samples: int) -> list[int]:
     For example, the result is [1, 2, 3, 5] for 5 samples. The number 4 is not possible, because
     micro-batches of 2 samples make 3 micro-batches, and micro-batches of 1 sample make 5.
     """
-    return [m for m in range(1, samples + 1) if math.ceil(samples / math.ceil(samples / m)) == m]
+    # A number of micro-batches, or of samples in each of them, is at most the root, rounded up.
+    small = range(1, math.isqrt(samples - 1) + 2) if samples else ()
+    counts = {-(-samples // size) for size in small}
+    return sorted(counts | {m for m in small if -(-samples // -(-samples // m)) == m})
 
 
 def counts_of_batch(
