@@ -34,7 +34,7 @@ language()
 #
 # <span class="lab-only">The buttons above choose the language. If you clear the outputs, run the first code cell to bring the buttons back.</span>
 #
-# **In this lesson** (30 minutes): a first technique, a first exercise, and a choice of route.
+# **In this lesson** (31 minutes): a first technique, a first exercise, and a choice of route.
 #
 # **What to know before**: how to train a network with PyTorch, and what `loss.backward()` does.
 #
@@ -43,7 +43,7 @@ language()
 #
 # <span class="lab-only">上面的三个按钮用来切换语言。清除输出以后，按钮会随之消失。重新运行第一个代码单元格，按钮就会回来。</span>
 #
-# **本课内容**（30 分钟）：试用第一种技术，做第一道练习，再选一条路线。
+# **本课内容**（31 分钟）：试用第一种技术，做第一道练习，再选一条路线。
 #
 # **预备知识**：用 PyTorch 训练过网络，知道 `loss.backward()` 做什么。
 #

@@ -68,7 +68,7 @@ from torch.nn import functional as F
 from course_lib.accumulation import AccumulatedStep, split
 from course_lib.lessons.ledger import ledger
 from course_lib.lessons.lesson_05 import exercises, figures, results
-from course_lib.memory import MemoryMeter, symbolic
+from course_lib.memory import MemoryMeter, measure, symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.teaching import predictions, table
 
@@ -684,10 +684,8 @@ with symbolic():
     decoder = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)
     tokens, adam = random_tokens(8, 128, 2048), torch.optim.Adam(decoder.parameters())
     step = AccumulatedStep(decoder, adam, loss_sum)
-    for _ in range(2):  # Adam creates its state in the first step
-        with MemoryMeter(decoder, adam) as meter:
-            step(split(tokens, 1))
-ledger("05", "eight micro-batches", meter)
+    row = measure(lambda: step(split(tokens, 1)), model=decoder, optimizer=adam)
+ledger("05", "eight micro-batches", row)
 
 # %% [markdown] slide={"en": "Sum the losses and divide once. Unscale, clip and update once per step.\n\nThe floor is 16 bytes per parameter. Sum bf16 gradients in fp32.", "zh": "损失求总和，只除一次。每步还原缩放、裁剪、更新各一次。\n\n下限是每个参数 16 字节。bf16 的梯度用 fp32 求和。"}
 # ## 5.9 Summary / 小结

@@ -208,19 +208,18 @@ def difference(run):  # between the losses of the ranks and those of one process
     return max(abs(a - b) for a, b in zip(run["losses"], losses, strict=False))
 
 
-table(
-    ["`mode`", "losses differ by"], [(f"`{m}`", f"{difference(run):.6f}") for m, run in two.items()]
-)
+columns = ["`mode`", "losses within 0.00001", "losses within 0.001"]
+table(columns, [(f"`{m}`", difference(r) < 1e-5, difference(r) < 1e-3) for m, r in two.items()])
 
 # %% [markdown] slide={"en": "In fp32, all three reproduce the losses of the single process.\n\nWhat does a rank hold, and was your formula right?", "zh": "用 fp32 时，三种做法的损失都与单个进程相等。\n\n那么每个进程持有多少？你的公式对吗？"}
 # <div lang="en">
 #
-# In fp32, all three modes reproduce the losses of one process to within 0.00001. The last bits differ, because two ranks add in another order. In bf16 a number has only 8 significant bits, and the losses differ by 0.0001. Now compare your formulas with what each rank holds during its optimizer update.
+# In fp32, all three modes reproduce the losses of one process to within 0.00001. The last bits differ, because two ranks add in another order. In bf16 a number has only 8 significant bits, and the losses agree to within 0.001. Now compare your formulas with what each rank holds during its optimizer update.
 #
 # </div>
 # <div lang="zh">
 #
-# 用 fp32 时，三种做法的损失都与单个进程相等，误差在 0.00001 以内。由于两个进程求和的顺序与单个进程不同，结果做不到逐比特相等。bf16 只有 8 位有效位，因此损失相差 0.0001。现在看优化器更新时每个进程持有多少内存，并与你的公式对照。
+# 用 fp32 时，三种做法的损失都与单个进程相等，误差在 0.00001 以内。由于两个进程求和的顺序与单个进程不同，结果做不到逐比特相等。bf16 只有 8 位有效位，因此损失的误差要放宽到 0.001 以内。现在看优化器更新时每个进程持有多少内存，并与你的公式对照。
 #
 # </div>
 
@@ -604,8 +603,8 @@ except MemoryBudgetExceeded as stopped:
 options = ["--bf16", "--steps", "2", "--details", "--budget", "fsdp-checkpoint=40e6"]
 four = launch(4, "--mode", "fsdp-keep,fsdp,fsdp-checkpoint", *options)
 four = {run["mode"]: run for run in four}
-rows = [(f"`{m}`", f"{difference(run):.6f}") for m, run in four.items()]
-table(["4 ranks in bf16", "losses differ by"], rows)
+rows = [(f"`{m}`", difference(run) < 1e-3) for m, run in four.items()]
+table(["4 ranks in bf16", "losses within 0.001"], rows)
 
 # %% jupyter={"source_hidden": true} slide="result"
 figures.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000_000)
