@@ -82,6 +82,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(labels, "_chosen", None)
     monkeypatch.setattr(labels, "_shown", ("en", "zh"))
     with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # a lesson in the same process may have set the course's style
         matplotlib.use("Agg")
         yield
         pyplot.close("all")

@@ -189,7 +189,7 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 # %% [markdown]
 # <div lang="en">
 #
-# In both models, pairs need less memory from about 49 layers on. (In the 8B model, a layer keeps 825 MB, 134 MB of them for float32 copies in norms. With fused norms, pairs help in shallower models, too.) The 8B model has only 32 layers. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
+# In both models, pairs need less memory from about 49 layers on. (In the 8B model, a layer keeps 825 MB, 134 MB of them for float32 copies in norms. With fused norms, pairs help shallower models.) The 8B model has only 32 layers. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
 #
 # In other training steps the gradients arrive during backward. In these two models a layer's gradients take far more bytes than its input, so the peak is at the end of backward. The inputs are released by then, so groups do not lower the peak.
 #
@@ -565,7 +565,7 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 4.** The code already computes the time of the first way, and returns the minimum of all times. For the second way, which runs on to stage `e`, write the times of the two remaining parts. `stages` is a tuple that begins with stage $i$: `stages[:e]` have run forward, and `stages[e:]` come later. A stage has `forward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$). A stage's output is the next stage's input. The check tries all schedules of this kind on four such chains.
+# **Exercise 4.** The code computes the first way's time and the minimum. For the second way, which runs on to stage `e`, write the times of the two remaining parts. `stages` is a tuple that begins with stage $i$: `stages[:e]` have run forward, and `stages[e:]` come later. A stage has `forward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$). A stage's output is the next stage's input. The check tries all schedules of this kind on four such chains.
 #
 # </div>
 # <div lang="zh">
@@ -1129,7 +1129,7 @@ table(["gradients equal"], [[equal]])
 #
 # <div lang="en">
 #
-# A **recursive** schedule keeps the input of the middle stage. It runs the right half forward and backward, then the left half, and divides each half in the same way. About $\log_2 L$ inputs are live, and a stage runs forward $\frac12 \log_2 L$ more times on average. Until the picture below, each stage keeps one activation, $A = B$.
+# A **recursive** schedule keeps the input of the middle stage. It runs the right half, then the left half, and divides each half the same way. About $\log_2 L$ inputs are live, and a stage runs forward $\frac12 \log_2 L$ more times on average. Until the picture below, each stage keeps one activation, $A = B$.
 #
 # </div>
 # <div lang="zh">

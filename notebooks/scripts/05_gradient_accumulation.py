@@ -605,7 +605,7 @@ figures.draw_sums(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# An fp32 sum takes 4 bytes per parameter, and a bf16 gradient takes 2 bytes. Together with the weight, master weight and moments, a parameter takes 18 bytes instead of 16. `AccumulatedStep(…, accumulate="fp32")` sums like this. While it casts the mean gradient to bf16, both gradients exist, and a parameter takes 20 bytes.
+# An fp32 sum takes 4 bytes per parameter, and a bf16 gradient takes 2 bytes. With its weight, master weight and moments, a parameter takes 18 bytes instead of 16. `AccumulatedStep(…, accumulate="fp32")` sums like this. While it casts the mean gradient to bf16, both gradients exist, and a parameter takes 20 bytes.
 #
 # </div>
 # <div lang="zh">

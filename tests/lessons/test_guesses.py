@@ -7,7 +7,7 @@ from test_notebooks import FOLDER, load, output_texts
 
 # (lesson, words of the question's cell, numbers of the answer)
 GUESSES = [
-    ("00", "How many times the baseline's floating-point operations", ("134.0", "1.21")),
+    ("00", "By what factor will the step's floating-point operations", ("134.0", "1.21")),
     ("01", "what will the peak be", ("114.2", "114,205,080", "25.4", "25,405,440")),
     ("04", "why does the step with offload still take", ("1.37", "1.13")),
     ("04", "how long does the step take with the copies", ("1.34", "1.340", "16.51", "16.52")),
@@ -19,7 +19,7 @@ GUESSES = [
     ("05", "predict the peak in bytes for", ("134.8", "134,800,792")),
     ("07", "without checkpoints, what is the peak", ("53.9",)),
     ("08", "What is the peak of a DDP rank", ("207.6",)),
-    ("09", "How much more does the step take", ("609", "609.1", "110.9")),
+    ("09", "By how many MB is the peak of the step higher", ("609", "609.1", "110.9")),
 ]
 
 
