@@ -20,7 +20,12 @@ from course_lib.budget.search import families
 from course_lib.budget.search.best_numbers import least_schedule, with_schedule
 from course_lib.budget.search.candidates import RecipeSearch
 from course_lib.budget.search.estimate_cache import EstimateCache
-from course_lib.budget.search.extrapolation import MANY, BlockExtrapolator, can_extrapolate
+from course_lib.budget.search.extrapolation import (
+    MANY,
+    BlockExtrapolator,
+    can_extrapolate,
+    highest_cost,
+)
 from course_lib.budget.search.fit import Estimates, search_by_reserved, search_by_tensors
 from course_lib.budget.traces.equal_blocks import equal_blocks
 from course_lib.budget.traces.equal_stages import ForwardPassCache
@@ -51,6 +56,16 @@ def search_of(make, make_batch, base, budget=1, **options):
     """Return a search with an empty cache of estimates."""
     estimates = EstimateCache(make, make_batch, base, **{**CACHE_OPTIONS, **options})
     return RecipeSearch(estimates, budget, RATE)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 1)])
+def test_highest_schedule_cost_is_that_of_largest_micro_batch(sizes):
+    recipe = Recipe(checkpoint="optimal", schedule_bytes=10**9)
+    with symbolic():
+        model = Decoder(vocabulary=67, hidden=16, heads=2, layers=4, sequence=12)
+        costs = [highest_cost(model, [batch(n)], recipe, None) for n in sizes]
+        found = highest_cost(model, [batch(n) for n in sizes], recipe, None)
+    assert found == costs[sizes.index(3)] != costs[sizes.index(1)]
 
 
 class PlainChain(Chain):
