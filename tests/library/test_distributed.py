@@ -627,9 +627,10 @@ def test_interrupt_while_saving_preserves_latest_complete_checkpoint(folder):
         running.communicate(timeout=TIMEOUT_SECONDS)
     # A rank that was killed may exist for a moment after torchrun has ended.
     for _ in range(10 * TIMEOUT_SECONDS):
-        if any(is_alive(rank) for rank in ranks):
-            time.sleep(0.1)
-    assert len(ranks) == 2 and not any(is_alive(rank) for rank in ranks)
+        if not any(map(is_alive, ranks)):
+            break
+        time.sleep(0.1)
+    assert len(ranks) == 2 and not any(map(is_alive, ranks))
     # The ranks communicate only on the loopback.
     assert addresses and addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     names = ["step-00000002", "step-00000004"]
