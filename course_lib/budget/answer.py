@@ -256,17 +256,16 @@ def with_spare_memory(found: Estimates, machine: Machine) -> list[Estimate]:
         machine: Device and its memory budget.
 
     Returns:
-        A list with one estimate that is not in `found`. The list is empty if `found[0]` already
+        A list with one estimate, which may be in `found`. The list is empty if `found[0]` already
         leaves 5% unused, or if no recipe leaves 5% unused.
     """
     most = machine.step_budget_bytes - int(SPARE_SHARE * machine.memory)
     if machine.bytes_taken(found[0]) <= most or most < 1:
         return []
     try:
-        others = found.within(most)
+        return found.within(most)[:1]
     except InfeasibleBudget:
         return []
-    return [each for each in others if each not in found][:1]
 
 
 # ---- What each framework can run

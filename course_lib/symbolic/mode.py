@@ -101,6 +101,8 @@ class Symbolic(FakeTensorMode):
     def __init__(self, kind: str = "cpu", gpu: Gpu | None = None):
         super().__init__()
         self.kind, self.gpu = kind, gpu or Gpu()
+        # PyTorch's own cache finds almost nothing behind `shape_cache`, and its keys take time.
+        self.cache_enabled = False
         # Maps each device to the attributes that all symbolic tensors on it have in common.
         self.attributes: dict[torch.device, dict[str, Any]] = {}
         # `_is_decomposing` is True while PyTorch runs an operator by decomposing it into others.

@@ -11,9 +11,10 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import ListType, Tensor
 
 from .._torch.modes import DisableTorchDispatch
+from .._torch.operators import make_contiguous_strides_for
 from .._torch.symbolic import FakeTensor, FakeTensorMode, allow_data_pointers, refuse_data_pointers
 from .._torch.tensors import elements_spanned, tensors_in
 from . import cpu_kernels
@@ -38,6 +39,16 @@ _KEY_TYPES = (
 _LIFT = torch.ops.aten.lift_fresh.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ADD = torch.ops.aten.add_.Tensor
+# Elementwise operators without PyTorch's tag `pointwise`.
+_UNTAGGED_ELEMENTWISE = {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.uniform_.default,
+    torch.ops.aten.zero_.default,
+    torch.ops.aten.zeros_like.default,
+}
 # The cache: maps keys to what `_outline_of` returns; None for results that cannot be cached.
 _entries: dict[tuple, tuple | None] = {}
 
@@ -96,11 +107,18 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     entry = _entries.get(key, False)
     if entry:
         return _recreate(mode, entry, inputs)
+    if entry is None:
+        return _run_uncached(mode, func, types, args, kwargs)
+    if len(_entries) >= MAX_ENTRIES:
+        _entries.clear()
+    shared_key = _key_for_any_shape(mode.kind, func, args, kwargs, inputs)
+    if shared_key is not None and (shared := _entries.get(shared_key)):
+        _entries[key] = entry = _with_shape_of(inputs[0], shared)
+        return _recreate(mode, entry, inputs)
     result = _run_uncached(mode, func, types, args, kwargs)
-    if entry is False:
-        if len(_entries) >= MAX_ENTRIES:
-            _entries.clear()
-        _entries[key] = _outline_of(func, result, inputs)
+    _entries[key] = entry = _outline_of(func, result, inputs)
+    if shared_key is not None and entry == _with_shape_of(inputs[0], entry):
+        _entries[shared_key] = entry
     return result
 
 
@@ -237,6 +255,57 @@ def _outline_of(func, result: Any, inputs: list[Tensor]) -> tuple | None:
         outlines.append(of if same else Outline(of, *_describe_argument(tensor, [])))
         storages.append(storage)
     return container, outlines
+
+
+def _key_for_any_shape(kind: str, func, args, kwargs, inputs: list[Tensor]) -> tuple | None:
+    """Return a key of an elementwise call that is equal for inputs of all shapes.
+
+    Training steps on models of different sizes then share entries.
+
+    Args:
+        kind, func, args, kwargs: The call, as in `_key`.
+        inputs: Input tensors of the call.
+
+    Returns:
+        The key, or None if the operator is not elementwise, or if its inputs are not contiguous
+        tensors of the same shape. Shapes with dimensions of size 0 or 1 have no such key, because
+        strides of these dimensions have no meaning, and kernels may return any.
+    """
+    if not inputs or not _is_elementwise(func):
+        return None
+    size, stride = inputs[0].size(), inputs[0].stride()
+    if min(size, default=0) < 2 or stride != make_contiguous_strides_for(size):
+        return None
+    if any(x.size() != size or x.stride() != stride for x in inputs[1:]):
+        return None
+    values = [*args, *(value for item in sorted(kwargs.items()) for value in item)]
+    described = [
+        (value.dtype, value.fake_device) if isinstance(value, Tensor) else (type(value), value)
+        for value in values
+    ]
+    return "any shape", kind, func, torch.get_default_dtype(), *described
+
+
+@cache
+def _is_elementwise(func) -> bool:
+    """Return whether each element of an operator's results depends on one element of each input."""
+    if any(isinstance(argument.type, ListType) for argument in func._schema.arguments):
+        return False
+    return torch.Tag.pointwise in func.tags or func in _UNTAGGED_ELEMENTWISE
+
+
+def _with_shape_of(like: Tensor, entry: tuple | None) -> tuple | None:
+    """Return an entry of the cache with the shape and strides of a contiguous tensor.
+
+    The result is None if the entry describes a view or is None.
+    """
+    if entry is None:
+        return None
+    container, outlines = entry
+    if any(not isinstance(x, int) and x.of is not None for x in outlines):
+        return None
+    place = {"size": like.size(), "stride": like.stride(), "offset": 0}
+    return container, [x if isinstance(x, int) else x._replace(**place) for x in outlines]
 
 
 def _is_plain_fake_tensor(tensor: Any) -> bool:

@@ -660,7 +660,7 @@ table(["gradients equal"], [[equal]])
 # %% slide="result"
 predictions([("half", simulate(halved, chain).peak_bytes, half[0])], unit="bytes")
 
-# %% [markdown] slide={"en": "The schedule for half the bytes takes 1.17 times the FLOPs.\n\n**Guess first.** Where are the ways of section 3.1: above the frontier, or below?", "zh": "字节减半的调度，FLOPs 是基线的 1.17 倍。\n\n**先猜**：3.1 节的各种做法，在前沿的上方还是下方？"}
+# %% [markdown] slide={"en": "The schedule for half the bytes takes 1.17 times the FLOPs.\n\n**Guess first.** Are the checkpoints and the compiler's budget of section 3.1 above the frontier, or below it?", "zh": "字节减半的调度，FLOPs 是基线的 1.17 倍。\n\n**先猜**：3.1 节的各种检查点和编译器的预算，在前沿的上方还是下方？"}
 # <div lang="en">
 #
 # The gradients are equal, and the measured peak is 8 bytes above the simulated peak. With half the bytes, the step takes 1.17 times the FLOPs. `frontier` finds the best schedules for all budgets. They form the **Pareto frontier**: compared with each of them, any schedule of this kind with fewer bytes takes more time.
@@ -799,7 +799,7 @@ for name, (run, how) in {"tapered": (in_segments, tapered(100)), "nested": (None
     rows.append((name, equal, round(peak / B, 2), round(flops / once, 3)))
 table(["cut", "gradients equal", "measured (units of B)", "FLOPs (× baseline)"], rows)
 
-# %% [markdown] slide={"en": "**A proof of optimality is a proof about a model.**\n\n22 B was optimal for whole layers. Nested checkpoints: 17 B, at the same FLOPs.", "zh": "**最优性的证明只在它假设的模型里成立。**\n\n以整层为单位，22 B 是最优。嵌套的检查点：17 B，FLOPs 相同。"}
+# %% [markdown] slide={"en": "**A proof of optimality holds only under its assumptions.**\n\n22 B was optimal for whole layers. Nested checkpoints: 17 B, at the same FLOPs.", "zh": "**最优性的证明只在它的假设之下成立。**\n\n以整层为单位，22 B 是最优。嵌套的检查点：17 B，FLOPs 相同。"}
 # <div lang="en">
 #
 # The peak falls to $17.03 B$ at the same 1.331 times the baseline's FLOPs, and the gradients are equal to the last bit. Each inner checkpoint contains a GELU and the next Linear. The checkpoint keeps only its input, the output of the Linear before the GELU, so a layer keeps $1 B$. In backward only the GELU runs again, because early stop skips the Linear, so no matrix product is added. The first of the best segments has 14 layers, and the last has 1 layer.
