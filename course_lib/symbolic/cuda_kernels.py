@@ -449,35 +449,35 @@ def scaled_dot_product_attention(
 
     Source: attention.cpp (`scaled_dot_product_attention`), in `SOURCE`.
     """
-    given = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-    given |= {"scale": scale, "enable_gqa": enable_gqa}
+    options = {"dropout_p": dropout_p, "is_causal": is_causal}
+    options |= {"scale": scale, "enable_gqa": enable_gqa}
     if has_torch_function((query, key, value)):
+        given = query, key, value, attn_mask
         return handle_torch_function(
-            scaled_dot_product_attention, (query, key, value), query, key, value, **given
+            scaled_dot_product_attention, (query, key, value), *given, **options
         )
     # The operators below do not pass through autocast.
     if dtype := autocast_of(query):
         query, key, value, attn_mask = map_tensors(
             lambda x: x.to(dtype) if x.is_floating_point() else x, (query, key, value, attn_mask)
         )
-        given["attn_mask"] = attn_mask
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, _GPU.get())
     kernel = attention_kernel(call)
     if kernel == "math":
         with sdpa_kernel(SDPBackend.MATH):
-            return _attention(query, key, value, **given)
+            return _attention(query, key, value, attn_mask, **options)
     if kernel == "flash":
         return _flash_attention(call, scale)
     mask = _float_mask(call)
-    options = call.needs_backward, dropout_p, is_causal
+    flags = call.needs_backward, dropout_p, is_causal
     if kernel == "cudnn":
         run = _aten._scaled_dot_product_cudnn_attention
-        return run(query, key, value, mask, *options, False, scale=scale)[0]
+        return run(query, key, value, mask, *flags, False, scale=scale)[0]
     if mask is not None:
         mask = _align_mask(mask)
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
     run = _aten._scaled_dot_product_efficient_attention
-    return run(query, key, value, mask, *options, scale=scale)[0]
+    return run(query, key, value, mask, *flags, scale=scale)[0]
 
 
 def _flash_attention(call: Call, scale: float | None) -> Tensor:

@@ -78,3 +78,43 @@ def test_symbolic_shape_cache_distinguishes_default_dtypes_and_inference_mode():
         for inside in (False, True, False, True):
             with torch.inference_mode(inside):
                 assert not x[1:].is_inference() and (x + 1).is_inference() == inside
+
+
+def layouts(shape):
+    """Yield tensors of a shape with several strides."""
+    x = torch.ones(shape)
+    yield x
+    yield torch.ones(*shape, 2)[..., 0]
+    if len(shape) > 1:
+        yield x.transpose(0, 1).contiguous().transpose(0, 1)
+    if len(shape) == 4:
+        yield x.contiguous(memory_format=torch.channels_last)
+
+
+SHAPES = (1, 1, 1, 1), (3, 4), (5, 2, 2), (1, 4), (4, 1, 3), (0, 3), (1, 3, 1, 2), (2, 3, 4, 5)
+ELEMENTWISE = {
+    "add": lambda x: x + x,
+    "add to an expanded": lambda x: x + x[:1],
+    "copy": lambda x: x.clone(),
+    "copy to channels last": lambda x: x.clone(memory_format=torch.channels_last),
+    "zeros in channels last": lambda x: torch.zeros_like(x, memory_format=torch.channels_last),
+    "convert": lambda x: x.to(torch.bfloat16),
+    "compare": lambda x: x > 0,
+    "choose a number": lambda x: torch.where(x > 0, x, 2.0),
+    "power of a number": lambda x: torch.pow(2.0, x),
+    "in place": lambda x: x.lerp_(x, 0.1),
+    "fill": lambda x: x.normal_(),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_results_of_all_shapes_have_strides_of_real_kernels(name):
+    def results():
+        for shape in SHAPES:
+            for x in layouts(shape) if len(shape) == 4 or "channels" not in name else ():
+                y = ELEMENTWISE[name](x)
+                yield y.shape, y.stride(), y.dtype, y.untyped_storage().nbytes(), y is x
+
+    with symbolic():
+        found = list(results())
+    assert found == list(results())
