@@ -241,7 +241,8 @@ def _report_cause_first() -> Iterator[None]:
             _interrupted.wait(20)
         elif origin(error) is not None or isinstance(error, MemoryBudgetExceeded):
             reason = str(error) if isinstance(error, MemoryBudgetExceeded) else message(error)
-            print(f"rank {RANK}: error: {reason}", file=sys.stderr, flush=True)
+            reason = translated_error(reason)
+            _print_status(text("rank {rank}: error: {sentence}", rank=RANK, sentence=reason))
             error.add_note(reason)
             get_error_handler().record_exception(error.with_traceback(None))
             sys.exit(1)
@@ -280,8 +281,10 @@ def _parse_budgets(budget_text: str | None, modes: list[str]) -> dict[str, int]:
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--budget {error}") from None
         if mode and mode not in modes:
-            allowed = f"bytes such as 48MB, or {modes[-1]}=48MB for one of the modes"
-            raise ValueError(f"--budget must be {allowed} {','.join(modes)}, got {budget_text!r}")
+            raise ValueError(
+                f"--budget must be bytes such as 48MB, or {modes[-1]}=48MB for one of the modes"
+                f" {','.join(modes)}, got {budget_text!r}"
+            )
         budgets |= dict.fromkeys([mode] if mode else modes, budget)
     return budgets
 

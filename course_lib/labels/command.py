@@ -29,6 +29,24 @@ _ARGPARSE_TEXTS = (
 )
 
 
+# What may precede an error message: the name of an option, or the number of a system error.
+_LEAD = re.compile(r"参数 \S+：|\[Errno \d+\] ")
+# Place in the user's code, as `course_lib._origin` adds it to a message.
+_PLACE = r"[^()]+?, line \d+(?:, in \S+)?"
+_PLACE_AT_END = re.compile(rf" \(({_PLACE})\)$")
+_CJK = "[\u3000-\u9fff\uff00-\uffef]"
+# Descriptions of objects, as `course_lib._check.describe` writes them, and numbers of bytes.
+_DESCRIPTIONS = (
+    (
+        re.compile(r"\ban? (\w+) of shape (\([\d, ]*\)) and (\S+?)(?=,|$)"),
+        r"形状为 \2、dtype 为 \3 的 \1",
+    ),
+    (re.compile(r"\bthe class (?=\w+$)"), "类 "),
+    (re.compile(r"([\d,]+) bytes \(([\d,.]+ MB)\)"), r"\1 字节（\2）"),
+    (re.compile(r"([\d,]+) bytes"), r"\1 字节"),
+    (re.compile(r"\ban? (?=\w+$)"), ""),
+)
+
 # Exit status that a shell shows for a process that the signal SIGPIPE has ended.
 CLOSED_PIPE = 128 + 13
 
@@ -151,17 +169,55 @@ def translated_error(message: str) -> str:
     """
     if current() != "zh":
         return verbatim(message)
-    if lead := re.match(r"参数 \S+：", message):
+    if lead := _LEAD.match(message):
         return verbatim(lead[0] + translated_error(message[lead.end() :]))
+    if place := _PLACE_AT_END.search(message):
+        message, end = message[: place.start()], message[place.start() :]
+        found = _sentence_in_chinese(message)
+        return verbatim(found + _place_in_chinese(place[1]) if found else message + end)
+    return verbatim(_sentence_in_chinese(message) or message)
+
+
+def _sentence_in_chinese(message: str) -> str | None:
+    """Return the Chinese of an error message or of a part of it, or None if there is none."""
     for pattern, chinese in _patterns():
         if found := pattern.fullmatch(message):
-            values = found.groupdict()
-            if options := values.get("options"):
-                values["options"] = options.replace(", ", "、").replace(" or ", " 或 ")
-            if given := values.get("given"):
-                values["given"] = re.sub(r"an? (?=\w+$)", "", given)  # as in "a Decoder"
-            return verbatim(chinese.format(**values))
-    return verbatim(message)
+            values = {}
+            for name, value in found.groupdict().items():
+                value = _value_in_chinese(name, value)
+                # No space is needed between Chinese text and a value that is Chinese.
+                if re.match(_CJK, value):
+                    chinese = re.sub(rf"(?<={_CJK}) \{{{name}\}}", f"{{{name}}}", chinese)
+                if re.match(_CJK, value[-1:]):
+                    chinese = re.sub(rf"\{{{name}\}} (?={_CJK})", f"{{{name}}}", chinese)
+                values[name] = value
+            return chinese.format(**values)
+    return None
+
+
+def _value_in_chinese(name: str, value: str) -> str:
+    """Return the value of a placeholder in Chinese, if it is English that the library writes.
+
+    The value may itself be an entry of the catalog's [errors], such as the advice in a message.
+    """
+    if name == "place":
+        return _place_in_chinese(value)
+    if name == "options":
+        return value.replace(", ", "、").replace(" or ", " 或 ")
+    # In a message, the advice may begin a sentence with a capital letter.
+    found = _sentence_in_chinese(value) or _sentence_in_chinese(value[:1].lower() + value[1:])
+    if found is not None:
+        return found
+    for pattern, chinese in _DESCRIPTIONS:
+        value = pattern.sub(chinese, value)
+    return value
+
+
+def _place_in_chinese(place: str) -> str:
+    """Return a place in the user's code, such as "mine.py, line 5, in loss", in Chinese."""
+    found = re.fullmatch(r"(?: at )?(.+), line (\d+)(?:, in (\S+))?", place)
+    within = f"，{found[3]}" if found and found[3] else ""
+    return f"（{found[1]} 第 {found[2]} 行{within}）" if found else place
 
 
 @cache
@@ -169,8 +225,9 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """Return a pair (pattern, Chinese text) for each error message in the catalog's [errors].
 
     A pattern matches the English message, and has one group per value. The value {options} is an
-    enumeration such as "'none' or 'layers'", without English words; any other value may be any
-    text.
+    enumeration such as "'none' or 'layers'", without English words, {number} is an integer, and
+    {place} is "" or a place in the user's code, such as " at mine.py, line 5, in loss". Any other
+    value may be any text.
 
     Messages with the most fixed text come first. A message with little fixed text matches many
     others, because a placeholder matches any text.
@@ -186,9 +243,14 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
 
 def _group_pattern(placeholder: re.Match[str]) -> str:
     """Return a regular expression for the value of a placeholder."""
-    one = r"(?:'[^']*'|-?\d[\w.]*|None|True|False|torch\.\w+)"
-    value = rf"(?:{one}, )*{one}(?: or {one})?" if placeholder[1] == "options" else ".+?"
-    return f"(?P<{placeholder[1]}>{value})"
+    one = r"(?:'[^']*'(?: \(\w+\))?|-?\d[\w.]*|None|True|False|torch\.\w+)"
+    values = {
+        "options": rf"(?:{one}, )*{one}(?: or {one})?",
+        "number": r"-?\d+",
+        "place": rf"(?: at {_PLACE})?",
+        "shape": r"(?:\([\d, ]*\)|.+?)",
+    }
+    return f"(?P<{placeholder[1]}>{values.get(placeholder[1], '.+?')})"
 
 
 def _translate(words: str) -> str:
