@@ -196,16 +196,7 @@ def test_project_reports_no_fitting_recipe_if_budget_too_small(run_project):
     assert any("No recipe that was tried fits the budget" in each for each in shown)
 
 
-def test_project_section_that_raises_discards_its_earlier_results(run_project):
-    sheet, _ = run_project(*MODELS["graph"])
-    with sheet.part("10.5"):
-        raise ValueError("nothing fits")
-    with pytest.raises(project.MissingResult):
-        _ = sheet.taken
-    assert sheet.plain and sheet.hand_in("It fits.", "The peak.").correct is None
-
-
-def test_project_sheet_is_not_accepted_with_wrong_error_or_budget(run_project):
+def test_project_sheet_is_not_accepted_with_wrong_or_missing_result(run_project):
     sheet, _ = run_project(*MODELS["graph"])
     for attribute, value in (
         ("error", Difference(0.2, True)),
@@ -215,6 +206,11 @@ def test_project_sheet_is_not_accepted_with_wrong_error_or_budget(run_project):
         wrong = copy(sheet)
         setattr(wrong, attribute, value)
         assert wrong.hand_in("It fits.", "The peak.").correct is None
+    with sheet.part("10.5"):
+        raise ValueError("nothing fits")
+    with pytest.raises(project.MissingResult):
+        _ = sheet.taken
+    assert sheet.plain and sheet.hand_in("It fits.", "The peak.").correct is None
 
 
 def test_estimated_peak_equals_measured_peak_for_summed_mse_loss():

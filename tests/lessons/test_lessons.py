@@ -4,11 +4,12 @@
 """
 
 import collections
+import doctest
 import functools
 import inspect
 import itertools
-import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -21,14 +22,13 @@ import torch
 from answers.lesson_08 import HELD, stages
 from torch import nn
 
-from course_lib import lessons
 from course_lib._torch.symbolic import is_symbolic
 from course_lib.attention import kernels
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import sent_bytes, shapes_of, task_of
 from course_lib.labels import chinese
-from course_lib.lessons import lesson_02, text
-from course_lib.lessons.lesson_02 import own_code
+from course_lib.lessons import lesson_02
+from course_lib.lessons.lesson_02 import modes, own_code
 from course_lib.lessons.lesson_02.figures import _draw_bars
 from course_lib.lessons.lesson_03 import exercises as exercises_03
 from course_lib.lessons.lesson_03 import figures as figures_03
@@ -52,12 +52,10 @@ from course_lib.lessons.lesson_08 import large as large_08
 from course_lib.lessons.lesson_08 import loopback
 from course_lib.lessons.lesson_08 import schemes as schemes_08
 from course_lib.lessons.lesson_08 import wire as wire_08
-from course_lib.lessons.lesson_09 import exercises as exercises_09
 from course_lib.lessons.lesson_09 import figures as figures_09
-from course_lib.lessons.lesson_09.exercises import parameters_of
 from course_lib.lessons.lesson_10 import slots as slots_10
 from course_lib.lessons.older_edition import OlderEdition
-from course_lib.memory import MemoryBudgetExceeded, Trace, symbolic
+from course_lib.memory import MemoryBudgetExceeded, Trace
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore, offload_activations
 from course_lib.schedule import (
@@ -71,7 +69,6 @@ from course_lib.schedule import (
 )
 from course_lib.schedule.rules import segment_schedule
 from course_lib.simulated import SimulatedDevice
-from course_lib.teaching import claims
 from course_lib.teaching.recordings import FOLDER
 
 ROOT = Path(__file__).parents[2]
@@ -99,21 +96,10 @@ def test_removed_lesson_attribute_raises_older_edition_error_with_update_command
 
 
 def test_lesson_package_supports_introspection_and_star_import():
-    code = f"""{FROM} modes, exercises
-import doctest, inspect, pickle
-from course_lib.lessons import lesson_02, lesson_08
-assert not hasattr(lesson_02, "__wrapped__") and not hasattr(lesson_08, "wire")
-assert doctest.DocTestFinder().find(lesson_02) and inspect.getmembers(lesson_02)
-assert pickle.loads(pickle.dumps(modes.modes)) is lesson_02.modes.modes
-from course_lib.lessons.lesson_08 import *"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_claim_rejects_unknown_outcome_and_table_rejects_section_without_numbers():
-    with pytest.raises(ValueError, match=r"outcome .*'maybe'"):
-        claims.Claim("a", "b", "c", "maybe")
-    with pytest.raises(ValueError, match=r"figure.* got 1"):
-        claims.claims_table(lessons.claims_of("01"), "1")
+    assert not hasattr(lesson_02, "__wrapped__")
+    assert doctest.DocTestFinder().find(lesson_02) and inspect.getmembers(lesson_02)
+    assert pickle.loads(pickle.dumps(modes.modes)) is modes.modes
+    exec("from course_lib.lessons.lesson_08 import *", {})
 
 
 # Pictures
@@ -297,8 +283,8 @@ def test_pareto_frontier_with_zero_early_stop_savings_equals_standard_frontier()
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lanes", [(11.16e9, 2, False), (0.85e9, 2, True)])  # two of nine
-def test_simulated_decoder_step_takes_recorded_seconds(lanes):
+def test_simulated_decoder_step_takes_recorded_seconds():
+    lanes = 0.85e9, 2, True  # one of nine
     found = simulation_04.decoder_seconds(*lanes)
     assert found == pytest.approx(simulation_04.RECORDED[lanes], rel=1e-4)
 
@@ -407,14 +393,6 @@ def test_finished_rank_leaves_no_process_group_threads_running(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
-
-
-def test_training_text_is_ascii_without_null_bytes_and_has_licenses():
-    assert 0 not in "".join(text.code() + text.prose()).encode("ascii")
-    assert text.pad_texts(["ab", "abcd"], most=3).tolist() == [[97, 98, 0], [97, 98, 99]]
-    for name, licence in (("prose", "CC-BY-4.0"), ("code", "Apache-2.0")):
-        file = Path(text.__file__).with_name(f"LICENSE.{name}.txt")
-        assert f"SPDX-License-Identifier: {licence}" in file.read_text()
 
 
 def test_correct_accumulation_loop_matches_library_weights_but_buggy_loops_differ():
@@ -644,13 +622,3 @@ def test_message_names_first_operator_whose_predicted_live_bytes_are_wrong():
     message = slots_10.first_difference(trace(8, 16, 32), trace(8, 24, 40))
     assert "`mm`, 16 live bytes were predicted, but 24 were" in message
     assert "the same 1 operators" in slots_10.first_difference(trace(8, 16), trace(8, 16, 32))
-
-
-@pytest.mark.parametrize("name", ["llama.json", "llama_3_8b.json"])
-def test_parameter_count_formula_equals_count_of_transformers_models(name):
-    transformers = pytest.importorskip("transformers")
-    config = json.loads((exercises_09.FOLDER / name).read_text("utf-8"))
-    with symbolic():
-        config_of_model = transformers.AutoConfig.for_model(**config)
-        model = transformers.AutoModelForCausalLM.from_config(config_of_model)
-    assert parameters_of(config) == sum(p.numel() for p in model.parameters())

@@ -328,25 +328,22 @@ def test_record_command_without_runnable_experiment_exits_and_writes_nothing(
     assert sorted(FOLDER.iterdir()) == before
 
 
-def stored_problems(recording):
-    """List missing fields and unknown experiments of a recording."""
-    fields = ("gpu", "gpu_memory_bytes", "experiments")
-    problems = [f"no {field}" for field in fields if not recording.get(field)]
-    for lesson, named in recording.get("experiments", {}).items():
+def assert_complete(recording):
+    """Require the machine and the fields of every entry, which must belong to an experiment."""
+    assert recording["gpu"] and recording["gpu_memory_bytes"] and recording["experiments"]
+    for lesson, named in recording["experiments"].items():
         for name, entry in named.items():
             title = f"{lesson}.{name}"
-            problems += [f"{title}: no {field}" for field in PROVENANCE - entry.keys()]
-            if title not in NAMED or entry.get("sizes", {}).keys() != NAMED[title].sizes.keys():
-                problems.append(f"{title} with these sizes is no experiment")
-            for figure, value in entry.get("figures", {}).items():
+            assert entry.keys() >= PROVENANCE, title
+            assert entry["sizes"].keys() == NAMED[title].sizes.keys(), title
+            for figure, value in entry["figures"].items():
                 check_result(f"{title}: {figure}", value)
-    return problems
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_stored_recording_is_complete_and_consistent(path):
     recording = json.loads(path.read_text(encoding="utf-8"))
-    assert stored_problems(recording) == []
+    assert_complete(recording)
     first = recording["experiments"].get("01", {})
     found = {name: value for entry in first.values() for name, value in entry["figures"].items()}
     for name, value in found.items():
@@ -471,7 +468,7 @@ def test_recordings_of_two_gpus_are_shown_as_columns(fresh, no_gpu, simulated_gp
 def test_experiment_recorded_on_gpu_is_read_back_unchanged(item, tmp_path, monkeypatch):
     run = item.run(small=True)
     path = record(item, run, command="make gpu", folder=tmp_path)
-    assert stored_problems(json.loads(path.read_text(encoding="utf-8"))) == []
+    assert_complete(json.loads(path.read_text(encoding="utf-8")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert recorded_results(item, tmp_path).values == run.figures
     assert run.figures.get("difference_bytes", 0) == 0

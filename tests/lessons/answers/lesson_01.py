@@ -99,32 +99,16 @@ class RecordsResults(NeverRemoves):
         super().release(address, nbytes)
 
 
-class RecordsArguments(RecordsResults):
-    """Right, in another form: it records the addresses of arguments as well."""
-
-    def is_new(self, address, storage, given):
-        for each, argument in given.items():
-            if each not in self.addresses:  # made before the block
-                self.addresses.add(each)
-                weakref.finalize(argument, self.addresses.discard, each)
-        return super().is_new(address, storage, given)
-
-
 #: check -> right answers
 RIGHT = {
-    "training_state": [
-        STATE | {"optimizer": 55_005_584},
-    ],
+    "training_state": [STATE | {"optimizer": 55_005_584}],
     "layer_formula": [gpt("attention", lambda b, s, h, a: 4 * (3 + 1 + 1) * b * s * h)],
     "llama_formula": [
         llama("attention", lambda b, s, h, a, n, f: 4 * b * s * (h + h + h + n * (h / a) * 2))
     ],
-    "new_storages": [
-        meter(),
-        condition(lambda address, storage, given: given.get(address) is None),
-    ],
-    "meter": [meter(), RecordsArguments],
-    "whole_peak": [PARTS | {"state": 82_507_776}, PARTS | {"logits": 25_165_832}],
+    "new_storages": [meter()],
+    "meter": [meter()],
+    "whole_peak": [PARTS | {"logits": 25_165_832}],
     "largest_batch": [49],
 }
 
@@ -132,7 +116,7 @@ RIGHT = {
 WRONG = {
     "adapter_bytes": [(14.32, "in GB")],
     "training_state": [
-        (STATE | {"optimizer": 60_000_000}, "`optimizer`: Not yet. The number is too large."),
+        (STATE | {"optimizer": 60_000_000}, "`optimizer`: Not yet. The number is too large.")
     ],
     "layer_formula": [
         (gpt("norms", lambda *_: 8 * 128 * 8 * 256), "but not for one with b = 7, s = 44"),
@@ -157,7 +141,6 @@ WRONG = {
             "several tensors",
         ),
         (condition(lambda address, storage, given: None), "Not answered yet"),
-        (lambda: 1, None),
     ],
     "meter": [
         (meter(go_in=False), "A view shares the storage"),
@@ -171,9 +154,7 @@ WRONG = {
         (NeverRemoves, "used again"),
         (lambda: 1, None),
     ],
-    "whole_peak": [
-        (PARTS | {"logits": None}, "`logits`: Not answered yet"),
-    ],
+    "whole_peak": [(PARTS | {"logits": None}, "`logits`: Not answered yet")],
     "largest_batch": [
         (48, "49 fits as well"),
         (50, "50 peaks at"),

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from course_lib.checkpoint import checkpointed_loss
 from course_lib.lessons.lesson_02.exercises import check_peak_formula
 
 peak = check_peak_formula.right_answer()
@@ -113,20 +112,6 @@ def dropout(read=get_rng_state, restore=set_rng_state, backward_pass=right_backw
     return function(backward, forward)
 
 
-def draws_its_seed(context, block, x):
-    """Right, in another form: each call draws a seed, and both of its runs start from it."""
-    context.seed = int(torch.randint(2**31, ()))
-    with torch.random.fork_rng():
-        torch.manual_seed(context.seed)
-        return run(context, block, x)
-
-
-def from_its_seed(context, gradient):
-    with torch.random.fork_rng():
-        torch.manual_seed(context.seed)
-        return right_backward(context, gradient)
-
-
 # Checkpoints as hooks
 # --------------------------------------------------------------------------------------------------
 
@@ -162,7 +147,6 @@ def number_back(block, x):
 NO_CHECKPOINTS = [
     (lambda block, x: block(x), "ran only once"),
     (lambda block, x: (block(x), block(x))[1], "must be 1 and 2"),
-    lambda block, x: x,
 ]
 
 
@@ -207,17 +191,6 @@ def of_the_last_chunk(hidden, weight, targets, chunk):
     return total / len(targets)
 
 
-def slice_by_slice(hidden, weight, targets, chunk):
-    """Right, in another form: slices, and the mean by the number of targets that count, chunk by chunk."""
-    total, counted = 0.0, 0
-    for start in range(0, len(targets), chunk):
-        part = slice(start, start + chunk)
-        counted += int((targets[part] != -100).sum())
-        given = hidden[part], weight, targets[part], "sum"
-        total = total + checkpoint(whole_loss, *given, use_reentrant=False)
-    return total / counted
-
-
 def gradients_in_forward(context, hidden, weight, targets, chunk):
     """Makes the gradients in forward, as Liger's does."""
     inputs = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
@@ -254,14 +227,6 @@ def llama_row(
         hidden, labels = hidden[:, 1:], labels[:, :-1]
     weight = model.get_submodule(head).weight
     return loss(hidden.flatten(0, 1), weight, labels.flatten(), chunk)
-
-
-def llama_row_by_labels(model, tokens, labels):
-    """Right, in another form: moves the labels, as `transformers` does, and uses the older method."""
-    model.gradient_checkpointing_enable()
-    hidden = model.model(input_ids=tokens)[0].reshape(-1, 256)
-    targets = F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
-    return slice_by_slice(hidden, model.lm_head.weight, targets, 100)
 
 
 def mean_of_sequences(model, tokens, labels):
@@ -306,61 +271,20 @@ def every_second(
     return make_contexts
 
 
-class EverySecond:
-    """Right, in another form: a policy that is an object with counters and returns booleans."""
-
-    def __init__(self):
-        self.numbers = itertools.cycle((True, False)), itertools.cycle((True, False))
-
-    def __call__(self, context, operator, *args, **kwargs):
-        return operator in LINEAR and next(self.numbers[context.is_recompute])
-
-
-def closure_with_dict():
-    """Right, in another form: a dict in a closure, and the PREFER policies."""
-    state = {"forward": 0, "recompute": 0}
-
-    def policy(context, operator, *args, **kwargs):
-        run = "recompute" if context.is_recompute else "forward"
-        state[run] += operator in LINEAR
-        keep = operator in LINEAR and state[run] % 2
-        return CheckpointPolicy.PREFER_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
 def keeps_always(*operators):
     return lambda: create_selective_checkpoint_contexts([*operators])
 
 
 #: check -> right answers
 RIGHT = {
-    "checkpoint": [
-        checkpoint_of(),
-        checkpoint_of(preserve_rng_state=False),
-        function(),
-        function().apply,
-        with_hooks,
-        function(second_run(lambda output, gradient: (output * gradient).sum().backward())),
-    ],
-    "hooks": [with_hooks, checkpoint_of(), partial(with_hooks, own=False)],
+    "checkpoint": [checkpoint_of(), function(), with_hooks],
+    "hooks": [with_hooks, checkpoint_of()],
     "which_block": [(7, True), (torch.tensor(7), torch.tensor(True))],
-    "in_chunks": [llama_row, llama_row_by_labels, partial(llama_row, chunk=256)],
-    "loss_in_pieces": [
-        in_pieces,
-        lambda *given: checkpointed_loss(*given[:3], chunk=given[3]),
-        slice_by_slice,
-        function(scaled, gradients_in_forward).apply,
-    ],
-    "dropout_checkpoint": [
-        checkpoint_of(),
-        function(from_its_seed, draws_its_seed),
-        checkpoint_of(determinism_check="none"),
-    ],
+    "in_chunks": [llama_row],
+    "loss_in_pieces": [in_pieces, function(scaled, gradients_in_forward).apply],
+    "dropout_checkpoint": [checkpoint_of(), dropout().apply],
     "policy": [
         every_second(key=lambda context, _: context.is_recompute),
-        lambda: create_selective_checkpoint_contexts(EverySecond()),
-        closure_with_dict,
         every_second(),  # PyTorch 2.13 asks the policy in forward alone
     ],
     "head_chunk": [256],

@@ -7,7 +7,6 @@ from functools import cache, partial
 import numpy
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.lessons.lesson_03.exercises import _KEPT, _OTHERS, _fastest, five_stages, say
@@ -49,7 +48,6 @@ def best_of(counts):
 
 best_whole = best_of(lambda L: range(1, L + 1))
 best_divisor = best_of(lambda L: (k for k in range(1, L + 1) if L % k == 0))
-best_hundredth = best_of(lambda L: (n / 100 for n in range(100, 100 * L)))
 
 
 def taper(depth, kept=2, room=3):
@@ -58,15 +56,6 @@ def taper(depth, kept=2, room=3):
     while cuts[-1] < depth and (size := (room - len(cuts)) // kept) > 0:
         cuts.append(min(depth, cuts[-1] + size))
     return cuts if cuts[-1] == depth else taper(depth, kept, room + 1)
-
-
-@cache
-def searched(layers, kept=2, inputs=0):
-    """The least peak, and sizes that have it, by trying every size of each segment."""
-    if layers == 0:
-        return 0, ()
-    ways = [(size, *searched(layers - size, kept, inputs + 1)) for size in range(1, layers + 1)]
-    return min((max(inputs + 1 + kept * size, rest), (size, *sizes)) for size, rest, sizes in ways)
 
 
 def equal_cuts(depth, kept=2):
@@ -81,21 +70,12 @@ def plain_layers(layers, x):
     return layers(x)
 
 
-def kept_linears(layers, x):
+def kept_linears(layers, x, **options):
     """Each GELU with the next Linear in a checkpoint, so that a layer keeps what its Linear returns."""
     first, *others, last = itertools.chain(*layers)
     x = first(x)
     for pair in zip(others[::2], others[1::2], strict=True):
-        x = checkpoint(nn.Sequential(*pair), x, **OPTIONS)
-    return last(x)
-
-
-def with_random_states(layers, x):
-    """Right, except that each inner checkpoint keeps the state of the random numbers."""
-    first, *others, last = itertools.chain(*layers)
-    x = first(x)
-    for pair in zip(others[::2], others[1::2], strict=True):
-        x = checkpoint(nn.Sequential(*pair), x, use_reentrant=False)
+        x = checkpoint(nn.Sequential(*pair), x, **(OPTIONS | options))
     return last(x)
 
 
@@ -114,11 +94,11 @@ def kept_inputs(layers, x):
     return x
 
 
-def in_tapered(inside, kept=1, cuts_of=taper):
+def in_tapered(inside, kept=1):
     """A function that runs layers in tapered segments, with `inside` in each of them."""
 
     def run(layers, x):
-        cuts = cuts_of(len(layers), kept)
+        cuts = taper(len(layers), kept)
         for start, end in itertools.pairwise(cuts[:-1]):
             x = checkpoint(inside, layers[start:end], x, **OPTIONS)
         return inside(layers[cuts[-2] :], x)
@@ -126,68 +106,27 @@ def in_tapered(inside, kept=1, cuts_of=taper):
     return run
 
 
-def best_triangle(depth):
-    """The best cuts of layers that keep one boundary each. Their sizes decrease by 1."""
-    longest = next(n for n in itertools.count(1) if n * (n + 1) // 2 >= depth)
-    sizes = itertools.accumulate(range(longest, 0, -1), initial=0)
-    return sorted({min(depth, cut) for cut in sizes})
+@cache
+def best_choice(stages, room, mistake=None):
+    """The least time, and the best way: 0 keeps all of the first stage, e runs on to stage e.
 
-
-class KeptBetween(torch.autograd.Function):
-    """A GELU and the next Linear that keep the GELU's input only, without a checkpoint."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        return functional.linear(functional.gelu(x), weight, bias)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        with torch.enable_grad():
-            hidden = functional.gelu(leaf := x.detach().requires_grad_())
-        passed, of_weight = gradient @ weight, gradient.T @ hidden.detach()
-        return torch.autograd.grad(hidden, leaf, passed)[0], of_weight, gradient.sum(0)
-
-
-def without_inner_checkpoints(layers, x):
-    first, *others, last = itertools.chain(*layers)
-    x = first(x)
-    for linear in others[1::2]:
-        x = KeptBetween.apply(x, linear.weight, linear.bias)
-    return last(x)
-
-
-def recurrence(stages, room, mistake=None):
-    """The least time; with a mistake that is in no table, as learners write it."""
+    With a mistake that is in no table, as learners write it."""
     if not stages:
-        return 0
-    solve, first, times = partial(recurrence, mistake=mistake), stages[0], [math.inf]
+        return 0, 0
+    solve, first, ways = partial(best_choice, mistake=mistake), stages[0], [(math.inf, 0)]
     if first.saved_bytes + first.output_bytes <= room:
-        rest = solve(stages[1:], room - first.saved_bytes)
-        times.append(first.forward_time + rest + first.backward_time)
+        rest, _ = solve(stages[1:], room - first.saved_bytes)
+        ways.append((first.forward_time + rest + first.backward_time, 0))
     ends = range(0 if mistake == "from itself" else 1, len(stages))
     for e in ends[len(stages) // 2 - 1 :][:1] if mistake == "halves" else ends:
         ahead = e if mistake == "unit times" else sum(stage.forward_time for stage in stages[:e])
-        later = solve(stages[e:], room - stages[e - 1].output_bytes)
-        times.append(ahead + later + solve(stages[:e], room))
-    return min(times)
-
-
-@cache
-def best_choice(stages, room):
-    """The least time, and the best way: 0 keeps all of the first stage, e runs on to stage e."""
-    if not stages:
-        return 0, 0
-    first, ways = stages[0], [(math.inf, 0)]
-    if first.saved_bytes + first.output_bytes <= room:
-        rest, _ = best_choice(stages[1:], room - first.saved_bytes)
-        ways.append((first.forward_time + rest + first.backward_time, 0))
-    for e in range(1, len(stages)):
-        ahead = sum(stage.forward_time for stage in stages[:e])
-        later, _ = best_choice(stages[e:], room - stages[e - 1].output_bytes)
-        ways.append((ahead + later + best_choice(stages[:e], room)[0], e))
+        later, _ = solve(stages[e:], room - stages[e - 1].output_bytes)
+        ways.append((ahead + later + solve(stages[:e], room)[0], e))
     return min(ways)
+
+
+def least_time(stages, room, mistake=None):
+    return best_choice(stages, room, mistake)[0]
 
 
 def plan(first, stages, room, mistake=None):
@@ -209,56 +148,16 @@ def plan(first, stages, room, mistake=None):
     return ahead + (earlier + later if mistake == "earlier first" else later + earlier)
 
 
-def with_room_of_forwards(stages, room):
-    """Right, in another form: also requires memory for each skipped forward, as the library does."""
-
-    @cache
-    def least(i, n, m):
-        if i == n:
-            return 0
-        stage, waits = stages[i], stages[n - 1].output_bytes * (n < len(stages))
-        ways = [math.inf]
-        if stage.saved_bytes + max(stage.output_bytes, waits) <= m:
-            rest = least(i + 1, n, m - stage.saved_bytes)
-            ways.append(stage.forward_time + rest + stage.backward_time)
-        for e in range(i + 1, n):
-            outputs = [0, *(each.output_bytes for each in stages[i:e])]
-            if max(map(sum, itertools.pairwise(outputs))) + waits <= m:
-                ahead = sum(each.forward_time for each in stages[i:e])
-                ways.append(ahead + least(e, n, m - outputs[-1]) + least(i, e, m))
-        return min(ways)
-
-    return least(0, len(stages), room)
-
-
 #: check -> right answers
 RIGHT = {
     "predicted_peak": [peak_with_a_loop],
-    "best_count": [
-        *(best_whole, best_hundredth),
-        lambda L, A, B: min(L, math.sqrt(L * A / B)),
-        lambda L, A, B: numpy.sqrt(numpy.float32(L * A / B)),
-    ],
-    "tapered": [
-        taper,
-        lambda *chain: [*itertools.accumulate(searched(*chain)[1], initial=0)],
-        lambda *chain: tuple(map(float, taper(*chain))),
-        lambda *chain: numpy.array(taper(*chain)),
-        lambda *chain: torch.tensor(taper(*chain)),
-    ],
-    "recurrence": [
-        recurrence,
-        lambda stages, room: best_choice(stages, room)[0],
-        with_room_of_forwards,
-    ],
-    "nested": [
-        in_tapered(kept_linears),
-        in_tapered(without_inner_checkpoints),
-        in_tapered(kept_linears, cuts_of=lambda depth, _: best_triangle(depth)),
-    ],
-    "drawn_schedule": [list(segments(six, 4)), tuple(segments(six, 4)), segments(six, 4)],
-    "gives_up_early": [EARLY, tuple(EARLY), Schedule(EARLY)],
-    "plan": [plan, lambda *given: tuple(plan(*given)), lambda *given: Schedule(plan(*given))],
+    "best_count": [best_whole, lambda L, A, B: numpy.sqrt(numpy.float32(L * A / B))],
+    "tapered": [taper, lambda *chain: torch.tensor(taper(*chain), dtype=torch.float32)],
+    "recurrence": [least_time],
+    "nested": [in_tapered(kept_linears)],
+    "drawn_schedule": [list(segments(six, 4)), segments(six, 4)],
+    "gives_up_early": [EARLY, Schedule(EARLY)],
+    "plan": [plan, lambda *given: Schedule(plan(*given))],
 }
 
 #: check -> wrong answers, each alone or with a part of the expected message
@@ -300,12 +199,12 @@ WRONG = {
             (partial(_fastest, mistake=mistake), say(f"recurrence.{mistake}"))
             for mistake in (*_KEPT, *_OTHERS)
         ),
-        (partial(recurrence, mistake="halves"), "for 4 stages"),
-        (partial(recurrence, mistake="unit times"), "5 stages"),
-        (partial(recurrence, mistake="from itself"), "e must begin at 1"),
+        (partial(least_time, mistake="halves"), "for 4 stages"),
+        (partial(least_time, mistake="unit times"), "5 stages"),
+        (partial(least_time, mistake="from itself"), "e must begin at 1"),
         (partial(_fastest, mistake="never runs on"), "Not answered"),
         (lambda stages, room: 12, "4 stages and room = 1"),
-        (lambda stages, room: f"{recurrence(stages, room)}", "got a `str`"),
+        (lambda stages, room: f"{least_time(stages, room)}", "got a `str`"),
     ],
     "nested": [
         (plain_layers, "Not answered"),
@@ -313,7 +212,7 @@ WRONG = {
         (in_tapered(plain_layers), "the peak is 30.00 B for 1.33 times the FLOPs"),
         (in_tapered(kept_inputs), "runs a third time"),
         (kept_linears, "more than 1 B per layer"),
-        (in_tapered(with_random_states), "`preserve_rng_state=False`"),
+        (in_tapered(partial(kept_linears, preserve_rng_state=True)), "`preserve_rng_state=False`"),
         (hidden_from_the_meter, "hardly any layer runs a second time"),
         (lambda layers, x: in_tapered(kept_linears)(layers[:-1], x), "the gradients differ"),
         (lambda layers, x: in_tapered(kept_linears)(layers, x).detach(), "has no graph"),

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from functools import partial
 
-import numpy
 import torch
 from torch import nn
 
@@ -11,23 +10,7 @@ from course_lib.accumulation import AccumulatedStep
 from course_lib.lessons.lesson_05.bugs import PLANTED, correct_loop
 from course_lib.lessons.lesson_05.exercises import WEIGHTS, check_peaks
 
-
-def fitted(m):
-    """The line through both runs by NumPy, which is off by rounding."""
-    line = numpy.polyfit([4, 2], [207_597_976, 158_804_376], 1)
-    return numpy.polyval(line, m)
-
-
 peak = check_peaks.right_answer()
-
-
-def fastest_size(budget):
-    """Choose the fastest of all sizes whose peak is within the budget."""
-    sizes = (1, 2, 4, 8, 16, 32, 64)
-    peaks = {m: 2_370_539_600 + (m - 1) * (3_562_995_744 - 2_370_539_600) / 3 for m in sizes}
-    times = {m: 64 * max(14.6 / m, 2.17) for m in sizes if peaks[m] <= budget}
-    best = min(times, key=times.get)
-    return {"samples": best, "bytes": round(peaks[best]), "milliseconds": times[best]}
 
 
 def loop_with_all_bugs(
@@ -171,18 +154,6 @@ def zeros(parameters):
     return {parameter: torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters}
 
 
-def zeros_first(parameters):
-    sums = zeros(parameters)
-
-    def add(parameter):
-        sums[parameter] += parameter.grad
-        parameter.grad = None
-
-    for parameter in sums:
-        parameter.register_post_accumulate_grad_hook(add)
-    return sums
-
-
 fp32_sums = summed(detach_gradient)
 
 
@@ -191,16 +162,14 @@ RIGHT = {
     "peaks": [
         lambda m: torch.tensor(float(peak(m))),  # has fp32's 24 bits
         lambda m: peak(m) + (m == 1) * 393_216 - (m == 8) * WEIGHTS,  # as measured
-        fitted,
     ],
     "loop": [
-        *(correct_loop, loop(), loop(sums_then_divided)),
+        correct_loop,
         loop(sums_then_divided, clip=partial(nn.utils.clip_grad_norm_, error_if_nonfinite=True)),
         loop(divided(counting=torch.inference_mode)),
         library,
     ],
-    "fp32_sums": [fp32_sums, zeros_first],
-    "micro_batch": [fastest_size],
+    "fp32_sums": [fp32_sums],
 }
 
 #: check -> wrong answers, each alone or with a part of the expected message

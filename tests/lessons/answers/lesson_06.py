@@ -19,17 +19,12 @@ from course_lib.lessons.lesson_06.exercises import (
     merge_parts,
     say,
 )
-from course_lib.lessons.lesson_06.tiles import attention, backward_in_tiles, fold, forward_in_tiles
+from course_lib.lessons.lesson_06.tiles import attention, backward_in_tiles, forward_in_tiles
 
 
 def answers_with(compute, mistakes):
     """Wrong answers of a table of mistakes, each with its message."""
     return [(partial(compute, **mistake), say(name)) for name, mistake in mistakes.items()]
-
-
-def last_block_first(scores, block):
-    blocks = reversed(scores.split(block, 1))
-    return fold((part, torch.ones(part.shape[1], 1)) for part in blocks)[1]
 
 
 def padded(scores, block):
@@ -41,18 +36,10 @@ def shifted(scores, block, largest):
     return largest + sum(parts).log()
 
 
-def in_python(scores, block):
-    """Blocks of a row as Python's lists."""
-    found = []
-    for row in range(len(scores)):
-        largest, total = -math.inf, 0.0
-        for start in range(0, scores.shape[1], block):
-            part = scores[row, start : start + block].tolist()
-            new = max(largest, *part)
-            total = total * math.exp(largest - new) + sum(math.exp(each - new) for each in part)
-            largest = new
-        found.append(largest + math.log(total))
-    return torch.tensor(found)
+def through_lists(scores, block, size=None):
+    """Read the scores as Python's lists, `size` or `block` columns at once."""
+    parts = [torch.tensor(part.tolist()) for part in scores.split(size or block, 1)]
+    return log_sum_exp(torch.cat(parts, 1), block)
 
 
 def two_passes(scores, block):
@@ -63,22 +50,6 @@ def two_passes(scores, block):
 def through_numpy(scores, block):
     """Whole rows at once, in NumPy, which no dispatch mode counts."""
     return torch.from_numpy(numpy.logaddexp.reduce(scores.numpy(), axis=1))
-
-
-def keys_outside(q, k, v, block_q, block_k):
-    """Right, in another form: the outer loop is over key blocks."""
-    o, total = torch.zeros_like(q), q.new_zeros(len(q))
-    largest = q.new_full((len(q),), -math.inf)
-    for key, value in zip(k.split(block_k), v.split(block_k), strict=True):
-        for start in range(0, len(q), block_q):
-            rows = slice(start, start + block_q)
-            scores = q[rows] @ key.T / q.shape[1] ** 0.5
-            new = torch.maximum(largest[rows], scores.amax(1))
-            shrink, weights = (largest[rows] - new).exp(), (scores - new[:, None]).exp()
-            total[rows] = total[rows] * shrink + weights.sum(1)
-            o[rows] = o[rows] * shrink[:, None] + weights @ value
-            largest[rows] = new
-    return o / total[:, None], largest + total.log()
 
 
 def scaled_result(function, place, factor):
@@ -142,33 +113,6 @@ def kernel(q, k, v, **mistake):
     return [x[: len(q)] for x in found]
 
 
-def by_softmax(o1, lse1, o2, lse2):
-    one, two = torch.stack([lse1, lse2]).softmax(0)[:, :, None]
-    return one * o1 + two * o2, torch.stack([lse1, lse2]).logsumexp(0)
-
-
-def by_sigmoid(o1, lse1, o2, lse2):
-    share = (lse1 - lse2).sigmoid()[:, None]
-    return share * o1 + (1 - share) * o2, torch.logaddexp(lse1, lse2)
-
-
-def by_maximum(o1, lse1, o2, lse2):
-    """The online softmax of exercise 1, with two blocks."""
-    largest = torch.maximum(lse1, lse2)
-    one, two = (lse1 - largest).exp(), (lse2 - largest).exp()
-    o = (o1 * one[:, None] + o2 * two[:, None]) / (one + two)[:, None]
-    return [o, largest + (one + two).log()]
-
-
-def row_by_row_merge(o1, lse1, o2, lse2):
-    rows = []
-    for a, x, b, y in zip(o1, lse1.tolist(), o2, lse2.tolist(), strict=True):
-        lse = max(x, y) + math.log1p(math.exp(-abs(x - y)))
-        rows.append((a * math.exp(x - lse) + b * math.exp(y - lse), torch.tensor(lse)))
-    o, lse = zip(*rows, strict=True)
-    return torch.stack(o), torch.stack(lse).double()
-
-
 def with_the_first(o1, lse1, o2, lse2):
     """As many implementations of ring attention do; wrong where the first part has no key."""
     share = (lse2 - lse1).sigmoid()[:, None]
@@ -209,14 +153,11 @@ def in_dtype_of_output(o1, lse1, o2, lse2):
 
 #: check -> right answers
 RIGHT = {
-    "log_sum_exp": [
-        *(log_sum_exp, padded, last_block_first, in_python),
-        lambda scores, block: log_sum_exp(scores, block).double(),
-    ],
-    "forward": [forward_in_tiles, keys_outside],
+    "log_sum_exp": [log_sum_exp, padded, lambda *case: through_lists(*case).double()],
+    "forward": [forward_in_tiles],
     "backward": [backward_in_tiles, in_two_passes],
     "kernel": [kernel],
-    "merge": [merge_parts, by_softmax, by_sigmoid, by_maximum, row_by_row_merge],
+    "merge": [merge_parts, lambda *parts: list(merge_parts(*parts))],
 }
 
 #: check -> wrong answers, each alone or with a part of the expected message
@@ -228,10 +169,13 @@ WRONG = {
         (lambda scores, block: shifted(scores, block, scores.amax(1)), "`amax` read more"),
         (two_passes, "One pass is enough"),
         (lambda scores, block: scores.exp().sum(1).log(), "overflow"),
-        (lambda scores, block: in_python(scores, 23), "`tolist` read more than one block"),
+        (
+            lambda scores, block: through_lists(scores, block, 23),
+            "`tolist` read more than one block",
+        ),
         (through_numpy, "`numpy` read more than one block"),
         (lambda x, block: through_numpy(torch.tensor(numpy.asarray(x)), block), "`__array__` read"),
-        (lambda scores, block: padded(scores.clamp(-80, 80), block), "Your numbers are not"),
+        (lambda scores, block: log_sum_exp(scores.clamp(-80, 80), block), "Your numbers are not"),
         (lambda scores, block: 3, "one number per row"),
     ],
     "forward": [
@@ -261,7 +205,6 @@ WRONG = {
     "backward": [
         *answers_with(backward_in_tiles, BACKWARD_MISTAKES),
         (lambda *case: backward_in_tiles(*case[:6], *case[:5:-1]), "Did you exchange block_q and"),
-        (lambda *case: backward_in_tiles(*case[:6], 1, 1), "operators for 128 tiles"),
         (scaled_result(backward_in_tiles, 0, 1.5), "dQ"),
         (scaled_result(backward_in_tiles, 1, 4.0), "dK, by a factor of √d. It is too large"),
         (scaled_result(backward_in_tiles, 2, 0.25), "dV, by a factor of √d. It is too small"),

@@ -16,12 +16,6 @@ def mistaken(*names):
     return lambda config: parameters_of(config, *names)
 
 
-def heads_of_128(config):
-    """As in Llama 3 8B, but not here."""
-    keys = 2 * config["hidden_size"] * (128 * config["num_key_value_heads"] - config["hidden_size"])
-    return parameters_of(config, "heads_of_keys") + config["num_hidden_layers"] * keys
-
-
 def counted_on_meta(config):
     """Right as well, and independent: the parameters of transformers' own model."""
     with torch.device("meta"):
@@ -63,9 +57,7 @@ RIGHT = {
     ],
     "recipe": [
         Recipe(**UPDATES, offload_activations=True),
-        Recipe(**UPDATES, checkpoint="layers", offload_activations=True),
         Recipe(**UPDATES, checkpoint="segments", segments=11),
-        Recipe(**UPDATES, checkpoint="optimal", schedule_bytes=74_200_000),
     ],
     "qlora_bytes": [qlora, with_codes],
 }
@@ -79,7 +71,6 @@ WRONG = {
         lambda config: config.update(vocab_size=9) or parameters_of(config),
         (mistaken("gate", "one_norm"), "gate, up and down. You counted one norm"),
         (mistaken("heads_of_keys", "gate"), "You counted two matrices"),
-        (heads_of_128, None),
         (mistaken("heads_of_keys", "output"), None),  # as with "heads_of_keys", "keys_or_values"
         (lambda config: 31_141_376, "for the small Llama"),
         *(
@@ -94,7 +85,6 @@ WRONG = {
             "exactly the three techniques",
         ),
         (Recipe(**UPDATES, checkpoint="layers", head_chunk=64), "saves nothing"),
-        (Recipe(checkpoint="layers", micro_batches=4), "optimizer state"),
         (Recipe(**UPDATES), "activation"),
         (Recipe("bf16"), "Keep fp32 and Adam"),
         (Recipe(optimizer="sgd", in_backward=True), "Keep fp32 and Adam"),
