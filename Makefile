@@ -21,10 +21,10 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_VERSION ?= newest
 OTHER_VENV := .venv-torch-$(TORCH_VERSION)
 LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_extrapolation budget_models \
-  budget_ranks budget_search caching_allocator memory_categories checkpoint configs symbolic_conversion \
+  budget_ranks budget_search caching_allocator memory_categories checkpoint configs \
   memory_devices distributed memory_formulas budget_recorded_estimates memory_gradient_sums \
-  budget_hugging_face memory_measurement memory_budget memory_meter models offload memory_saved_tensors \
-  schedule symbolic_shape_cache simulated memory_storages symbolic memory_timeline memory_transparency
+  budget_hugging_face memory_measurement memory_meter models offload memory_saved_tensors \
+  schedule symbolic_shape_cache simulated symbolic
 LIBRARY_NEEDS := numpy matplotlib pandas tqdm transformers pytest pytest-xdist hypothesis checkpoint-schedules
 
 BIN       := $(VENV)/bin

@@ -45,6 +45,8 @@ from course_lib.schedule import (
     simulate,
     store_all,
 )
+from course_lib.simulated import SimulatedDevice
+from course_lib.symbolic import Gpu
 from course_lib.workload import named_function, samples_of
 
 SIZES = {"vocabulary": 50, "hidden": 16, "heads": 4, "layers": 3, "sequence": 8}
@@ -257,6 +259,8 @@ INVALID_ARGUMENTS = [
     (DiskStore, {}, {"limit_bytes": (-1,), "directory": ("",), "threads": (0,)}),
     (Prefetcher, {"loader": []}, {"loader": (3,), "depth": (0,)}),
     (samples_of, {}, {"make_batch": (LINEAR,)}),
+    (SimulatedDevice, {}, {"flops_per_second": (0,)}),
+    (Gpu, {}, {"capability": (9, (9.0, 0)), "torch": ("2.13",)}),
 ]
 
 # (beginning of the error, call that raises it)
@@ -295,6 +299,7 @@ INVALID_CALLS = [
     ("mask", lambda: Chain.profile(TANH, TWO, kwargs={"mask": WITH_GRADIENT})),
     ("what stage 0 returns", lambda: Chain.profile([nn.LSTM(2, 2)], torch.ones(2, 2))),
     ("a parameter", lambda: OffloadedOptimizer(COMPLEX)),
+    ("the options of a SimulatedDevice must .* got seconds", lambda: SimulatedDevice(seconds=1)),
     (
         "ranks must be 1 .* python -m course_lib.distributed",
         lambda: train_step(LINEAR, None, TWO, Recipe(**RANKS)),

@@ -14,7 +14,6 @@ from fp32_optimizer_reference import FP32Reference
 from torch import nn
 
 from course_lib.checkpoint import checkpoint_blocks
-from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import (
     Device,
@@ -41,13 +40,12 @@ def mlp_and_data():
     return deep_mlp(5, 32), torch.randn(32, 32)
 
 
-def activations(device, model="mlp", **options):
+def activations(device, checkpointed=False, **options):
     net, x = mlp_and_data()
     run = lambda x: net(x).square().sum()  # noqa: E731
-    if model != "mlp":
+    if checkpointed:
         net = Decoder(vocabulary=50, hidden=16, heads=2, layers=2, sequence=8)
         run, x = net.loss, random_tokens(2, 8, 50)
-    if model == "checkpointed":
         checkpoint_blocks(net)
     for _ in range(2):
         if device:  # a graph that is dropped before backward
@@ -62,7 +60,6 @@ def activations(device, model="mlp", **options):
 
 
 def fail(module, *_):
-    """Raise in a hook."""
     raise InterruptedError
 
 
@@ -116,10 +113,7 @@ def passes_that_fail(device, stream=lambda device: nullcontext):
 
 def adam(device, net, **options):
     if device is None:
-        given = {name: options[name] for name in ("foreach", "fused") if name in options}
-        return FP32Reference(
-            net.parameters(), torch.optim.Adam, lr=0.01, **(given or {"fused": True})
-        )
+        return FP32Reference(net.parameters(), torch.optim.Adam, lr=0.01, fused=True)
     return OffloadedOptimizer(net.parameters(), torch.optim.Adam, lr=0.01, **options)
 
 
@@ -178,10 +172,9 @@ def prefetched(device):
 
 
 SCENARIOS = {
-    **{f"mlp, prefetch {n}": partial(activations, prefetch=n) for n in (0, 1)},
+    "mlp": activations,
     "mlp, 4 in flight": partial(activations, in_flight=4),
-    "decoder": partial(activations, model="decoder"),
-    "checkpointed": partial(activations, model="checkpointed"),
+    "checkpointed decoder": partial(activations, checkpointed=True),
     **{f"two streams, prefetch {n}": partial(two_streams, prefetch=n) for n in (0, 1)},
     "failed passes": passes_that_fail,
     "failed passes on another stream": partial(passes_that_fail, stream=other_stream),
@@ -189,8 +182,6 @@ SCENARIOS = {
     "optimizer, bf16": partial(train, dtype=torch.bfloat16),
     "optimizer, no overlap": partial(train, overlap=False),
     "optimizer, gradients changed": partial(train, change=change_gradient),
-    "optimizer, foreach": partial(train, foreach=True),
-    "optimizer, not fused": partial(train, fused=False),
     "optimizer, interrupted": interrupted_steps,
     "prefetcher": prefetched,
 }
@@ -232,21 +223,6 @@ def test_offload_scenarios_have_no_races_and_equal_unsimulated_results(name, mod
     found, races = outcome(SCENARIOS[name], mode)
     assert races == []
     torch.testing.assert_close(found, expected(SCENARIOS[name]), rtol=0, atol=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_offload_scenarios_on_gpu_equal_results_without_offload(name):
-    def run(device):
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            found = SCENARIOS[name](device)
-        torch.cuda.synchronize()
-        return found
-
-    # The optimizer on the host rounds differently.
-    tolerance = {"rtol": 2e-2, "atol": 1e-3} if "bf16" in name else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(run(Device.from_torch(torch.device("cuda"))), run(None), **tolerance)
 
 
 # ---- a missing wait is reported, and changes the numbers in its mode
@@ -351,7 +327,6 @@ HOST_READS = {
     "item": (lambda host: host[1].item(), False),
     "numpy": (lambda host: host.numpy().sum(), True),
     "repr": (repr, False),
-    "bool": (lambda host: bool(host[1]), False),
     "from_dlpack": (lambda host: torch.from_dlpack(host).tolist(), False),
 }
 
@@ -470,17 +445,6 @@ def test_race_detector_reports_memory_reused_before_copy_finishes():
         assert device.races == []
 
 
-def test_simulated_device_and_meter_count_equal_live_bytes():
-    with SimulatedDevice() as device:
-        net, x = deep_mlp(5, 64), torch.randn(64, 64)
-        before = device.live_bytes
-        with MemoryMeter() as meter, offloading(device):
-            loss = net(x).sum()
-        assert device.live_bytes - before == meter.live_bytes > 0
-        loss.backward()
-    assert device.peak_bytes > meter.peak_bytes
-
-
 def test_move_copies_modules_and_containers_to_simulated_device():
     net, batch = deep_mlp(1, 8), {"x": torch.randn(4, 8), "n": 3}
     plain = net(batch["x"]).detach()
@@ -499,16 +463,13 @@ def test_move_copies_modules_and_containers_to_simulated_device():
     assert torch.equal(found.detach(), plain) and Device.of_tensor(found) is not device
 
 
-def test_error_inside_simulated_device_is_raised_and_modes_are_removed():
-    before = list(Device.guests)
+def test_error_inside_simulated_device_is_raised_instead_of_its_races():
     with pytest.raises(ZeroDivisionError), SimulatedDevice() as device:
         target = torch.zeros(100)
         device.copy(target, device.pinned((100,), torch.float32), "side")
         target + 1
         raise ZeroDivisionError
-    assert device.races and Device.guests == before
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-    assert torch.overrides._get_current_function_mode() is None
+    assert device.races and Device.of_tensor(target) is not device
 
 
 def test_exhausted_memory_of_simulated_device_raises_out_of_memory():
@@ -522,17 +483,9 @@ def test_exhausted_memory_of_simulated_device_raises_out_of_memory():
         assert device.live_bytes == 2048
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"flops_per_second": 0}, "flops_per_second must"),
-        ({"seconds": 1}, ".* got seconds"),
-        ({"late": True, "early": True}, "late and early cannot be combined"),
-    ],
-)
-def test_simulated_device_rejects_invalid_option_naming_it(options, message):
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        SimulatedDevice(**options)
+def test_simulated_device_that_is_late_and_early_is_rejected():
+    with pytest.raises(ValueError, match="late and early cannot be combined"):
+        SimulatedDevice(late=True, early=True)
 
 
 # ---- the clock
@@ -592,16 +545,7 @@ def test_host_optimizer_update_takes_simulated_time_only_if_rate_given(host, sec
     assert Device.of_tensor(p) is not device
 
 
-@pytest.fixture
-def drawing():
-    pytest.importorskip("matplotlib").use("agg")
-    yield
-    import matplotlib.pyplot as plt
-
-    plt.close("all")
-
-
-def test_simulated_device_plot_has_one_row_per_stream(drawing):
+def test_simulated_device_plot_has_one_row_per_stream(fresh):
     with SimulatedDevice(**RATES, host_bytes_per_second=1e6) as device:
         host, x = device.pinned((10,), torch.float32), torch.zeros(10)
         host + 1
@@ -613,7 +557,7 @@ def test_simulated_device_plot_has_one_row_per_stream(drawing):
     assert lanes == ["compute", "to the GPU (H2D)", "gradients", "host", "mine"]
 
 
-def test_simulated_device_samples_and_plot_show_live_bytes_over_time(drawing):
+def test_simulated_device_samples_and_plot_show_live_bytes_over_time(fresh):
     with SimulatedDevice(bytes_per_second=1000.0, down_bytes_per_second=500.0) as device:
         x = torch.zeros(250)
         y = x.neg()
@@ -621,6 +565,7 @@ def test_simulated_device_samples_and_plot_show_live_bytes_over_time(drawing):
         x.neg()
         device.finish(device.copy(device.pinned((250,), torch.float32), x, "down"))  # two seconds
     assert device.samples == [(1.0, 1000), (3.0, 2000), (5.0, 2000)]
+    assert (device.live_bytes, device.peak_bytes) == (1000, 2000)
     assert SimulatedDevice().plot().get_yticklabels() == []
     (area,) = device.plot_bytes(since=2.0).collections
     corners = {tuple(map(float, corner)) for corner in area.get_paths()[0].vertices}

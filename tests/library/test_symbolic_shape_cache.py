@@ -1,19 +1,16 @@
 """Cached results of symbolic operators against `FakeTensorMode`."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
-from torch._functorch import config as functorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from course_lib.budget.step import default_dtype
 from course_lib.memory import symbolic
 
 
-def outlines(function, dtype):
+def outlines(function):
     """Return attributes of the results of a function of two tensors, and their shared storages."""
-    inputs = [torch.empty(4, 6, dtype=dtype) for _ in range(2)]
+    inputs = [torch.empty(4, 6, dtype=torch.bfloat16) for _ in range(2)]
     results = function(*inputs)
     return [
         (
@@ -30,9 +27,7 @@ def outlines(function, dtype):
 OPERATORS = {
     "a matrix product": lambda x, y: x @ y.T,
     "a view of a part": lambda x, y: x[1:, 2:].T,
-    "a view of a transpose": lambda x, y: x.T[1:],
     "in place": lambda x, y: x.add_(y),
-    "in place of a part": lambda x, y: x[1:].mul_(2),
     "integers": lambda x, y: x.long() + 1,
     "a number": lambda x, y: x.long() + 1.0,
     "a boolean": lambda x, y: x.long() + True,
@@ -41,10 +36,8 @@ OPERATORS = {
     "parts without a storage of the input": lambda x, y: (x + y).unbind(),
     "a list": lambda x, y: torch.cat([x, y, x.T.contiguous().T]),
     "strides kept": lambda x, y: (x.T + y.T).relu(),
-    "expanded": lambda x, y: x[:1].expand(5, 6),
     "the default dtype": lambda x, y: x.long() / 2,
     "resized": lambda x, y: x.resize_(2, 3),
-    "transposed in place": lambda x, y: x.t_(),
     "out": lambda x, y: torch.mul(x, 2, out=y),
 }
 
@@ -52,21 +45,17 @@ OPERATORS = {
 @pytest.mark.parametrize("name", OPERATORS)
 def test_cached_symbolic_results_equal_results_of_fake_tensor_mode(name):
     with FakeTensorMode():
-        expected = outlines(OPERATORS[name], torch.bfloat16)
+        expected = outlines(OPERATORS[name])
     with symbolic():
         for _ in range(3):
-            assert outlines(OPERATORS[name], torch.bfloat16) == expected
+            assert outlines(OPERATORS[name]) == expected
 
 
-@pytest.mark.parametrize("allowed", [True, False])
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_symbolic_tensor_from_cache_has_no_data_pointer(allowed):
-    error = nullcontext() if allowed else pytest.raises(RuntimeError)
-    with functorch.patch(fake_tensor_allow_unsafe_data_ptr_access=allowed), symbolic():
+def test_data_pointer_of_symbolic_tensor_from_cache_is_zero():
+    with symbolic():
         x = torch.empty(3)
-        for _ in range(3):
-            with error:
-                assert (x * 2).data_ptr() == 0
+        assert [(x * 2).data_ptr() for _ in range(3)] == [0] * 3
 
 
 def test_symbolic_shape_cache_distinguishes_default_dtypes_and_inference_mode():

@@ -10,6 +10,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from course_lib.memory import MemoryMeter
 from course_lib.models import DecoderLayer, deep_mlp
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -98,6 +99,13 @@ def allocations(step):
         (event.start_ns(), i, event.nbytes()) for i, event in events if event.name() == "[memory]"
     )
     return [change for _, _, change in changes]
+
+
+def metered(step, *given, **options):
+    """Run a step under a meter of the model and the optimizer in `given`, and return the meter."""
+    with MemoryMeter(*given, **options) as meter:
+        step()
+    return meter
 
 
 def bytes_of(tensors):
