@@ -3,6 +3,7 @@ built once."""
 
 import gc
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import hypothesis_settings  # noqa: F401  its settings of hypothesis hold for al
 import pytest
 import torch
 from edition_fixtures import block_network, built_once
-from make_variables import forget_make
 from process_groups import single_process_group
 from timeouts import extend_output_timeout
 from workers import (  # noqa: F401  pytest finds these hooks here
@@ -23,8 +23,12 @@ pytest.register_assert_rewrite("estimate_checks")
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
-# `make test TORCH=cpu` is about the environment of the tests, not about what they start.
-forget_make(os.environ)
+# `make test TORCH=cpu` passes its variables on, by name and in MAKEFLAGS. Another `make`, which a
+# test starts, would use them.
+MAKEFILE = NOTEBOOKS.with_name("Makefile").read_text("utf-8")
+READ_BY_MAKE = re.findall(r"^(\w+) *\?=", MAKEFILE, re.M)
+for variable in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", *READ_BY_MAKE):
+    os.environ.pop(variable, None)
 # The notebooks' outputs are stored with the default language; nbval's kernels inherit this
 # environment.
 os.environ.pop("COURSE_LANG", None)

@@ -29,7 +29,7 @@ _ARGPARSE_TEXTS = (
 )
 
 
-# What may precede an error message: the name of an option, or the number of a system error.
+# Text that may precede an error message: the name of an option, or the number of a system error.
 _LEAD = re.compile(r"参数 \S+：|\[Errno \d+\] ")
 # Place in the user's code, as `course_lib._origin` adds it to a message.
 _PLACE = r"[^()]+?, line \d+(?:, in \S+)?"

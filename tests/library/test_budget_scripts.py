@@ -1,11 +1,16 @@
-"""Printed scripts run unchanged, and their peaks are those of the estimates."""
+"""Printed scripts run unchanged, and their peaks are those of the estimates.
 
+`COURSE_SCRIPTS=all pytest tests/library/test_budget_scripts.py` runs scripts with all values.
+"""
+
+import os
 import re
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 
 import all_pairs
+import check_torch_scripts
 import pytest
 import torch
 from check_torch_scripts import ALLOWED, OPTIONS, fields, recipe_of, run, suits
@@ -22,7 +27,7 @@ from course_lib.models import Decoder, random_tokens
 
 pytest.importorskip("transformers", reason="one of the models is of transformers")
 
-# Two values per option; `tests/tools/check_torch_scripts.py` runs all of them.
+# Two values per option, because all of them take minutes.
 OPTION_PAIRS = {name: (values[0], values[1]) for name, values in OPTIONS.items()} | {
     "optimizer": (fields(), fields(optimizer="lion")),
     "attention": (fields(attention=None), fields(attention="flash")),
@@ -41,6 +46,8 @@ ROWS = [
     for i, row in enumerate(all_pairs.rows(OPTION_PAIRS, models_of))
 ]
 ROWS.append(("llama", Recipe(attention="eager")))
+if os.environ.get("COURSE_SCRIPTS") == "all":
+    ROWS = check_torch_scripts.all_values()
 
 
 @pytest.mark.parametrize(("model", "recipe"), ROWS, ids=str)

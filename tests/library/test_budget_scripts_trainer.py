@@ -1,6 +1,10 @@
-"""Scripts for Hugging Face's Trainer peak at the prediction, and `fit` searches their recipes."""
+"""Scripts for Hugging Face's Trainer peak at the prediction, and `fit` searches their recipes.
+
+`COURSE_SCRIPTS=all pytest tests/library/test_budget_scripts_trainer.py` runs all of them.
+"""
 
 import gc
+import os
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -22,12 +26,13 @@ pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 import check_trainer_scripts as scripts  # noqa: E402  (it imports transformers)
 
 TRAINER = FRAMEWORKS["trainer"]
-# The other values are in the program that runs all combinations.
 FEW_CHOICES = {
     "model": ("plain", "frozen layers", "LoRA on int8"),
     "optimizer": ("adam", "adafactor", "lion", "adam8bit"),
 }
 ROWS = all_pairs.rows({**scripts.CHOICES, **FEW_CHOICES}, scripts.valid)
+if os.environ.get("COURSE_SCRIPTS") == "all":
+    ROWS = list(scripts.all_rows())
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ in an environment with its wheel and a C++ compiler. The script replaces functio
 GPU, and calls `torch._fused_sdp_choice` on tensors that have no memory.
 """
 
-import csv
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import csv_tables
 import torch
 
 CHECKS = Path(__file__).with_name("attention_checks.csv")
@@ -194,9 +194,8 @@ def answers(capability: str, library: Path) -> dict[str, str]:
 def main(*capabilities: str) -> None:
     rows = {case.name: {"case": case.name} for case in CASES}
     if CHECKS.exists():
-        with CHECKS.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                rows[row["case"]] |= row
+        for row in csv_tables.read(CHECKS):
+            rows[row["case"]] |= row
     version = ".".join(torch.__version__.split(".")[:2])
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "without_a_gpu.so")
@@ -205,10 +204,7 @@ def main(*capabilities: str) -> None:
         for capability in capabilities:
             for name, kernels in answers(capability, library).items():
                 rows[name][f"torch {version} on {capability}"] = kernels
-    with CHECKS.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, next(iter(rows.values())), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows.values())
+    csv_tables.write(CHECKS, [*rows.values()])
 
 
 if __name__ == "__main__":

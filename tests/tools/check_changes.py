@@ -20,7 +20,6 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import seconds
 import workers
@@ -47,22 +46,6 @@ RULES = (
 LESSON = re.compile(r"notebooks/(?:scripts/)?(\d\d)_|course_lib/lessons/lesson_(\d\d)/")
 
 
-class Plan(NamedTuple):
-    """Tests to run.
-
-    Attributes:
-        files: Test files, those that matter most first.
-        skipped: Names of single tests in them that are left out.
-        left_out: Number of tests that are left out, in these and in other files.
-        total: Number of all tests.
-    """
-
-    files: list[str]
-    skipped: list[str]
-    left_out: int
-    total: int
-
-
 # Which files
 # --------------------------------------------------------------------------------------------------
 
@@ -81,20 +64,12 @@ def changed_files(root: Path = ROOT) -> list[str]:
 
 
 def files_of(name: str) -> list[str]:
-    """Return the files that an argument of the command names.
-
-    Args:
-        name: A package or module of the library, such as "offload" or "memory/meter.py", or a path
-            of the repository.
-
-    Raises:
-        ValueError: No file has this name.
-    """
+    """Return the files of a package or module of the library, or of a path of the repository."""
     for path in (ROOT / "course_lib" / name, ROOT / "course_lib" / f"{name}.py", ROOT / name):
         if path.exists():
             found = sorted(path.rglob("*.py")) if path.is_dir() else [path]
             return [each.relative_to(ROOT).as_posix() for each in found]
-    raise ValueError(f"ARGS must be packages of course_lib or paths, got {name!r}")
+    raise argparse.ArgumentTypeError(f"ARGS must be packages of course_lib or paths, got {name!r}")
 
 
 def library_tests(file: str) -> list[str]:
@@ -190,7 +165,7 @@ def test_functions(source: str) -> list[str]:
 
 def choose(
     files: Sequence[str], names: Mapping[str, list[str]], table: Mapping[str, float], count: int
-) -> Plan:
+) -> tuple[list[str], list[str]]:
     """Choose tests that `count` workers run within the budget.
 
     One worker runs all tests of a file, so each file gets at most the budget of one worker.
@@ -201,22 +176,25 @@ def choose(
         table: Seconds of files and of single tests, from `seconds.csv`. The other tests of a file
             share the rest of its seconds.
         count: Number of workers.
+
+    Returns:
+        Test files, and the tests that are left out, in these and in other files.
     """
-    chosen, skipped, left_out, spent = [], [], 0, 0.0
+    chosen, left_out, spent = [], [], 0.0
     for file in files:
         left = min(BUDGET_SECONDS, BUDGET_SECONDS * count - spent)
         costs = _costs(file, names[file], table)
-        kept = set()
+        skipped = []
         for name in sorted(costs, key=costs.__getitem__):
             if costs[name] <= left:
                 left -= costs[name]
                 spent += costs[name]
-                kept.add(name)
-        left_out += len(costs) - len(kept)
-        if kept:
+            else:
+                skipped.append(f"{file}::{name}")
+        left_out += skipped
+        if len(skipped) < len(costs):
             chosen.append(file)
-            skipped += [f"{file}::{name}" for name in costs if name not in kept]
-    return Plan(chosen, skipped, left_out, sum(len(names[file]) for file in files))
+    return chosen, left_out
 
 
 def _costs(file: str, names: list[str], table: Mapping[str, float]) -> dict[str, float]:
@@ -228,34 +206,32 @@ def _costs(file: str, names: list[str], table: Mapping[str, float]) -> dict[str,
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("names", nargs="*", help="packages, modules or files; default: from git")
+    parser.add_argument(
+        "names", nargs="*", type=files_of, help="packages, modules or files; default: from git"
+    )
     parser.add_argument("--workers", default="auto", help="number of worker processes")
-    parser.add_argument("--list", action="store_true", help="print the test files, and run none")
     given = parser.parse_args(arguments)
-    try:
-        files = [file for name in given.names for file in files_of(name)] or changed_files()
-    except ValueError as error:
-        parser.error(str(error))
+    files = [file for named in given.names for file in named] or changed_files()
     found, status = groups(files), 0
     if not found:
         print("no tests belong to the changed files" if files else "no file has changed")
-    automatic = given.workers == "auto"
-    available = (workers.available_cores(), workers.available_memory())
-    count = workers.worker_count(*available) if automatic else int(given.workers)
-    table = {} if not found else seconds.read()
+    available = workers.available_cores(), workers.available_memory()
+    count = workers.worker_count(*available) if given.workers == "auto" else int(given.workers)
+    table = seconds.read()
     for number, tests in found.items():
         names = {test: test_functions((ROOT / test).read_text("utf-8")) for test in tests}
-        plan = Plan(tests, [], 0, 0) if number else choose(tests, names, table, count)
-        print(f"tests: {' '.join(plan.files)}{number and f' -k {number}'}")
-        if plan.left_out:
-            print(f"left out {plan.left_out} of {plan.total} tests; `make test` runs all of them")
-        if not given.list and plan.files:
+        chosen, left_out = (tests, []) if number else choose(tests, names, table, count)
+        print(f"tests: {' '.join(chosen)}{number and f' -k {number}'}")
+        if left_out:
+            total = sum(map(len, names.values()))
+            print(f"left out {len(left_out)} of {total} tests; `make test` runs all of them")
+        if chosen:
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-            if count > 1 and len(plan.files) > 1:
-                command += ["-n", str(min(count, len(plan.files)))]
+            if count > 1 and len(chosen) > 1:
+                command += ["-n", str(min(count, len(chosen)))]
                 command += ["--dist=loadscope", "--no-loadscope-reorder"]
-            command += [*plan.files, *(["-k", number] if number else [])]
-            command += [f"--deselect={name}" for name in plan.skipped]
+            command += [*chosen, *(["-k", number] if number else [])]
+            command += [f"--deselect={name}" for name in left_out]
             status |= subprocess.run(command, cwd=ROOT).returncode not in (0, 5)
     return int(status)
 

@@ -1,28 +1,18 @@
-"""Run scripts for "torch" and compare their peaks with the estimates, for many recipes.
+"""Options of recipes for "torch", and how their scripts are run and compared with the estimates.
 
-    python tests/tools/check_torch_scripts.py                pairs of options, for each model
-    python tests/tools/check_torch_scripts.py --fsdp2        all combinations for "fsdp2"
-
-A script runs two steps, and the estimate is that of a step whose optimizer state exists. The
-program prints a row for each recipe whose peak differs, and a summary. It fails if a peak differs
-by more than `ALLOWED` bytes: the loss of a script is live while the optimizer updates the
+A script runs two steps, and the estimate is that of a step whose optimizer state exists. The peaks
+differ by at most `ALLOWED` bytes: the loss of a script is live while the optimizer updates the
 parameters, and the estimated step keeps a weight next to its loss.
 """
 
-import argparse
-import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from io import StringIO
-from itertools import chain, product
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import all_pairs
-from script_models import WORKLOADS, run_on_ranks, run_script
+from script_models import WORKLOADS, run_script
 
 from course_lib.budget import Recipe, estimate
 from course_lib.budget.scripts import FRAMEWORKS
@@ -76,24 +66,11 @@ OPTIONS: Mapping[str, tuple[Fields, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """Peak of a recipe's script, and the estimate.
+class Peaks(NamedTuple):
+    """Peak of a recipe's script, and of its estimate."""
 
-    Attributes:
-        model: Name in `WORKLOADS`.
-    """
-
-    model: str
-    recipe: Recipe
-    predicted: int
     measured: int
-
-    def __str__(self) -> str:
-        more = self.measured - self.predicted
-        return (
-            f"{self.model:8} {self.predicted:>12,} {self.measured:>12,} {more:>+8,}  {self.recipe}"
-        )
+    predicted: int
 
 
 def recipe_of(row: Mapping[str, Fields]) -> Recipe | None:
@@ -118,60 +95,20 @@ def suits(model: str, recipe: Recipe | None) -> bool:
     return recipe.head_chunk is None or model != "mixer"
 
 
-def run(model: str, recipe: Recipe) -> Row:
+def run(model: str, recipe: Recipe) -> Peaks:
     """Run the script for "torch"."""
-    script = FRAMEWORKS["torch"].script(recipe, WORKLOADS[model])
-    with redirect_stdout(StringIO()):
-        meter, _ = run_script(script)
-    return Row(model, recipe, predicted(model, recipe), meter.peak_bytes)
-
-
-def predicted(model: str, recipe: Recipe) -> int:
-    """Return the peak of the estimate."""
     workload = WORKLOADS[model]
+    with redirect_stdout(StringIO()):
+        meter, _ = run_script(FRAMEWORKS["torch"].script(recipe, workload))
     functions = workload.make_model, workload.make_batch
-    return estimate(*functions, recipe, loss_sum=workload.loss_sum).peak_bytes
+    predicted = estimate(*functions, recipe, loss_sum=workload.loss_sum).peak_bytes
+    return Peaks(meter.peak_bytes, predicted)
 
 
-def pairs(model: str) -> list[Recipe]:
-    """Return recipes that contain each pair of options that the model supports."""
-    chosen = all_pairs.rows(OPTIONS, lambda row: suits(model, recipe_of(row)))
-    return [recipe_of(row) for row in chosen]
-
-
-def on_ranks(models: Sequence[str]) -> Iterator[Row]:
-    """Run every script for "fsdp2" on two ranks, and yield the rows of the rank with more bytes."""
-    choices = [("zero2", "zero3"), ("fp32", "bf16"), ("none", "selective", "layers"), (1, 2)]
-    names = "shard", "precision", "checkpoint", "micro_batches"
-    cases = [
-        (model, Recipe(attention=None, ranks=2, **dict(zip(names, values, strict=True))))
-        for model in models
-        for values in product(*choices)
+def all_values() -> list[tuple[str, Recipe]]:
+    """Return (model, recipe) with each pair of values in `OPTIONS` that each model supports."""
+    return [
+        (model, recipe_of(row))
+        for model in WORKLOADS
+        for row in all_pairs.rows(OPTIONS, lambda row, model=model: suits(model, recipe_of(row)))
     ]
-    scripts = [FRAMEWORKS["fsdp2"].script(recipe, WORKLOADS[model]) for model, recipe in cases]
-    with TemporaryDirectory() as folder:
-        found = run_on_ranks(scripts, Path(folder))
-    for (model, recipe), (peaks, _) in zip(cases, found, strict=True):
-        yield Row(model, recipe, predicted(model, recipe), max(peaks))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fsdp2", action="store_true")
-    given = parser.parse_args()
-    cases = ((model, recipe) for model in WORKLOADS for recipe in pairs(model))
-    rows = on_ranks([*WORKLOADS]) if given.fsdp2 else (run(*case) for case in cases)
-    differences: Counter[int] = Counter()
-    for row in rows:
-        differences[row.measured - row.predicted] += 1
-        if row.measured != row.predicted:
-            print(row, flush=True)
-    print(f"{sum(differences.values())} recipes; difference in bytes -> recipes:", end=" ")
-    print(", ".join(f"{more:+,} -> {count}" for more, count in sorted(differences.items())))
-
-    if any(abs(more) > ALLOWED for more in differences):
-        sys.exit("a peak differs by more than the loss and its weight")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,22 +1,9 @@
-"""Run printed scripts for Hugging Face's Trainer, and compare their peaks with those of `fit`.
-
-    PYTHONPATH=. python tests/tools/check_trainer_scripts.py            # all combinations
-    PYTHONPATH=. python tests/tools/check_trainer_scripts.py LoRA adam  # those with these words
-
-Each row names the recipe, the predicted bytes, the measured bytes without the batch of a step, and
-their difference. `test_budget_scripts_trainer.py` runs rows that contain all pairs of options. All
-combinations take about half an hour on one core.
-"""
+"""Recipes for Hugging Face's Trainer, and how their scripts are run and compared with `fit`."""
 
 from __future__ import annotations
 
-import ast
 import json
-import logging
-import os
 import sys
-import tempfile
-import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache
@@ -24,11 +11,11 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from script_models import run_script
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from course_lib.budget import Recipe, fit
 from course_lib.budget.scripts import FRAMEWORKS
-from course_lib.memory import MemoryMeter
 from course_lib.workload import Workload, workload_of
 
 TRAINER = FRAMEWORKS["trainer"]
@@ -116,11 +103,7 @@ def measured_bytes(script: str) -> int:
         # Its manager is global, and would give the embedding's fp32 state to the parameter with the
         # same index in the next optimizer.
         sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
-    names: dict = {}
-    *first, last = ast.parse(script).body
-    exec(compile(ast.Module(first, []), "script", "exec"), names)
-    with MemoryMeter(names["model"]) as meter:
-        exec(compile(ast.Module([last], []), "script", "exec"), names)
+    meter, names = run_script(script)
     return meter.peak_bytes - sum(tensor.nbytes for tensor in names["batch"].values())
 
 
@@ -129,28 +112,3 @@ def all_rows() -> Iterator[dict]:
         row = dict(zip(CHOICES, values, strict=True))
         if valid(row):
             yield row
-
-
-def main() -> int:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    words, larger = sys.argv[1:], 0
-    os.chdir(tempfile.mkdtemp())
-    print("| model | recipe | predicted | measured | difference |\n|---|---|---:|---:|---:|")
-    for row in all_rows():
-        recipe = recipe_of(row)
-        text = f"| {row['model']} | {recipe}, {recipe.attention} |"
-        if not all(word in text for word in words):
-            continue
-        predicted = predicted_bytes(row["model"], [recipe])[recipe]
-        measured = measured_bytes(TRAINER.script(recipe, workload(row["model"])))
-        larger += abs(measured - predicted) > NUMBERS
-        print(f"{text} {predicted:,} | {measured:,} | {measured - predicted:,} |", flush=True)
-    print(f"{larger} differences are larger than a few numbers")
-    return int(larger > 0)
-
-
-if __name__ == "__main__":
-    # The scripts import this module by its name.
-    sys.modules["check_trainer_scripts"] = sys.modules["__main__"]
-    sys.exit(main())

@@ -13,7 +13,7 @@ except ImportError:
 
     import pytest
 
-    HealthCheck = st = MagicMock()
+    st = MagicMock()
 
     def given(*_, **__):
         return pytest.mark.skip(reason="hypothesis is not installed")
@@ -22,4 +22,4 @@ except ImportError:
         return lambda test: test
 
 
-__all__ = ["HealthCheck", "given", "settings", "st"]
+__all__ = ["given", "settings", "st"]

@@ -3,13 +3,13 @@
     PYTHONPATH=. python tests/tools/library_mutants.py  # all; about ten minutes on one core
     PYTHONPATH=. python tests/tools/library_mutants.py memory        # those of an area
     PYTHONPATH=. python tests/tools/library_mutants.py --random 50   # drawn ones, half an hour
-    PYTHONPATH=. python tests/tools/library_mutants.py --random 50 --seed 1 --draw  # draw others
+    PYTHONPATH=. python tests/tools/library_mutants.py --random 50 --seed 1  # others
 
-The mutants of an area are listed in `library_mutants.toml`. `random_mutants.csv` stores mutants
-that were drawn at random (`random_mutants.py`). Each mutant is written into a copy of the
-repository, and the tests of its area run there until the first that fails, within a limit of CPU
-time. A survivor is a behavior that no test checks. Compare the results before and after a change
-of the tests: the same mutants should be killed.
+The mutants of an area are listed in `library_mutants.toml`. `random_mutants.py` draws others at
+random. Each mutant is written into a copy of the repository, and the tests of its area run there
+until the first that fails, within a limit of CPU time. A survivor is a behavior that no test
+checks. Compare the results before and after a change of the tests: the same mutants should be
+killed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import tempfile
 import tomllib
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,15 +72,6 @@ def drawn_sources() -> dict[str, str]:
     return {name: (library / name).read_text("utf-8") for name in names if area_of(name)}
 
 
-def random_mutant(row: random_mutants.RandomMutant) -> Mutant:
-    """Return the mutant of a row of `random_mutants.csv`; its old text is the whole file."""
-    source = (ROOT / "course_lib" / row.file).read_text("utf-8")
-    statement = random_mutants.find(row, source)
-    new = random_mutants.changes(source, statement)[row.change] if statement else ""
-    name = f"{row.file}: {row.change!r} at `{row.statement[:60]}`"
-    return Mutant(area_of(row.file), row.file, source if statement else row.statement, new, name)
-
-
 def copy_to(folder: Path) -> None:
     """Copy the library and its tests, and link to all else."""
     for path in ROOT.iterdir():
@@ -106,14 +98,14 @@ def run(mutant: Mutant, folder: Path, limit_s: int = LIMIT_S) -> tuple[str, str]
     return RESULTS.get(code, f"exit {code}"), next(iter(failed), "")
 
 
-def is_executed(row: random_mutants.RandomMutant, folder: Path, limit_s: int = LIMIT_S) -> bool:
+def is_executed(drawn: random_mutants.RandomMutant, folder: Path, limit_s: int = LIMIT_S) -> bool:
     """Return whether the tests of a file execute the statement of a random mutant."""
     mark = folder / "executed"
     mark.unlink(missing_ok=True)
-    source = (ROOT / "course_lib" / row.file).read_text("utf-8")
+    source = (ROOT / "course_lib" / drawn.file).read_text("utf-8")
     line = f"import os; open({str(mark)!r}, 'w').close(); os._exit(1)"
-    new = random_mutants.with_line_before(source, random_mutants.find(row, source), line)
-    run(Mutant(area_of(row.file), row.file, source, new, ""), folder, limit_s)
+    new = random_mutants.with_line_before(source, drawn.statement, line)
+    run(Mutant(area_of(drawn.file), drawn.file, source, new, ""), folder, limit_s)
     return mark.exists()
 
 
@@ -145,19 +137,12 @@ def _forked(names: list[str], folder: Path, limit_s: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("areas", nargs="*", choices=[[], *TABLE["mutants"]], help="default: all")
-    parser.add_argument("--random", type=int, metavar="N", help="try the first N drawn mutants")
-    parser.add_argument("--seed", type=int, help="seed of --draw")
-    parser.add_argument("--draw", action="store_true", help="draw and store --random N mutants")
+    parser.add_argument("--random", type=int, metavar="N", help="try N mutants drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of --random")
     parser.add_argument("--limit", type=int, default=LIMIT_S, help="CPU seconds per mutant")
     given = parser.parse_args()
     if given.areas and given.random:
         parser.error("--random cannot be combined with areas")
-    if given.draw != (given.seed is not None) or (given.draw and not given.random):
-        parser.error("--draw needs --random N and --seed S, and --seed needs --draw")
-    if given.draw:
-        drawn = random_mutants.draw(drawn_sources(), given.random, given.seed)
-        random_mutants.write(drawn)
-        return 0
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     import numpy  # noqa: F401 - each child then has it
@@ -167,7 +152,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy_to(Path(folder))
         if given.random:
-            return _run_random(random_mutants.read()[: given.random], Path(folder), given.limit)
+            return _run_random(given.random, given.seed, Path(folder), given.limit)
         every_one_killed = True
         for mutant in MUTANTS:
             if mutant.area in (given.areas or TABLE["mutants"]):
@@ -177,17 +162,19 @@ def main() -> int:
     return int(not every_one_killed)
 
 
-def _run_random(rows: list[random_mutants.RandomMutant], folder: Path, limit_s: int) -> int:
+def _run_random(count: int, seed: int, folder: Path, limit_s: int) -> int:
     """Print the result of each drawn mutant and their counts; return 0 if no mutant survives."""
-    results = []
-    for row in rows:
-        mutant = random_mutant(row)
+    results, sources = Counter[str](), drawn_sources()
+    for drawn in islice(random_mutants.draw(sources, seed), count):
+        first_line = drawn.statement.source.splitlines()[0]
+        name = f"{drawn.file}: {drawn.change!r} at `{first_line[:60]}`"
+        mutant = Mutant(area_of(drawn.file), drawn.file, sources[drawn.file], drawn.source, name)
         result, failed = run(mutant, folder, limit_s)
-        if result in ("survived", "slow") and not is_executed(row, folder, limit_s):
+        if result in ("survived", "slow") and not is_executed(drawn, folder, limit_s):
             result = "not run"
-        results.append(result)
+        results[result] += 1
         print(f"{mutant.area:12} {result:9} {mutant.name}  {failed}", flush=True)
-    print(", ".join(f"{count} {result}" for result, count in Counter(results).items()))
+    print(", ".join(f"{count} {result}" for result, count in results.items()))
     return int(set(results) != {"killed"})
 
 

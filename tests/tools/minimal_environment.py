@@ -3,38 +3,37 @@
 python tests/tools/minimal_environment.py pytest -m gpu --collect-only tests
 """
 
-import importlib.metadata
-import re
 import runpy
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.util import find_spec
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 NEEDED = ("torch", "triton", "numpy", "pytest")
 
 
-def packages_of(*names: str) -> set[str]:
-    """Return the modules of these distributions and of all that they require."""
-    waiting, visited = list(names), set()
-    while waiting:
-        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
-        try:
-            required = importlib.metadata.requires(name) if name not in visited else []
-        except importlib.metadata.PackageNotFoundError:
+def packages_of(requirements: Iterable[Requirement]) -> set[str]:
+    """Return the names of these packages and of all that they require, as installed."""
+    found, waiting = set(), list(requirements)
+    for each in waiting:
+        name = canonicalize_name(each.name)
+        if name in found or (each.marker and not each.marker.evaluate({"extra": ""})):
             continue
-        visited.add(name)
-        waiting += [
-            re.match(r"[\w.-]+", line)[0] for line in required or [] if "extra ==" not in line
-        ]
-    found = importlib.metadata.packages_distributions().items()
-    return {
-        module
-        for module, owners in found
-        if visited & {re.sub(r"[-_.]+", "-", o).lower() for o in owners}
-    }
+        found.add(name)
+        with suppress(PackageNotFoundError):  # of another platform
+            waiting += map(Requirement, requires(name) or [])
+    return found
 
 
-ALL = set(importlib.metadata.packages_distributions()) - {"course_lib"}
-MISSING = ALL - packages_of(*NEEDED)
+def modules_of(packages: set[str]) -> set[str]:
+    """Return the top-level modules of these packages."""
+    owners = packages_distributions().items()
+    return {module for module, names in owners if packages & set(map(canonicalize_name, names))}
 
 
 class MinimalFinder(PathFinder):
@@ -42,12 +41,15 @@ class MinimalFinder(PathFinder):
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        missing = fullname.partition(".")[0] in MISSING
-        return None if missing else PathFinder.find_spec(fullname, path, target)
+        is_missing = fullname.partition(".")[0] in MISSING
+        return None if is_missing else PathFinder.find_spec(fullname, path, target)
 
 
 if __name__ == "__main__":
+    present = modules_of(packages_of(map(Requirement, NEEDED))) | {"course_lib"}
+    MISSING = set(packages_distributions()) - present
     sys.meta_path = [BuiltinImporter, FrozenImporter, MinimalFinder]
+    assert find_spec("torch") and not find_spec("IPython") and not find_spec("matplotlib")
     sys.path[0] = ""  # the working folder, as for `python -m`
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

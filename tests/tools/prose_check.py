@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import csv
 import io
 import json
 import math
@@ -30,10 +29,12 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import csv_tables
+
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests/tools/prose_counts.csv"
-# Wrong answers and mutants are learners' code, and these two files show what the rules find.
-EXCLUDED = ("tests/lessons/answers", "tests/tools/prose_check.py", "tests/tools/test_prose.py")
+# Wrong answers and mutants are learners' code, and this file shows what the rules find.
+EXCLUDED = ("tests/lessons/answers", "tests/tools/prose_check.py")
 HAN = re.compile("[\u3400-\u9fff]")
 
 
@@ -87,9 +88,9 @@ PATTERNS = {
     ),
     "nickname": r"\b(?:pieces?|levers?|tier below|state below|the turn)\b",
 }
-# The names of tests, with spaces instead of underscores. Plain words for these are: reject; given,
-# tested, found; package or budget; learner or user; matrix product; number or plot; point of the
-# trace; mutant or mistake; micro-batch.
+# In names and docstrings of tests. Plain words for these are: reject; given, tested, found; package
+# or budget; learner or user; matrix product; number or plot; point of the trace; mutant or mistake;
+# micro-batch.
 PRIVATE_WORDS = (
     r"\b(?:refus(?:e|es|ed|ing|al)|told|said|asked|known|met|seen|rooms?|readers?|figures?|moment"
     r"|twins?|slips?|pieces?|doors?|walk(?:s|ed|ing)?|ways?|books|masters|referees?|as it is"
@@ -176,9 +177,10 @@ def in_python(source: str) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, docstring
         elif isinstance(node, ast.Raise) and node.exc:
             yield from strings(node.exc)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in messages:
-            for each in (*node.args, *node.keywords):
-                yield from strings(each)
+        elif isinstance(node, ast.Call):
+            if getattr(node.func, "attr", getattr(node.func, "id", "")) in messages:
+                for each in (*node.args, *node.keywords):
+                    yield from strings(each)
     yield from comments(source)
 
 
@@ -338,17 +340,16 @@ class Prose:
 
 
 def read() -> Counts:
-    """The stored table."""
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        return {(row["folder"], row["rule"]): float(row["count"]) for row in csv.DictReader(file)}
+    """The stored table, which has no rows with zero hits."""
+    rows = csv_tables.read(TABLE)
+    return {(row["folder"], row["rule"]): float(row["count"]) for row in rows}
 
 
 def write(counts: Counts) -> None:
     """Store a table."""
-    with TABLE.open("w", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(("folder", "rule", "count"))
-        rows.writerows((folder, rule, f"{n:g}") for (folder, rule), n in sorted(counts.items()))
+    found = sorted((*key, f"{count:g}") for key, count in counts.items() if count)
+    columns = "folder", "rule", "count"
+    csv_tables.write(TABLE, [dict(zip(columns, row, strict=True)) for row in found])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -361,11 +362,8 @@ def main(arguments: list[str] | None = None) -> int:
         found = Prose(text for path in files() if path.startswith(chosen) for text in texts(path))
         print(*sorted(chain(*found.hits.values())), sep="\n")
         return 0
-    prose, table = Prose(), read()
-    if given.write:  # rows of a rule that is new, or whose pattern has changed
-        rules = {rule for _, rule in table}
-        table |= {key: count for key, count in prose.counts.items() if key[1] not in rules}
-    problems = prose.problems(table)
+    prose = Prose()
+    problems = prose.problems(read())
     if given.write and not problems:
         write(prose.counts)
     else:

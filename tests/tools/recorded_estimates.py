@@ -11,7 +11,6 @@ rest. `make test` compares one row per model. `estimate_checks.py` compares esti
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import warnings
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import csv_tables
 from brute_force_fit import CASES, DECODER, Case
 
 from course_lib.budget import Recipe, estimate
@@ -49,16 +49,8 @@ def current(row: Row) -> Row:
 
 
 def read() -> list[Row]:
-    with FILE.open(encoding="utf-8", newline="") as file:
-        return [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
-
-
-def write(table: list[Row]) -> None:
-    columns = list(dict.fromkeys(key for row in table for key in row))
-    with FILE.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
+    rows = csv_tables.read(FILE)
+    return [{key: value for key, value in row.items() if value} for row in rows]
 
 
 def differences_of(table: Iterable[Row]) -> list[str]:
@@ -78,7 +70,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     table = read()
     if given.write:
-        write([*map(current, table)])
+        csv_tables.write(FILE, [*map(current, table)])
         return 0
     differences = differences_of(table)
     print("\n".join([*differences, f"{len(table)} cases, {len(differences)} differences"]))

@@ -127,7 +127,7 @@ def run_script(script: str) -> tuple[MemoryMeter, dict[str, Any]]:
     *first, last = ast.parse(script).body
     names: dict[str, Any] = {}
     exec(compile(ast.Module(first, []), "<script>", "exec"), names)
-    with MemoryMeter(names["model"], names["optimizer"]) as meter:
+    with MemoryMeter(names["model"], names.get("optimizer")) as meter:
         exec(compile(ast.Module([last], []), "<script>", "exec"), names)
     return meter, names
 

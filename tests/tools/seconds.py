@@ -11,10 +11,11 @@ tests that take at least two seconds. Store it again after large changes, from a
 from __future__ import annotations
 
 import argparse
-import csv
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
+
+import csv_tables
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_suffix(".csv")
@@ -42,16 +43,13 @@ def measured(report: Path) -> dict[str, float]:
 
 def read() -> dict[str, float]:
     """Read the stored table."""
-    with TABLE.open(encoding="utf-8", newline="") as file:
-        return {row["file"]: float(row["seconds"]) for row in csv.DictReader(file)}
+    return {row["file"]: float(row["seconds"]) for row in csv_tables.read(TABLE)}
 
 
 def write(table: dict[str, float]) -> None:
     """Store a table."""
-    with TABLE.open("w", encoding="utf-8", newline="") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(("file", "seconds"))
-        rows.writerows((name, f"{duration:g}") for name, duration in sorted(table.items()))
+    rows = [{"file": name, "seconds": f"{taken:g}"} for name, taken in sorted(table.items())]
+    csv_tables.write(TABLE, rows)
 
 
 def main(arguments: list[str] | None = None) -> int:

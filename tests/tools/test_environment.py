@@ -11,24 +11,21 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import pytest
+from minimal_environment import modules_of, packages_of
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import course_lib
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with JupyterLab")
-Requirement = pytest.importorskip("packaging.requirements").Requirement
-SpecifierSet = pytest.importorskip("packaging.specifiers").SpecifierSet
-Version = pytest.importorskip("packaging.version").Version
 
 ROOT = Path(__file__).parents[2]
-
-
-def plain(name):
-    """Return a package's name as package tools compare it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def read_requirements(*extras):
@@ -41,20 +38,20 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = PROJECT["optional-dependencies"]
 CONSTRAINTS = re.findall(r"^[^#\n]+", (ROOT / "constraints.txt").read_text("utf-8"), re.M)
 # package -> its one line in constraints.txt
-PINS = {plain(pin.name): pin for pin in map(Requirement, CONSTRAINTS)}
+PINS = {canonicalize_name(pin.name): pin for pin in map(Requirement, CONSTRAINTS)}
 
 
 def test_dependencies_are_pinned_to_installed_versions():
     assert all(re.fullmatch(r"==\d[\da-z.]*", str(pin.specifier)) for pin in PINS.values())
     for needed in read_requirements(*EXTRAS):
-        pin = PINS[plain(needed.name)]
+        pin = PINS[canonicalize_name(needed.name)]
         assert needed.specifier.contains(str(pin.specifier)[2:], prereleases=True), f"{needed}"
         assert str(pin.marker) == str(needed.marker), "constraints.txt and pyproject.toml differ"
     for needed in read_requirements(*(EXTRAS.keys() - {"peers"})):  # few install those
         if needed.marker is None or needed.marker.evaluate():
             # a local label such as +cpu may differ
             public = Version(importlib.metadata.version(needed.name)).public
-            pinned = str(PINS[plain(needed.name)].specifier)
+            pinned = str(PINS[canonicalize_name(needed.name)].specifier)
             assert f"=={public}" == pinned, f"{needed.name} {public} is installed: make install"
 
 
@@ -75,7 +72,7 @@ def test_pinned_packages_support_oldest_supported_python():
 def test_indirect_dependencies_are_pinned():
     """Without a pin, pip may try many versions of a package."""
     required = packages_of(read_requirements(*(EXTRAS.keys() - {"peers"})))
-    installed = {plain(each.name) for each in importlib.metadata.distributions()}
+    installed = {canonicalize_name(each.name) for each in importlib.metadata.distributions()}
     by_cuda = re.compile("nvidia-|cuda-")  # torch's CUDA build names their versions
     assert {each for each in required & installed if not by_cuda.match(each)} - PINS.keys() <= {
         "setuptools"  # a new environment may have another version
@@ -304,39 +301,13 @@ def unguarded_imports(source):
     return {name.partition(".")[0] for name in names}
 
 
-def packages_of(requirements):
-    """Return the names of these packages and of all that they require, as installed."""
-    found, waiting = set(), list(requirements)
-    for each in waiting:
-        if plain(each.name) in found or (each.marker and not each.marker.evaluate({"extra": ""})):
-            continue
-        found.add(plain(each.name))
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of another platform
-            waiting += map(Requirement, importlib.metadata.requires(each.name) or [])
-    return found
-
-
-@cache
-def modules_of_course_extra():
-    """Return the top-level modules that `[course]` installs."""
-    packages = packages_of(read_requirements("course"))
-    owners = importlib.metadata.packages_distributions()
-    return {name for name, names in owners.items() if packages & set(map(plain, names))}
-
-
-def missing_imports(source):
-    """Return the unguarded imports of modules that `[course]` does not install."""
-    own = sys.stdlib_module_names | {"course_lib"}
-    return unguarded_imports(source) - own - modules_of_course_extra()
-
-
 def test_required_third_party_imports_are_listed_in_course_extra():
     library = [path for path in ROOT.glob("course_lib/**/*.py") if "fonts" not in path.parts]
     paths = [*ROOT.glob("notebooks/scripts/*.py"), *library]
-    missing = {path: missing_imports(path.read_text("utf-8")) for path in paths}
+    present = modules_of(packages_of(read_requirements("course"))) | {"course_lib"}
+    found = {path: unguarded_imports(path.read_text("utf-8")) for path in paths}
+    missing = {path: names - sys.stdlib_module_names - present for path, names in found.items()}
     assert len(library) > 100 and not any(missing.values()), missing
-    for caught, found in (("ImportError", set()), ("KeyError", {"pytest"})):
-        assert missing_imports(f"try:\n    import pytest\nexcept {caught}:\n    pass") == found
 
 
 def test_make_installs_test_packages_for_test_targets_only(tmp_path):

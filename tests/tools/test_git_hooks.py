@@ -14,19 +14,13 @@ GOOD = "memory: add a test"
 SUBJECTS = {  # subject -> the reported problem; an empty one for a subject that is accepted
     "budget: reject recipes that raise": "",
     "tests, docs: rename two folders": "",
-    "lesson 05: fix a sentence": "",
-    "course_lib/memory: speed up the trace": "",
-    "Merge branch 'main' into other": "",
+    "course_lib/lesson 05: speed up the trace": "",
     f'Revert "{GOOD}"': "",
     f"tests: add {'x' * 61}": "",
     f"tests: add {'x' * 62}": "at most 72 characters, got 73",
     "Add a test": "'Add a test'",
     "tests:add a test": "'tests:add a test'",
-    "tests,docs: add a test": "'tests,docs: add a test'",
-    "tests: Add a test": "got 'Add'",
-    "tests: fix": "got 'fix'",
     "tests: speed things up": "got 'speed'",
-    "tests: mend a test": "got 'mend'",
 }
 
 
@@ -37,12 +31,6 @@ def test_invalid_commit_subject_is_reported_with_required_form(subject, message,
     problems = git_hooks.check_message(file)
     assert bool(problems) == bool(message)
     assert all(message in each and " must " in each for each in problems)
-
-
-def test_commit_message_hook_ignores_message_consisting_of_comments(tmp_path):
-    file = tmp_path / "message"
-    file.write_text("# all lines are comments\n")
-    assert git_hooks.check_message(file) == []
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The only time limit of the tests, which ends a process that hangs.
 
 Everything that works takes far less than an hour, also on a machine that is ten times slower.
-`test_timeouts.py` searches the tests for other limits.
+Tests have no other limits, so that none depends on the speed of the machine.
 """
 
 from typing import Any
