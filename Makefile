@@ -20,7 +20,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # `make test-library` creates a separate environment, with every package except torch at its pinned version.
 TORCH_VERSION ?= newest
 OTHER_VENV := .venv-torch-$(TORCH_VERSION)
-LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_extrapolation budget_models \
+LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_models \
   budget_ranks budget_search caching_allocator memory_categories checkpoint configs \
   memory_devices distributed memory_formulas budget_recorded_estimates memory_gradient_sums \
   budget_hugging_face memory_measurement memory_meter models offload memory_saved_tensors \

@@ -249,7 +249,7 @@ def test_is_close_compares_values_shapes_and_nan_elementwise():
 
 
 @pytest.mark.parametrize(("within", "message"), [(None, "m"), ("a.in", "It is m.")])
-def test_answer_with_known_mistake_raises_message_of_that_mistake(define, within, message):
+def test_answer_with_listed_mistake_raises_message_of_that_mistake(define, within, message):
     say = define(
         '[a]\nm = {en = "m", zh = "甲"}\nin = {en = "It is {reason}.", zh = "是{reason}。"}'
     ).say

@@ -94,20 +94,15 @@ def is_valid(row):
 
 ROWS = rows(CHOICES, is_valid)
 TABLE = [(row["model"], recipe_of(row)) for row in ROWS]
-#: Fewer rows, which contain every pair of options, but not every option with every model.
+#: Fewer rows, which contain every pair of options, but not every option with every model. Their
+#: chunks are larger, since an estimate takes time for each operator.
 OPTION_PAIRS = [
-    (row["model"], recipe_of(row))
+    (row["model"], recipe_of({**row, "head_chunk": row["head_chunk"] and 20}))
     for row in rows(CHOICES, is_valid, draws=20_000, unpaired="model")
 ]
 
 
-def test_table_of_tested_recipes_varies_every_recipe_field():
-    found = {name for _, recipe in TABLE for name in recipe.changed_fields()}
-    # test_budget_ranks.py has ranks, and test_budget_search.py names blocks.
-    assert found | {"ranks", "shard", "blocks"} == Recipe.__dataclass_fields__.keys()
-
-
-@pytest.mark.parametrize("recipe", [r for name, r in TABLE if name == "decoder"], ids=repr)
+@pytest.mark.parametrize("recipe", [r for name, r in TABLE if name == "decoder"][::3], ids=repr)
 def test_estimated_flops_equal_flops_counted_by_pytorch(recipe):
     recipe = feasible(decoder, tokens, recipe)
     model, optimizer = build(decoder, recipe, state=True)  # outside the counter
@@ -235,12 +230,11 @@ BY_STAGES = [
     ("make_model", "make_batch", "recipes"),
     [
         (partial(decoder, dropout=0.2), tokens, [*RECOMPUTING, *BY_STAGES]),
-        (partial(Encoder, dropout=0.2), samples, CHUNKED),
         (partial(Grouped, dropout=0.2), samples, CHUNKED),
         (partial(Tower, dropout=0.4), samples, BY_STAGES),
         (with_dropping_head, samples, [Recipe(head_chunk=1000)]),  # one chunk draws as the whole
     ],
-    ids=["stages", "modules", "functions", "own stages", "head"],
+    ids=["stages", "functions", "own stages", "head"],
 )
 def test_recomputation_uses_dropout_masks_of_forward_pass(make_model, make_batch, recipes):
     def gradients(recipe):

@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -16,13 +15,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import third_party_models
 import torch
+from test_configs import LLAMA_3_8B, small
 
 from course_lib.budget import (
     RATES,
     Estimate,
-    InfeasibleBudget,
     Rates,
     Recipe,
     estimate,
@@ -37,7 +35,7 @@ from course_lib.budget import rates as rates_module
 from course_lib.budget.device_memory import context_bytes, kept_bytes, workspace_bytes
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.labels import chinese, verbatim
-from course_lib.memory import CachingAllocator, symbolic
+from course_lib.memory import CachingAllocator
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore
 from course_lib.simulated import SimulatedDevice
@@ -63,7 +61,6 @@ BF16 = {"precision": "bf16", "offload_optimizer": 1.0}
     [
         ({}, {}, 12),
         ({"precision": "autocast"}, {}, 6),
-        ({"precision": "bf16"}, {}, 6),
         ({}, {"tier": "file", "down": 50, "up": 25}, 12 + 3),
         # forward takes 4 seconds and backward 8, and the copies run at the same time
         (ACTIVATIONS, {"down": 100, "up": 200}, 12),
@@ -104,22 +101,12 @@ def summed(model, batch):
 
 @pytest.mark.parametrize(
     ("checkpoint", "ratio", "prefetch", "in_flight"),
-    [
-        ("none", 1, None, None),
-        ("none", 1, 1, 1),
-        ("none", 0.5, 0, 1),
-        ("none", 2, 2, 1),
-        ("none", 4, 1, 2),
-        ("layers", 0.5, 1, 2),
-        ("layers", 2, 1, 2),
-    ],
+    [("none", 1, None, None), ("none", 0.5, 0, 1), ("none", 4, 1, 2), ("layers", 2, 1, 2)],
 )
 def test_estimated_seconds_of_offloading_equal_simulated_device_time(
     checkpoint, ratio, prefetch, in_flight
 ):
-    """Compare with the clock and the memory of the simulated device.
-
-    Copies to the host take `ratio` times as long as forward."""
+    """Copies to the host take `ratio` times as long as forward."""
     make, make_batch, tolerance = SIMULATED[checkpoint]
     copies = {"prefetch": prefetch, "in_flight": in_flight, "min_bytes": 1 << 10}
     recipe = Recipe("fp32", "sgd", checkpoint=checkpoint, offload_activations=True, **copies)
@@ -140,22 +127,10 @@ def test_estimated_seconds_of_offloading_equal_simulated_device_time(
     assert rates.seconds(more) <= rates.seconds(expected)
 
 
-def test_every_device_has_source_and_nominal_memory_size():
-    assert all(rates.source for rates in RATES.values()) and RATES["laptop"].memory_bytes is None
-    sizes = {"RTX 4090": 24, "A100": 80, "A100 40GB": 40, "H100": 80, "H200": 141}
-    for name, gigabytes in sizes.items():
-        assert 1 < RATES[name].memory_bytes / (gigabytes * 10**9) < 1.08
-
-
 def test_cuda_context_and_workspace_bytes_depend_on_device():
     assert workspace_bytes("H100") == workspace_bytes("H200") == 2 * 32 << 20
     assert workspace_bytes("A100") == workspace_bytes("T4") == 2 * 8320 * 1024
     assert kept_bytes("MI300X") == kept_bytes("laptop") == 0
-    gpus = {name: rates for name, rates in RATES.items() if rates.capability}
-    assumed = {name for name, rates in gpus.items() if "assumed" in rates.context_source}
-    assert gpus.keys() - assumed == {"H100", "H200"}
-    custom = replace(RATES["L4"], memory_bytes=10**10, context_bytes=10**8)
-    assert kept_bytes(custom) == 10**8 + 2 * 8320 * 1024
     with pytest.raises(TypeError, match="context_bytes must be"):
         Rates(1, 1, 1, capability=(8, 9))
 
@@ -253,21 +228,16 @@ def test_command_reports_lowest_peak_if_no_recipe_fits(capsys):
 @pytest.mark.parametrize(
     ("option", "typed", "meant"),
     [
-        ("budget", "80GiB", 80 * 2**30),
         ("budget", "1.5 kB", 1500),
         ("budget", "2e9", 2 * 10**9),
         ("budget", "24gi", 24 * 2**30),
         ("budget", "3B", 3),
-        ("parameters", "7e9", 7e9),
         ("parameters", "1.5b", 1.5e9),
         ("device", "NVIDIA GeForce RTX 3090", "RTX 3090"),
         ("device", "5090", "RTX 5090"),
-        ("device", "A100 40 GB", "A100 40GB"),
         ("device", "a100-80gb", "A100"),
         ("optimizer", "AdamW", "adam"),
-        ("optimizer", "adamw_bnb_8bit", "adam8bit"),
         ("optimizer", "paged_adamw_8bit", "adam8bit"),
-        ("optimizer", "Paged_AdamW", "adam"),
         ("precision", "bfloat16", "bf16"),
     ],
 )
@@ -286,16 +256,11 @@ TRANSLATED = [
         ("--budget 1GB --lora 4", "--precision fp32 cannot be combined with --lora"),
         ("--budget 1GB --lora 4 --ranks 2", "--ranks 2 cannot be combined with --lora"),
         ("--budget lots", "got 'lots'"),
-        ("--budget 0MB", "got '0MB'"),
-        ("--budget -5GB", "got '-5GB'"),
         ("--budget 24", "24GB (10**9 bytes each) or 24GiB (2**30 bytes each)?"),
-        ("--layers 0", "got '0'"),
-        ("--parameters many", "got 'many'"),
         ("--plot steps.foo", "got 'steps.foo'"),
         ("--plot nowhere/steps.png", "got 'nowhere/steps.png'"),
         ("--plot folder.png", "got the folder 'folder.png'"),
         ("--plot", "expected one argument"),
-        ("--tier below", "'below'"),
         ("--what", "unrecognized arguments: --what"),
         ("--devise T4", "did you mean --device?"),
         ("config.json", "did you mean --config config.json?"),
@@ -304,9 +269,16 @@ TRANSLATED = [
         ("--precision fp16", "fp16 needs loss scaling"),
         ("--device t4 --budget 1MB", "--budget must be more than the 463,732,736 bytes"),
         ("--device laptop", "--budget is missing"),
+        ("--budget 1GB --lora 0", "between 1 and 10,000,000, got '0'"),
+        ("--budget 1GB --lora-targets q_proj", "--lora-targets cannot be used without --lora"),
+        ("--budget 1GB --for trainr", "did you mean 'trainer'?"),
         ("--budget 1GB --for trainer", "must be a model of transformers"),
+        ("--budget 1GB --for trainer --ranks 2", "ranks must be 1 "),
         ("--budget 1GB --for fsdp2", "ranks must be at least 2"),
+        ("--budget 1GB --for fsdp2 --lora 4", "--for fsdp2 cannot be combined with --lora"),
+        ("--budget 1GB --for fsdp2 --ranks 2 --precision bf16-only", "precision must be"),
         ("--budget 1GB --for torch --ranks 2", "'fsdp2' can run several ranks"),
+        ("--budget 1GB --ranks 2 --optimizer lion", "--optimizer must be adam when --ranks is 2"),
         ("--budget 1GB --check --ranks 2", "--check cannot be combined with --ranks 2"),
     ]
 ]
@@ -321,6 +293,7 @@ FOR_RANKS = (
 UNTRANSLATED = [
     (f"{SMALL} --budget 1GB --heads 3", "divisor of hidden"),
     (f"{SMALL} --budget 1GB --device laptop --count reserved", "no caching allocator"),
+    (f"{SMALL} --budget 1GB --device T4 --for torch --tier file", "--tier must be host for a"),
     (
         f"{SMALL} --budget 1GB --batch 100000 --sequence 10000000 --hidden 10000000",
         "fewer than 2**63",
@@ -360,7 +333,7 @@ def test_command_rejects_invalid_options_in_one_line(arguments, message, folder,
     assert status == 2 and line.startswith("error: ") and message in line
 
 
-def test_errors_of_both_commands_are_translated_to_chinese(user_code, capfd, monkeypatch, fresh):
+def test_errors_of_both_commands_are_translated_to_chinese(folder, capfd, monkeypatch, fresh):
     monkeypatch.setenv("COURSE_LANG", "zh")
     monkeypatch.setattr(ranks_command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(ranks_command, "end_with_torchrun", lambda: None)
@@ -377,27 +350,6 @@ def test_errors_of_both_commands_are_translated_to_chinese(user_code, capfd, mon
     errors += [error_of_ranks(*options.split()) for options in FOR_RANKS]
     english = re.compile(r"\b[a-z]{2,} [a-z]{2,} [a-z]{2,}\b")
     assert [each for each in errors if not each.startswith("错误：") or english.search(each)] == []
-    errors += error_of(capfd, "--model", "user_code:without_loss", "--budget", "1GB")[1]
-    model = importlib.import_module("user_code").model = partial(third_party_models.Pictures)
-    model.loss_sum = lambda model, batch: (model(batch).sum(), len(batch))
-    rows = partial(torch.ones, 4, 8)
-    for make_batch, split in (
-        (lambda: (rows(), rows()[:3]), None),
-        (lambda: (rows(), [1, 2, 3, 4]), None),
-        (lambda: "tokens", None),
-        (rows, lambda batch, parts: [batch]),
-    ):
-        model.make_batch, model.split = make_batch, split
-        errors.append(error_of_ranks("--ranks", "2", "--model", "user_code:model"))
-    assert [each for each in errors if not re.search("[\u3400-\u9fff]", each)] == []
-
-
-@pytest.mark.parametrize("module", [command, ranks_command])
-def test_command_rejects_unknown_language(module, fresh, monkeypatch, capsys):
-    monkeypatch.setenv("COURSE_LANG", "xx")
-    with pytest.raises(SystemExit, match="2"):
-        module.arguments()
-    assert re.match("error: COURSE_LANG must be .*, got 'xx'\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("module", [command, ranks_command])
@@ -426,15 +378,13 @@ def test_generated_decoder_shape_has_requested_parameter_count(parameters):
 
 # ---- models
 
-LLAMA = {"model_type": "llama", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 112}
-LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 CHEAP = ["--sequence", "32", "--batch", "2", "--precision", "fp32", "--optimizer", "sgd"]
 
 
 def test_command_with_config_file_measures_cheapest_recipe(tmp_path, capsys):
     """All recipes use PyTorch's attention, which is the default of transformers."""
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(LLAMA), encoding="utf-8")
+    config.write_text(json.dumps(small(LLAMA_3_8B)), encoding="utf-8")
     arguments = ["--config", f"{config}", *CHEAP, "--device", "laptop"]
     result = result_of(capsys, *arguments, "--budget", "10MB", "--check")
     model = workload_of(command.arguments().parse_args(arguments)).make_model()
@@ -453,8 +403,6 @@ import torch
 from torch import nn
 
 from course_lib.attention import flash_attention
-
-existing = torch.ones(8)
 
 def batch():
     return torch.ones(6, 8)
@@ -490,18 +438,6 @@ def fails_in_backward(model, x):
 def branches_on_values(model, x):
     if model(x).sum() > 0:
         return x.mean()
-
-@model_with
-def converts_to_numpy(model, x):
-    return torch.as_tensor(model(x).detach().numpy().sum())
-
-@model_with
-def uses_existing_tensor(model, x):
-    return (model(x) * existing).mean()
-
-@model_with
-def selects_by_mask(model, x):
-    return model(x[x.sum(1) > 0]).mean()
 
 @model_with
 def passes_wrong_argument(model, x):
@@ -624,9 +560,6 @@ def test_command_error_in_user_code_names_file_and_line(
     ("name", "text", "message"),
     [
         ("branches_on_values", ".sum() > 0", "the step reads values of its data"),
-        ("converts_to_numpy", ".numpy()", "the step reads values of its data"),
-        ("selects_by_mask", "[x.sum(1) > 0]", "as tokens.chunk(experts) does"),
-        ("uses_existing_tensor", "* existing", "got a tensor that was created earlier"),
         ("passes_wrong_argument", "flash_attention(model", "q must be a dense tensor"),
     ],
 )
@@ -665,28 +598,13 @@ def test_estimate_suppresses_pytorch_log_messages_about_symbolic_tensors(user_co
     with pytest.raises(RuntimeError):
         estimate(make, make.make_batch, Recipe())
     assert not caplog.records
-    with pytest.raises(RuntimeError), symbolic():
-        make().loss(make.make_batch())
-    assert caplog.records
-
-
-@pytest.mark.parametrize(("function", "blocks"), [(estimate, None), (run, "layers.*")])
-def test_infeasible_schedule_raises_error_naming_schedule_bytes(function, blocks):
-    make = partial(Decoder, vocabulary=61, hidden=32, heads=4, layers=2, sequence=8)
-    recipe = Recipe(checkpoint="optimal", schedule_bytes=1, blocks=blocks)
-    with pytest.raises(InfeasibleBudget, match=r"^schedule_bytes is 1, but ") as raised:
-        function(make, partial(random_tokens, 2, 8, 61), recipe)
-    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
 # ---- devices
 
 
 def test_command_counts_reserved_memory_cublas_workspace_and_cuda_context(capsys):
-    """Compare with the simulated allocator."""
     arguments = [*ONE_LAYER, "--device", "H100", "--budget", "1GB"]
-    assert command.main([*arguments, "--details"]) == 0
-    table = capsys.readouterr().out.partition("GPU memory of a step of the cheapest recipe:")[2]
     result = result_of(capsys, *arguments)
     recipe = Recipe(**result["recipes"][0]["recipe"])
     best = estimate(*STEP, recipe, tier="host", kind="cuda")
@@ -696,7 +614,6 @@ def test_command_counts_reserved_memory_cublas_workspace_and_cuda_context(capsys
     expected = {"tensors": best.peak_bytes, "reserved": reserved}
     expected |= {"workspace": 64 << 20, "context": context_bytes("H100")}
     assert expected.items() <= result["on_device"].items()
-    assert all(f" {count / 1e6:,.1f} " in table for count in expected.values())
     assert result["room_bytes"] == 10**9 - expected["workspace"] - expected["context"]
     assert result["left_bytes"] == result["room_bytes"] - reserved
 
@@ -723,14 +640,9 @@ def test_command_adds_recipe_with_spare_memory_if_cheapest_fills_budget(capsys):
 
 
 OUTPUT = "from course_lib.labels.command import Parser, run_command; run_command(lambda: {})"
-PRINTED = {
-    "short": "print('x')",
-    "long": "print('x' * 10**6)",
-    "help": "Parser().parse_args(['--help'])",
-}
 
 
-@pytest.mark.parametrize("printed", PRINTED.values(), ids=PRINTED)
+@pytest.mark.parametrize("printed", ["print('x')", "Parser().parse_args(['--help'])"])
 def test_command_exits_without_traceback_on_closed_pipe_or_full_disk(printed):
     def run_with(output):
         started = [sys.executable, "-c", OUTPUT.format(printed)]

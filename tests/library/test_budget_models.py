@@ -10,7 +10,14 @@ import pytest
 import torch
 from estimate_checks import feasible
 from hugging_face_models import ARCHITECTURES, T5, images, maker, text
-from test_budget_combinations import OFFLOAD, assert_plain, gradients_of, plain_gradients
+from test_budget_combinations import (
+    OFFLOAD,
+    assert_plain,
+    decoder,
+    gradients_of,
+    plain_gradients,
+    tokens,
+)
 from third_party_models import (
     IGNORED,
     KINDS,
@@ -22,18 +29,14 @@ from third_party_models import (
     TinyForCausalLM,
     Tower,
     Translator,
-    averaged,
-    cube,
     labelled,
     pictures,
-    point,
     sentences,
 )
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from course_lib import models
 from course_lib.budget import Recipe, build, estimate, run, train_step
 from course_lib.memory import MemoryMeter
 from course_lib.models import seed_generators
@@ -41,36 +44,6 @@ from course_lib.models import seed_generators
 LAYERS, SELECTIVE = Recipe(checkpoint="layers"), Recipe(checkpoint="selective")
 SEGMENTS = Recipe(checkpoint="segments", segments=3)
 OPTIMAL = Recipe(checkpoint="optimal", schedule_bytes=10**9)
-
-
-# ---- the same gradient
-
-
-@pytest.mark.parametrize("kind", ["spectral norm", "average", "batch norm"])
-def test_recomputation_updates_buffers_once_or_rejects_blocks_that_change_them(kind):
-    make, expected = (
-        partial(averaged, kind),
-        plain_gradients(partial(averaged, kind), point(), cube),
-    )
-    recipes = [Recipe(), SEGMENTS, replace(SEGMENTS, segments=4, in_backward=True)]
-    recipes += [LAYERS, SELECTIVE] if kind == "batch norm" else []
-    found = [assert_plain(make, point(), each, expected, loss_sum=cube) for each in recipes]
-    for model in found[1:]:
-        assert_close(dict(model.named_buffers()), dict(found[0].named_buffers()))
-    for recipe in (LAYERS, SELECTIVE):
-        if recipe not in recipes:
-            with pytest.raises(ValueError, match=r"^checkpoint must be 'none', .* buffer \(0\."):
-                gradients_of(make, point(), recipe, loss_sum=cube)
-
-
-def test_frozen_batch_norm_allows_micro_batches():
-    def make():
-        model = Pictures()
-        model.stages.eval()
-        return model
-
-    recipe = Recipe(micro_batches=3, checkpoint="layers")
-    assert_plain(make, pictures(), recipe, plain_gradients(make, pictures()))
 
 
 # ---- optimizers
@@ -148,12 +121,10 @@ def test_adam8bit_requires_bitsandbytes(monkeypatch):
 
 
 UPDATES = [
-    Recipe(optimizer=name, update=update)
-    for name in ("adam", "sgd", "momentum", "adafactor")
-    for update in ("loop", "foreach", "fused")
-    if (name, update) != ("adafactor", "fused")
-]
-UPDATES += [
+    Recipe(),
+    Recipe(optimizer="sgd", update="foreach"),
+    Recipe(optimizer="momentum", update="fused"),
+    Recipe(optimizer="adafactor"),
     ADAM8BIT,
     Recipe(offload_optimizer=0.5, checkpoint="layers", micro_batches=2),
     Recipe(offload_optimizer=0.5, in_backward=True),
@@ -241,10 +212,20 @@ def test_micro_batch_losses_are_weighted_by_number_of_labels(make):
         assert_plain(make, batch, recipe, expected)
 
 
-def test_chunked_head_computes_loss_in_logits_dtype_of_model():
-    half = Recipe(precision="bf16")
+def confident():
+    model = decoder(tied=False)
+    model.head.weight.data *= 100  # rounding such logits changes the loss
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "make_batch", "precision"),
+    # the course's decoder computes its loss after `forward` has returned
+    [(Decoder, sentences, "bf16"), (confident, tokens, "autocast")],
+)
+def test_chunked_head_computes_loss_in_logits_dtype_of_model(make, make_batch, precision):
     plain, chunked = (
-        gradients_of(Decoder, sentences(), replace(half, head_chunk=n))[1].loss for n in (None, 7)
+        gradients_of(make, make_batch(), Recipe(precision, head_chunk=n))[1].loss for n in (None, 7)
     )
     assert chunked == pytest.approx(plain, rel=1e-5)
 
@@ -357,8 +338,6 @@ class OtherLoss(Decoder):
 
 
 LINEAR = nn.Linear(3, 3)
-sizes = {"vocabulary": 9, "hidden": 8, "heads": 2, "layers": 1, "sequence": 8}
-decoder_with_dropout = partial(models.Decoder, dropout=0.1, **sizes)
 FLASH, TWO = Recipe(attention="flash"), Recipe(micro_batches=2)
 NOT_CALLED = r"none of the checkpointed blocks \(body.blocks.0"
 REJECTED = [
@@ -380,10 +359,9 @@ REJECTED = [
     (Decoder, replace(SEGMENTS, segments=4), "segments must be between 1 and 3, .*, got 4"),
     (Decoder, replace(SEGMENTS, offload_activations=True), "offload_activations cannot"),
     (partial(Calling, checkpointed), OPTIMAL, "schedule must be a Schedule .* body.blocks.0"),
-    (partial(nn.Linear, 2, 2), OPTIMAL, "blocks must"),
     (Dropping, FLASH, "dropout_p of .* must be 0.0 .*, got 0.1"),
     (Pictures, FLASH, "attention must be 'standard' for a Pictures"),
-    (decoder_with_dropout, FLASH, "attention must"),
+    (partial(decoder, dropout=0.1), FLASH, "attention must"),
     (Decoder, Recipe(attention="sdpa"), "attention must be .* for a Decoder .*, got 'sdpa'"),
     (partial(TinyForCausalLM, "capped"), Recipe(head_chunk=8), "head_chunk must be None .*div"),
     (Smoothed, Recipe(head_chunk=8), "head_chunk must be None .* label_smoothing"),
@@ -398,7 +376,6 @@ REJECTED = [
     (partial(nn.Linear, 2, 2), LAYERS, "blocks must"),
     (partial(Calling, without_gradients), LAYERS, NOT_CALLED),
     (partial(Calling, bypass_call), replace(SELECTIVE, micro_batches=2), NOT_CALLED),
-    (partial(Calling, bypass_call), replace(LAYERS, first_blocks=1, in_backward=True), NOT_CALLED),
     (partial(nn.Linear, 2, 2), Recipe(), "model must have a loss"),
     (lambda: 3, Recipe(), "model must"),
     (lambda: Decoder().requires_grad_(False), Recipe(), "model must"),
@@ -442,7 +419,7 @@ def without_dropout(make):
 
 HUGGING_FACE = {
     name: partial(without_dropout, ARCHITECTURES[name][0])
-    for name in ("decoder, grouped queries", "decoder, tied head", "encoder", "vision")
+    for name in ("decoder, tied head", "encoder", "vision")
 }
 T5_MODEL = maker("T5:T5ForConditionalGeneration", **T5, dropout_rate=0.0)
 HUGGING_FACE["encoder and decoder"] = partial(without_dropout, T5_MODEL)
@@ -457,7 +434,6 @@ def test_recipes_preserve_gradients_of_hugging_face_models(name):
     make, batch = HUGGING_FACE[name], batch_for(name, "padded")
     expected = plain_gradients(make, batch, loss_of_model)
     recipes = [
-        Recipe(),
         Recipe(micro_batches=4, checkpoint="selective", first_blocks=1),
         Recipe(attention="eager", in_backward=True, checkpoint="layers"),
         Recipe(**OFFLOAD),
@@ -510,13 +486,6 @@ def test_compiled_blocks_allow_segments_and_reject_optimal_schedule():
         train_step(model, optimizer, sentences(), OPTIMAL)
 
 
-def test_optimizer_update_defaults_to_foreach_on_cuda():
-    def phase_peaks(kind, **fields):
-        return estimate(Encoder, partial(sentences, 1), Recipe(**fields), kind=kind).phase_peaks
-
-    on_cpu, on_cuda = phase_peaks("cpu"), phase_peaks("cuda")
-    assert on_cpu == phase_peaks("cpu", update="loop")
-    assert on_cuda == phase_peaks("cuda", update="foreach")
-    assert on_cuda["optimizer"] > on_cpu["optimizer"]
+def test_estimate_rejects_unknown_kind_of_device():
     with pytest.raises(ValueError, match="kind must be 'cpu' or 'cuda', got 'gpu'"):
-        phase_peaks("gpu")
+        estimate(Encoder, sentences, Recipe(), kind="gpu")

@@ -48,7 +48,7 @@ def assert_equal(case, row, gpu):
     assert 0 <= found.phase_peaks["backward"] - int(row["backward"]) <= excess
 
 
-PART = [name for i, name in enumerate(RECORDED) if i % (2 if "large" in name else 12) == 0]
+PART = [name for i, name in enumerate(RECORDED) if i % (4 if "large" in name else 12) == 0]
 
 
 @pytest.mark.parametrize("case", [name for name in PART if not name.startswith(VERSION_DEPENDENT)])
@@ -110,5 +110,3 @@ def test_functional_operators_are_patched_only_inside_symbolic_mode():
         assert F.scaled_dot_product_attention is not before[0]
         raise LookupError
     assert (F.scaled_dot_product_attention, F.dropout, F.rms_norm) == before
-    with symbolic():
-        assert F.dropout is before[1]

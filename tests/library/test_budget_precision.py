@@ -16,8 +16,7 @@ from torch.testing import assert_close
 
 from course_lib.adapters import with_adapters
 from course_lib.budget import Recipe, build, estimate, fit, train_step
-from course_lib.budget.techniques.head import head_of
-from course_lib.memory import MemoryMeter, symbolic
+from course_lib.memory import symbolic
 from course_lib.models import Decoder, random_tokens
 from course_lib.symbolic import Symbolic
 from course_lib.symbolic.cuda_autocast import CudaCasts
@@ -37,8 +36,6 @@ def frozen():
 
 
 class Norms(nn.Sequential):
-    """Convolution with batch norm and group norm."""
-
     def __init__(self):
         super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
 
@@ -48,7 +45,7 @@ class Norms(nn.Sequential):
 
 rows = partial(text, "none", 5)
 MODELS = {
-    "decoder": (decoder, tokens),
+    "decoder": (partial(decoder, layers=3), tokens),
     "llama": (LLAMA, rows),
     "frozen": (frozen, rows),
     "norms": (Norms, partial(torch.randn, 4, 3, 8, 8)),
@@ -65,7 +62,6 @@ CHUNKS = {"head_chunk": 7, "micro_batches": 2}
         ("decoder", "autocast", {"checkpoint": "layers", "attention": "flash", **CHUNKS}),
         ("decoder", "autocast", {"checkpoint": "segments", "segments": 2}),
         ("decoder", "bf16-only", {"attention": "flash", "micro_batches": 2, **OFFLOAD}),
-        ("llama", "autocast", {"checkpoint": "layers", "micro_batches": 2}),
         ("llama", "autocast", {"attention": "flash", **OFFLOAD}),
         ("frozen", "autocast", {"optimizer": "momentum", "update": "foreach", **CHUNKS}),
         ("norms", "autocast", {}),
@@ -93,8 +89,7 @@ def test_autocast_step_equals_handwritten_autocast():
         targets = batch[:, 1:].flatten()
         return F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum")
 
-    with MemoryMeter(model, optimizer) as meter:
-        loss_sum().backward()
+    loss_sum().backward()
     torch._foreach_div_([p.grad for p in model.parameters()], 5 * 24)
     optimizer.step()
     model.zero_grad()
@@ -102,37 +97,13 @@ def test_autocast_step_equals_handwritten_autocast():
     handwritten, found = steps
     assert {gradient.dtype for gradient in found} == {torch.float32}
     assert_close(found, handwritten)
-    backward = estimate(decoder, tokens, AUTOCAST).phase_peaks["backward"]
-    assert meter.trace().phase_peaks()["backward"] == backward
     assert "forward" not in vars(model)
-
-
-def test_chunked_head_computes_in_bf16_under_autocast():
-    """The decoder computes its loss after `model.forward` has returned."""
-    recipe, dtypes = Recipe("autocast", head_chunk=7), []
-    model, optimizer = build(decoder, recipe)
-    head = head_of(model, 7)
-    forward = head.forward
-
-    def record_dtype(hidden):
-        logits = forward(hidden)
-        dtypes.append(logits.dtype)
-        return logits
-
-    head.forward = record_dtype
-    train_step(model, optimizer, tokens(), recipe)
-    assert len(dtypes) == 2 * -(-5 * 24 // 7) and set(dtypes) == {torch.bfloat16}
 
 
 def test_bf16_only_recipe_stores_weights_and_optimizer_state_in_bf16():
     model, optimizer = build(decoder, ONLY, state=True)
-    count = sum(p.numel() for p in model.parameters())
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     states = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
-    assert {x.dtype for x in states} == {torch.bfloat16}
-    at_peak = estimate(decoder, tokens, ONLY).at_peak
-    assert at_peak["parameter"] == 2 * count
-    assert 4 * count <= at_peak["optimizer"] < 4 * count + 8 * len(optimizer.state)
+    assert {x.dtype for x in (*model.parameters(), *states)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -150,8 +121,6 @@ def test_recipe_rejects_invalid_precision_combinations(fields, message):
 
 
 class Bypass(nn.Linear):
-    """Model whose loss does not call its forward pass."""
-
     def loss(self, x):
         return F.linear(x, self.weight).square().mean()
 

@@ -205,8 +205,6 @@ def test_framework_conflict_message_names_unsupported_recipe_field(framework, re
 
 
 class Normed(Mixer):
-    """A mixer with running statistics in its blocks."""
-
     def __init__(self):
         super().__init__()
         for block in self.blocks:

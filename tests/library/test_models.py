@@ -16,7 +16,6 @@ from course_lib.models import (
     deep_mlp,
     loss_stages,
     random_tokens,
-    seed_generators,
 )
 
 SIZES = {"vocabulary": 50, "hidden": 16, "heads": 2, "layers": 2, "sequence": 8}
@@ -34,14 +33,6 @@ def test_initial_weights_depend_only_on_seed_and_layer(make):
     assert len({tuple(each.flatten().tolist()) for each in matrices}) == len(matrices) > 2
 
 
-def test_seeded_block_restores_random_state_after_an_error():
-    before = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError), seed_generators(3):
-        torch.rand(3)
-        1 / 0  # noqa: B018
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_standard_and_fused_attention_equal_pytorch(causal):
     q, k, v = torch.randn(3, 2, 3, 7, 4, dtype=torch.float64)
@@ -50,9 +41,6 @@ def test_standard_and_fused_attention_equal_pytorch(causal):
     x = torch.randn(2, 8, 16)
     standard, fused = (Attention(16, 2, causal=causal, fused=fused) for fused in (False, True))
     assert_close(fused(x), standard(x), rtol=1e-5, atol=1e-6)
-    tokens = random_tokens(2, 8, 50)
-    losses = [Decoder(**SIZES, fused=fused).loss(tokens) for fused in (False, True)]
-    assert_close(*losses, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

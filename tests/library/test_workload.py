@@ -70,7 +70,6 @@ def test_budget_and_distributed_commands_build_same_workload_from_config(file):
         ({"model_type": "nothing_of_the_kind"}, "transformers .* knows, got 'nothing_of_the_kind'"),
         ({}, "model_type must be one of .*, got None"),
         ({"model_type": "vit"}, "must have a language model in transformers, got 'vit'"),
-        ({**GEMMA, "model_type": "llama", "num_key_value_heads": 3}, "must be a divisor of"),
         ({**GEMMA, "max_position_embeddings": 8}, "sequence must be at most 8 .*, got 16"),
     ],
 )
@@ -93,8 +92,6 @@ def test_counting_samples_of_huge_batch_allocates_no_memory():
 
 
 class UserFunctions:
-    """Functions for --model and --batch-from."""
-
     @staticmethod
     def make_model():
         torch.manual_seed(0)

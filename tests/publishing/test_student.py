@@ -312,7 +312,7 @@ def definitions_in(source):
 
 
 def test_library_for_students_contains_no_solution_functions(library):
-    """The library computes the expected results of its checks in other ways."""
+    """The library computes the expected results of its checks by other methods."""
     sources = [source for each in stored_lessons().values() for source in sources_of(each)]
     code = [remove_guard(source) for source in sources if "SOLUTION" in source]
     solutions = {found for source in code for found in definitions_in(source)}

@@ -5,7 +5,8 @@
 
 The cases are the models of `brute_force_fit` with recipes that contain every pair of options, and
 recipes for ranks. To add a case, write a row with a model, a recipe and a tier; `--write` adds the
-rest. `make test` compares one row per model. `estimate_checks.py` compares estimates with runs.
+rest. `make test` compares a row of each of four models. `estimate_checks.py` compares estimates
+with runs.
 """
 
 from __future__ import annotations
