@@ -157,6 +157,19 @@ def test_arrow_keys_change_language_of_current_notebook_only(open_lesson):
     assert (left.locator("input[value=zh]").is_checked(), languages(left)) == (True, ["zh"])
 
 
+def assert_opening_changed_nothing(page, name, folder):
+    """Assert that the notebook is not marked as unsaved, and has the metadata of its file."""
+    stored = json.loads((ROOT / f"notebooks/{name}.ipynb").read_text("utf-8"))["metadata"]
+    if folder == "work":
+        del stored["outputs_made_from"]
+    wait_for_kernel(page)
+    # JupyterLab stores the kernel's own metadata, with another order of keys, once it arrives.
+    page.evaluate(f"{KERNEL}.info.then(() => new Promise(requestAnimationFrame))")
+    model = "jupyterapp.shell.currentWidget.context.model"
+    metadata = page.evaluate(f"JSON.stringify({model}.sharedModel.metadata)")
+    assert json.loads(metadata) == stored and page.evaluate(f"{model}.dirty") is False
+
+
 def run_switch(page):
     """Run the cell of the language switch, and wait for its new buttons."""
     wait_for_kernel(page)
@@ -174,6 +187,7 @@ def run_switch(page):
 
 def test_rerunning_language_cell_preserves_selected_language(open_lesson):
     page = open_lesson(LESSON)
+    assert_opening_changed_nothing(page, LESSON, "notebooks")
     notebook = rendered(page.locator(".jp-Notebook"))
     for chosen in ("zh", "en"):
         notebook.locator(f"input[value={chosen}]").check()
@@ -188,22 +202,9 @@ def test_rerunning_language_cell_preserves_selected_language(open_lesson):
         assert languages(notebook) == [chosen]
 
 
-@pytest.mark.parametrize("folder", ["notebooks", "work"])
-def test_opening_notebook_does_not_mark_it_as_unsaved(open_lesson, folder):
-    stored = json.loads((ROOT / f"notebooks/{LESSON}.ipynb").read_text("utf-8"))["metadata"]
-    if folder == "work":
-        stored.pop("outputs_made_from")
-    page = open_lesson(LESSON, folder)
-    wait_for_kernel(page)
-    # JupyterLab stores the kernel's own metadata, with another order of keys, once it arrives.
-    page.evaluate(f"{KERNEL}.info.then(() => new Promise(requestAnimationFrame))")
-    model = "jupyterapp.shell.currentWidget.context.model"
-    metadata = page.evaluate(f"JSON.stringify({model}.sharedModel.metadata)")
-    assert json.loads(metadata) == stored and page.evaluate(f"{model}.dirty") is False
-
-
 def test_learner_notebook_opens_in_browser_language_with_collapsed_labeled_solutions(open_lesson):
     page = open_lesson(SLIDERS, "work", locale="zh-CN")
+    assert_opening_changed_nothing(page, SLIDERS, "work")
     notebook = rendered(page.locator(".jp-Notebook"))
     assert notebook.locator(".jp-OutputArea-output").count() == 1
     assert languages(notebook) == ["zh"] and notebook.locator("input[value=zh]").is_checked()

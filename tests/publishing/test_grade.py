@@ -1,33 +1,26 @@
 """Test the grading of submitted notebooks: verdicts, limits, cheats, and the tables.
 
-Crashes, endless loops and cheats that take minutes are in `grade_generated_submissions.py`, a
-program.
+Solutions of whole lessons, and endless loops, which take minutes, are in
+`grade_generated_submissions.py`, a program.
 """
 
 import csv
-import dataclasses
 import errno
-import fractions
-import functools
 import importlib
 import io
 import os
 import re
 import sys
-import typing
 from copy import deepcopy
-from fractions import Fraction
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 from answers import FILES
 from edition_fixtures import NOTEBOOKS, stored_lessons
 from timeouts import TIMEOUT_SECONDS
-from torch.nn.modules.module import _global_forward_hooks, register_module_forward_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
@@ -39,9 +32,9 @@ from nbclient.exceptions import DeadKernelError
 
 from course_lib.teaching import exercises
 from publish import fingerprint, grade, kernels, progress, reading, submissions, verdicts, watching
-from publish.cells import SOLUTION, EditionError, id_of, is_project
+from publish.cells import SOLUTION, EditionError, id_of
 from publish.kernels import Limits, OutOfTime, Run
-from publish.student import check_of, reason_id
+from publish.student import reason_id
 
 LIMITS = Limits(TIMEOUT_SECONDS)
 CALL = "exercises.check_training_state(mine)"
@@ -67,6 +60,13 @@ def read_once(lessons, untouched, monkeypatch):
     monkeypatch.setattr(grade, "fingerprints_of", lambda lesson: untouched)
 
 
+@pytest.fixture
+def run_command(tmp_path, read_once):
+    """Return a function that grades the folder `in` into `t.csv` with more options."""
+    places = [str(tmp_path / "in"), "--output", str(tmp_path / "t.csv")]
+    return lambda *options: grade.main([*places, "--notebooks", str(NOTEBOOKS), *options])
+
+
 STUBS = {
     "training_state": (
         'mine = {"weights": None, "parameter": None, "gradient": None, "optimizer": None}\n'
@@ -84,7 +84,7 @@ def write_course(folder):
     guess, course = "my_guess = None", "shown = [my_guess]"
     first, *others = STUBS.values()
     for name, cells in {
-        "00_a": submission("1", HIDDEN_OS, title="# 0 Start here / 从这里开始"),
+        "00_a": of_lesson_00("1", HIDDEN_OS),
         "01_b": submission(IMPORT, first, guess, course, *others),
     }.items():
         for number, cell in enumerate(cells.cells):
@@ -96,7 +96,7 @@ def write_course(folder):
 
 def rows_of(path, lessons, untouched):
     """Return the rows by exercise, and the messages of rows about the whole notebook."""
-    submitted = dataclasses.replace(grade.read(path, lessons), seed="7")
+    submitted = replace(grade.read(path, lessons), seed="7")
     rows = grade.grade(submitted, LIMITS, untouched)
     whole = [row.message for row in rows if row.exercise == "–"]
     return {row.exercise: row for row in rows if row.exercise != "–"}, whole
@@ -107,6 +107,11 @@ def submission(*sources, title="# 1 Where do the bytes go? / 字节去了哪里�
     make = nbformat.v4
     cells = [make.new_code_cell(each) if isinstance(each, str) else each for each in sources]
     return make.new_notebook(cells=[make.new_markdown_cell(title), *cells])
+
+
+def of_lesson_00(*sources):
+    """Return a notebook of the lesson without exercises."""
+    return submission(*sources, title="# 0 Start here / 从这里开始")
 
 
 def hand_in(path, notebook):
@@ -144,6 +149,7 @@ def test_grade_returns_verdict_per_exercise_and_leaves_no_files(
         STUBS["new_storages"],
         f"{SOLUTION}\nTinyMeter = 5\nexercises.check_new_storages(TinyMeter)",
         "answer = 'many'\nexercises.check_largest_batch(answer)",
+        "formula = [\nexercises.check_layer_formula(formula)",
     )
     path = hand_in(tmp_path / "Ada\nL.ipynb", notebook)
     rows, whole = rows_of(path, lessons, untouched)
@@ -152,6 +158,7 @@ def test_grade_returns_verdict_per_exercise_and_leaves_no_files(
         ("training_state", "✓", "two for Adam"),
         ("adapter_bytes", "✗", "NameError: name 'no_such_name' is not defined"),
         ("largest_batch", "✗", ""),
+        ("layer_formula", "✗", "SyntaxError"),
         ("whole_peak", "!", "was edited"),
         ("new_storages", "○", "Not answered yet"),  # the course's solution is not an answer
     ):
@@ -222,7 +229,7 @@ WATCHED = [  # cell, and a part of the reason; an empty reason for an answer tha
     (f"{AGREES}{FUNCTION.format('map(X, [])')}", "an iterator, `map`, instead of a list"),
     *(
         (f"answer = type('X', (), {{{name!r}: lambda self, *other: 5}})()", f"defines `{name}`")
-        for name in ("__float__", "__torch_function__", "__class__")
+        for name in ("__torch_function__", "__class__")
     ),
     *(
         (f"answer = type('X', ({kind},), {{}})(5)", f"derived from `{kind.rpartition('.')[2]}`")
@@ -237,16 +244,10 @@ WATCHED = [  # cell, and a part of the reason; an empty reason for an answer tha
         "`equal` was changed while `answer` ran",
     ),
     (FUNCTION.format("Mode().__enter__()"), "`answer` left the dispatch mode"),
-    (FUNCTION.format("torch.set_default_dtype(torch.float64)"), "was changed while"),
-    (
-        FUNCTION.format("torch.use_deterministic_algorithms(True)"),
-        "left deterministic algorithms changed",
-    ),
     (
         FUNCTION.format("torch.autograd.graph.saved_tensors_hooks(id, id).__enter__()"),
         "left the hooks of saved tensors changed",
     ),
-    (FUNCTION.format("register(lambda *arguments: None)"), "left the hooks of all modules changed"),
     ("import sys\n" + FUNCTION.format("sys.setprofile(None)"), "not watched"),
     (FUNCTION.format("x, None, torch.ones(1), numpy.float32(1), Fraction(1), (1 for _ in '')"), ""),
     (FUNCTION.format("torch.nn.Linear(1, 1), torch.ops.aten.add.default, [range(2)]"), ""),
@@ -256,20 +257,23 @@ WATCHED = [  # cell, and a part of the reason; an empty reason for an answer tha
     ("@functools.cache\ndef answer(x):\n    with torch.no_grad():\n        return x", ""),
     ("answer = lambda x: [y for y in (torch.manual_seed(x), torch.rand(1))]", ""),
 ]
-MODE = """class Mode(TorchDispatchMode):
+PRELUDE = """import dataclasses, fractions, functools, numpy, torch, typing
+from fractions import Fraction
+from types import SimpleNamespace
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 """
 
 
 @pytest.mark.parametrize(("source", "reason"), WATCHED)
-def test_grading_watch_reports_answer_that_manipulates_comparison(source, reason):
-    names = {"__name__": "__main__", "torch": torch, "Fraction": Fraction, "typing": typing}
-    names |= {"functools": functools, "dataclasses": dataclasses, "fractions": fractions}
-    names |= {"numpy": numpy, "SimpleNamespace": SimpleNamespace}
-    names |= {"TorchDispatchMode": TorchDispatchMode, "register": register_module_forward_hook}
-    exec(MODE, names)
-    watch, equal = watching.Watch(names), torch.equal
+def test_grading_watch_reports_answer_that_manipulates_comparison(monkeypatch, source, reason):
+    monkeypatch.setattr(torch, "equal", torch.equal)  # some answers replace it
+    names = {"__name__": "__main__"}
+    exec(PRELUDE, names)
+    watch = watching.Watch(names)
 
     def called(answer):
         if callable(answer):
@@ -286,10 +290,6 @@ def test_grading_watch_reports_answer_that_manipulates_comparison(source, reason
         found = watch.stop()
     finally:
         sys.setprofile(None)
-        torch.equal = equal
-        torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
-        _global_forward_hooks.clear()
         while torch._C._autograd._top_saved_tensors_default_hooks(True):
             torch._C._autograd._pop_saved_tensors_default_hooks()
         while _get_current_dispatch_mode_stack():
@@ -353,7 +353,7 @@ def test_cpu_limit_of_system_stops_notebook_kernel_without_watching_process(tmp_
     monkeypatch.setattr(Run, "_watch", lambda self, kernel: None)
     monkeypatch.setattr(kernels, "_SECONDS_MORE", 0)
     with pytest.raises(DeadKernelError):
-        run_cell("while True: pass", tmp_path, Limits(3))
+        run_cell("while True: pass", tmp_path, Limits(2))
 
 
 @pytest.mark.parametrize(
@@ -374,23 +374,22 @@ while not hidden.path.exists({other!r}):
     sleep(0.1)"""
 
 
-def test_parallel_grading_continues_after_one_kernel_dies(tmp_path, read_once, capsys):
-    """Two notebooks of lesson 00, which has no exercises, wait for each other."""
+def test_parallel_grading_continues_after_one_kernel_dies(tmp_path, run_command, capsys):
+    """Two notebooks wait for each other."""
     for mine, other, end in (("a", "b", "hidden._exit(1)"), ("b", "a", "1 / 0")):
         waits = WAITS.format(mine=str(tmp_path / mine), other=str(tmp_path / other))
-        notebook = submission(HIDDEN_OS, waits, end, title="# 0 Start here / 从这里开始")
-        hand_in(tmp_path / f"in/{mine}.ipynb", notebook)
-    table = tmp_path / "out/table.csv"
-    options = ["--output", str(table), "--notebooks", str(NOTEBOOKS), "--jobs", "2"]
-    grade.main([str(tmp_path / "in"), *options, "--seconds", str(TIMEOUT_SECONDS)])
-    _, first, second = read_csv(table)
+        hand_in(tmp_path / f"in/{mine}.ipynb", of_lesson_00(HIDDEN_OS, waits, end))
+    run_command("--jobs", "2", "--seconds", str(TIMEOUT_SECONDS), "--seed", "5")
+    _, first, second = read_csv(tmp_path / "t.csv")
     assert first[:4] == ["a", "00", "–", "!"] and "kernel died" in first[4]
     assert second[:4] == ["b", "00", "–", "✓"] and "to its end" in second[4]
     printed = capsys.readouterr().out
-    assert printed.index("a: !") < printed.index("b: ✓") < printed.index("1 ✓, 0 ✗, 0 ○, 1 !")
-
-
-# --- invalid notebooks ---
+    assert (
+        printed.index("--seed 5")
+        < printed.index("a: !")
+        < printed.index("b: ✓")
+        < printed.index("1 ✓, 0 ✗, 0 ○, 1 !")
+    )
 
 
 @pytest.mark.parametrize(
@@ -447,12 +446,14 @@ def test_grade_folder_continues_after_invalid_files_and_internal_errors(
     assert [line.partition("  (")[0] for line in lines] == [f"{row.name}: !" for row in rows]
 
 
-def test_interrupted_grading_saves_finished_rows_and_resumes(
-    tmp_path, read_once, monkeypatch, capsys
-):
-    """A file that changed after the interruption is graded again."""
+def test_interrupted_grading_saves_finished_rows_and_resumes(tmp_path, run_command, monkeypatch):
+    """A file that changed after the interruption is graded again.
+
+    The checks draw the same cases as before, because with another seed all files would be graded
+    again.
+    """
     for name in "abc":
-        hand_in(tmp_path / f"in/{name}.ipynb", submission(name, title="# 0 Start / 开始"))
+        hand_in(tmp_path / f"in/{name}.ipynb", of_lesson_00(name))
     calls, table = [], tmp_path / "t.csv"
 
     def grade_until_interrupted(submission, limits, untouched):
@@ -462,9 +463,8 @@ def test_interrupted_grading_saves_finished_rows_and_resumes(
         return [verdicts.Row(submission.name, "00", "–", "✓", "ok")]
 
     monkeypatch.setattr(grade, "grade", grade_until_interrupted)
-    options = [str(tmp_path / "in"), "--output", str(table), "--notebooks", str(NOTEBOOKS)]
     with pytest.raises(SystemExit, match="stopped; 2 of 3 files are graded, run again to go on"):
-        grade.main(options)
+        run_command()
     assert [row[3:5] for row in read_csv(table)[1:]] == [
         ["✓", "ok"],
         ["✓", "ok"],
@@ -472,8 +472,8 @@ def test_interrupted_grading_saves_finished_rows_and_resumes(
     ]
     with (tmp_path / ".t_progress.jsonl").open("a") as file:
         file.write('["half a li')  # the disk was full
-    hand_in(tmp_path / "in/b.ipynb", submission("changed", title="# 0 Start / 开始"))
-    grade.main(options)
+    hand_in(tmp_path / "in/b.ipynb", of_lesson_00("changed"))
+    run_command()
     assert calls == ["a", "b", "c", "b", "c"]
     assert [row[3] for row in read_csv(table)[1:]] == ["✓"] * 3
     assert not (tmp_path / ".t_progress.jsonl").exists()
@@ -492,20 +492,19 @@ def no_space(*arguments, **options):
     ],
 )
 def test_full_disk_leaves_consistent_table_and_error_message(
-    tmp_path, read_once, monkeypatch, home, name, message, rows
+    tmp_path, run_command, monkeypatch, home, name, message, rows
 ):
     """When there is space again, the next grading writes all rows."""
     for file in "ab":
-        hand_in(tmp_path / f"in/{file}.ipynb", submission("1", title="# 0 Start / 开始"))
+        hand_in(tmp_path / f"in/{file}.ipynb", of_lesson_00("1"))
     monkeypatch.setattr(grade, "_run", lambda *arguments: "")
     table = tmp_path / "t.csv"
-    options = [str(tmp_path / "in"), "--output", str(table), "--notebooks", str(NOTEBOOKS)]
     with monkeypatch.context() as full:
         full.setattr(home, name, no_space)
         with pytest.raises(SystemExit, match=f"^grade: the disk is full.*{message}"):
-            grade.main(options)
+            run_command()
     assert [row[3] for row in read_csv(table)[1:]] == rows if rows else not table.exists()
-    grade.main(options)
+    run_command()
     assert [row[3] for row in read_csv(table)[1:]] == ["✓", "✓"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "t.csv", "t_by_exercise.csv"]
 
@@ -517,15 +516,12 @@ def test_second_concurrent_grading_into_same_table_is_rejected(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_submission_cannot_change_file_of_later_submission(tmp_path, read_once):
+def test_submission_cannot_change_file_of_later_submission(tmp_path, read_once, monkeypatch):
     """Truncate the second file while the first one runs."""
-    second = hand_in(tmp_path / "in/b.ipynb", submission("1", title="# 0 Start / 开始"))
-    rewrites = f"hidden.truncate({str(second)!r}, 0)"
-    cells = submission(HIDDEN_OS, rewrites, title="# 0 Start / 开始")
-    hand_in(tmp_path / "in/a.ipynb", cells)
-    rows = grade.grade_folder(tmp_path / "in", NOTEBOOKS, LIMITS, say=list)
+    _, second = (hand_in(tmp_path / f"{name}.ipynb", of_lesson_00("1")) for name in "ab")
+    monkeypatch.setattr(grade, "_run", lambda *arguments: second.write_text("") or "")
+    rows = grade.grade_folder(tmp_path, NOTEBOOKS, LIMITS, say=list)
     assert [(row.name, row.verdict) for row in rows] == [("a", "✓"), ("b", "✓")]
-    assert second.read_text() == ""
 
 
 @pytest.mark.usefixtures("fresh")
@@ -540,12 +536,11 @@ def test_submission_cannot_change_file_of_later_submission(tmp_path, read_once):
     ],
 )
 def test_grade_command_rejects_invalid_options_in_one_sentence(
-    tmp_path, read_once, monkeypatch, options, language, message
+    tmp_path, run_command, monkeypatch, options, language, message
 ):
     monkeypatch.setenv("COURSE_LANG", language)
-    options = [*options, "--notebooks", str(NOTEBOOKS), "--output", str(tmp_path / "t.csv")]
     with pytest.raises(SystemExit, match=rf"^grade: .*{message}"):
-        grade.main([str(tmp_path), *options])
+        run_command(*options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -558,10 +553,7 @@ REACHES = [  # source, and a part of the reason; an empty reason for an answer t
     ("match x:\n    case exercises: pass", "changes exercises"),
     ("import torch as exercises", "changes exercises"),
     ("from torch import exercises", "changes exercises"),
-    ("def f():\n    global exercises\n    exercises = 1", "changes exercises"),
     ("exercises.check_training_state = lambda answer: True", "changes exercises"),
-    ("for exercises.check_meter in [print]: pass", "changes exercises.check_meter"),
-    ("with hooks() as exercises.check_meter: pass", "changes exercises.check_meter"),
     ("del exercises.check_meter", "changes exercises.check_meter"),
     ("setattr(exercises, 'check_meter', print)", "changes exercises"),
     ("setattr(exercises, name, print)", "sets an attribute with a computed name"),
@@ -570,12 +562,9 @@ REACHES = [  # source, and a part of the reason; an empty reason for an answer t
     ("getattr(exercises, '__wrapped__')", "names __wrapped__"),
     ("c, d = [exercises.check_meter, 1]\nc.check = print", "changes c.check"),
     ("for c in [exercises.check_meter]:\n    c.accepted = True", "changes c.accepted"),
-    ("c = {0: exercises}[0] if x else None\nc.check_meter = print", "changes c.check_meter"),
     ("type(exercises.check_meter).tries = 5", "changes type"),
-    ("(lambda: exercises)().x = 5", "changes (lambda"),
     ("from torch import Tensor as T\nT.equal = print", "changes T.equal"),
     ("x.__class__ = Y", "changes x.__class__"),
-    ("exercises._verdict", "uses exercises._verdict, a part of the checks"),
     ("one = exercises", "passes exercises on"),
     ("n = next(n for n in x if exercises.check_meter(n))", "tries answers with a check"),
     ("x = exercises.check_meter", "tries answers with a check"),
@@ -598,7 +587,7 @@ REACHES = [  # source, and a part of the reason; an empty reason for an answer t
             ("course_lib.lessons.lesson_01", "gpu"),
         )
     ),
-    *((f"import {name} as numbers", f"imports {name}") for name in ("gc", "pickle", "sys")),
+    ("import gc as numbers", "imports gc"),
     ("import course_lib.lessons.lesson_01.exercises", "imports course_lib.lessons.lesson_01"),
     ("import torch\ntorch.load('x')", "reads or writes files"),
     ("import functools\n@functools.wraps(f, assigned=names)\ndef g(): pass", "copies attributes"),
@@ -608,7 +597,7 @@ REACHES = [  # source, and a part of the reason; an empty reason for an answer t
     ),
     ("match torch:\n    case object(os=x): pass", "reads os"),
     ("class A:\n    __match_args__ = ('_' + 'check',)", "computes __match_args__ of A"),
-    *((magic, "uses get_ipython") for magic in ("!ls", "%run other.py", "%%bash\nls")),
+    ("%%bash\nls", "uses get_ipython"),
     ("import torch\nclass A(torch.Tensor): pass", "derives A from a number or a tensor"),
     ("A = type('A', (float,), {})", "derives a class from a number"),
     ("class A:\n    def __eq__(self, other):\n        return True", "defines __eq__ in A"),
@@ -628,6 +617,17 @@ REACHES = [  # source, and a part of the reason; an empty reason for an answer t
     ("import functools\n@functools.wraps(f)\ndef g(): pass", ""),
     ("import torch\ntorch.testing.assert_close(x, x)", ""),
     ("input = 5\nprint(input, type(input), __name__ == '__main__')", ""),
+    # the lesson imports `exercises` and `figures`, and uses `exercises.storages`
+    ("figures = None", "changes figures"),
+    ("def figures(): pass", "changes figures"),
+    ("def f():\n    global figures\n    figures = 1", "changes figures"),
+    ("from course_lib.lessons.lesson_01 import figures as f", "imports course_lib.lessons"),
+    ("from course_lib.lessons.lesson_01.exercises import _two", "imports course_lib.lessons"),
+    ("exercises.right", "uses exercises.right, a part of the checks"),
+    ("def f(results):\n    figures = results\n    return figures", ""),  # its own names
+    ("gpu = 5\nsimulation = 6", ""),  # files of the lesson that it does not import
+    ("from course_lib.lessons.lesson_01 import exercises, figures", ""),
+    ("exercises.storages(x)\nfigures.draw_lengths(f, 5)", ""),
 ]
 
 
@@ -639,28 +639,6 @@ def assert_reported(found, reason):
 
 @pytest.mark.parametrize(("source", "reason"), REACHES)
 def test_static_check_reports_lines_that_modify_more_than_answer(source, reason):
-    foreign = reading.foreign_names([IMPORT, source])
-    assert_reported(reading.reaches(source, foreign), reason)
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("figures = None", "changes figures"),
-        ("def figures(): pass", "changes figures"),
-        ("def f():\n    global figures\n    figures = 1", "changes figures"),
-        ("figures.draw_lengths = print", "changes figures.draw_lengths"),
-        ("from course_lib.lessons.lesson_01 import figures as f", "imports course_lib.lessons"),
-        ("from course_lib.lessons.lesson_01.exercises import _two", "imports course_lib.lessons"),
-        ("from course_lib.lessons.lesson_02 import figures", "imports course_lib.lessons"),
-        ("exercises.right", "uses exercises.right"),
-        ("def f(results):\n    figures = results\n    return figures", ""),  # its own names
-        ("gpu = 5\nsimulation = 6", ""),  # lesson 01 imports no such file
-        ("from course_lib.lessons.lesson_01 import exercises, figures", ""),
-        ("exercises.storages(x)\nfigures.draw_lengths(f, 5)", ""),
-    ],
-)
-def test_static_check_reports_lines_that_overwrite_lesson_modules(source, reason):
     first = "from course_lib.lessons.lesson_01 import exercises, figures"
     imports = submissions._imports(reading.tree_of(first))
     foreign = reading.foreign_names([first, source])
@@ -728,8 +706,9 @@ def test_verdict_distinguishes_unanswered_stub_and_names_skipped_cell(
     assert found[0] == expected[0] and expected[1] in found[1]
 
 
-def test_grade_accepts_older_edition_in_one_language(tmp_path, lessons, untouched):
+def test_grade_accepts_older_edition_in_one_language(tmp_path, lessons, monkeypatch):
     """A cell of an older edition that reaches beyond an answer is skipped without a row."""
+    monkeypatch.setattr(grade, "_run", lambda *arguments: "")
     older, changed = (
         nbformat.v4.new_code_cell(f"import gc\n{name} = gc.collect()") for name in ("one", "two")
     )
@@ -744,18 +723,10 @@ def test_grade_accepts_older_edition_in_one_language(tmp_path, lessons, untouche
         title="# 1 字节去了哪里？",
     )
     notebook.cells.insert(0, nbformat.v4.new_markdown_cell("*[English](../en/01.ipynb)*"))
-    rows, whole = rows_of(hand_in(tmp_path / "a.ipynb", notebook), lessons, untouched)
-    assert [rows[name].verdict for name in ("adapter_bytes", "largest_batch")] == ["✓", "!"]
+    rows, whole = rows_of(hand_in(tmp_path / "a.ipynb", notebook), lessons, {})
+    reached = [rows[name].message for name in ("adapter_bytes", "largest_batch", "whole_peak")]
+    assert reached == [*["It was not reached."] * 2, "Its check cell is missing."]
     assert whole == ["Cell 5 was not run: line 1 imports gc."]
-
-
-def test_cells_asking_for_guess_or_value_are_recognized():
-    """Compare with cells that assign None to `my_...` or `..._slot` and have no check."""
-    lessons = [notebook for name, notebook in stored_lessons().items() if not is_project(name)]
-    code = [cell for each in lessons for cell in each.cells if cell.cell_type == "code"]
-    empty = re.compile(r"^(my_\w+|\w+_slot)\b.*= .*\bNone", re.M)
-    expected = [cell for cell in code if empty.search(cell.source) and not check_of(cell)]
-    assert [cell for cell in code if submissions.asks(cell)] == expected and len(expected) > 8
 
 
 def test_submission_made_from_unedited_lesson_equals_the_lesson():
@@ -794,9 +765,6 @@ def test_submission_output_beyond_size_limit_is_delayed(monkeypatch):
     assert stream.getvalue() == "1234" * 4 and len(waits) == 2  # after 12 and 16
 
 
-# --- the table ---
-
-
 def test_grade_table_escapes_formulas_and_failed_write_preserves_old_table(tmp_path):
     table = tmp_path / "t.csv"
     sentence = '=HYPERLINK("x"), "quoted"'
@@ -828,18 +796,3 @@ def test_class_table_counts_verdicts_and_names_most_frequent_mistake(tmp_path):
         ["meter", "1", "3", "1", "0", "Not yet. Views are counted twice", "2"],
         ["whole_peak", "0", "0", "0", "1", "", "0"],
     ]
-
-
-def test_resumed_grading_uses_seed_of_interrupted_grading(tmp_path):
-    table = tmp_path / "grades.csv"
-    with progress.Progress(table) as first:
-        seed = first.seed(None)
-        first.add("a", [])
-    with progress.Progress(table) as second:
-        assert second.seed(None) == seed != second.seed("other")
-        second.add("b", [])
-    with progress.Progress(table) as third:
-        assert third.seed(None) == "other"
-        third.finish()
-    with progress.Progress(table) as complete:
-        assert complete.seed(None) not in (seed, "other")

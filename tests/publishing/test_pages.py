@@ -94,8 +94,6 @@ def test_executed_page_shows_labels_and_plots_in_one_language(monkeypatch, spoke
     assert list(pictures_in(found[0])) == [spoken]
 
 
-# --- one language of two ---
-
 CELL = (
     '## 1.1 Bytes / 字节\n\n<div lang="en">\n\nA / B.\n\n</div>\n<div lang="zh">\n\n甲。\n\n</div>'
 )

@@ -4,10 +4,8 @@ import re
 from itertools import cycle
 
 import pytest
-from edition_fixtures import NAMES, NOTEBOOKS, loaded_addresses, stored_lessons
+from edition_fixtures import NAMES, NOTEBOOKS, stored_lessons
 from test_notebooks import agreement_problems, chinese_problems, english_problems, glossary_problems
-
-from publish.pace import core
 
 nbformat = pytest.importorskip("nbformat")
 BeautifulSoup = pytest.importorskip("bs4").BeautifulSoup
@@ -17,11 +15,9 @@ pytest.importorskip("latex2mathml")
 from course_lib import labels
 from course_lib.teaching.claims import Claim, claims_table
 from course_lib.teaching.switch import PER_LANGUAGE
-from publish import lesson_slides, slide_parts, slides
+from publish import slide_parts, slides
 from publish.cells import EditionError, is_project
-from publish.chinese import HAN
 from publish.languages import words_in
-from publish.student import check_of
 
 LESSONS = [name for name in NAMES if not is_project(name)]
 NOTE = slides.Note(5, {"en": "Why?", "zh": "为什么？"})
@@ -60,8 +56,6 @@ def page_of(notebook, language="en"):
     return BeautifulSoup(html, "html.parser")
 
 
-# --- cutting ---
-
 LONG = "def f(x):\n" + "    x = x + 1\n" * 20 + "    return x\n\ng = f(1)\nh = f(2)"
 DECORATED = "@cache\ndef f():\n" + "    pass\n" * 11 + "\n\ny = f()"
 
@@ -86,9 +80,6 @@ def test_long_table_is_divided_between_rows_with_repeated_headings():
     assert [(bool(part.th), bool(part.p)) for part in parts] == [(True, False), (True, True)]
     # a heading in both languages takes more lines
     assert [len(cut(12, language)) for language in ("en", "zh", "both")] == [1, 1, 2]
-
-
-# --- slides of cells ---
 
 
 @pytest.mark.parametrize(
@@ -248,9 +239,6 @@ def test_long_code_lines_are_wrapped_on_slides():
     assert max(map(len, notebook.cells[1].source.splitlines())) <= slide_parts.CODE_WIDTH
 
 
-# --- notes ---
-
-
 def test_read_notes_returns_notes_by_section_and_rejects_malformed_rows():
     notes = slides.read_notes("| section | minutes |\n|---|---|\n| 2.1 | 5 | Why? | 为什么？ |\n")
     assert notes == {"2.1": NOTE}
@@ -261,18 +249,6 @@ def test_read_notes_returns_notes_by_section_and_rejects_malformed_rows():
 
 each_lesson = pytest.mark.parametrize("name", LESSONS)
 NOTES = slides.read_notes((NOTEBOOKS.parent / slides.NOTES).read_text(encoding="utf-8"))
-
-
-# --- the course's decks ---
-
-
-@each_lesson
-def test_deck_has_slide_for_every_exercise_of_core_sections(name):
-    cells = core(stored_lessons()[name])
-    checks = [check_of(cell) for cell in cells if cell.metadata.get("minutes") and check_of(cell)]
-    made = lesson_slides.lesson_slides(stored_lessons()[name], "zh")
-    exercises = [slide.parts[0].source for slide in made if slide.kind == "exercise"]
-    assert [source.split("`")[1] for source in exercises] == checks
 
 
 def test_every_speaker_note_belongs_to_existing_section():
@@ -293,8 +269,9 @@ def test_slide_texts_have_equal_content_in_both_languages(name):
 @pytest.mark.parametrize(("language", "name"), list(zip(cycle(slides.LANGUAGES), LESSONS)))
 def test_deck_is_self_contained_and_shows_only_selected_languages(built_decks, language, name):
     path = built_decks / language / f"{name}.html"
-    page = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
-    assert loaded_addresses(page) == []
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"""(?:\bsrc=|url\(\s*|@import\s+)["']?(?:https?:)?//""", text)
+    page = BeautifulSoup(text, "html.parser")
     stacks = page.select(".slides > section")
     assert all(stack.section.select_one(".notes") for stack in stacks)
     for slide in page.select("section section"):
@@ -306,6 +283,3 @@ def test_deck_is_self_contained_and_shows_only_selected_languages(built_decks, l
     assert page.html["lang"] == slides.LANGUAGES[language]
     spoken = {each for each in ("en", "zh") if page.find_all(PER_LANGUAGE, lang=each)}
     assert spoken == {"en", "zh"} if language == "both" else spoken <= {language}
-    if language == "en":
-        texts = [tag.get_text() for tag in page.select(".heading, .prose, .notes, .html")]
-        assert not any(re.search(HAN, text) for text in texts)

@@ -1,4 +1,4 @@
-"""Helpers for the tests of editions: a small course, errors, and addresses that a page loads.
+"""Helpers for the tests of editions: a small course, errors, and editions that are built once.
 
 An edition is a form of the course that `publish` builds, such as the website or the slides.
 """
@@ -6,7 +6,6 @@ An edition is a form of the course that `publish` builds, such as the website or
 import fcntl
 import json
 import os
-import re
 from functools import cache
 from pathlib import Path
 
@@ -79,22 +78,6 @@ def failure(edition, root, capsys):
     assert not printed.out and not printed.err and "\n" not in sentence, sentence
     assert sentence.startswith("edition: ") and sentence.endswith(f"; {output} is left as it was")
     return sentence
-
-
-def loaded_addresses(page):
-    """Return the addresses that a browser loads with the page, without links to other pages."""
-    keys = ("src", "srcset", "poster", "data")
-    found = [tag[key] for key in keys for tag in page.find_all(attrs={key: True})]
-    pages = {"next", "prev", "canonical", "alternate"}
-    links = [tag for tag in page.find_all("link") if not pages & {*tag.get("rel", ())}]
-    found += [tag.get("href", "") for tag in links]
-    styles = [tag.text for tag in page.find_all("style")]
-    found += addresses_in(" ".join(styles + [tag["style"] for tag in page.select("[style]")]))
-    return [address for address in found if not address.startswith("data:")]
-
-
-def addresses_in(css):
-    return re.findall(r"""(?:url\(\s*|@import\s+)["']?([^"')\s]+)""", css)
 
 
 def built_once(tmp_path_factory, name, build):
