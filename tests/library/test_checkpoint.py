@@ -18,7 +18,6 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointPolicy
 from training_steps import no_gc
 
-from course_lib.budget import Recipe, build, train_step
 from course_lib.checkpoint import checkpoint_blocks, checkpointed_loss
 from course_lib.checkpoint.blocks import names_of
 from course_lib.memory import MemoryMeter
@@ -29,45 +28,6 @@ aten = torch.ops.aten
 
 def leaf(*shape):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-
-
-class GroupedAttention(nn.Module):
-    """Attention of 4 heads, in which each pair of heads shares its keys and values."""
-
-    def __init__(self):
-        super().__init__()
-        self.queries, self.shared = nn.Linear(64, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        q, kv = (
-            part(x).unflatten(-1, (-1, 16)).transpose(1, 2) for part in (self.queries, self.shared)
-        )
-        o = F.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True)
-        return x + o.transpose(1, 2).flatten(2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("checkpoint", ["layers", "selective"])
-def test_checkpointing_grouped_attention_on_gpu_does_not_change_trained_weights(
-    precision, checkpoint
-):
-    def weights(**fields):
-        # fills the memory that the kernels leave unset with other values
-        torch.randint(1 << 40, (1 << 16,), device="cuda")
-        torch.manual_seed(0)
-        recipe = Recipe(precision=precision, optimizer="sgd", **fields)
-        model, optimizer = build(
-            lambda: nn.Sequential(*(GroupedAttention() for _ in range(3))).cuda(), recipe
-        )
-        for batch in torch.randn(2, 2, 128, 64, device="cuda", dtype=recipe.dtype):
-            train_step(model, optimizer, batch, recipe, loss_sum=squares)
-        return list(model.parameters())
-
-    def squares(model, x):
-        return model(x).square().sum(), x.numel()
-
-    assert_close(weights(checkpoint=checkpoint), weights())
 
 
 # ---- checkpointed_loss
@@ -384,19 +344,12 @@ def test_comparison_raises_if_saved_dropout_precedes_recomputed_dropout():
 
 
 def test_checkpointed_blocks_warn_and_run_normally_inside_torch_func():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.runs, self.weight = 0, nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            self.runs += 1
-            return (x * self.weight).sin().exp()
-
-    model, x = nn.Sequential(Block()), torch.linspace(-1, 1, 6).view(2, 3)
-    expected = torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(x)
+    model, runs = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh())), []
+    model[0][0].register_forward_hook(lambda *_: runs.append(1))
+    gradient = torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    expected = gradient(x)
     checkpoint_blocks(model, "0")
-    runs = model[0].runs
     with pytest.warns(UserWarning, match="0 runs without a checkpoint inside a transform"):
-        found = torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(x)
-    assert torch.equal(found, expected) and model[0].runs == runs + 1
+        found = gradient(x)
+    assert torch.equal(found, expected) and len(runs) == 2

@@ -26,19 +26,6 @@ class Slotted:
         self.memory = memory
 
 
-class Nested:
-    def __init__(self, memory):
-        self.layers = [{"state": SimpleNamespace(memory=memory)}]
-
-    @property
-    def memory(self):
-        return self.layers[0]["state"].memory
-
-    @memory.setter
-    def memory(self, memory):
-        self.layers[0]["state"].memory = memory
-
-
 def write(state):
     with torch.no_grad():
         state.memory.add_(1)
@@ -53,7 +40,7 @@ def append(state):
 
 
 def keep(state):
-    """Change nothing."""
+    pass
 
 
 class Block(nn.Module):
@@ -105,7 +92,6 @@ CHANGES = {
     "slot replaced": (lambda: Slotted(memory()), replace, "memory"),
     "list": (lambda: SimpleNamespace(memory=[memory()]), append, r"memory\[\d\]"),
     "deque": (lambda: SimpleNamespace(memory=deque([memory()])), append, r"memory\[\d\]"),
-    "nested": (lambda: Nested(memory()), write, r"layers\[0\]\['state'\]\.memory"),
 }
 
 
@@ -166,21 +152,16 @@ def test_error_in_recomputation_names_argument_that_changed():
             output.sum().backward()
 
 
-@pytest.mark.parametrize("changed", [False, True])
-def test_custom_exception_in_recomputation_is_raised_unchanged(changed):
+def test_custom_exception_in_recomputation_is_raised_unchanged():
     class OwnError(RuntimeError):
         pass
 
-    class Failing(Block):
-        runs = 0
+    def fail_again(state):
+        write(state)
+        if state.memory[0] > 2:  # 0.5 before the first run
+            raise OwnError("full")
 
-        def forward(self, x, state):
-            self.runs += 1
-            if self.runs == 2:
-                raise OwnError("full")
-            return super().forward(x, state)
-
-    model = nn.Sequential(Failing(write if changed else keep))
+    model = nn.Sequential(Block(fail_again))
     with checkpoint_blocks(model, "0"):
         output = model[0](inputs(), SimpleNamespace(memory=memory()))
         with pytest.raises(OwnError, match=r"^full$"):
@@ -286,11 +267,7 @@ def test_comparison_checks_only_first_recomputation_of_each_block(monkeypatch):
 
 
 def test_comparison_ignores_dropout_if_random_state_is_not_preserved():
-    class Random(nn.Linear):
-        def forward(self, x):
-            return F.dropout(super().forward(x), 0.5)
-
-    model = nn.Sequential(Random(WIDTH, WIDTH))
+    model = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)))
     with checkpoint_blocks(model, "0", preserve_rng_state=False):
         model(inputs()).sum().backward()
 
@@ -322,11 +299,3 @@ def test_comparison_in_ddp_model_detects_changed_argument(one_process):
             else:
                 with pytest.raises(RuntimeError, match=r"recomputation of module\.layers\.1"):
                     loss.backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_checksum_leaves_tensor_storage_resizable(dtype):
-    """FSDP frees the parameters of a block by resizing their storages to 0 bytes."""
-    weight = torch.ones(4, 3, dtype=dtype)
-    assert comparison.checksum(weight.t()) == comparison.checksum(weight.clone().t())
-    weight.untyped_storage().resize_(0)

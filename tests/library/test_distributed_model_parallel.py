@@ -1,15 +1,14 @@
 """Tensor, context and pipeline parallelism, compared with one process and with predictions."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from timeouts import TIMEOUT_SECONDS
+from process_groups import run_ranks
 from torch.nn import functional as F
 
-from course_lib.distributed import launch, shapes_of, task_of
+from course_lib.distributed import model_parallel, shapes_of, task_of
 from course_lib.distributed.context_parallel import (
     RingAttention,
     context_sent_bytes,
@@ -25,14 +24,22 @@ from course_lib.distributed.tensor_parallel import (
 from course_lib.lessons.lesson_08.large import kept_per_layer
 from course_lib.models import Decoder
 
-SCRIPT = "course_lib.distributed.model_parallel"
-TASK = task_of()
-ACTIVATION = 4 * 8 * 128 * 256  # bytes of (b, s, h)
+DECODER = {"vocabulary": 2048, "hidden": 256, "heads": 8, "layers": 2, "sequence": 32}
+TASK = replace(task_of(batch=2, sequence=32), make_model=partial(Decoder, **DECODER))
+ACTIVATION = 4 * 2 * 32 * 256  # bytes of (b, s, h)
+PIPELINES = RUNS[0], RUNS[4], RUNS[-1]
+
+
+def results(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_parallel, "task_of", lambda: TASK)
+        patch.setattr(model_parallel, "RUNS", PIPELINES)
+        return list(model_parallel.results_of_all_modes())
 
 
 @pytest.fixture(scope="module")
 def runs():
-    return launch(2, script=SCRIPT, timeout=TIMEOUT_SECONDS)
+    return run_ranks(2, results)[0]
 
 
 def test_tensor_and_context_parallel_training_equals_one_process(runs):
@@ -60,7 +67,7 @@ def test_tensor_and_context_parallel_training_equals_one_process(runs):
         assert ranks != 2 or two["cp"]["taken"][rank] == asdict(found)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", PIPELINES)
 def test_pipeline_parallel_gradients_equal_gradients_of_one_process(runs, run):
     keys = "mode", "micro_batches", "return_outputs"
     [found] = [each["taken"] for each in runs if tuple(map(each.get, keys)) == run]
@@ -101,34 +108,3 @@ def test_ring_attention_on_one_rank_equals_causal_attention():
         assert torch.allclose(*outputs)
         for own, other in zip(ours, theirs, strict=True):
             assert torch.allclose(own.grad, other.grad)
-
-
-def _on_gpu(rank, address):
-    """Compare PyTorch's context parallelism and the course's ring with attention on one GPU."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
-
-    from course_lib.distributed.context_parallel import pass_on
-
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=2)
-    mesh = init_device_mesh("cuda", (2,))
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    parts = (each.chunk(2, 2)[rank].float() for each in (q, k, v))
-    ring = RingAttention.apply(*parts, rank, 2, pass_on)
-    assert torch.allclose(ring, whole.chunk(2, 2)[rank].float(), atol=2e-2)
-    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
-        own = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    (gathered,) = context_parallel_unshard(mesh, [own], [2])
-    assert torch.allclose(gathered, whole, atol=2e-2)
-    dist.destroy_process_group()
-
-
-@pytest.mark.gpu
-def test_pytorch_context_parallel_attention_on_two_gpus_is_causal(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("context parallelism needs two GPUs")
-    torch.multiprocessing.spawn(_on_gpu, (f"file://{tmp_path}/group",), nprocs=2)

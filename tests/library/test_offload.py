@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import itertools
+import multiprocessing
 import os
 import signal
 import sys
@@ -200,9 +201,8 @@ def saved_again(x):
 
 # Case -> (function of the leaf, options, bytes that are offloaded).
 KEPT_CASES = {
-    "last of three tensors": (three_sines, {}, 2 * X),
     "last two with prefetch=1": (three_sines, {"prefetch": 1}, X),
-    "none of min_bytes": (three_sines, {"min_bytes": X}, 2 * X),
+    "last of three tensors of min_bytes": (three_sines, {"min_bytes": X}, 2 * X),
     "smaller than min_bytes": (three_sines, {"min_bytes": X + 1}, 0),
     "tensor in keep": (
         lambda x: (x * 1).sin().mul(WEIGHT).cos().mul(WEIGHT).sum(),
@@ -383,11 +383,7 @@ def test_offload_context_can_be_nested_and_entered_again(store):
         assert_same(expected, gradients(net, run, x))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"prefetch": 3}, {"min_bytes": 1 << 20}],
-    ids=["offloaded", "prefetched", "kept"],
-)
+@pytest.mark.parametrize("options", [{}, {"prefetch": 3}, {"min_bytes": 1 << 20}])
 def test_changing_offloaded_tensor_in_place_raises_in_backward(options, store):
     x = torch.ones(64, requires_grad=True)
     with offload(store, **options):
@@ -403,14 +399,9 @@ def test_changing_offloaded_tensor_in_place_raises_in_backward(options, store):
 
 
 def test_full_offload_store_raises_and_preserves_earlier_tensors(leaf):
-    net, store = deep_mlp(6, 64), DiskStore(limit_bytes=3 * X)
-    with pytest.raises(StoreFull, match=f"{X} more .* limit_bytes is {3 * X}"):
-        offloaded(net, store)(leaf)
-    gc.collect()
-    assert store.used_bytes == 0
     with offload(DiskStore(limit_bytes=X)):
         early = (leaf * 1).sin().sin()
-        with pytest.raises(StoreFull):
+        with pytest.raises(StoreFull, match=f"{X} more .* limit_bytes is {X}"):
             early.sin().sin().sin()
     early.sum().backward()
     assert torch.allclose(leaf.grad, leaf.detach().sin().cos() * leaf.detach().cos())
@@ -493,15 +484,6 @@ def test_disk_store_reuses_and_merges_freed_space(store):
         assert os.fstat(store._file.fileno()).st_blocks * 512 >= 5 << 20
 
 
-def test_offload_file_does_not_grow_for_batches_of_other_sizes(store):
-    state = store.reserve(1 << 12)
-    for nbytes in range(1000, 2000, 50):
-        activations = [store.reserve(nbytes) for _ in range(8)]
-        while activations:
-            activations.pop()  # a dropped reservation is free
-        assert store.file_bytes <= 2 * state.nbytes + 8 * nbytes
-
-
 def test_disk_store_uses_tmpdir_and_closes_its_file(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -522,23 +504,16 @@ def test_disk_store_uses_tmpdir_and_closes_its_file(monkeypatch, tmp_path):
 
 
 def exit_code(call):
-    """Return the exit code of a forked process that calls a function, 7 if a store rejects it."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(TIMEOUT_SECONDS)  # ends a child that waits forever
-        try:
-            call()
-            os._exit(0)
-        except ValueError as error:
-            os._exit(7 if "forked" in str(error) else 1)
-        finally:
-            os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """Return the exit code of a forked process that calls a function."""
+    process = multiprocessing.get_context("fork").Process(target=call)
+    process.start()
+    process.join(TIMEOUT_SECONDS)
+    return process.exitcode
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks a process")
 @pytest.mark.filterwarnings("ignore:This process")
-def test_forked_process_uses_its_own_default_store(monkeypatch, store):
+def test_forked_process_uses_its_own_default_store(store):
     def run():
         x = torch.ones(512, 512, requires_grad=True)
         with offload_activations(prefetch=0):
@@ -548,17 +523,17 @@ def test_forked_process_uses_its_own_default_store(monkeypatch, store):
     run()
     # After a symbolic step, PyTorch's CUDA build runs no backward pass in a forked process.
     assert torch.backends.cuda.is_built() or exit_code(run) == 0
-    assert exit_code(lambda: store.reserve(1)) == 7
-    x, may_write, write = torch.arange(1000.0), threading.Event(), os.pwrite
+
+    def reserve():
+        with pytest.raises(ValueError, match="forked"):
+            store.reserve(1)
+
+    assert exit_code(reserve) == 0
+    x = torch.arange(1000.0)
     reservation = store.put(x)
     reservation.wait()
     assert exit_code(reservation.free) == 0
     assert torch.equal(reservation.get()(), x)
-    monkeypatch.setattr(os, "pwrite", lambda *args: (may_write.wait(), write(*args))[1])
-    unfinished = store.put(x)
-    code = exit_code(lambda: unfinished.wait())
-    may_write.set()
-    assert code == 7
 
 
 def test_threads_sharing_store_read_the_bytes_they_wrote(store):
@@ -582,7 +557,6 @@ BASES = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.01}),  # has state before its first step
     "adamw, fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
 }
-KINDS = list(itertools.product((torch.float32, torch.bfloat16), (0.0, 0.5, 1.0)))
 
 
 def network(dtype=torch.float32, device="cpu"):
@@ -631,11 +605,7 @@ PAGES = [1, 3000, 16 << 20]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("base", "fraction", "overlap", "page"),
-    [
-        (base, fraction, (i + j) % 2 > 0, PAGES[(i + j) % 3])
-        for i, base in enumerate(BASES)
-        for j, fraction in enumerate((0.4, (0.0, 1.0)[i % 2]))
-    ],
+    [(base, (0.4, 0.0, 0.4, 1.0)[i % 4], i % 2 > 0, PAGES[i % 3]) for i, base in enumerate(BASES)],
 )
 def test_offloaded_fp32_steps_equal_steps_of_base_optimizer(base, fraction, overlap, page, device):
     options = {"fraction": fraction, "overlap": overlap, "page_bytes": page}
@@ -644,23 +614,21 @@ def test_offloaded_fp32_steps_equal_steps_of_base_optimizer(base, fraction, over
     assert torch.equal(net[2].weight, network(device=device)[2].weight)
 
 
-@pytest.mark.parametrize(("page", "parameters"), [(1, 1), (2, 1), (4, 2), (7, 3)])
-def test_offloaded_step_has_at_most_three_pages_in_memory(page, parameters):
-    net = nn.ParameterList(torch.ones(64, 64) for _ in range(18))
-    state = 2 * net[0].nbytes  # Adam's, of each parameter
-    optimizer = OffloadedOptimizer(net, page_bytes=page * state // 2, foreach=False)
-    meter = second_step(net, optimizer)
-    held = 4 * len(net)  # step counts stay
-    assert meter.at_peak()["optimizer"] == held + 3 * parameters * state
-
-
-@pytest.mark.parametrize(("overlap", "pages"), [(True, 3), (False, 1)])
-def test_offloaded_optimizer_reuses_page_memory_after_writing(monkeypatch, overlap, pages):
+@pytest.mark.parametrize(
+    ("page", "parameters", "overlap"), [(1, 1, True), (2, 1, False), (4, 2, True), (7, 3, False)]
+)
+def test_offloaded_step_reuses_memory_of_at_most_three_pages(
+    monkeypatch, page, parameters, overlap
+):
     new, allocate = [], DiskStore.memory_for
     monkeypatch.setattr(DiskStore, "memory_for", lambda *args: new.append(1) or allocate(*args))
     net = nn.ParameterList(torch.ones(64, 64) for _ in range(18))
-    second_step(net, OffloadedOptimizer(net, page_bytes=1, overlap=overlap))
-    assert len(new) == 2 * pages  # Adam's two tensors
+    state = 2 * net[0].nbytes  # Adam's, of each parameter
+    options = {"page_bytes": page * state // 2, "overlap": overlap, "foreach": False}
+    meter = second_step(net, OffloadedOptimizer(net, **options))
+    at_once = parameters * (3 if overlap else 1)
+    assert meter.at_peak()["optimizer"] == 4 * len(net) + at_once * state  # step counts stay
+    assert len(new) == 2 * at_once
 
 
 def test_offloaded_state_referenced_by_base_optimizer_is_not_overwritten():
@@ -747,21 +715,13 @@ def test_offloaded_steps_and_reloaded_state_equal_fp32_reference(base, dtype, fr
     assert_same(snapshot(net, optimizer), before)
     kept = copy.deepcopy(dict(optimizer.state))
     optimizer.state.clear()
-    assert not optimizer.state and optimizer.state_dict()["state"] == {}
+    assert optimizer.state.get(net[0].weight) is None and optimizer.state_dict()["state"] == {}
     optimizer.state.update(zip(net.parameters(), kept.values(), strict=False))
     assert_same(snapshot(net, optimizer), before)
     other = copy.deepcopy(net)
     resumed = OffloadedOptimizer(other.parameters(), BASES[base][0], fraction=1 - fraction, lr=0.5)
     resumed.load_state_dict(wanted)
     assert_same(train(net, optimizer), train(other, resumed))
-
-
-def test_offloaded_optimizer_state_is_empty_before_first_step():
-    net = network()
-    state = OffloadedOptimizer(net.parameters()).state
-    assert len(state) == 0 and object() not in state
-    with pytest.raises(KeyError):
-        state[net[0].weight]
 
 
 @pytest.mark.parametrize(("base", "dtype"), [("adam", torch.bfloat16), ("adamw", torch.float32)])
@@ -805,7 +765,9 @@ BASES["interrupted"] = (InterruptedMomentum, {"lr": 0.01})
 
 
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize(("dtype", "fraction"), [KINDS[2], KINDS[3], KINDS[5]])
+@pytest.mark.parametrize(
+    ("dtype", "fraction"), [(torch.float32, 1.0), (torch.bfloat16, 0.0), (torch.bfloat16, 1.0)]
+)
 def test_interrupted_offloaded_step_preserves_state_of_base_optimizer(dtype, fraction, page):
     def run(net, optimizer):
         train(net, optimizer)
@@ -851,7 +813,8 @@ def test_symbolic_store_preserves_values_of_index_tensors():
         assert wait_for_copy().tolist() == [0, 2, 4, 6, 8, 10]
 
 
-@pytest.mark.parametrize(("dtype", "fraction"), KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_meter_counts_fp32_weights_and_state_not_offloaded(dtype, fraction):
     net = deep_mlp(4, 64).to(dtype)
     optimizer = OffloadedOptimizer(net.parameters(), fraction=fraction, lr=0.1)

@@ -1,14 +1,8 @@
-"""Private names of PyTorch that the library uses: they exist, and one package has the modules.
-
-This is the checklist for a new version of torch. The library uses private modules of torch only in
-`course_lib/_torch/`.
-"""
+"""Private names of PyTorch that the library uses exist: a checklist for a new version of torch."""
 
 import ast
-import copy
 from pathlib import Path
 from pkgutil import resolve_name
-from types import ModuleType
 
 import torch
 from torch import nn
@@ -54,8 +48,6 @@ OTHERS = {
     *("_left_title", "_right_title", "_suptitle"),  # matplotlib
 }
 
-# ---- names
-
 
 def private(names):
     return {name for name in names if name[:1] == "_" and name[:2] != "__"}
@@ -88,67 +80,3 @@ def test_private_torch_names_used_by_library_exist():
     assert sorted(n for n in names if not any(hasattr(owner, n) for owner in owners)) == []
     of_torch = {name for owner in owners for name in dir(owner)}
     assert (strings & of_torch) - used - own == NAMES_IN_STRINGS
-
-
-# ---- modules
-
-
-def private_module(path):
-    """Return the first private module on a path, or None; ignore namespaces of operators."""
-    parts = path.split(".")
-    for count, part in enumerate(parts, 1):
-        place = ".".join(parts[:count])
-        if private([part]) and not place.startswith("torch.ops."):
-            try:
-                if isinstance(resolve_name(place), ModuleType):
-                    return place
-            except (ImportError, AttributeError):  # prose, or a name of another version
-                return None
-    return None
-
-
-def private_modules(source):
-    """Return the private modules of torch in the imports, attributes and strings of a source."""
-    nodes = [*ast.walk(ast.parse(source))]
-    imported = [("torch", "torch")]
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            imported += [(alias.asname or "torch", alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            aliases = node.names
-            imported += [
-                (each.asname or each.name, f"{node.module}.{each.name}") for each in aliases
-            ]
-    paths = [path for _, path in imported]
-    of_name = {name: path for name, path in imported if name != "torch"} | {"torch": "torch"}
-    for node in nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            paths.append(node.value)
-        elif isinstance(node, ast.Attribute):
-            first, _, rest = ast.unparse(node).partition(".")
-            paths.append(f"{of_name.get(first)}.{rest}")
-    return {private_module(path) for path in paths if path.startswith("torch.")} - {None}
-
-
-# This module imports only torch, so that it can be copied alone.
-STANDALONE = LIBRARY / "checkpoint" / "readable.py"
-
-
-def test_only_torch_compatibility_package_imports_private_torch_modules():
-    paths = [path for path in LIBRARY.rglob("*.py") if path.parent.name != "_torch"]
-    found = {path: private_modules(path.read_text("utf-8")) for path in paths}
-    assert found.pop(STANDALONE)
-    assert {path: modules for path, modules in found.items() if modules} == {}
-
-
-# ---- behavior
-
-
-def test_copy_of_compiled_model_runs_uncompiled():
-    model = nn.Linear(1, 1)
-    model.compile(backend="eager")
-    assert model._compiled_call_impl is not None
-    copied = copy.deepcopy(model)
-    assert copied._compiled_call_impl is None
-    copied._compiled_call_impl = copied._call_impl
-    assert torch.equal(copied(torch.ones(1)), model(torch.ones(1)))

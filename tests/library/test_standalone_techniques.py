@@ -1,14 +1,12 @@
 """A technique can be copied alone, together with the modules of the library that it imports."""
 
 import ast
-import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 LIBRARY = Path(__file__).parents[2] / "course_lib"
 
@@ -69,7 +67,6 @@ model = torch.nn.Linear(8, 4)
 with MemoryMeter(model) as meter:
     model(torch.randn(2, 8)).sum().backward()
 assert meter.peak_bytes > 36 * 4
-print(meter)
 """
 SCRIPTS = {
     "accumulation": ACCUMULATION,
@@ -77,73 +74,46 @@ SCRIPTS = {
     "offload": OFFLOAD,
     "attention": ATTENTION,
     "schedule": SCHEDULE,
-    "memory.meter": METER,
+    "memory": METER,
 }
 
 
-# Import every module of each technique, and print the files of the library that this loads.
-IMPORTS = """
-import importlib, json, pkgutil, sys
-
-found = {}
-for technique in sys.argv[1:]:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "course_lib"]:
-        del sys.modules[name]
-    package = importlib.import_module(f"course_lib.{technique}")
-    for module in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{package.__name__}."):
-        importlib.import_module(module.name)
-    loaded = [each for name, each in sys.modules.items() if name.startswith("course_lib.")]
-    found[technique] = [each.__file__ for each in loaded]
-print(json.dumps(found))
-"""
-
-
-@pytest.fixture(scope="module")
-def files():
-    """Return, for each technique, the paths of its modules and of all that they import."""
-    command = [sys.executable, "-c", IMPORTS, *SCRIPTS]
-    output = subprocess.run(command, cwd=LIBRARY.parent, capture_output=True, check=True).stdout
-    return {name: list(map(Path, paths)) for name, paths in json.loads(output).items()}
-
-
-@pytest.mark.parametrize("technique", SCRIPTS)
-def test_package_docstring_names_modules_required_for_standalone_copy(technique, files):
-    package = technique.partition(".")[0]
-    docstring = ast.get_docstring(ast.parse((LIBRARY / package / "__init__.py").read_text("utf-8")))
-    tops = {path.relative_to(LIBRARY).parts[0] for path in files[technique]} - {package}
-    [names] = re.findall(r"together with ([^.]*(?:\.py[^.]*)*)\.", docstring)
-    assert {name.rstrip("/") for name in re.findall(r"`([^`]+)`", names)} == tops
-    assert package == "memory" or not {"symbolic", "memory", "labels"} & tops
-
-
-# Run each script with only the copy of its technique, in one process, which imports torch once.
+# Run each script with only the copy of its technique, then import all modules of its package. One
+# process does this for all techniques, and imports torch once.
 RUN_COPIES = """
-import runpy, sys
+import importlib, pkgutil, runpy, sys
 
 for folder in sys.argv[1:]:
     for name in [name for name in sys.modules if name.partition(".")[0] == "course_lib"]:
         del sys.modules[name]
     sys.path.insert(0, folder)
+    package = folder.rpartition("/")[2]
     runpy.run_path(f"{folder}/script.py")
     assert sys.modules["course_lib"].__file__.startswith(folder)
+    paths = [] if package == "memory" else [f"{folder}/course_lib/{package}"]
+    for module in pkgutil.walk_packages(paths, f"course_lib.{package}."):
+        importlib.import_module(module.name)
     sys.path.remove(folder)
-    print("ran", folder)
+    print("ran", package)
 """
 
 
-def test_copied_technique_runs_without_other_packages_of_library(files, tmp_path):
-    folders = {name: tmp_path / name for name in SCRIPTS}
-    for technique, folder in folders.items():
-        for path in files[technique]:
-            target = folder / path.relative_to(LIBRARY.parent)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
-        (folder / "course_lib" / "__init__.py").touch()
-        (folder / "script.py").write_text(SCRIPTS[technique], "utf-8")
+def test_technique_runs_with_only_modules_named_in_its_docstring(tmp_path):
+    for technique, script in SCRIPTS.items():
+        source = LIBRARY / technique / "__init__.py"
+        docstring = ast.get_docstring(ast.parse(source.read_text("utf-8")))
+        [names] = re.findall(r"together with ([^.]*(?:\.py[^.]*)*)\.", docstring)
+        copy = tmp_path / technique / "course_lib"
+        copy.mkdir(parents=True)
+        (copy / "__init__.py").touch()
+        (copy.parent / "script.py").write_text(script, "utf-8")
+        for name in (technique, *re.findall(r"`([^`]+)`", names)):
+            path = LIBRARY / name
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, copy / name)
     # -S ignores .pth files, one of which adds the complete library.
     paths = [path for path in sys.path if path.endswith("site-packages")]
     done = subprocess.run(
-        [sys.executable, "-S", "-c", RUN_COPIES, *map(str, folders.values())],
+        [sys.executable, "-S", "-c", RUN_COPIES, *(str(tmp_path / name) for name in SCRIPTS)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
@@ -151,14 +121,4 @@ def test_copied_technique_runs_without_other_packages_of_library(files, tmp_path
     )
     assert done.returncode == 0, done.stderr
     ran = [line for line in done.stdout.splitlines() if line.startswith("ran ")]
-    assert ran == [f"ran {folder}" for folder in folders.values()]
-
-
-@pytest.mark.parametrize("technique", SCRIPTS)
-def test_technique_depends_on_at_most_900_lines_of_other_packages(technique, files):
-    packages = {technique.partition(".")[0]} | (
-        {"checkpoint"} if technique == "schedule" else set()
-    )
-    others = [p for p in files[technique] if p.relative_to(LIBRARY).parts[0] not in packages]
-    limit = 5_900 if technique == "memory.meter" else 900
-    assert sum(len(path.read_text("utf-8").splitlines()) for path in others) <= limit
+    assert ran == [f"ran {name}" for name in SCRIPTS]
