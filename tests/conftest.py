@@ -104,11 +104,11 @@ FROZEN = {"modules": 0}  # number of modules when the collector's objects were l
 
 @pytest.fixture(autouse=True)
 def little_to_collect():
-    """Freeze all objects, if modules were imported since they were last frozen.
+    """Freeze all objects, if several modules were imported since they were last frozen.
 
     `measure` collects garbage before each run, and would search the objects of all modules.
     """
-    if len(sys.modules) != FROZEN["modules"]:
+    if len(sys.modules) > FROZEN["modules"] + 20:
         gc.collect()
         gc.freeze()
         FROZEN["modules"] = len(sys.modules)

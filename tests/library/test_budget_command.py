@@ -248,7 +248,7 @@ def test_command_options_accept_common_spellings_of_units_and_names(option, type
 
 # ---- errors
 
-TRANSLATED = [
+INVALID = [
     (f"{SMALL} {options}", message)
     for options, message in [
         ("--budget 80Gob", "got 'Gob' in '80Gob'"),
@@ -290,7 +290,7 @@ FOR_RANKS = (
     "--ranks 2 --save here",
     "--ranks 2 --micro-batches 3",
 )
-UNTRANSLATED = [
+INVALID += [
     (f"{SMALL} --budget 1GB --heads 3", "divisor of hidden"),
     (f"{SMALL} --budget 1GB --device laptop --count reserved", "no caching allocator"),
     (f"{SMALL} --budget 1GB --device T4 --for torch --tier file", "--tier must be host for a"),
@@ -327,7 +327,7 @@ def error_of(capfd, *arguments):
     return stopped.value.code, output.err.splitlines()
 
 
-@pytest.mark.parametrize(("arguments", "message"), [*TRANSLATED, *UNTRANSLATED])
+@pytest.mark.parametrize(("arguments", "message"), INVALID)
 def test_command_rejects_invalid_options_in_one_line(arguments, message, folder, capfd):
     status, [line] = error_of(capfd, *arguments.split())
     assert status == 2 and line.startswith("error: ") and message in line
@@ -345,7 +345,7 @@ def test_errors_of_both_commands_are_translated_to_chinese(folder, capfd, monkey
             ranks_command.main.__wrapped__()
         return capfd.readouterr().err.strip()
 
-    errors = [error_of(capfd, *options.split())[1][0] for options, _ in TRANSLATED]
+    errors = [error_of(capfd, *options.split())[1][0] for options, _ in INVALID]
     assert errors[0].startswith("错误：参数 --budget：") and "'80Gob' 里的 'Gob'" in errors[0]
     errors += [error_of_ranks(*options.split()) for options in FOR_RANKS]
     english = re.compile(r"\b[a-z]{2,} [a-z]{2,} [a-z]{2,}\b")

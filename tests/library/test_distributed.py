@@ -578,7 +578,7 @@ def test_interrupt_while_saving_preserves_latest_complete_checkpoint(folder):
 def test_torchrun_that_ignores_termination_is_killed_without_error():
     class Impatient(subprocess.Popen):
         def communicate(self, timeout):
-            return super().communicate(timeout=0.2)
+            raise subprocess.TimeoutExpired(self.args, timeout)
 
     code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print(1, flush=True)"
     command = [sys.executable, "-c", f"{code}; time.sleep({TIMEOUT_SECONDS})"]

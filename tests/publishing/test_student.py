@@ -17,10 +17,11 @@ import edition_fixtures
 import pytest
 import torch
 from edition_fixtures import failure, notebook_of, small_course, stored_lessons, write_lesson
-from exercise_mutants import bound_by
 from test_readme import differences
 
 nbformat = pytest.importorskip("nbformat")
+
+from exercise_mutants import bound_by
 
 from course_lib.attention import kernels
 from course_lib.lessons import lesson
