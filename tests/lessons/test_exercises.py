@@ -147,7 +147,7 @@ def test_verdict_on_wrong_dictionary_names_input_key_and_mistake(checks):
         (lambda sides: 6 if sides == [2, 3] else None, "returns None for sides = [4, 5]"),
     ],
 )
-def test_verdict_on_wrong_number_shows_input_and_correct_value(checks, answer, message):
+def test_verdict_on_wrong_result_shows_arguments_and_correct_result(checks, answer, message):
     assert message in checks.check_area(answer).message
 
 

@@ -522,7 +522,7 @@ def test_triton_without_gpu_or_interpreter_mode_raises_with_restart_advice(
 
 
 @pytest.mark.parametrize(("new", "correct"), [("largest", False), ("tl.maximum(largest)", None)])
-def test_kernel_check_without_triton_rejects_unfilled_stub_only(monkeypatch, new, correct):
+def test_kernel_check_without_triton_rejects_only_unfilled_stubs(monkeypatch, new, correct):
     monkeypatch.setitem(sys.modules, "triton", None)
     source = f"def fold(largest): return tl.exp({new})\ndef run(q, k, v): return q, q[:, 0]"
     exec(source, cell := {"tl": None})

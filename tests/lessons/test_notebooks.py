@@ -375,7 +375,7 @@ def test_notebook_cells_equal_cells_of_its_script(path):
 
 
 @each_notebook
-def test_notebook_has_no_font_image_folding_or_prose_problems(path):
+def test_notebook_has_no_problems_in_fonts_images_folding_or_prose(path):
     checks = (glyph_problems, picture_problems, comparison_problems, fold_problems, prose_problems)
     assert [problem for check in checks for problem in check(load(path))] == []
 

@@ -116,7 +116,7 @@ def assert_plain_step(model, recipe, batch, **options):
     assert_plain(lambda: model, batch, recipe, expected, **options)
 
 
-def test_train_step_uses_loss_sum_of_model_or_argument():
+def test_train_step_takes_loss_sum_function_from_model_or_argument():
     several = replace(SGD, micro_batches=3)
     assert_plain_step(Summing(), several, points())
     assert_plain_step(Regression(), several, points(), loss_sum=squares)

@@ -56,7 +56,7 @@ def search_of(make, make_batch, base, budget=1, **options):
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 1)])
-def test_highest_schedule_cost_is_that_of_largest_micro_batch(sizes):
+def test_schedule_cost_is_set_by_largest_micro_batch(sizes):
     recipe = Recipe(checkpoint="optimal", schedule_bytes=10**9)
     with symbolic():
         model = Decoder(vocabulary=67, hidden=16, heads=2, layers=4, sequence=12)

@@ -41,7 +41,7 @@ def verdicts(dtype, *options, check=check_results, **more):
     return found
 
 
-def test_symbolic_operators_match_bytes_of_real_operators():
+def test_symbolic_operators_allocate_as_many_bytes_as_real_operators():
     found = verdicts(torch.float32, 1)
     assert not found["different"]
     assert {name for name, *_ in found["rejected"]} <= set(REJECTED.split())

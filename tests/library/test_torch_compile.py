@@ -205,7 +205,7 @@ def test_compiling_scheduled_blocks_with_fullgraph_raises_with_advice():
 
 
 @pytest.mark.parametrize("operator", ["run_and_save_rng_state", "run_with_rng_state"])
-def test_operators_wrapped_with_random_state_count_matrix_product_flops(operator):
+def test_flops_include_matrix_products_inside_random_state_wrappers(operator):
     call, a, b = getattr(rng_prims, operator), torch.randn(3, 4), torch.randn(4, 5)
     state = [torch.get_rng_state()] if operator == "run_with_rng_state" else []
     with flop_counter() as counter, MemoryMeter() as meter:

@@ -211,7 +211,7 @@ def test_editing_stored_notebook_by_hand_reruns_lesson(course, change, reason):
     course.assert_ran(reason)
 
 
-def test_rerun_with_equal_outputs_preserves_stored_seconds_unless_forced(course):
+def test_rerun_with_equal_outputs_keeps_stored_timings_unless_forced(course):
     course.outputs_vary = False
     course.build(force=True)
     before, hashes = course.outputs(), course.stored().metadata[notebooks.MADE_FROM]
