@@ -39,8 +39,8 @@ _KEY_TYPES = (
 _LIFT = torch.ops.aten.lift_fresh.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ADD = torch.ops.aten.add_.Tensor
-# Elementwise operators without PyTorch's tag `pointwise`.
-_UNTAGGED_ELEMENTWISE = {
+# Operators without PyTorch's tag `pointwise` whose results have the shape of their input.
+_KEEP_SHAPE = {
     torch.ops.aten._to_copy.default,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.fill_.Scalar,
@@ -258,20 +258,22 @@ def _outline_of(func, result: Any, inputs: list[Tensor]) -> tuple | None:
 
 
 def _key_for_any_shape(kind: str, func, args, kwargs, inputs: list[Tensor]) -> tuple | None:
-    """Return a key of an elementwise call that is equal for inputs of all shapes.
+    """Return a key of a call that does not contain the shape of its inputs.
 
-    Training steps on models of different sizes then share entries.
+    Only operators whose results have the shape of their inputs have such a key. With it, training
+    steps on models of different sizes share entries of the cache.
 
     Args:
         kind, func, args, kwargs: The call, as in `_key`.
         inputs: Input tensors of the call.
 
     Returns:
-        The key, or None if the operator is not elementwise, or if its inputs are not contiguous
-        tensors of the same shape. Shapes with dimensions of size 0 or 1 have no such key, because
-        strides of these dimensions have no meaning, and kernels may return any.
+        The key, or None for other operators, and for inputs that are not contiguous tensors of the
+        same shape. It is also None if a dimension has the size 0 or 1. The strides of such
+        dimensions do not matter, so a tensor may be contiguous and channels-last at once, and the
+        result would not show which of the two the operator keeps.
     """
-    if not inputs or not _is_elementwise(func):
+    if not inputs or not _keeps_shape(func):
         return None
     size, stride = inputs[0].size(), inputs[0].stride()
     if min(size, default=0) < 2 or stride != make_contiguous_strides_for(size):
@@ -287,11 +289,11 @@ def _key_for_any_shape(kind: str, func, args, kwargs, inputs: list[Tensor]) -> t
 
 
 @cache
-def _is_elementwise(func) -> bool:
-    """Return whether each element of an operator's results depends on one element of each input."""
+def _keeps_shape(func) -> bool:
+    """Return whether the results of an operator on tensors of one shape have this shape."""
     if any(isinstance(argument.type, ListType) for argument in func._schema.arguments):
         return False
-    return torch.Tag.pointwise in func.tags or func in _UNTAGGED_ELEMENTWISE
+    return torch.Tag.pointwise in func.tags or func in _KEEP_SHAPE
 
 
 def _with_shape_of(like: Tensor, entry: tuple | None) -> tuple | None:

@@ -7,15 +7,17 @@ import json
 import re
 import warnings
 from contextlib import redirect_stdout
-from functools import cache
+from functools import cache, partial
 from io import StringIO
 
 import pytest
 from script_models import run_script
 from test_configs import LLAMA_3_8B, small
 
+from course_lib.budget import RATES, Recipe, answer, estimate, fit
 from course_lib.budget import __main__ as command
 from course_lib.budget.scripts import FRAMEWORKS
+from course_lib.models import Decoder, random_tokens
 
 SIZES = ["--hidden", "128", "--layers", "2", "--heads", "2", "--vocabulary", "500"]
 SIZES += ["--sequence", "64", "--batch", "4"]
@@ -191,3 +193,15 @@ def test_trainer_adafactor_peak_does_not_depend_on_framework_option(user_code):
     separate = result_of(*arguments, "--for", "trainer")["recipes"][0]
     assert found["frameworks"]["trainer"]["peak_bytes"] == separate["peak_bytes"]
     assert separate["peak_bytes"] != found["recipes"][0]["peak_bytes"]
+
+
+def test_recipe_with_spare_memory_is_cheapest_one_even_if_listed():
+    sizes = {"vocabulary": 61, "hidden": 32, "heads": 4, "layers": 6, "sequence": 24}
+    functions = partial(Decoder, **sizes), partial(random_tokens, 8, 24, 61)
+    recipes = [Recipe(checkpoint="layers", micro_batches=2), Recipe(), Recipe(checkpoint="layers")]
+    budget = max(estimate(*functions, recipe).peak_bytes for recipe in recipes)
+    found = fit(*functions, budget, recipes=recipes, progress=False)
+    machine = answer.Machine("laptop", RATES["laptop"], "file", "cpu", "tensors", budget, False)
+    fitting = [each for each in found if each.peak_bytes <= 0.95 * budget]
+    assert found[0] not in fitting and len(fitting) == 2
+    assert answer.with_spare_memory(found, machine) == fitting[:1]

@@ -374,7 +374,7 @@ def test_budget_option_applies_to_every_mode_or_one_named_mode(option, budgets):
 
 
 def towers():
-    """Return two lists of different blocks, of which the shorter one is larger."""
+    """Return two lists of different blocks. The shorter list has more parameters."""
     lists = {
         name: nn.Sequential(
             *(nn.Sequential(nn.Linear(64, wide), nn.Linear(wide, 64)) for _ in range(count))
