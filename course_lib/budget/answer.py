@@ -323,15 +323,15 @@ def framework_answers(
     """Return the cheapest recipe that each framework can run, or the reason why there is none.
 
     A recipe is a set of memory-saving techniques, and its cost is the duration of the training
-    step. The cheapest recipe comes first. Frameworks without a recipe come last.
+    step. The answer with the cheapest recipe comes first. Answers without a recipe come last.
 
-    The answer of a framework contains `found` if the framework can run the cheapest recipe in
-    `found`. A new search, as with the option --quick, is run in three cases: the framework cannot
-    run this recipe, the framework has a training step of its own, or the option --config is given.
+    The answer of a framework contains `found` if three conditions hold: the framework can run the
+    cheapest recipe in `found`, it has no training step of its own, and the option --config is not
+    given. Otherwise the answer comes from a new search with the option --quick.
 
     Args:
         given: Parsed options of the command. If the option --for names a framework, the result has
-            only the answer of that framework, which contains `found`.
+            only the answer of that framework, which always contains `found`.
         model: Model and batch of the step.
         machine: Device and its memory budget.
         found: Result of `search` with the same options.

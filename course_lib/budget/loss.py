@@ -60,7 +60,8 @@ def loss_of(
         loss_sum: Function of the user that computes the pair; None if there is none.
 
     Raises:
-        ValueError: The model's code uses a symbolic tensor that it has stored during an estimate.
+        ValueError: The model's code uses a symbolic tensor that it stored during an earlier
+            estimate, for example in a cache.
     """
     try:
         with views_by_geometry() if is_symbolic() else nullcontext():

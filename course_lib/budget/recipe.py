@@ -62,18 +62,18 @@ class Recipe:
         checkpoint: Activations that are saved for backward. All other activations are recomputed.
             "none" saves all activations. "layers" saves the input of every block. "selective" saves
             the outputs of the matrix products in every block. "segments" saves the input of every
-            segment, a number of consecutive blocks. "optimal" saves what the fastest schedule
-            within `schedule_bytes` saves. "segments" and "optimal" run the chain that the model's
-            method `stages` returns (see `course_lib.models.Decoder.stages`). If the model has no
-            such method, if `blocks` is given, or if the precision is "autocast", the blocks
-            themselves must form a chain.
+            segment, a number of consecutive blocks. "optimal" chooses the saved activations so that
+            the step is as fast as it can be within `schedule_bytes`. "segments" and "optimal" run
+            the chain that the model's method `stages` returns (see
+            `course_lib.models.Decoder.stages`). If the model has no such method, if `blocks` is
+            given, or if the precision is "autocast", the blocks themselves must form a chain.
         blocks: Names of the blocks to checkpoint, as a tuple of names or as a single name. A name
             may contain wildcards, as in "model.layers.*". None selects the blocks of all lists of
             blocks in the model (see `course_lib.checkpoint.checkpoint_blocks`), for example those
             of an encoder and of a decoder. If the blocks of all lists do not form one chain,
             "segments" and "optimal" need the names of the blocks of one list.
-        first_blocks: Number of blocks to checkpoint, counted from the first block of the first
-            list. None checkpoints all blocks.
+        first_blocks: Number of blocks to checkpoint, counted from the first block of the model.
+            None checkpoints all blocks.
         segments: Number of segments, only with checkpoint="segments". The last segment is not
             recomputed.
         schedule_bytes: Limit in bytes for the activations of one micro-batch, only with

@@ -181,10 +181,10 @@ _compared: WeakKeyDictionary[nn.Module, set[Recipe]] = WeakKeyDictionary()
 def is_compared(model: nn.Module, recipe: Recipe) -> bool:
     """Return whether a step compares each recomputation of a block with the block's first run.
 
-    The result is True in the first step of a model with a recipe, and in every step on symbolic
-    tensors. Symbolic tensors have no values to compare. In a step on symbolic tensors, the
-    comparison serves only to name a changed argument in the error message if the recomputation
-    fails.
+    The result is True in the first step of a model with a recipe. It is also True in every step on
+    symbolic tensors, which have no values. In such a step, only the arguments of a block are
+    compared, and only if its recomputation raises an error. The message then names an argument that
+    has changed.
 
     Args:
         model: Model to train.
@@ -249,8 +249,9 @@ def chains_of(model: nn.Module, recipe: Recipe) -> dict[Any, Chain]:
 def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
     """Return the times and sizes of the stages that the model's method `stages` returns.
 
-    The stages are measured on symbolic tensors, and the result is cached. Before the call, the
-    recipe's attention and loss head must be applied to the model.
+    The stages are measured on symbolic tensors, and the result is cached. Call this function inside
+    `course_lib.budget.step.apply_techniques`, which applies the recipe's attention and loss head to
+    the model.
 
     Args:
         model: Model with a method `stages`.

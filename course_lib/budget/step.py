@@ -208,12 +208,12 @@ def train_step(
 
     **Compiled models.** A model that was compiled in place (`model.compile()`) runs compiled, and
     so do compiled blocks, even with `fullgraph=True`. Checkpoints inside a compiled model become
-    PyTorch's own checkpoints in its graph. With checkpoint="segments" or "optimal", the step calls
-    the blocks instead of the model, so compile the blocks instead of the model. "optimal" measures
-    uncompiled copies of the blocks, and raises an error if the copy of a `torch.compile(block)`
-    would still call the original block. `torch.compile(model)` does not compile a method `loss` or
-    `loss_sum` of the model. If the step uses this method, a warning says that the method runs
-    uncompiled.
+    PyTorch's own checkpoints in its graph. With checkpoint="segments" or "optimal", compile each
+    block in place (`block.compile()`) instead of the model, because the step runs the blocks one by
+    one. "optimal" raises ValueError for a block compiled with `torch.compile(block)`, unless the
+    step runs the model's method `stages` (see `recipe`). `torch.compile(model)` does not compile a
+    method `loss` or `loss_sum` of the model. If the step uses this method, a warning says that the
+    method runs uncompiled.
 
     **Recomputation.** Before a checkpointed block runs again, the state that it had before its
     first run is restored:
@@ -226,15 +226,16 @@ def train_step(
     changed tensors are kept. Inside a compiled model, only PyTorch's random numbers are restored.
 
     **Comparison.** The first step of a model with a recipe compares the recomputation of each block
-    with the first run of the block. It compares checksums of the block's parameters and buffers,
-    and of the tensors that are saved for backward. In a schedule, it compares the block's outputs
-    instead of the saved tensors. The comparison takes time, but `MemoryMeter` does not count its
-    memory. Later steps, steps of compiled models, tensor subclasses, and symbolic, sparse, nested
-    and quantized tensors are not compared.
+    with the first run of the block, by checksums of the tensors saved for backward or of the
+    block's outputs. It also checks that the recomputation does not change the block's parameters
+    and buffers. The comparison takes time, but `MemoryMeter` does not count its memory. Later steps
+    with the same model and recipe compare nothing. Checkpoints inside a compiled model are never
+    compared, and neither are tensor subclasses and symbolic, sparse, nested and quantized tensors.
 
     **Errors.** After an error, gradients and random generators have the values that they had before
-    the step. No parameter has changed, with two exceptions: parameters that were already updated by
-    `in_backward`, and parameters that the optimizer changed before it raised an error itself.
+    the step. No parameter has changed, with two exceptions: parameters that were already updated
+    during backward (see the recipe's field `in_backward`), and parameters that the optimizer
+    changed before it raised an error itself.
 
     Args:
         model: Model in the recipe's precision, as `build` returns it.
@@ -245,7 +246,7 @@ def train_step(
             the functions that the model's method `stages(batch)` returns (see
             `course_lib.models.Decoder.stages`). Without this method, each block must take the
             output of the previous block as its input (see `course_lib.schedule.schedule_blocks`).
-            `AccumulatedStep` describes `in_backward`.
+            The limits of `in_backward` are listed in `course_lib.accumulation.AccumulatedStep`.
         loss_sum: Function (model, batch) -> (sum of losses, weight), as in
             `course_lib.accumulation.AccumulatedStep`. The weight is the number by which the sum is
             divided, such as the number of tokens. The default is `model.loss_sum(batch)` if the

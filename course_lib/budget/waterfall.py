@@ -122,8 +122,8 @@ def waterfall(
             axes, it is written there with an arrow. None draws no budget.
         names: Names of the bars. By default, the first bar is labeled with the recipe of its step,
             and each later bar with the added techniques.
-        labels: Labels for the legend and the budget line, as a mapping from a category, "measured"
-            or "budget" to text. Keys that are missing are their own labels.
+        labels: Labels for the legend and the budget line, as a mapping from a category of memory,
+            "measured" or "budget" to text. Without an entry, this word is itself the label.
         ax: Matplotlib axes to draw on. By default, new axes are created.
 
     Returns:

@@ -27,9 +27,9 @@ class Loop(Framework):
     """Base class of the frameworks whose script is a training loop in PyTorch.
 
     Attributes:
-        alternatives: Mapping from the name of a field of `Recipe` to the end of an error message.
-            The error says that this framework cannot run a value of the field. The end of its
-            message names code that can, such as "framework='fsdp2' can run several ranks".
+        alternatives: Mapping from the name of a field of `Recipe` to a clause that names other code
+            for this field, such as "framework='fsdp2' can run several ranks". If the framework
+            cannot run a value of the field, the error message ends with this clause.
     """
 
     alternatives: Mapping[str, str] = MappingProxyType({})

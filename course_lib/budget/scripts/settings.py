@@ -182,7 +182,7 @@ def has_statistics(model: nn.Module) -> bool:
 def reject_statistics(blocks: Iterable[nn.Module], checkpoint: str) -> None:
     """Raise ValueError if a block updates running statistics, as BatchNorm does.
 
-    Such a block cannot be checkpointed, because the recomputation would update the statistics a
+    A script cannot checkpoint such a block, because the recomputation would update the statistics a
     second time.
 
     Args:

@@ -164,9 +164,9 @@ def fewest_blocks(search: RecipeSearch, one_block: Recipe, most: int) -> Recipe 
     Only the first blocks of the model get a checkpoint, and the smallest number of blocks is found
     by bisection. Bisection requires that the step also fits with every larger number up to `most`.
     This is the case if the step does not fit the budget without checkpoints, but fits with `most`
-    of them. The reason is that the peak is a convex function of the number of checkpoints: at each
-    operator of the step, each checkpoint around an equal block changes the live bytes by the same
-    amount.
+    of them. The reason is that each checkpoint around an equal block changes the live bytes at an
+    operator by the same amount, so that the peak over all operators is a convex function of the
+    number of checkpoints.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
@@ -184,15 +184,14 @@ def fewest_blocks(search: RecipeSearch, one_block: Recipe, most: int) -> Recipe 
 def best_schedule(search: RecipeSearch, family: Recipe) -> Recipe | None:
     """Find the micro-batches and the schedule with which a recipe is cheapest and fits the budget.
 
-    The cost of a recipe is the duration of its step, which must fit the memory budget. A schedule
-    decides which activations are saved, and which are recomputed. With smaller micro-batches, it
-    can save the activations of more layers.
+    The cost of a recipe is the duration of its step. A schedule decides which activations are
+    saved, and which are recomputed. With smaller micro-batches, a schedule can save the activations
+    of more layers.
 
     The search starts with the largest number of micro-batches, and halves it as long as the step
-    does not get slower. The duration of a schedule is known without an estimate of the step. The
-    step is therefore estimated only for a schedule that may be faster than the best one so far.
-    With two or more micro-batches, fewer bytes remain for activations, because all gradients are
-    live while the later micro-batches run.
+    does not get slower. The duration of a step with a schedule follows from the times of the
+    layers. Its peak memory requires an estimate of the step, which takes longer. Therefore a step
+    is estimated only if it may be faster than the fastest step found so far that fits.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.

@@ -285,10 +285,10 @@ class RecipeSearch:
         return (other,) if all(map(operator.le, peaks(other), peaks(one))) else ()
 
     def family(self, **techniques: Any) -> Recipe:
-        """Return a recipe with the given fields, and with the smallest pages and the fewest copies.
+        """Return a recipe with the given fields, small pages and few copies in flight.
 
-        Fields that are not given have the values of the base recipe (`cache.base`). The page size,
-        `prefetch` and `in_flight` have the smallest values that the search tries.
+        Fields that are not given have the values of the base recipe (`cache.base`), except that the
+        page size, `prefetch` and `in_flight` have the smallest values that the search tries.
 
         Args:
             techniques: Values of the fields that differ from the base recipe.

@@ -188,9 +188,9 @@ class EstimateCache:
     def known_flops(self, recipe: Recipe) -> int | None:
         """Return the FLOPs of a recipe's step if they are known from the cached estimates, or None.
 
-        The fields in `FLOPS_FIELDS` determine which operators run, so a cached estimate with the
-        same values of these fields also has the FLOPs of `recipe`. If there are several such
-        estimates, the result is their fewest FLOPs.
+        The fields in `FLOPS_FIELDS` are those that can change the FLOPs of forward and backward.
+        The result is the fewest FLOPs of all cached estimates that have the same values of these
+        fields as `recipe`.
         """
         return self._flops.get(_fields_of_flops(recipe))
 

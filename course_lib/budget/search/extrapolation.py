@@ -61,7 +61,8 @@ UNIFORM_CHECKPOINTS = ("none", "selective", "layers")
 class StepTrace:
     """Trace of a training step in which one placeholder operator stands for each optimizer update.
 
-    `RecordingOptimizer` runs the placeholder. The memory of the update is added later.
+    `RecordingOptimizer` runs the placeholder. The method `BlockExtrapolator.with_optimizer` later
+    adds the memory of the update.
 
     Attributes:
         trace: Trace of the operators of the step, with the live bytes after each of them.
@@ -76,8 +77,8 @@ class StepTrace:
 class ExtrapolationError(Exception):
     """Error raised when an estimate cannot be computed from steps with few of the model's blocks.
 
-    The step has raised an error in the model with few blocks, or in a model that had already run a
-    step. The attribute `__cause__` is this error.
+    A step has failed, for example because the model needs all of its blocks, or because it cannot
+    run more than one step. The attribute `__cause__` is the error that the step raised.
     """
 
 
@@ -284,7 +285,7 @@ class BlockExtrapolator:
         return StepTrace(growth.trace(blocks), rows)
 
     def measure_few_blocks(self, recipe: Recipe, count: int) -> StepTrace:
-        """Return the result of `measure` for the first `count` blocks, and cache it."""
+        """Return the trace that the method `measure` returns for these arguments, and cache it."""
         if (recipe, count) not in self._few:
             self._few[recipe, count] = self.measure(recipe, count)
         return self._few[recipe, count]
@@ -295,7 +296,8 @@ class BlockExtrapolator:
         Args:
             recipe: Recipe of the step.
             count: Number of equal blocks to run.
-            skip_equal_stages: Whether to run only one of several equal stages of a schedule.
+            skip_equal_stages: Whether equal stages that a schedule runs without gradients
+                (checkpoint="segments" or "optimal") are run only once.
 
         Raises:
             ExtrapolationError: The step fails with this number of blocks.
@@ -344,7 +346,7 @@ class BlockExtrapolator:
     def with_optimizer(self, forward: StepTrace, recipe: Recipe) -> Estimate:
         """Complete a trace of forward and backward with the optimizer, and return the estimate.
 
-        The memory, FLOPs and copies of the optimizer update are added.
+        The memory, the FLOPs and the copied bytes of the optimizer update are added.
 
         Args:
             forward: Trace of forward and backward.
@@ -419,7 +421,8 @@ class RecordingOptimizer(torch.optim.Optimizer):
     """Optimizer that updates nothing, but records which parameters it would have to update.
 
     Each step runs the operator `torch.empty(0)` as a placeholder, so the trace of the training step
-    shows where the update takes place. `with_optimizer` later adds the memory of the update there.
+    shows where the update takes place. `BlockExtrapolator.with_optimizer` later adds the memory of
+    the update there.
 
     Attributes:
         due: Parameters that have a gradient, one list per step of the optimizer.

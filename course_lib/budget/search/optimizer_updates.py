@@ -26,7 +26,7 @@ from course_lib.offload import SymbolicStore, Traffic
 
 @dataclass
 class Update:
-    """Memory, FLOPs and copies of one optimizer update of some of a model's parameters.
+    """Memory, FLOPs and copied bytes of one optimizer update of some of a model's parameters.
 
     Attributes:
         held: Bytes of optimizer state on the device before and after the update.
@@ -61,12 +61,12 @@ class UpdateCache:
         self.cache: dict[Any, Update] = {}
 
     def update_of_all(self, recipe: Recipe, offloaded: set[Tensor]) -> Update:
-        """Return the memory, FLOPs and copies of an update of all parameters of the model.
+        """Return the memory, FLOPs and copied bytes of an update of all parameters of the model.
 
-        To save time, the parameters that `parameters_left_out` returns are not part of the measured
-        update. Instead, a separate update measures the state, FLOPs and copies of a single
-        parameter, once for all parameters of the same shape. These numbers are added to the result
-        for each parameter that was left out.
+        To save time, the update is run without the parameters that `parameters_left_out` returns,
+        which do not change the peak. The optimizer state, the FLOPs and the copied bytes of these
+        parameters are added to the result. To compute them, one parameter of each shape is updated
+        alone.
 
         Args:
             recipe: Recipe with the settings of the optimizer.
@@ -88,13 +88,14 @@ class UpdateCache:
     def parameters_left_out(self, recipe: Recipe, offloaded: set[Tensor]) -> set[Tensor]:
         """Return parameters without which an update of the model has the same peak.
 
-        A block's parameters can be left out if the two blocks before it and the two blocks after it
-        have parameters of the same shapes. Only trainable parameters are compared. The parameters
-        with offloaded state and all other parameters of a block are compared separately, so it is
-        possible that only one of these two groups is left out. There is one more condition for an
-        offloaded optimizer, which updates its state page by page: at least one of the parameters
-        must be larger than a page, because small parameters share a page with parameters of other
-        blocks.
+        The trainable parameters of each block form two groups, one with offloaded optimizer state
+        and one without. A group can be left out if the same group of the two blocks before it and
+        of the two blocks after it has parameters of the same shapes.
+
+        If the recipe uses the class `OffloadedOptimizer`, which updates the parameters page by
+        page, at least one parameter of the group must also have more than `page_bytes` bytes in
+        fp32. Such a parameter is a page by itself. The smaller parameters between two of them are
+        then divided into pages in the same way in every block.
 
         The result is empty if all parameters are updated at once, or if they share a tensor of the
         optimizer state.
@@ -126,7 +127,7 @@ class UpdateCache:
         return found
 
     def update_of(self, p: Tensor, recipe: Recipe, offloaded: bool) -> Update:
-        """Return the memory, FLOPs and copies of an update of one parameter.
+        """Return the memory, FLOPs and copied bytes of an update of one parameter.
 
         Args:
             p: Parameter of the model.

@@ -105,10 +105,9 @@ class AttentionKind(Technique):
 def set_attention(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], None]]:
     """Set the model's attention to `wanted` inside the `with` block.
 
-    The context manager yields a function without arguments, to be called after a forward pass. This
-    function raises ValueError if `wanted` is "flash" and the model has not called
-    `F.scaled_dot_product_attention`. Models that are built from `course_lib.models.Attention` need
-    no such check.
+    The context manager yields a function without arguments, to be called after a forward pass. If
+    `wanted` is "flash" and the model has no module of the class `course_lib.models.Attention`, this
+    function raises ValueError unless the model has called `F.scaled_dot_product_attention`.
 
     Args:
         model: Model to change.

@@ -36,9 +36,9 @@ def equal_blocks(model: nn.Module) -> nn.ModuleList | nn.Sequential:
 
 @contextmanager
 def shorten_blocks(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterator[None]:
-    """Remove all but the first `count` blocks from a list inside the `with` block.
+    """Shorten a list of blocks, in place, to its first `count` blocks, and restore it afterwards.
 
-    The removed blocks are restored when the context manager exits.
+    The list is short while the body of the `with` statement runs.
     """
     rest = list(blocks)[count:]
     del blocks[count:]
@@ -49,10 +49,10 @@ def shorten_blocks(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterato
 
 
 class IrregularSteps(Exception):
-    """Error raised if the trace of a training step cannot be computed from two shorter steps.
+    """Error raised if the trace of a step cannot be computed from two steps with fewer blocks.
 
-    The model of the second step has one block more than the model of the first step. The error is
-    raised if the two steps differ in more than the operators of this additional block.
+    The model of the second of these steps has one block more than the model of the first one. The
+    error is raised if the two steps differ in more than the operators of this additional block.
     """
 
 

@@ -166,7 +166,8 @@ def trace_step(
             and options, as in `run_micro_batches`.
         groups: Groups of micro-batches, as lists of indices; by default the result of `groups_of`.
         events: Whether to record when each storage is allocated and released.
-        skip_equal_stages: Whether to run only one of several equal stages of a schedule.
+        skip_equal_stages: Whether equal stages that a schedule runs without gradients
+            (checkpoint="segments" or "optimal") are run only once.
         places: Whether to record the module and the source line of each operator.
     """
     groups = groups_of(model, micro_batches, loss_sum) if groups is None else groups
@@ -255,8 +256,9 @@ class StepMeter(UnguardedMeter):
     def run_equal_stages_once(self) -> AbstractContextManager[None]:
         """Return a context manager inside which only one of several equal stages runs.
 
-        The stages are those of a schedule (`course_lib.schedule`). For each stage that does not
-        run, the meter counts the operators and bytes of the equal stage that has run.
+        The stages are those that a schedule (checkpoint="segments" or "optimal") runs without
+        gradients. For each stage that does not run, the meter counts the operators and bytes of the
+        equal stage that has run.
         """
         return use_forward_runner(
             ForwardPassCache(self._tracker, self._usage, module_signature).forward
