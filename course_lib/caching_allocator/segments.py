@@ -98,8 +98,8 @@ class Segments:
     def malloc(self, size: int, frames=()) -> Chunk | None:
         """Return a chunk for a block of `size` bytes, or None if the device is full.
 
-        A chunk is a part of a segment. If a free chunk of the pool is large enough, the result is
-        made from this chunk. Otherwise new memory is reserved. This is `malloc` in PyTorch.
+        A chunk is a part of a segment. If a free chunk is large enough, the result is this chunk or
+        a part of it. Otherwise new memory is reserved. This is `malloc` in PyTorch.
 
         Args:
             size: Bytes of the block, a multiple of 512.

@@ -46,8 +46,8 @@ def workspace_by_operator(run: Callable, device: torch.device) -> dict[str, int]
     """Run a step and return the largest workspace of each operator, in bytes.
 
     The workspace is memory that an operator allocates and frees internally. For one call it is the
-    allocator's peak during the call, minus the bytes allocated before or after the call, whichever
-    is larger.
+    allocator's peak during the call, minus the larger of two numbers: the bytes allocated before
+    the call, and the bytes allocated after it.
 
     Args:
         run: Function that takes context managers as positional arguments, enters them, and runs the

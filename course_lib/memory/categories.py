@@ -98,10 +98,10 @@ class CategoryTracker:
             node: Autograd node that runs the operator; None outside a backward pass.
 
         Returns:
-            A tuple (pass, addresses), which the caller passes to `outputs`. The pass is "forward"
-            outside a backward pass, "recomputation" in a backward pass while gradients are enabled,
-            and "elsewhere" in a backward pass while gradients are disabled. The addresses are a set
-            with the address of each input storage of the operator.
+            A tuple (pass, addresses), which the caller passes to `outputs`. Without a `node`, the
+            pass is "forward". In a backward pass, it is "recomputation" if gradients are enabled,
+            for example because a checkpoint runs its forward pass again, and otherwise "elsewhere".
+            The addresses are the set of the addresses of the operator's input storages.
         """
         self.settle()
         thread = threading.get_ident()
@@ -282,8 +282,8 @@ class CategoryTracker:
         that reach the same node, and when some gradient formulas fill a tensor of zeros. While a
         dispatch mode such as the meter is active, autograd instead calls an operator of
         `IN_PLACE_WITHOUT_MODES`, which creates a new tensor. The meter must report the bytes of the
-        program without the meter. Therefore it counts the operator's first argument as released
-        before the operator runs.
+        program without the meter. Therefore it counts the first argument, which autograd would
+        have overwritten, as released when it counts the result.
 
         The method returns a record if all of these conditions hold:
 
@@ -293,8 +293,8 @@ class CategoryTracker:
         - If the operator adds two gradients, the first gradient existed before the running node
           began, or both gradients come from this node.
 
-        The caller passes the record to `StorageTracker.count_as_released`. If the storage is not
-        released after the operator, the tracker counts it as live again.
+        The caller passes the record to `StorageTracker.count_as_released`. If the storage is still
+        live at the next operator, the tracker counts it as live again.
 
         Args:
             func, args, kwargs: Operator and its arguments, as `__torch_dispatch__` receives them.

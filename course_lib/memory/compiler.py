@@ -101,11 +101,11 @@ class BuffersForBackward:
             self._records_by_node.setdefault(number, []).append(record)
 
     def pop_kept_for(self, node: Any, made_in: str) -> list[Any]:
-        """Remove the buffers that were kept for an autograd node, and return their records.
+        """Return the records of the buffers that were kept for an autograd node.
 
-        The method removes the buffers that the node's compiled function allocated in the forward
-        pass. It also removes all buffers that were allocated in a recomputation. It returns the
-        records of those removed buffers that are still live.
+        The method considers the buffers that the node's compiled function allocated in the forward
+        pass, and all buffers that were allocated in a recomputation. It removes all of these from
+        this object, and returns the records of those that are still live.
 
         Args:
             node: Autograd node that is about to run.

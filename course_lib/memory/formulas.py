@@ -76,7 +76,7 @@ def transformer_activation_bytes(
         recompute: Activations that are recomputed in backward instead of being saved. With "none",
             all activations are saved. With "selective", the scores, the softmax and the dropout of
             attention are recomputed, and 34*s*b*h bytes per layer are saved. With "full", only the
-            input of each layer is saved, which takes 2*s*b*h bytes.
+            input of each layer is saved, which takes 2*s*b*h bytes per layer.
         dtype_bytes: Bytes of one element of an activation; 2 in half precision.
         mask_bytes: Bytes of one element of a dropout mask: 1 for `native_dropout`, `dtype_bytes`
             for `F.dropout` on a CPU, 0 without dropout.

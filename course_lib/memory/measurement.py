@@ -52,7 +52,7 @@ class Measurement(Table):
             the number is negative, `notes` give the reason.
         flops: Floating-point operations of the step's matrix products, convolutions and fused
             attention.
-        seconds: Median time of the timed runs; None if `allocator_peak_bytes` is None.
+        seconds: Median duration of the timed runs; None if `allocator_peak_bytes` is None.
         device: Device whose bytes are counted: "cpu", "cuda:0", ...
         at_peak: Dict from category, such as "activation", to its live bytes at the peak.
         workspace_by_operator: Dict from operator name to the largest workspace of one call in

@@ -244,17 +244,18 @@ class MemoryMeter(MeterResults, ObserverMode):
     if it belongs to `model` (parameters, buffers, gradients) or to `optimizer` (state, master
     weights).
 
-    The categories are:
+    A tensor is in the first of these categories that fits:
 
     - "parameter", "buffer" and "gradient": the model's tensors, and the gradients of parameters
       once they are accumulated. The quantization state of a bitsandbytes weight counts as
       "parameter", as the weight itself does.
     - "optimizer": the optimizer's state and its master weights. Master weights are tensors that the
       optimizer updates instead of the parameters.
+    - "input": tensors that an operator without input tensors creates in the forward pass, such as a
+      batch. They stay in this category if they are saved for backward.
     - "activation": tensors kept for backward. Either the autograd graph saved them, or the forward
-      pass created them and backward reads them, like the tensors that checkpointing keeps. A
-      gradient that is passed to `backward` as an argument is also an activation.
-    - "input": tensors that an operator without input tensors creates in the block, such as a batch.
+      pass created them and backward reads them, like the tensors that checkpointing keeps. This
+      includes a gradient that is passed to `backward` as an argument.
     - "temporary": all other tensors.
 
     The meter does not count:

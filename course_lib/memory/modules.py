@@ -26,10 +26,9 @@ class ModulePaths(AbstractContextManager):
 
     Autograd numbers the nodes of its graph in the order in which they are made. The object records
     the next number whenever a module's forward pass begins or ends. The number of a node therefore
-    determines the module that made the node. Autograd numbers the nodes of each thread separately,
-    and this class records the numbers in the thread of the forward pass. On a GPU, backward runs in
-    another thread, so operators that a checkpoint recomputes there may be attributed to another
-    module.
+    determines the module that made the node. However, autograd numbers the nodes of each thread
+    separately, and on a GPU backward runs in its own thread. If a checkpoint recomputes layers
+    there, operators of the backward pass may be attributed to another module.
 
     Args:
         model: The model whose modules are found.

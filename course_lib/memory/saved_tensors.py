@@ -48,9 +48,9 @@ class SavedTensors(Table, tuple):
     Attributes:
         total_bytes: Bytes that the tensors keep alive. A storage that several tensors share counts
             once.
-        packed_bytes: Sum of `Tensor.nbytes` of all tensors. A pack hook that adds up the bytes of
-            the tensors it receives gets the same number. Tensors that share a storage all count,
-            and a view counts with its own elements, not with its whole storage.
+        packed_bytes: Sum of `Tensor.nbytes` of the listed tensors, as a pack hook would count them.
+            Tensors that share a storage all count, and a view counts with its own elements, not
+            with its whole storage.
     """
 
     columns = ("#", "operator", "argument", "shape", "dtype", "bytes", "shared with")

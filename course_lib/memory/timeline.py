@@ -126,7 +126,7 @@ class Record(weakref.ref):
             temporary.
         since: First point at which the storage has the role `role`.
         made_in: Pass in which the storage was made: "forward", "recomputation" (in backward, with
-            gradients enabled) or "elsewhere".
+            gradients enabled) or "elsewhere" (all other cases).
         saved: First point at which the storage is kept for backward; None if it is not kept.
         released: First point at which backward no longer needs the storage, because the last
             autograd node that read it has finished. None before this point.
@@ -230,10 +230,10 @@ class StorageTracker:
         lines: Dict from point to (file, line, function) of the user's own code that ran the
             operator.
         records: List of the `Record` of each storage, including storages that have been freed.
-        repeated: List of pairs (first point, int64 array of shape (points, categories)). An
-            estimate runs only one of several equal stages of a step. For each stage that did not
-            run, the list has a pair with the stage's first point and the bytes of its temporaries
-            (`course_lib.budget.traces.equal_stages`).
+        repeated: List of pairs (first point, int64 array of shape (points, categories)). If a
+            checkpointing schedule runs equal stages of a model, an estimate runs only one of them.
+            For each stage that did not run, the list has a pair with the stage's first point and
+            the bytes of its temporaries (`course_lib.budget.traces.equal_stages`).
         lock: Lock for the attributes above, because autograd runs one thread per device.
         closed: Whether the meter's `with` block has ended.
     """
@@ -281,7 +281,7 @@ class StorageTracker:
         return record if record is not None and record() is storage else None
 
     def add(self, storage, account: Account, role: str | None, made_in: str) -> None:
-        """Count a new storage, starting right after the current operator.
+        """Count a new storage, which is live from the point after the last operator on.
 
         Args:
             storage: The storage.

@@ -94,7 +94,7 @@ class Trace:
         lines: Dict from point to (file, line, function) of the user's code that ran the operator.
             Empty if lines were not recorded.
         spans: List of `Span` objects, one for each period in which a storage has one category. None
-            if the trace was made without events.
+            if the trace was made without events, as by `MemoryMeter.trace(events=False)`.
         bytes_down: Bytes offloaded to host memory or disk.
         bytes_up: Bytes copied from host memory or disk back to the device.
         sent_bytes: Bytes that one rank communicates, as `course_lib.distributed.sent_bytes` counts
@@ -230,7 +230,7 @@ class Trace:
         release and a birth.
 
         Raises:
-            ValueError: `spans` is None, because the trace was made with `events=False`.
+            ValueError: The trace was made without events, as by `MemoryMeter.trace(events=False)`.
         """
         self._check_spans()
         found = [(span.start, "birth", span) for span in self.spans]
@@ -241,12 +241,12 @@ class Trace:
             yield Event(point, kind, *span[:3], str(operator), phase, module)
 
     def replay(self) -> np.ndarray:
-        """Return an array like `live`, computed from `events()` alone.
+        """Return the live bytes of each category at each point, added up from `events()`.
 
-        The result equals `live` if the events and the live bytes agree.
+        The array has the form of `live`, so that a test can compare the two.
 
         Raises:
-            ValueError: `spans` is None, because the trace was made with `events=False`.
+            ValueError: The trace was made without events, as by `MemoryMeter.trace(events=False)`.
         """
         change = np.zeros((len(self) + 1, len(CATEGORIES)), dtype=np.int64)
         for event in self.events():
@@ -268,7 +268,7 @@ class Trace:
             for the point at which the storage was made.
 
         Raises:
-            ValueError: `spans` is None, because the trace was made with `events=False`.
+            ValueError: The trace was made without events, as by `MemoryMeter.trace(events=False)`.
         """
         self._check_spans()
         # Maps each storage to its bytes, and to the first and the last point of all its spans.
@@ -322,7 +322,7 @@ class Trace:
             record_history: Whether the allocator stores each event, which a snapshot needs.
 
         Raises:
-            ValueError: `spans` is None, because the trace was made with `events=False`.
+            ValueError: The trace was made without events, as by `MemoryMeter.trace(events=False)`.
         """
         from course_lib.caching_allocator import CachingAllocator
 
@@ -350,7 +350,7 @@ class Trace:
                 `expandable_segments`.
 
         Raises:
-            ValueError: `spans` is None, because the trace was made with `events=False`.
+            ValueError: The trace was made without events, as by `MemoryMeter.trace(events=False)`.
         """
         allocator = self.allocator(expandable_segments, record_history=True)
         allocator.save_snapshot(path)

@@ -60,14 +60,14 @@ class offload_activations:
 
     A tensor is offloaded by copying its storage to a lower tier, which is host memory or a disk.
     This saves device memory between forward and backward, at the cost of two copies per offloaded
-    storage. These tensors are not offloaded:
+    storage. These tensors and storages are not offloaded:
 
     - parameters and buffers of modules that run inside the `with` block, views of them, and tensors
       in `keep`
     - storages smaller than `min_bytes`
     - the storages saved last (see `prefetch`), because backward needs them first
-    - tensors that cover only a part of their storage, such as a batch that is a slice of a data
-      set: the data set stays in memory anyway, so offloading would free nothing
+    - storages that the saved tensors cover only in part, as when a batch is a slice of a data set:
+      the data set stays in memory anyway, so offloading would free nothing
     - sparse, quantized and nested tensors
 
     A storage is copied to the lower tier only once, even if several saved tensors are views of it.
@@ -95,8 +95,8 @@ class offload_activations:
         StoreFull: The next tensor that autograd saves does not fit into the store. The error is
             raised in the forward pass, by the operator that saves this tensor. All tensors that
             were offloaded before can still be read.
-        RuntimeError: (In the backward pass) a saved tensor was changed in place before its copy was
-            complete, or the noise of `rrelu` in training mode was offloaded.
+        RuntimeError: A saved tensor was changed in place before its copy was complete, or the noise
+            of `rrelu` in training mode was offloaded. The error is raised in the backward pass.
 
     Example:
         >>> store, x = HostStore(), torch.randn(512, 512, requires_grad=True)

@@ -49,9 +49,9 @@ class Device:
 
     @staticmethod
     def from_torch(device: torch.device | Device) -> Device:
-        """Return the `Device` for a `torch.device`, which is the same object on each call.
+        """Return the `Device` for a `torch.device`; a `Device` is returned unchanged.
 
-        A `Device` is returned unchanged.
+        Each call with the same `torch.device` returns the same object.
         """
         if isinstance(device, Device):
             return device
@@ -112,7 +112,11 @@ class Device:
         return torch.empty(shape, dtype=dtype, device="cpu")
 
     def up(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a host tensor on this device; the current stream makes the copy."""
+        """Copy a host tensor to this device, on the current stream, and return the copy.
+
+        A tensor that is already on this device is returned unchanged. On a CPU, this is the case
+        for every host tensor.
+        """
         return tensor.to(self.device)
 
     def transfer(self, target: Tensor, source: Tensor) -> None:

@@ -100,7 +100,7 @@ class MasterWeights:
         return nn.Parameter(self.p.detach().to(self.dtype, copy=True))
 
     def attach_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
-        """Store a reference to the `state` dict of the base optimizer.
+        """Store a reference to the `state` dict of the base optimizer, such as AdamW.
 
         Call this after the master weights have been passed to the base optimizer.
         """
@@ -136,7 +136,8 @@ class MasterWeights:
 
         Args:
             masters: Master weights of the parameters that have gradients.
-            update: Function that runs a step of the base optimizer on a list of master weights.
+            update: Function that updates a list of master weights with the base optimizer, such as
+                AdamW.
             options: The optimizer's options.
         """
         update([master for master in masters if not master.has_copy])
@@ -156,7 +157,7 @@ class MasterWeights:
             self.weights.grad = self.gradient().to(self.dtype)
 
     def load_values(self) -> None:
-        """Copy those elements of the parameter that other code has changed to the master weights.
+        """Copy to the master weights those elements of the parameter that other code has changed.
 
         All other elements of the master weights keep their fp32 values.
         """
@@ -257,7 +258,7 @@ class MasterWeights:
         return value.to(self.weights.device if is_large(value) else value.device, dtype, copy=True)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Yield the state tensors and, if they are a copy of the parameter, the master weights.
+        """Yield the state tensors, and the master weights if they are a copy of the parameter.
 
         These tensors are on the parameter's device.
         """

@@ -88,7 +88,8 @@ class FileState(MasterWeights):
 
         Args:
             masters: Master weights of the parameters that have gradients.
-            update: Function that runs a step of the base optimizer on a list of master weights.
+            update: Function that updates a list of master weights with the base optimizer, such as
+                AdamW.
             options: The optimizer's options.
 
         Raises:

@@ -14,12 +14,13 @@ from .master_weights import MasterWeights, StateOptions
 class HostState(MasterWeights):
     """Master weights and optimizer state of one GPU parameter in host memory, updated by the CPU.
 
-    The weights are a copy of the parameter in pinned memory. An update never changes them while
-    they are being copied to the GPU. The reason is that an update first waits for the gradient's
-    copy to the host, which starts only after the previous copy of the weights has ended.
+    The weights are a copy of the parameter in pinned memory. A gradient's copy to the host starts
+    only after the previous copy of the weights to the GPU has ended, and an update waits for that
+    copy of the gradient. Therefore an update never changes weights that are still being copied.
 
     Gradients are copied in `step` and not during backward. After backward, clipping, unscaling and
-    sums over processes may still change them, without a change of PyTorch's version counter.
+    sums over processes may still change them. PyTorch's version counter does not show all of these
+    changes, so a copy made during backward could be out of date without notice.
 
     Attributes:
         gradient_copy: Tuple of the gradient on the host and the event at the end of its copy; None
@@ -44,7 +45,8 @@ class HostState(MasterWeights):
 
         Args:
             masters: Master weights of the parameters that have gradients.
-            update: Function that runs a step of the base optimizer on a list of master weights.
+            update: Function that updates a list of master weights with the base optimizer, such as
+                AdamW.
             options: The optimizer's options.
         """
         # On a CPU the fused update is about four times as fast as the default one.
@@ -68,8 +70,8 @@ class HostState(MasterWeights):
     def drop_gradient_copy(self) -> None:
         """Release a copy of the gradient that no update has used, for example after an error.
 
-        The current stream first waits until the copy is complete, because the copy reads the
-        gradient.
+        Later operations on the current stream, which may overwrite the gradient, wait until the
+        copy is complete.
         """
         if self.gradient_copy is not None:
             self.device.wait(self.gradient_copy[1])

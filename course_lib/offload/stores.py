@@ -58,9 +58,10 @@ def view_of(
     Memory meters do not see the view, unless it is symbolic. It shares the version counter of
     `data`.
 
-    `Tensor.set_` is not used, because the view would have a new counter. If a backward pass with
-    `create_graph=True` saved the view again, `offload_activations` would not recognize its storage.
-    `set_` would also keep a symbolic storage alive forever.
+    `Tensor.set_` is not used, because it makes a new version counter. `offload_activations`
+    recognizes a storage that it has saved before only if the counter is unchanged. With a new
+    counter, it would copy the storage again when a backward pass with `create_graph=True` saves the
+    view. `set_` would also keep a symbolic storage alive forever.
 
     Args:
         data: A tensor that uses the storage.
@@ -87,9 +88,9 @@ class DeferringLock:
     """A lock with a queue of calls, which run as soon as the lock is free.
 
     It is made for calls in `__del__`, which Python may run at any time and in any thread. Such a
-    call must not wait for the lock. Its thread may already hold the lock, or the thread that holds
-    the lock may be waiting for it. If the lock is taken, `call_when_free` leaves the call to the
-    thread that holds the lock.
+    call must not wait for the lock, because its own thread may hold the lock, or the thread that
+    holds the lock may be waiting for the thread of the call. If the lock is taken, `call_when_free`
+    leaves the call to the thread that holds the lock.
     """
 
     def __init__(self):
@@ -295,10 +296,11 @@ class Store:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def claim(self, nbytes: int) -> Any:
-        """Find space for a new reservation, and return its location (the attribute `place`).
+        """Find space for a new reservation and return its location, such as an offset in a file.
 
-        The store calls `claim` and `release` under its lock, so only one thread runs them at a
-        time.
+        The location becomes the attribute `place` of the `Reservation`. It is None in the base
+        class, whose space is not limited. The store calls `claim` and `release` under its lock, so
+        only one thread runs them at a time.
 
         Args:
             nbytes: Number of bytes to reserve.

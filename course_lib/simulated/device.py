@@ -107,7 +107,8 @@ class _Streams(Device):
     def run_all(self, actor: Actor) -> None:
         """Run all pending tasks of an actor, after everything that the host has done so far.
 
-        Afterwards the caller can run the actor's next task immediately.
+        An actor is a stream or a host thread. Afterwards the caller can run the actor's next
+        task immediately.
         """
         actor.wait_for(self.log.host.event())
         actor.run()

@@ -41,7 +41,7 @@ COPIES = {"up": "a host-to-device copy (H2D)", "down": "a device-to-host copy (D
 
 @dataclass(frozen=True)
 class Event:
-    """Point in the sequence of tasks of a stream or host thread, for which other streams can wait.
+    """Point after a task of a stream or a host thread; other streams and threads can wait for it.
 
     The class corresponds to a CUDA event.
 
@@ -163,8 +163,8 @@ class Arena:
 
     There is one pool of free blocks for each stream and one for the host. A freed block returns to
     its pool. Before an actor (a stream or a host thread) reuses the block, it waits for the streams
-    in `Block.used_by`. Accesses are stored by the start of their block, because all blocks that
-    begin at the same position have the same rounded size.
+    in `Block.used_by`. A freed block is reused only for blocks of the same rounded size, so the
+    start of a block identifies the bytes for which accesses are stored.
 
     Args:
         name: Name of the memory in messages.
@@ -273,7 +273,7 @@ class Arena:
         return first, first + elements_spanned(tensor) * tensor.itemsize
 
     def concurrent_writes(self, tensor: Tensor, actor: Actor) -> list[Access]:
-        """Return the last writes to a tensor's bytes for which an actor has not waited.
+        """Return those of the last writes to a tensor's bytes that an actor has not waited for.
 
         Args:
             tensor: Tensor; if it is not in this arena, the list is empty.
