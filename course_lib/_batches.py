@@ -70,7 +70,8 @@ def parts_of(batch: Any, parts: int, split_batch: Split | None = None) -> list[A
     """Split a batch into a list of `parts` micro-batches.
 
     Args:
-        batch: The batch. If `parts` is 1, the list contains only this object, of whatever type.
+        batch: The batch. If `parts` is 1, it may have any type, and the list contains just the
+            batch itself.
         parts: Number of micro-batches. Without `split_batch`, each has ceil(samples / parts)
             samples, and the last one may have fewer. The list may then have fewer than `parts`
             items: 5 samples in 4 parts give micro-batches of 2, 2 and 1.
@@ -119,11 +120,12 @@ def has_samples(part: Any, batch: Any) -> bool:
     """Return whether a micro-batch contains samples.
 
     It does if one of its tensors is not empty and has a shape that no tensor of the batch has. A
-    tensor with the same shape as in the batch may be a mask that all samples share.
+    tensor with the shape of one in the batch is ignored, because it may be a mask that all samples
+    share.
 
     Args:
         part: The micro-batch.
-        batch: The batch from which it was split.
+        batch: The batch from which it was split, into at least two micro-batches.
     """
     shared = {tensor.shape for tensor in tensors_in(batch)}
     return any(tensor.numel() for tensor in tensors_in(part) if tensor.shape not in shared)
@@ -132,9 +134,9 @@ def has_samples(part: Any, batch: Any) -> bool:
 def mixes_samples(model: nn.Module) -> bool:
     """Return whether splitting a batch would change the loss of a sample, because of BatchNorm.
 
-    BatchNorm in training mode normalizes with the mean over all samples of a micro-batch. The
-    result is False if the user has allowed this by setting an attribute
-    `batch_norm_per_micro_batch` of the model or of a module inside it to True.
+    BatchNorm in training mode normalizes with the mean over all samples of a micro-batch. If the
+    user accepts this and has set the attribute `batch_norm_per_micro_batch` of the model or of a
+    module inside it to True, the result is False.
     """
     allowed = any(getattr(module, ALLOWS_BATCH_NORM, False) for module in model.modules())
     return has_batch_norm(model) and not allowed

@@ -38,7 +38,8 @@ def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tens
     Args:
         model: A model with a method `loss_sum` or `loss`, or a Hugging Face model.
         batch: The batch, or one of its micro-batches.
-        micro_batches: Number of micro-batches into which the batch was split.
+        micro_batches: Number of micro-batches into which the batch was split. If there are several,
+            a Hugging Face loss that is not a mean over labels raises a ValueError.
     """
     if has_method(model, "loss_sum"):
         return _call_loss_method(model, "loss_sum", batch)

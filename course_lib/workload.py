@@ -71,9 +71,10 @@ class Workload:
         attention: Value of `Recipe.attention` for the baseline (the step without memory-saving
             techniques). None leaves the model's attention unchanged, because the model already
             calls PyTorch's `scaled_dot_product_attention`.
-        block_list: Name of the list of blocks, such as "model.layers", in the model that the user
-            trains, if transformers makes that model and `make_model` only rebuilds it from the
-            course's modules. None if the user trains the model of `make_model`.
+        block_list: Name of the list of blocks in the model that the user trains, such as
+            "model.layers". It is given if the user trains a model of transformers, which
+            `make_model` only rebuilds from the course's modules. None if the user trains the model
+            of `make_model`.
         source: Code that makes the model and the batch in a script; None if the command writes no
             script.
     """

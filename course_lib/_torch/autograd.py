@@ -53,10 +53,11 @@ def saved_value_may_differ(node: Any, saved: torch.Tensor) -> bool:
 
 
 def check_torch_func(error: BaseException | None, name: str) -> None:
-    """Raise an error with advice if saved-tensor hooks were set inside a `torch.func` transform.
+    """Raise an error with advice if saved-tensor hooks were combined with `torch.func`.
 
-    PyTorch does not support such hooks inside transforms such as `torch.func.grad`, and raises an
-    error. If `error` is another error or None, this function does nothing.
+    PyTorch raises an error if a transform such as `torch.func.grad` runs under saved-tensor hooks,
+    or calls code that sets such hooks. If `error` is another error or None, this function does
+    nothing.
 
     Args:
         error: Error that was raised under saved-tensor hooks or when they were set, or None.
@@ -72,9 +73,9 @@ def check_torch_func(error: BaseException | None, name: str) -> None:
 
 @contextmanager
 def checked_torch_func(name: str) -> Iterator[None]:
-    """Explain the error if saved-tensor hooks meet `torch.func` in the `with` block.
+    """Explain the error if a `with` block combines saved-tensor hooks with `torch.func`.
 
-    See `check_torch_func`.
+    The error that is raised instead is that of `check_torch_func`.
 
     Args:
         name: Name, in the message, of the context or function that sets the saved-tensor hooks.

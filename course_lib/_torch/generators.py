@@ -15,9 +15,8 @@ class RandomState:
 
     Args:
         devices: Devices whose generators are saved in addition to the CPU's. The default is all
-            CUDA devices if CUDA is in use. The CPU and devices without generators are ignored.
+            CUDA devices if CUDA is in use. Devices without generators are ignored.
         counted: Whether a `MemoryMeter` counts the tensor with the state of the CPU's generator.
-            A meter counts this tensor only if `torch.get_rng_state` makes it.
     """
 
     def __init__(self, devices: Iterable[torch.device] | None = None, *, counted: bool = True):

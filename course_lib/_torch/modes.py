@@ -86,8 +86,8 @@ class ObserverMode(TorchDispatchMode):
 def modes_when_recomputed() -> list[TorchFunctionMode]:
     """Return the active function modes that checkpoints must enter again for the recomputation.
 
-    These are the modes with an attribute `when_recomputed` that is true. No function mode of the
-    forward pass is active inside the backward pass.
+    These are the modes with an attribute `when_recomputed` that is true. They must be entered again
+    because PyTorch runs the backward pass without the function modes of the forward pass.
     """
     return [
         mode

@@ -103,7 +103,10 @@ class Namespace(NamedTuple):
         return {name: self.values[name] for name in self.names()}
 
     def write(self, values: dict[str, Any]) -> None:
-        """Replace the saved keys by those of `values`, without calling `nn.Module.__setattr__`."""
+        """Replace all keys that `names` returns by those of `values`, and their values.
+
+        `nn.Module.__setattr__` is not called.
+        """
         # If keys were added or removed, all are deleted first, so that the order of parameters and
         # buffers is restored, too.
         if [*self.names()] != [*values]:

@@ -32,10 +32,10 @@ def is_symbolic(*tensors: Any) -> bool:
 
 
 def tracked_device_kind() -> str:
-    """Return the kind of device whose memory is counted, "cpu" or "cuda".
+    """Return "cuda" inside `Symbolic(kind="cuda")`, and otherwise "cpu".
 
-    The kind is "cuda" inside `Symbolic(kind="cuda")`, although all tensors of this mode report the
-    CPU as their device. There, tensors that a step on CUDA keeps in host memory must not be
-    counted.
+    All tensors of this mode report the CPU as their device, but they stand for tensors on a GPU. A
+    memory meter in this mode, for example, excludes tensors that a step on CUDA keeps in host
+    memory.
     """
     return getattr(detect_fake_mode(), "kind", "cpu")

@@ -52,7 +52,7 @@ def map_tensors(
     Args:
         function: Function that takes a tensor and returns its replacement.
         value: A tensor, or a nested container of tensors (see `tensors_in`).
-        kinds: Types of the values that are replaced, if they are not only tensors.
+        kinds: Type or types of the values that are replaced. By default these are tensors.
         copied: Types of containers that are copied even if nothing in them is replaced.
     """
     if isinstance(value, kinds):

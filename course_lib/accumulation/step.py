@@ -65,7 +65,7 @@ class AccumulatedStep:
     **Several ranks.** With `DistributedDataParallel` or FSDP2, each rank has its own
     `AccumulatedStep`, and `loss_sum` calls the module that is replicated or sharded. With
     sync="last", DDP ranks may have different numbers of micro-batches, but each needs at least one.
-    For any `sync`, the next micro-batch is read before the current one runs.
+    The next micro-batch is taken from the iterable before the current one runs.
 
     **Errors on several ranks.** An invalid loss or weight raises an error on all ranks. Any other
     error on one rank leaves the other ranks waiting, as usual with collectives. After such an
@@ -92,7 +92,7 @@ class AccumulatedStep:
         accumulate: "fp32" to sum the gradients of bf16 and fp16 parameters in fp32, in 4 bytes per
             parameter instead of 2. After the last micro-batch, their mean is cast to the
             parameters' dtype. None sums in the parameters' dtype, in which the sum over many small
-            micro-batches is inaccurate.
+            micro-batches is inaccurate. Must be None for a DDP or FSDP2 model.
         sync: With "last", only the last micro-batch reduces gradients over the ranks. With "each",
             every micro-batch does. This sends more bytes, but FSDP2 does not keep unsharded
             gradients between micro-batches.
@@ -101,12 +101,13 @@ class AccumulatedStep:
             gradients. It needs DDP with `gradient_as_bucket_view=True`.
         in_backward: Whether the optimizer updates each parameter as soon as its gradient is
             complete and then releases the gradient, so that the gradients never exist all at once.
-            The step must have a single micro-batch. The optimizers must update each parameter
-            separately, because `step` is called each time autograd accumulates a parameter's
-            gradient. With reentrant checkpoints, autograd may accumulate a gradient in several
-            parts, and each part causes an update. A checkpointed block that uses a detached
-            parameter may be recomputed after the parameter's update, with the new value. After an
-            error, parameters that were already updated stay updated.
+            The step must have a single micro-batch, and the model must not be a DDP or FSDP2 model.
+            Cannot be combined with `scaler`, `max_norm` or `accumulate`. The optimizer's `step` is
+            called for one parameter at a time, when no other one has a gradient, so the update of a
+            parameter must not depend on other gradients. With reentrant checkpoints, autograd may
+            accumulate a gradient in several parts, and each part causes an update. A checkpointed
+            block that uses a detached parameter may be recomputed after the parameter's update,
+            with the new value. After an error, parameters that were already updated stay updated.
 
     Source for adding sums of losses instead of averaging means: "Fixing Gradient Accumulation",
     huggingface.co/blog/gradient_accumulation.

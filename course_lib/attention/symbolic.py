@@ -52,8 +52,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
 
     The arguments and the results are the same as those of `tiled.forward`, except that the tensors
     are symbolic: they have shapes but no values. An active `MemoryMeter` or FLOP counter counts the
-    peak bytes and the FLOPs that the pass would need with real tensors. In a symbolic mode of kind
-    "cuda", it counts the bytes that the Triton kernels need.
+    peak bytes and the FLOPs that the pass would need with real tensors. Inside
+    `Symbolic(kind="cuda")`, it counts the bytes that the Triton kernels need.
     """
     o, lse = (
         q.new_empty(*q.shape[:3], v.shape[3]),
@@ -78,8 +78,8 @@ def backward(
 
     The arguments and the results are the same as those of `tiled.backward`, except that the tensors
     are symbolic: they have shapes but no values. An active `MemoryMeter` or FLOP counter counts the
-    peak bytes and the FLOPs that the pass would need with real tensors. In a symbolic mode of kind
-    "cuda", it counts the bytes that the Triton kernels need.
+    peak bytes and the FLOPs that the pass would need with real tensors. Inside
+    `Symbolic(kind="cuda")`, it counts the bytes that the Triton kernels need.
     """
     row_buffers = []
     if _kernels_would_run(q, v):

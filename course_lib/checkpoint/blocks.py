@@ -95,8 +95,8 @@ def checkpoint_blocks(
         preserve_module_state: Whether the recomputation starts from the same state as the first
             run. The state is the attributes of the block's modules (tensors, numbers, containers of
             these, and generators) and the global random number generators of Python and NumPy.
-            After the recomputation, the state gets back the values that it had just before. Has no
-            effect inside a compiled model.
+            After the recomputation, the state is again as it was just before the recomputation. Has
+            no effect inside a compiled model.
         compare: Whether to compare the first recomputation of each block with its first run, by
             checksums of the tensors saved for backward. This reads each of these tensors twice,
             which added 15% and 21% to the CPU time of the first step of two small language models.
@@ -213,11 +213,11 @@ class CheckpointedBlocks(BlocksInPlace):
     Attributes:
         compare: Whether each block's recomputation is compared with its first run, until the two
             were equal once. A difference raises a RuntimeError.
-        advice: Last clause of the error message about a difference, such as "exclude it from
-            checkpointing". If it is a string, every recomputation is compared, whatever the value
-            of `compare`. With `preserve_module_state=True`, it is then also an error if a
-            recomputation changes the block's buffers or parameters. If it is None, only `compare`
-            determines whether runs are compared.
+        advice: None, or the last clause of the error message about a difference, such as "exclude
+            it from checkpointing". With a clause, every recomputation is compared, whatever the
+            value of `compare`. If the handle was also made with `preserve_module_state=True`, a
+            recomputation that changes the block's parameters, or buffers other than running
+            statistics, raises an error too.
     """
 
     compare: bool = False

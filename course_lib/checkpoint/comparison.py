@@ -125,16 +125,16 @@ class Comparison:
 
 
 class FirstComparison(Comparison):
-    """Comparison of a block's recomputations with its first run, until one of them is equal to it.
+    """Comparison for a block that is compared until a recomputation was equal to its first run.
 
-    Only the tensors saved for backward are compared. A recomputation may change the block's buffers
-    without an error.
+    `checkpoint_blocks` uses it with `compare=True`. Only the tensors saved for backward are
+    compared. A recomputation may change the block's buffers without an error.
 
     Args:
         name, advice, rule: The arguments of `Comparison`.
-        equal: Names of the blocks whose recomputation was equal, shared by the comparisons of all
-            blocks. This comparison adds the name of its block if a recomputation is equal, and
-            removes the name if it is not.
+        equal: Set of the names of blocks whose recomputation was equal, the same set for all
+            blocks. This comparison adds the name of its block to the set if a recomputed tensor is
+            equal, and removes the name if the tensor is not equal.
     """
 
     hint = ". If the difference does not matter, pass compare=False to checkpoint_blocks"
@@ -184,8 +184,8 @@ class ComparingHooks:
     the recomputed tensor from the checkpoint's `unpack`, and raises an error if its checksum
     differs.
 
-    This object refers to the checkpoint's hooks, and they refer to `comparison`. The comparison
-    must therefore not refer to this object, which would form a reference cycle.
+    This object refers to the checkpoint's hooks, and they refer to `comparison`. If `comparison`
+    referred to this object in turn, the references would form a cycle, so it must not.
 
     Args:
         comparison: Comparison of the checkpointed block's first run with its recomputation.

@@ -66,11 +66,13 @@ def checkpoint(
 
     Args:
         function: Function to run. It must do the same in both runs.
-        *args: Its positional arguments. In the reentrant mode, only tensors that are arguments
-            themselves get gradients. In the other mode, tensors may also be in lists, tuples and
-            dicts, which are copied for the second run.
-        use_reentrant: Whether to use the reentrant mode. At least one argument must then require
-            gradients, and only `backward()` without `inputs` can compute the gradients.
+        *args: Its positional arguments. In the reentrant mode, pass each tensor that needs a
+            gradient as an argument of its own. In the other mode, such tensors may also be in
+            lists, tuples and dicts. The second run then receives new lists, tuples and dicts with
+            the same tensors. Parameters that the function uses get gradients in both modes.
+        use_reentrant: Whether to use the reentrant mode. At least one argument must then be a
+            tensor that requires gradients. Compute the gradients with `backward()` without its
+            argument `inputs`, and not with `torch.autograd.grad`.
         preserve_rng_state: Whether the second run draws the same random numbers as the first.
         early_stop: Whether the second run ends when it has saved as many tensors as the first. Has
             no effect in the reentrant mode.
@@ -85,9 +87,11 @@ def checkpoint(
     Raises:
         ValueError: `keep` or keyword arguments are passed in the reentrant mode.
         CheckpointError: (In the backward pass of the non-reentrant mode) the second run saved fewer
-            tensors than the first, or other shapes, dtypes or devices. Values are not compared.
+            tensors for backward than the first, or tensors of other shapes, dtypes or devices.
+            Values are not compared.
         RuntimeError: (In the backward pass) an argument or a kept output was changed in place. In
-            the reentrant mode, a change by `function` itself raises the error in forward.
+            the reentrant mode, the error is raised in the forward pass if `function` itself changes
+            an argument.
     """
     if use_reentrant:
         if kwargs or keep is not None:

@@ -40,13 +40,13 @@ from .state import StateBeforeFirstRun
 class BlockState(StateBeforeFirstRun):
     """State of a block before its first run, with a check that later runs equal the first one.
 
-    `StateBeforeFirstRun` records the state and restores it for later runs. The state consists of
-    the attributes of the block's modules and the states of random number generators. This class
-    adds the check.
+    The first run is in the forward pass, and later runs recompute it. `StateBeforeFirstRun` records
+    the state and restores it for later runs. The state consists of the attributes of the block's
+    modules and the states of random number generators. This class adds the check.
 
     Args:
         block: The module whose state is kept.
-        comparison: Comparison of the later runs with the first one. With None, runs are not
+        comparison: Object that compares the later runs with the first one. With None, runs are not
             compared.
         options: The keyword arguments of `StateBeforeFirstRun`.
     """
@@ -117,20 +117,22 @@ _PLACEHOLDER = torch.empty(0, device="cpu")
 
 
 class Repeatable:
-    """A block's function whose recomputation has the same arguments and state as its first run.
+    """A checkpoint whose recomputation starts from the arguments and the state of the first run.
 
-    PyTorch's checkpoint saves only tensors that are arguments themselves. It passes the same lists
-    and dicts to both runs, so a block that appends to a list would append twice. This class takes
-    all tensors out of nested lists, tuples, mappings and dataclasses, and passes only these tensors
-    to PyTorch's checkpoint. The first run receives the caller's own arguments. The recomputation
-    receives new lists and dicts with the content that they had before the first run, and starts
-    from the block's state before the first run.
+    Create one object per call of the function, and call its method `checkpoint`. This method calls
+    the function by way of `torch.utils.checkpoint.checkpoint`.
 
-    Create one object per call of the function. Error messages show the function's name.
+    PyTorch's checkpoint passes the same lists and dicts to both runs, so a block that appends to a
+    list would append twice. With this class, the first run receives the caller's own arguments. The
+    recomputation receives new lists and dicts with the content that they had before the first run.
+    PyTorch's checkpoint saves the tensors in nested lists, tuples, mappings and dataclasses as if
+    they were arguments themselves.
 
     Args:
-        function: The block's function.
-        state: State of the block before its first run. With None, only the arguments are restored.
+        function: The block's function, such as its forward method. Error messages show its name.
+        state: A new `BlockState` of the block, with which the recomputation restores attributes of
+            the block's modules and the random number generators of Python and NumPy. With None,
+            only the arguments are restored.
     """
 
     def __init__(self, function: Callable, state: BlockState | None = None):

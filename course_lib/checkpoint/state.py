@@ -299,11 +299,13 @@ class ModuleState:
     def restore(self, last: bool = False) -> Iterator[None]:
         """Inside a `with` block, give the modules the recorded attributes and buffers.
 
-        Tensors and containers that have changed are replaced by copies. At the end, the modules get
-        back the values that they had before the `with` block.
+        Tensors and containers that have changed since the snapshot are replaced by copies with the
+        recorded content. At the end, the modules get back the values that they had before the
+        `with` block.
 
         Args:
-            last: Whether this is the last use of the record, so that no further copies are made.
+            last: Whether this is the last use of the snapshot. If so, the modules get its own
+                copies of tensors instead of further copies.
         """
         current = [namespace.read() for namespace in self.namespaces]
         restored = {id(record.tensor): record.restore(last) for record in self.tensors}
@@ -378,13 +380,13 @@ class StateBeforeFirstRun:
         """Return the context manager in which the block's next run must take place.
 
         For the first run, it records the state. For a later run, it restores the recorded state.
-        Entering it returns a second context manager. If the run builds no autograd graph, the
-        caller must enter the second one as well. With symbolic tensors, it detects operators that
-        draw random numbers.
+        Entering it returns a second context manager, which the caller must enter as well if the
+        run builds no autograd graph. With symbolic tensors, the second one detects operators that
+        draw random numbers. Otherwise, it does nothing.
 
         Args:
-            runs_again: Whether another run follows. If the block runs only once, nothing is
-                recorded.
+            runs_again: Whether the block runs again after the next run. If it runs only once,
+                nothing is recorded.
             device: Device whose PyTorch generator is restored, together with that of the CPU. With
                 None, the caller restores PyTorch's generators, as a checkpoint does.
         """

@@ -28,7 +28,7 @@ def scores_of(q: Tensor, k: Tensor, masked: bool) -> Tensor:
 
     Args:
         q, k: Queries and keys, of shape (batch, heads, tokens, size).
-        masked: Whether to apply the causal mask, which sets the scores of later keys to -inf.
+        masked: Whether to apply the causal mask, which sets a query's scores of later keys to -inf.
     """
     scores = q @ k.mT * q.shape[-1] ** -0.5
     return scores + torch.full_like(scores, -torch.inf).triu(1) if masked else scores
@@ -93,8 +93,9 @@ def pass_on(*tensors: Tensor) -> list[Tensor]:
 class ContextParallel:
     """Training of a `Decoder` with context parallelism: each rank computes a part of the sequence.
 
-    A step computes the gradients on all ranks and updates the weights with AdamW. A `Watch` can
-    measure the steps, as it can measure those of a `Trainer`.
+    Call the object with a batch to do one step on all ranks, which updates the weights with AdamW
+    and returns the mean loss. A `Watch` can measure the steps, as it can measure those of a
+    `Trainer`.
 
     Args:
         model: `Decoder` with equal values on all ranks. It is changed in place.

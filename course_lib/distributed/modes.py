@@ -40,6 +40,9 @@ LossSum = Callable[[nn.Module, Any], tuple[Tensor, float | Tensor]]
 class Trainer:
     """One rank's part of a model, and the training step with AdamW that all ranks do together.
 
+    Call the object with this rank's batch to do one step. The call returns the mean loss over the
+    tokens of all ranks.
+
     Attributes:
         model: The given model, which is now sharded or replicated. Its parameters keep their names.
         optimizer: The optimizer whose `step` is called.
@@ -49,7 +52,7 @@ class Trainer:
 
     Args:
         mode: One of `MODES`: "ddp", "zero1", "fsdp", "fsdp-keep", "fsdp-checkpoint", "fsdp-bf16" or
-            "fsdp-cpu".
+            "fsdp-cpu". `python -m course_lib.distributed --help` describes each of them.
         model: Model on the CPU or on `device`, with equal values on all ranks. It is changed in
             place.
         loss_sum: Function (model, micro-batch) -> (sum of losses, weight). The weight is the number
@@ -65,7 +68,7 @@ class Trainer:
             `checkpoint_blocks`; ignored in ddp and zero1.
         wrapper: Whether fsdp-checkpoint uses PyTorch's `checkpoint_wrapper` instead of
             `checkpoint_blocks`.
-        bf16: Whether a sharding mode gathers weights and computes in bf16, and reduces gradients in
+        bf16: Whether an fsdp mode gathers weights and computes in bf16, and reduces gradients in
             fp32. Always true in mode fsdp-bf16, ignored in ddp and zero1.
         in_buckets: Whether gradients are accumulated in DDP's buckets instead of in separate
             tensors, as in `AccumulatedStep`. Only for the modes ddp and zero1.

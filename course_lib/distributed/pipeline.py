@@ -72,10 +72,11 @@ def measured_pipeline(schedule: str, micro_batches: int, return_outputs: bool) -
             and returns them.
 
     Returns:
-        A dict for this rank. "order" is the order of forward and backward passes, such as ["F0",
-        "B0"]. "peak_bytes" is the peak. "difference" is the largest difference between an entry of
-        a gradient and the same entry in one process. It is relative to the largest entry of this
-        parameter's gradient in one process.
+        A dict for this rank. "order" is the order of forward and backward passes. ["F0", "B0"]
+        stands for the forward and then the backward of micro-batch 0. "peak_bytes" is the peak.
+        "difference" is the largest difference between an entry of a gradient and the same entry in
+        one process. It is relative to the largest entry of this parameter's gradient in one
+        process.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     decoder = Decoder(**SIZES)

@@ -122,8 +122,9 @@ def by_rank(qkv: Tensor, ranks: int) -> Tensor:
 class TensorParallel:
     """Training of a `Decoder` with tensor parallelism: each rank has a part of each matrix.
 
-    In a step, all ranks compute on the same batch and update their parts with AdamW. A `Watch` can
-    measure the steps, as it can measure those of a `Trainer`.
+    Call the object with the same batch on all ranks to do one step, in which the ranks update their
+    parts with AdamW. The call returns the mean loss. A `Watch` can measure the steps, as it can
+    measure those of a `Trainer`.
 
     Args:
         mode: "tp", or "tp-sp" for sequence parallelism in addition.

@@ -202,13 +202,13 @@ class Simulation:
     contains x_{i+1}. `simulate` describes the rules.
 
     Attributes:
-        inputs: Every i for which the value x_i is live by itself, not only as a part of S_{i-1}.
-        saved: Every i for which S_i is live.
+        inputs: Set of every i for which x_i is live by itself, not only as a part of S_{i-1}.
+        saved: Set of every i for which S_i is live.
         next_backward: Number of the stage whose backward must run next; -1 after the last one.
         live_bytes: Bytes live after the last action.
         during_bytes: Bytes live during the last action.
         peak_bytes: Largest number of bytes live during an action so far.
-        times: Time of each action so far.
+        times: Durations of the actions so far, in the chain's unit of time.
         number: Number of actions so far.
         forward_steps: Number of forward actions so far.
     """

@@ -57,13 +57,14 @@ def schedule_blocks(
             blocks that do not form one chain, such as an encoder and a decoder, pass the names of
             one list.
         schedule: A schedule with one stage per block, or a function that returns a schedule for a
-            `Chain`, such as `lambda chain: optimal(chain, budget_bytes)`. The chain has the times
-            and bytes of the blocks. It is measured on symbolic copies in the first forward pass,
-            and again when the blocks or their arguments change.
+            `Chain`, such as `lambda chain: optimal(chain, budget_bytes)`. The chain has the bytes
+            of the blocks, and their FLOPs as times. It is measured in the first forward pass, on
+            copies of the blocks whose tensors have shapes but no values. It is measured again when
+            the blocks, or the shapes or dtypes of their arguments, change.
 
     Returns:
-        A handle with the `names` of the blocks. `handle.remove()` undoes the change, and so does
-        leaving a `with` block.
+        A handle with the `names` of the blocks. `handle.remove()` undoes the change, as does the
+        end of a `with schedule_blocks(...)` block.
 
     Raises:
         ValueError: `blocks` matches no module that has a forward method, a block is checkpointed
@@ -87,14 +88,14 @@ class ScheduledBlocks(BlocksInPlace):
         model, names: The model, and the names of its blocks.
         schedule: A schedule, or a function that returns a schedule for a `Chain`, as in
             `schedule_blocks`.
-        chain_cache: Dictionary that caches measured chains, for a schedule that is a function. By
-            default a new one.
+        chain_cache: Dictionary in which measured chains are stored and looked up, if `schedule` is
+            a function. By default a new one.
 
     Attributes:
         run: State of the present forward pass, a `ChainRun`. None before the first block is called
             and after the last block has been called.
         complete: Whether all blocks have been called in the last forward pass.
-        advice: Advice at the end of the error message if a later run of a block differs from its
+        advice: Advice at the end of the error message if a block that runs again differs from its
             first run. If None, the runs are not compared.
     """
 

@@ -147,7 +147,7 @@ class Chain:
         Each stage runs by itself, in the same way as `ScheduledSequential` runs it. The bytes are
         exact, as counted by a `MemoryMeter`. A parameter's gradient counts only if it does not
         exist yet, as in the first training step. To measure a later step, create the gradients
-        before this call. Buffers and random number generators have the same state after the call.
+        before this call. The call does not change buffers or random number generators.
 
         Args:
             stages: The stages: an `nn.Sequential`, or a list of modules and functions. Each
@@ -156,12 +156,13 @@ class Chain:
                 the first stage's backward computes the gradient of the input.
             kwargs: Constants that each stage receives as keyword arguments.
             clock: Whether times are measured in seconds, each as the median of `repeats` runs. If
-                False, times are reproducible numbers. The time of a stage is then the FLOPs of its
-                matrix products and convolutions. If it has none, its time is the number of elements
-                of its output.
+                False, the time of a forward or backward is the number of FLOPs of its matrix
+                products and convolutions, which is the same in each call. If it has none, its time
+                is the number of elements of the stage's output.
             repeats: Number of timed runs per stage if `clock` is True.
-            alike: Whether to measure only one of several equal stages. Stages are equal if they
-                have the same structure and settings, and inputs of the same shape and dtype.
+            alike: Whether to measure only one of several equal stages, and to use its result for
+                the others. Stages are equal if they have the same structure and settings, and
+                inputs of the same shape and dtype.
 
         Raises:
             TypeError, ValueError: An argument has the wrong type or value, or a stage returns no
@@ -203,15 +204,16 @@ class Chain:
 def symbolic_chain(
     name: str, probe: Any, stages_of: Callable[[Any], tuple[Sequence[Callable], Any]]
 ) -> Chain:
-    """Measure the times and bytes of stages on symbolic copies, which have shapes but no values.
+    """Count the FLOPs and bytes of stages on symbolic tensors, and return them as a chain.
 
-    The stages are parts of a model that run one after another. Memory meters do not count this
-    measurement.
+    Symbolic tensors have shapes but no values. The result is the same as that of `Chain.profile`
+    with `clock=False` and `alike=True`, so times are FLOPs. Memory meters do not count the call.
 
     Args:
-        name: Name of the first stage, for error messages.
-        probe: Tuple or list of the modules and tensors that the measurement uses. They are copied,
-            unless symbolic tensors are in use already.
+        name: Name of the first stage or of the model, for error messages such as "layers.0 or a
+            block after it reads values of its data".
+        probe: Tuple or list of the modules and tensors that the stages use. They are copied as
+            symbolic tensors, unless a symbolic mode is active already.
         stages_of: Function that receives `probe` or its copy. It returns the arguments `stages` and
             `x` of `Chain.profile`: the stages and the input of the first stage.
 

@@ -34,7 +34,7 @@ def segments(chain: Chain, count: int) -> Schedule:
     """Return the schedule that cuts the chain into segments and recomputes one segment at a time.
 
     Only the inputs of the segments are kept. If all stages are equal, the lengths of the segments
-    differ by at most one, and the longer segments come first. Backward recomputes the first
+    differ by at most one. The longer segments come first, because backward recomputes the first
     segments last, when the fewest inputs of other segments are still kept. If the stages are not
     equal, the cuts with the least simulated peak are used.
 

@@ -22,7 +22,7 @@ from course_lib._torch.tensors import map_tensors, tensors_in
 
 
 def as_modules(stages: Sequence[Callable]) -> dict[str, nn.Module]:
-    """Return the stages as modules, by name; a function is wrapped in a module.
+    """Return the stages as a dict from name to module; a function is wrapped in a module.
 
     Args:
         stages: An `nn.Sequential`, or a list of modules and functions. The names in a list are "0",
@@ -110,7 +110,8 @@ def checked_value(name: str, value: Any) -> Any:
         value: A tensor, or a container of tensors.
 
     Raises:
-        TypeError: The value does not have exactly one tensor through which gradients flow.
+        TypeError: The value has no tensor, or it has several and not exactly one of them is
+            floating-point or complex.
     """
     tensors = list(tensors_in(value))
     if len(tensors) != 1 and len([tensor for tensor in tensors if differentiable(tensor)]) != 1:
@@ -221,7 +222,8 @@ class KeptStage:
         i, stage, value, kwargs: Number of the stage, the stage itself, its input and its keyword
             arguments, as in `run_stage`.
         needs_gradient: Whether the backward computes the gradient of the input.
-        slot: Container from which `backward` takes the gradient of the output.
+        slot: Container of the gradient of the output. The caller puts the gradient into it before
+            `backward`, which takes it out.
 
     Raises:
         RuntimeError: The stage changes its input in place, uses a tensor that requires gradients
