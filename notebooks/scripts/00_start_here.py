@@ -13,14 +13,14 @@
 #
 # `CUDA out of memory` (OOM) usually means that at some point, the training step needed more memory than the GPU has. The small decoder on this page has eight layers and 27.5 MB of weights. Its training step needs up to 277.7 MB of memory. This maximum is called the **peak**.
 #
-# If you wrap each layer in one function call, the peak falls, but every bit of the gradients stays the same. How far does the peak fall, and at what cost? You guess both numbers and then measure them, with or without a GPU.
+# If you wrap each layer in one function call, the peak falls, but every bit of the gradients stays the same. How far does the peak fall, and at what cost? You guess the new peak and its cost, then measure both, with or without a GPU.
 #
 # </div>
 # <div lang="zh">
 #
-# 训练时遇到 `CUDA out of memory`（显存不足，俗称爆显存、OOM），通常说明训练步在某一刻需要的显存超过了 GPU 的容量。本页的小解码器有八层，权重共 27.5 MB。它的训练步在内存占用最多的那一刻，要占 277.7 MB。这个最大值就叫做**峰值**。
+# 训练时遇到 `CUDA out of memory`（显存不足，俗称爆显存、OOM），通常说明训练步在某一刻需要的显存超过了 GPU 的容量。本页的小解码器有八层，权重共 27.5 MB。它的训练步在内存占用最多的那一刻，要占 277.7 MB。这个最大值叫做**峰值**。
 #
-# 只要给每一层套上一个函数调用，峰值就会降低，而梯度的每个比特都不变。峰值能降多少？代价又是什么？这两个数你都先猜，再在自己的机器上测出来，不需要 GPU。
+# 只要给每一层套上一个函数调用，峰值就会降低，而梯度的每个比特都不变。峰值能降到多少？要多做多少计算？请你先猜，再在自己的机器上测量，不需要 GPU。
 #
 # </div>
 
@@ -180,14 +180,14 @@ figures.peak_table(meters)
 #
 # Each position on the horizontal axis is one operator. In the upper timeline, the activations (green) grow until forward ends. The peak comes at the start of backward, before any gradient exists. In the lower timeline, each tooth of the curve is one layer, whose activations are recomputed, used and released.
 #
-# With checkpoints, the peak is near the end of backward, when 23.2 MB of gradients are in memory. All teeth are about equally high, but each tooth starts higher than the tooth before it. The reason is that backward adds each layer's gradients and releases the layer's input, which has fewer bytes than these gradients.
+# With checkpoints, the peak is near the end of backward, when 23.2 MB of gradients are in memory. Each tooth rises by about the same number of bytes, but starts higher than the tooth before it. The reason is that backward adds each layer's gradients and releases only the layer's input, which is smaller.
 #
 # </div>
 # <div lang="zh">
 #
 # 时间线的横轴上，一格是一个算子。上图中，绿色的激活值一路增加，到前向结束为止。紧接着反向开始，梯度还没有产生，内存就达到了峰值。下图曲线的每个锯齿对应一层，反向把这一层的激活值重新算出来，用完就释放。
 #
-# 用上检查点，峰值移到了反向快结束的时候，那一刻内存里已有 23.2 MB 的梯度。各个锯齿差不多一样高，但越靠后的锯齿，起点越高，因为每处理完一层，新增的梯度都比释放的这一层输入大。
+# 用上检查点，峰值移到了反向快结束的时候，那一刻内存里已有 23.2 MB 的梯度。各个锯齿上升的幅度差不多，但越靠后的锯齿起点越高，因为反向每处理完一层，新增的梯度都比释放的那份输入大。
 #
 # </div>
 
@@ -212,7 +212,7 @@ table(["", "your guess", "measured"], shown)
 # </div>
 # <div lang="zh">
 #
-# 峰值降到基线的 0.48 倍，FLOPs 升到基线的 1.21 倍。FLOPs 为什么没有翻倍？前向的每次矩阵乘法，到了反向要做两次，一次求输入的梯度，一次求权重的梯度。因此基线一步的 FLOPs 约相当于三次前向。检查点要多做一次前向，FLOPs 就约增加三分之一。
+# 峰值降到基线的 0.48 倍，FLOPs 升到基线的 1.21 倍。FLOPs 为什么没有翻倍？前向的每次矩阵乘法，到了反向要做两次，一次求输入的梯度，一次求权重的梯度。因此基线一步的 FLOPs 约相当于三次前向。用检查点要多做一次前向，FLOPs 约增加三分之一。
 #
 # 在这个解码器上，重计算增加的 FLOPs 还不到三分之一，原因有两个。一是输出头（产生 logits 的最后一次矩阵乘法）不用重计算。二是反向用不到每一层最后一次矩阵乘法的结果，所以重计算在这次乘法之前就停下（提前终止）。
 #
@@ -346,7 +346,7 @@ figures.course_map()
 # | a day | lessons 01 and 02, then 05 and 06 |
 # | one topic | this page, lesson 01, then 02 for activation (gradient) checkpointing, 04 for offload, 05 for gradient accumulation, 06 for FlashAttention, or 08 for sharding (ZeRO, FSDP) |
 # | more time | 00 to 09 in order, with the exercises |
-# | a model that must fit today | the command below, then the [project](10_your_model.ipynb); with an error message, [CUDA out of memory: what now?](../docs/out_of_memory.md) |
+# | a model that must fit today | the command below, then the [project](10_your_model.ipynb); if you have an error message, [CUDA out of memory: what now?](../docs/out_of_memory.md) |
 #
 # Type this command in the course's folder. It checks whether a card of 24 GiB (25.8 GB) can train a decoder with 3B parameters on 4 samples of 2048 tokens:
 #

@@ -16,7 +16,7 @@
 # </div>
 # <div lang="zh">
 #
-# 训练时遇到 `CUDA out of memory`（显存不足，OOM），首先要弄清显存被什么占满了。第 00 课的解码器，权重只占 27.5 MB，训练步要用的内存却远不止这些。这些字节用来做什么？各自什么时候在内存里？峰值时一共有多少？在这一课里，你会亲手算出这个训练步的峰值，算出的结果与实测只差几个字节。
+# 训练时遇到 `CUDA out of memory`（显存不足，OOM），首先要弄清显存被什么占满了。第 00 课的解码器，权重只占 27.5 MB，训练步要用的内存却远不止于此。训练步的字节用来做什么？各自什么时候在内存里？峰值时一共有多少？在这一课里，你会亲手算出这个训练步的峰值，算出的结果与实测只差几个字节。
 #
 # </div>
 
@@ -79,7 +79,7 @@ from course_lib.teaching import category_label, predictions, table, timelines
 #
 # The bytes of the first three kinds don't depend on the data, unless gradients are sparse. For each weight, Adam keeps two **moments**, the running means of the gradient and of its square. All numbers here are fp32, with 4 bytes per number.
 #
-# First count the weights, with hidden size $h = 256$. Each of the 8 layers has four matrices: $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$. Each matrix has a bias that is as long as the matrix's output. Each layer also has two LayerNorms with $2h$ numbers each. Outside the layers, the decoder has one embedding of $h$ numbers for each of 2048 words and 128 positions, and a last LayerNorm. The output head is **tied** to the word embedding: both use the same tensor.
+# First count the weights, with hidden size $h = 256$. Each of the 8 layers has four matrices: $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$. Each matrix has a bias that is as long as the matrix's output. Each layer also has two LayerNorms with $2h$ numbers each. Outside the layers, the decoder has one embedding of $h$ numbers for each of the 2048 words and 128 positions, and a last LayerNorm. The output head is **tied** to the word embedding: both use the same tensor.
 #
 # </div>
 # <div lang="zh">
@@ -94,7 +94,7 @@ from course_lib.teaching import category_label, predictions, table, timelines
 #
 # 前三类的字节数与数据无关（除非梯度是稀疏的）。Adam 为每个权重保存两个数，即梯度的滑动平均和梯度平方的滑动平均，称为两个**矩**。这里的数全部用 fp32，每个数占 4 字节。
 #
-# 先数权重，隐藏维度 $h = 256$。8 层中的每一层有四个矩阵：$h \to 3h$、$h \to h$、$h \to 4h$、$4h \to h$，每个矩阵带一个与输出等长的偏置。每层还有两个 LayerNorm，各含 $2h$ 个数。8 层之外，还有 2048 个词的嵌入和 128 个位置的嵌入，每个嵌入有 $h$ 个数，以及最后一个 LayerNorm。输出头与词嵌入**绑定**（tied），也就是说，两者共用同一个张量。
+# 先数权重，隐藏维度 $h = 256$。8 层中的每一层有四个矩阵：$h \to 3h$、$h \to h$、$h \to 4h$、$4h \to h$，每个矩阵带一个与输出等长的偏置。每层还有两个 LayerNorm，各含 $2h$ 个数。8 层之外，还有最后一个 LayerNorm，以及 2048 个词和 128 个位置的嵌入，每个嵌入有 $h$ 个数。输出头与词嵌入**绑定**（tied），也就是说，两者共用同一个张量。
 #
 # </div>
 
@@ -106,7 +106,7 @@ from course_lib.teaching import category_label, predictions, table, timelines
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 这个解码器有多少个权重？参数、梯度和优化器状态各占多少字节？`weights` 填个数，其余三项填字节数。如果报错 `NameError`，请先把上面的单元格全部运行一遍<span class="lab-only">（菜单 *Run → Run All Above Selected Cell*）</span>。
+# **练习 1。** 这个解码器有多少个权重？参数、梯度和优化器状态各占多少字节？`weights` 填权重的个数，其余三项填字节数。如果报错 `NameError`，请先把上面的单元格全部运行一遍<span class="lab-only">（菜单 *Run → Run All Above Selected Cell*）</span>。
 #
 # </div>
 
@@ -180,7 +180,7 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 #
 # 优化器状态的实测值比两个矩多 400 字节，因为 Adam 还为 100 个权重张量各记一个步数，每个步数占 4 字节。
 #
-# 在 fp32 下，这三类合起来是每个参数 $4 + 4 + 8 = 16$ 字节。混合精度下，每个参数的字节数有三种常见的计法：
+# 在 fp32 下，参数、梯度和优化器状态合起来，每个参数占 $4 + 4 + 8 = 16$ 字节。混合精度下，每个参数的字节数有三种常见的计法：
 #
 # | 每个参数的字节数 | 权重、梯度、其余 | 使用者 |
 # |---|---|---|
@@ -276,7 +276,7 @@ table(["meter", "bytes"], [("`TinyMeter`", tiny.peak), ("`MemoryMeter`", full.pe
 # </div>
 # <div lang="zh">
 #
-# 两个计量器的结果一字节不差。课程库的 `MemoryMeter` 还能区分字节的种类和训练步的阶段，并给出算子的名字。（1.12 节有整个计量器，并说明它没有统计的部分。）
+# 两个计量器的结果一字节不差。课程库的 `MemoryMeter` 还能区分字节的种类和训练步的阶段，并给出算子的名字。（完整的计量器见 1.12 节，那里也说明计量器没有统计什么。）
 #
 # 下面的损失是一个数，本身只需要 4 字节，它的输入却有 4,194,304 字节。**先猜**：这个损失在内存里占多少字节？`loss.detach()` 呢？
 #
@@ -296,7 +296,7 @@ table(["tensor", "elements", "bytes of storage"], rows)
 # </div>
 # <div lang="zh">
 #
-# 这个损失只有一个数，占的字节却与它的输入一样多，因为 PyTorch 先把全部差的平方写进结果的存储区，再求平均。如果训练循环把这样的损失收进一个列表，每一步就要多占 4.2 MB。换成 `loss.detach()` 也没有用，因为它与损失共用同一个存储区，仍占着全部 4,194,304 字节。应当收集 `loss.item()` 或 `loss.detach().clone()`。在这里的 CPU 上，`smooth_l1_loss`、`binary_cross_entropy` 和 `soft_margin_loss` 也保留这样的存储区（`reduction="sum"` 时同样如此），`cross_entropy` 则不会。
+# 这个损失只有一个数，占的字节却与它的输入一样多，因为 PyTorch 先把全部差的平方写进结果的存储区，再求平均。如果训练循环把这样的损失收进一个列表，每一步就要多占 4.2 MB。换成 `loss.detach()` 也没有用，因为它与损失共用同一个存储区，仍占着全部 4,194,304 字节。应当收集 `loss.item()` 或 `loss.detach().clone()`。在这里的 CPU 上，`smooth_l1_loss`、`binary_cross_entropy` 和 `soft_margin_loss` 也保留与输入一样大的存储区（用 `reduction="sum"` 时也一样），`cross_entropy` 则不会。
 #
 # </div>
 
@@ -310,7 +310,7 @@ table(["tensor", "elements", "bytes of storage"], rows)
 # </div>
 # <div lang="zh">
 #
-# 网上的显存计算器大多做加法，把权重、梯度、优化器状态和激活值加起来。这里前三类共 110.0 MB，激活值最多 178.4 MB，所以总和是 288.4 MB。可是实测的峰值只有 277.7 MB：
+# 网上的显存计算器大多做加法，把权重、梯度、优化器状态和激活值加起来。这里的权重、梯度和优化器状态共 110.0 MB，激活值最多 178.4 MB，总和是 288.4 MB。可是实测的峰值只有 277.7 MB：
 #
 # </div>
 
@@ -320,7 +320,7 @@ timelines({"one step": meter}, title="Activations are released before the gradie
 # %% [markdown]
 # <div lang="en">
 #
-# At the peak, no parameter has its gradient yet. The next figure shows eight operators around the peak. Each of these operators changes the live bytes by 1 MB or more. Bytes that stay in memory during all eight operators are not drawn.
+# At the peak, no parameter has a gradient yet. The next figure shows eight operators around the peak. Each of these operators changes the live bytes by 1 MB or more. Bytes that stay in memory during all eight operators are not drawn.
 #
 # </div>
 # <div lang="zh">
@@ -412,7 +412,7 @@ peak.phase, peak.operator, single.at_peak()["activation"]
 # </div>
 # <div lang="zh">
 #
-# 这个峰值里没有激活值，所以把各类相加得到的 132.3 MB 偏高 16%。此刻运行的算子是 `add`，它把绑定的权重张量的两个梯度相加。反向最先算出输出头那一份梯度，最后才算出词嵌入那一份。两个梯度都与权重张量一样大（2.1 MB），它们的和也一样大。所以这一刻除了其余的全部梯度，内存里还有三个这么大的张量。
+# 这个峰值里没有激活值，所以各类之和 132.3 MB 比峰值高 16%。峰值时运行的算子是 `add`，它把绑定的权重张量的两个梯度相加。反向最先算出输出头那一份梯度，最后才算出词嵌入那一份。两个梯度都与权重张量一样大（2.1 MB），它们的和也一样大。所以这一刻除了其余的全部梯度，内存里还有三个这么大的张量。
 #
 # 什么技术能降低峰值，取决于峰值在哪里。检查点完全不能降低这个峰值，因为其中没有激活值。
 #
@@ -449,7 +449,7 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 # %% [markdown]
 # <div lang="en">
 #
-# These 178,413,636 bytes consist of the timeline's activations and 8,256 bytes of token numbers.
+# These 178,413,636 bytes consist of the timeline's activations and 8,256 bytes of token IDs.
 #
 # </div>
 # <div lang="zh">
@@ -567,12 +567,12 @@ exercises.check_layer_formula(saved_by_one_layer)
 # %% [markdown]
 # <div lang="en">
 #
-# Compare your rows with the list below. The function `saved_tensors` makes this list with the same two hooks. The last two columns name each tensor and your row that counts it. (`Addmm` is a Linear layer, and `mat1` is its input. `Bmm` is one matrix product per sequence and head, 64 in all.)
+# Compare your rows with the list below. The function `saved_tensors` makes this list with the two hooks of section 1.3. The last two columns name each tensor and your row that counts it. (`Addmm` is a Linear layer, and `mat1` is its input. `Bmm` is one matrix product per sequence and head, 64 in all.)
 #
 # </div>
 # <div lang="zh">
 #
-# 把你的各行与 `saved_tensors` 的清单对照。`saved_tensors` 也用那两个钩子，列出计算图保存的张量。最后两列指出每个张量是那八行代码里的哪一个、归在你的哪一行。（`Addmm` 是线性层，`mat1` 是它的输入。`Bmm` 是每条序列、每个头各做一次的矩阵乘法，共 64 次。）
+# 请把你写的各行与下面的清单对照。清单由 `saved_tensors` 列出，它用的也是 1.3 节的两个钩子。最后两列写明每个张量是八行代码里的哪一个，归在你的哪一行。（`Addmm` 是线性层，`mat1` 是它的输入。`Bmm` 是每条序列、每个头各做一次的矩阵乘法，共 64 次。）
 #
 # </div>
 
@@ -596,7 +596,7 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 #
 # 你的公式一字节不差。按元素个数计算，它是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。（换成半精度、带 dropout 的层，用这种方法数出来的就是 Korthikanti 等人的公式，见 1.14 节。）
 #
-# 清单里有一行标着“已见过”，因为 softmax 保存了注意力概率 P，与 V 相乘时保存的是同一个存储区。如果把张量逐个相加，而不按存储区统计，这里就会多算 20%。
+# 清单里有一行标着“已见过”，因为 softmax 保存了注意力概率 P，P 与 V 的乘法又保存了同一个存储区。如果把张量逐个相加，而不按存储区统计，这里就会多算 20%。
 #
 # </div>
 
@@ -626,7 +626,7 @@ figures.draw_lengths(saved_by_one_layer, my_length)
 # </div>
 # <div lang="zh">
 #
-# P 与其余部分的两条线在 $s = 16 h / a = 512$ 处相交，也就是头维度（这里是 32）的十六倍。许多大模型的头维度是 128，交点就在 2048 个 token。序列更长时，只要保存 P，一层的激活值大部分就是 P。
+# P 与其余部分的两条线在 $s = 16 h / a = 512$ 处相交，也就是头维度（这里是 32）的十六倍。许多大模型的头维度是 128，交点就在 2048 个 token。序列更长时，如果保存 P，P 就占一层激活值的大部分。
 #
 # </div>
 
@@ -652,7 +652,7 @@ figures.draw_lengths(saved_by_one_layer, my_length)
 # - **RMSNorm** 把每个 token 除以它的均方根，没有均值，也没有偏置。
 # - **分组查询注意力**（GQA）里，K 和 V 的头比 Q 少，$a$ 个查询头共用 $n$ 个键值头。
 # - **`scaled_dot_product_attention`**（SDPA）用一个融合算子完成整个注意力（第 06 课）。它保存 Q、K、V 和输出，但不保存 P。它改为给每个头的每个查询保存一个 fp32 数，这个数叫做 LSE（log-sum-exp，指数和的对数）。（在 CPU 上用 dropout 时，它仍然保存 P。）
-# - **SwiGLU** 是有三个矩阵的前馈（feed-forward）网络，它把两个内部宽度为 $f$ 的投影相乘。
+# - **SwiGLU** 是有三个矩阵的前馈（feed-forward）网络，它把两个宽度为 $f$ 的投影逐元素相乘。
 #
 # 下面就是 Hugging Face 的 `transformers` 里的这一层。它比 Llama 3 8B 的小，但 $f = 3.5 h$、$a = 4 n$ 这两个比例相同，其中 $h = 256$，$a = 8$。**先猜**：对这一层，在 128 和 2048 个 token 时，你的公式差多少？
 #
@@ -693,7 +693,7 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # x = x + down(silu(gate(z)) * up(z))         # h → f twice, then f → h
 # ```
 #
-# **Exercise 4.** Write the same five rows for this layer. `norms` counts `x` and `m` of both norms. `statistics` counts the results of `rsqrt`. `probabilities` counts the numbers that SDPA keeps instead of P. Leave out cos and sin, which all layers share.
+# **Exercise 4.** Write the five rows of exercise 3 for this layer. `norms` counts `x` and `m` of both norms. `statistics` counts the results of `rsqrt`. `probabilities` counts the numbers that SDPA keeps instead of P. Leave out cos and sin, which all layers share.
 #
 # </div>
 # <div lang="zh">
@@ -711,7 +711,7 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # x = x + down(silu(gate(z)) * up(z))         # h → f twice, then f → h
 # ```
 #
-# **练习 4。** 仿照上一道练习，为这一层写出那五行各自的字节数。`norms` 统计两个归一化各自的 `x` 和 `m`，`statistics` 统计两次 `rsqrt` 的结果，`probabilities` 统计 SDPA 为代替 P 而保存的数。cos 和 sin 由所有层共用，不算。
+# **练习 4。** 仿照练习 3，为这一层写出同样的五行。`norms` 统计两个归一化各自的 `x` 和 `m`，`statistics` 统计两次 `rsqrt` 的结果，`probabilities` 统计 SDPA 为代替 P 而保存的数。cos 和 sin 由所有层共用，不算。
 #
 # </div>
 
@@ -767,7 +767,7 @@ predictions([(f"s = {s}", llama[s], measured[s]) for s in measured], unit="bytes
 #
 # <div lang="en">
 #
-# Section 1.3 showed one part of the peak of lesson 00's decoder: **three tensors of the logits' size**, one activation and two temporaries. Token numbers and targets are not part of the peak. The batch existed before the meter started, and the loss released its own copy of the targets before the peak.
+# Section 1.3 showed one part of the peak of lesson 00's decoder: **three tensors of the logits' size**, one activation and two temporaries. Token IDs and targets are not part of the peak. The batch existed before the meter started, and the loss released its own copy of the targets before the peak.
 #
 # **Exercise 5.** Fill in the four parts of the peak, in bytes. `state` is the bytes that existed before the step, and `layers` is what the eight layers keep in total. `norm and head` is what the last LayerNorm and the head keep, except the logits. `logits` is all tensors of the logits' size.
 #
@@ -856,7 +856,7 @@ table(["meter", "bytes"], [("`MemTracker`", found), ("`MemoryMeter`", meter.peak
 # </div>
 # <div lang="zh">
 #
-# `MemTracker` 多出的 8,256 字节是 token。`torch.cuda` 的函数需要 GPU，这里没有运行。
+# `MemTracker` 多出 8,256 字节，因为它也统计了 token。`torch.cuda` 的函数需要 GPU，这里没有运行。
 #
 # | 问题 | 写法 |
 # |---|---|
@@ -1005,7 +1005,7 @@ exercises.check_meter(WholeMeter)
 # A meter's result can differ from the allocator's for two reasons:
 #
 # - An operator may allocate **workspace**, and release it before it returns. Convolutions may need a large workspace, and its size depends on the machine.
-# - **Measuring changes the result.** If a tensor receives several gradients, autograd adds each new gradient to the first one in place. While a dispatch mode is active, autograd makes a new tensor for the sum instead. `MemoryMeter` corrects this, and counts as if no mode were active. `TinyMeter` does not correct it. (The gradients of a Linear's weight are transposed views, so their sum is a new tensor in any case, as in section 1.3.)
+# - **Measuring changes the result.** If a tensor receives several gradients, autograd adds each new gradient to the first one in place. While a dispatch mode is active, autograd makes a new tensor for the sum instead. `MemoryMeter` corrects for this tensor, and counts as if no mode were active. `TinyMeter` does not. (The gradients of a Linear's weight are transposed views, so their sum is a new tensor in any case, as in section 1.3.)
 #
 # `measure` runs the same function twice. The first run is under the meter. The second run is without a dispatch mode, and `measure` reads the CPU allocator's peak.
 #
@@ -1015,7 +1015,7 @@ exercises.check_meter(WholeMeter)
 # 计量器的结果可能与分配器的不同，原因有两个：
 #
 # - 算子运行时可能还要申请**工作区**，返回之前就会释放。卷积可能要用很大的工作区，大小因机器而异。
-# - **测量会扰动被测对象**。一个张量收到几个梯度时，autograd 把后来的每个梯度原地加到第一个梯度上。但只要有分发模式在起作用，autograd 就会新建一个张量来存放相加的结果。`MemoryMeter` 按未启用分发模式时的情形来统计，`TinyMeter` 则不作这种修正。（Linear 的权重梯度是转置的视图，求和时无论如何都要新建张量，1.3 节就是这样。）
+# - **测量会扰动被测对象**。一个张量收到几个梯度时，autograd 把后来的每个梯度原地加到第一个梯度上。但只要有分发模式在起作用，autograd 就会新建一个张量来存放相加的结果。`MemoryMeter` 会作修正，按未启用分发模式时的情形来统计，`TinyMeter` 则不作修正。（Linear 的权重梯度是转置的视图，求和时无论如何都要新建张量，1.3 节就是这样。）
 #
 # `measure` 把同一个函数运行两次。第一次用计量器，第二次不启用任何分发模式，只读取 CPU 分配器的峰值。
 #
@@ -1055,7 +1055,7 @@ table(["step", *headings], rows)
 #
 # <div lang="en">
 #
-# In `symbolic()`, a step runs all of its operators on tensors without data (PyTorch's `FakeTensorMode`), and the meter counts the bytes that these tensors would take. First we add layers. Each layer keeps its own tensors, so the kept bytes grow linearly with the number of layers. The slope of this line is your sum for one layer. The intercept is what a decoder without layers would keep: the inputs of the last norm and the head, the statistics, and the log-softmax. The intercept also contains 16,452 bytes for the token numbers, the targets and one scalar that the loss keeps.
+# In `symbolic()`, a step runs all of its operators on tensors without data (PyTorch's `FakeTensorMode`), and the meter counts the bytes that these tensors would take. First we add layers. Each layer keeps its own tensors, so the kept bytes grow linearly with the number of layers. The slope of this line is your sum for one layer. The intercept is what a decoder without layers would keep: the inputs of the last norm and the head, the statistics, and the log-softmax. The intercept also contains 16,452 bytes for the token IDs, the targets and one scalar that the loss keeps.
 #
 # </div>
 # <div lang="zh">
@@ -1131,7 +1131,7 @@ table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak
 #
 # 你的公式是从 690 万参数的小模型推出来的，用到 66 亿参数的模型上，照样算准了那 8.8 GB 的激活值。但这些激活值没有增加峰值，因为最后几个梯度还没算出来，激活值就已释放，而峰值要到优化器更新时才出现。除了每个参数的 16 字节，峰值里只多了三个 fp32 临时张量，每个都与最大的参数张量一样大。表里写作 1 B 的模型则不同，它的峰值仍在反向，那时激活值还在内存里。（这个结论只适用于一条序列、Adam 逐个参数更新的情形。可以试试 `batch=8`。）
 #
-# **练习 7。** 第 00 课的解码器用 Adam 训练，内存限 1,300 MB。批次最多能有多少条长度为 128 的序列？测两次就能定出一条直线，前提是两次的峰值出现在训练步的同一时刻（1.3 节）。（`answer`：序列条数。）
+# **练习 7。** 第 00 课的解码器用 Adam 训练，训练步的峰值不得超过 1,300 MB。批次最多能有多少条长度为 128 的序列？测两次就能定出一条直线，前提是两次的峰值出现在训练步的同一时刻（1.3 节）。（`answer`：序列条数。）
 #
 # </div>
 
@@ -1164,7 +1164,7 @@ exercises.check_largest_batch(answer)
 # </div>
 # <div lang="zh">
 #
-# 逐个参数循环更新时，同时最多有三个临时张量，每个与一个参数张量一样大。`foreach=True` 是 `torch.optim.Adam` 在 CUDA 上的默认做法，更新时为每个参数张量建立一个临时张量。这些临时张量同时存活，合起来与全部参数一样大，70 亿个 fp32 参数就要 28 GB。`fused=True` 是 Hugging Face `Trainer` 的默认做法，不需要临时张量。
+# Adam 逐个参数循环更新时，同时最多有三个临时张量，每个与一个参数张量一样大。`foreach=True` 是 `torch.optim.Adam` 在 CUDA 上的默认做法，更新时为每个参数张量建立一个临时张量。这些临时张量同时存活，合起来与全部参数一样大，70 亿个 fp32 参数就要 28 GB。`fused=True` 是 Hugging Face `Trainer` 的默认做法，不需要临时张量。
 #
 # </div>
 
@@ -1183,14 +1183,14 @@ table(["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequenc
 #
 # With one sequence, `foreach` moves the peak into the optimizer's step and raises it by a fifth.
 #
-# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink. With one sequence, they do not shrink either. If the weights are in bf16 too, all bytes are halved here. But without fp32 master weights, rounding removes small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes all weights, and trains two thin matrices next to each adapted layer. Here the adapted layers are both Linears of each attention. So hardly any gradients and optimizer state are left. Most activations are still kept. Only the inputs of frozen Linears without an adapter are no longer kept, because only the gradients of their weights needed these inputs.
+# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink. With one sequence, they do not shrink either. If the weights are in bf16 too, all bytes are halved here. But without fp32 master weights, rounding removes small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes all weights, and trains **adapters**, pairs of thin matrices next to chosen layers. Here the chosen layers are both Linears of each attention. So hardly any gradients and optimizer state remain. Most activations are still kept. Only Linears without an adapter no longer keep their inputs, because such an input is needed only for the gradient of the Linear's weight.
 #
 # </div>
 # <div lang="zh">
 #
 # 只有一条序列时，如果用 `foreach`，峰值会移到优化器更新的时候，并且升高五分之一。
 #
-# 用 `torch.autocast` 时，权重、梯度和优化器状态仍是 fp32，前向时另外建立权重的 bf16 副本。变小的只有激活值。如果只有一条序列，连激活值也不会变小。如果权重也用 bf16，这里的字节全部减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）冻结全部权重，在每个加了适配器的层旁边训练两个很窄的矩阵，这里加适配器的是每个注意力的两个线性层。因此梯度和优化器状态所剩无几。激活值大多仍要保存。不再保存的只有一种，就是没加适配器的冻结线性层的输入，因为只有求这些层的权重梯度时才要用它们的输入。
+# 用 `torch.autocast` 时，权重、梯度和优化器状态仍是 fp32，前向时另外建立权重的 bf16 副本。变小的只有激活值。如果只有一条序列，连激活值也不会变小。如果权重也用 bf16，这里的字节全部减半，但没有 fp32 主权重，小的更新会被舍入掉。LoRA（Hu et al. 2021，arXiv:2106.09685）冻结全部权重，在选定的层旁边各加一个**适配器**，也就是两个很窄的矩阵，只训练适配器。这里选的是每个注意力的两个线性层。因此梯度和优化器状态所剩无几。激活值大多仍要保存，只有没加适配器的线性层不再保存输入，因为这些输入只在求权重梯度时才用得到。
 #
 # </div>
 
@@ -1328,7 +1328,7 @@ allocator.draw_in_the_viewer(trace[marks[5][1] - 1 : marks[9][1]])
 # </div>
 # <div lang="zh">
 #
-# PyTorch 的《Performance Tuning Guide》提醒，短批次之后若来一个更长的批次，缓存分配器会产生显存碎片，可能导致显存不足。这份指南给出的办法是在训练之前，先用最长的批次做一次前向和反向。这里在模拟的 388 MiB 设备上，用两个批次各训练两次：A 是 2 × 384 个 token，B 是 2 × 512 个。**先猜**：A、B、A、B 和 B、A、B、A 这两种顺序，存活字节的峰值相同，那么顺序还有影响吗？
+# PyTorch 的《Performance Tuning Guide》提醒，短批次之后若来一个更长的批次，缓存分配器会产生显存碎片，可能导致显存不足。这份指南给出的办法是在训练之前，先用最长的批次做一次前向和反向。这里在模拟的 388 MiB 设备上，用两个批次各训练两次：A 是 2 × 384 个 token，B 是 2 × 512 个。**先猜**：A、B、A、B 和 B、A、B、A 这两种顺序，存活字节的峰值相同。顺序还有影响吗？
 #
 # </div>
 
@@ -1344,12 +1344,12 @@ print(allocator.replay_trace(scenes["A, B, A, B"], 388 << 20)[1].partition(" If 
 # %% [markdown]
 # <div lang="en">
 #
-# For a tensor of 8 MiB, PyTorch asks for a segment of 20 MiB, but only 18 MiB are free. Another 16 MiB are reserved, but they lie in holes that are too small for the tensor. Adam's state causes these holes. The state was allocated inside segments that had been split for batch A, and it stays there. The step fits if Adam's state is created before the first batch, or if B runs once before A. `expandable_segments` avoids the problem with one long segment per pool. (This holds for these batches and this limit.)
+# When the error occurs, PyTorch asks for a segment of 20 MiB for a tensor of 8 MiB, but the device has only 18 MiB free. Another 16 MiB are reserved but unused, in holes that are too small for the tensor. Adam's state causes these holes. The state was allocated inside segments that had been split for batch A, and it stays there. The step fits if Adam's state is created before the first batch, or if B runs once before A. `expandable_segments` avoids the problem with one long segment per pool. (This holds for these batches and this limit.)
 #
 # </div>
 # <div lang="zh">
 #
-# 此时要放一个 8 MiB 的张量，PyTorch 要为它申请一个 20 MiB 的内存段，设备上却只剩 18 MiB 空闲。另有 16 MiB 已预留，却分成了零碎的空隙，放不下这个张量。空隙是 Adam 的状态造成的。这些状态放在为批次 A 切开的内存段里，此后一直占着。如果先建立 Adam 的状态，或者先用 B 跑一遍，训练步就装得下。`expandable_segments` 让每个内存池只用一个很长的内存段，也能避免这个问题。（这只是这两个批次、这个上限的结果。）
+# 报错时，PyTorch 要为一个 8 MiB 的张量申请 20 MiB 的内存段，设备上却只剩 18 MiB 空闲。另有 16 MiB 已预留却闲置，分成零碎的空隙，放不下这个张量。空隙是 Adam 的状态造成的。这些状态放在为批次 A 切开的内存段里，此后一直占着。如果先建立 Adam 的状态，或者先用 B 跑一遍，训练步就装得下。`expandable_segments` 让每个内存池只用一个很长的内存段，也能避免这个问题。（这只是这两个批次、这个上限的结果。）
 #
 # </div>
 
@@ -1397,12 +1397,12 @@ fair = [measure(mlp_step, model=mlp, optimizer=optimizer, repeats=0).peak_bytes 
 # %% [markdown]
 # <div lang="en">
 #
-# The next table measures attention alone, with 12 heads of size 64. The fused operator keeps Q, K, V, its output and one number per query and head. Which tensors does standard attention keep? The claims below name some of them.
+# The next table measures attention alone, with 12 heads of size 64. The fused operator keeps Q, K, V, its output and one number per query and head. Which tensors does standard attention keep? The second table below tests a claim about these tensors.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表只看注意力：12 个头，头维度 64。融合算子保存的是 Q、K、V、它的输出，以及每个头的每个查询一个数。标准注意力保存哪些张量？再往下那张表里的说法列出了其中几个。
+# 下表只看注意力：12 个头，头维度 64。融合算子保存的是 Q、K、V、它的输出，以及每个头的每个查询一个数。标准注意力保存哪些张量？下面第二张表检验关于这些张量的一种说法。
 #
 # </div>
 
@@ -1436,7 +1436,7 @@ claims.older_claims(grown, fair, kept[512][0], inputs, (forward, meter.peak_byte
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，缓存分配器有自己的统计。`torch.cuda.memory_allocated` 计入张量（向上取整到 512 字节的整数倍，大块还可能多出至多 1 MB）和工作区，`memory_reserved` 是缓存分配器向驱动申请的总量，包括空闲块。`nvidia-smi` 显示的是这个总量加上 CUDA 上下文。
+# 在 GPU 上，缓存分配器有自己的统计。`torch.cuda.memory_allocated` 统计张量和工作区，每个张量向上取整到 512 字节的整数倍，大块还可能多出至多 1 MB。`memory_reserved` 是缓存分配器向驱动申请的总量，包括空闲块。`nvidia-smi` 显示的是这个总量加上 CUDA 上下文。
 #
 # </div>
 

@@ -6,7 +6,7 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "One line of code: the peak falls from 277.7 to 134.0 MB.\n\nWithout embedding and head, around one layer it saves nothing. Which one?", "zh": "一行代码，峰值从 277.7 MB 降到 134.0 MB。\n\n去掉嵌入层和输出头，这行代码加在某一层上，一点也不省。是哪一层？"}
+# %% [markdown] slide={"en": "One line of code: the peak falls from 277.7 to 134.0 MB.\n\nIn the decoder's eight layers alone, the line saves nothing around one layer. Which layer?", "zh": "一行代码，峰值从 277.7 MB 降到 134.0 MB。\n\n只看解码器的八层，有一层加上这行代码，内存一点也不省。是哪一层？"}
 # # 2 What if we forget activations and compute them again? (activation checkpointing) / 把激活值忘掉，用时再算，会怎样？（激活检查点、重计算）
 #
 # <div lang="en">
@@ -20,7 +20,7 @@
 #
 # 在第 01 课的训练步里，解码器的八层一共保存 168 MB 的激活值。只要加一行代码，解码器就会忘掉这些激活值，到反向时再重新计算。这样，峰值从 277.7 MB 降到 134.0 MB，而梯度逐比特相等。
 #
-# 再把这八层单独拿出来，去掉嵌入层和输出头，只给其中一层加这行代码。八层里有一层，给它加了这行代码，峰值一点也不降低。这是哪一层？为什么？
+# 再把这八层单独拿出来，去掉嵌入层和输出头，只给其中一层加这行代码。其中有一层，即使加上这行代码，峰值也一点不降。是哪一层？为什么？
 #
 # </div>
 
@@ -81,7 +81,7 @@ from course_lib.teaching import predictions, table, timelines
 # </div>
 # <div lang="zh">
 #
-# autograd 会保存反向要用的张量。**激活检查点**（activation checkpointing，又称梯度检查点、激活重计算）只保存一个块的**输入**，等反向走到这个块，再把它的前向跑一遍。下文简称检查点，它不是存盘的模型权重。
+# autograd 会保存反向要用的张量。**激活检查点**（activation checkpointing，又称梯度检查点、激活重计算）只保存一个块的**输入**，等反向走到这个块，再把它的前向跑一遍。下文简称检查点，与存盘的模型权重文件不是一回事。
 #
 # 在 PyTorch 里写作 `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`，其中的 `use_reentrant` 留到 2.3 节解释。在下一个单元格里，每个块运行时都会报告。**先猜**：a、b、c 三个块都加了检查点，它们的前向和反向按什么顺序运行？
 #
@@ -246,14 +246,14 @@ table(["`use_reentrant`", "gradients equal", "trained from data", "warnings"], r
 # %% [markdown] slide={"en": "If the input needs no gradient, the older mode trains **0 of 12** parameters.\n\nIf you leave out the option, you get the older mode.", "zh": "输入不需要梯度时，用旧模式，12 个参数里有 **0** 个得到训练。\n\n不写这个选项，用的就是旧模式。"}
 # <div lang="en">
 #
-# If no input tensor of a Function needs a gradient, the output has no graph. Therefore the head gets gradients, but the block gets none. PyTorch's older mode warns about this, but your checkpoint gives no warning. If you leave out the option, PyTorch 2.13 still uses the older mode, and gives a second warning, which is printed above. This warning announces an error from version 2.9 on, but version 2.13 raises no such error. Always write `use_reentrant=False`.
+# If no input tensor of a Function needs a gradient, the output has no graph. Therefore the head gets gradients, but the block gets none. PyTorch's older mode warns about this, but your checkpoint gives no warning. If you leave out `use_reentrant`, PyTorch 2.13 still uses the older mode, and gives a second warning, which is printed above. According to this warning, such a call raises an error in version 2.9 and later, but version 2.13 raises none. Always write `use_reentrant=False`.
 #
 # In both modes, a block must compute the same results twice. PyTorch repeats its own random numbers and the `autocast` settings, so dropout draws the same mask. PyTorch does not repeat Python's random numbers, and does not reset your module's counters (section 2.16). So the second result may differ, which may raise a `CheckpointError` (section 2.14).
 #
 # </div>
 # <div lang="zh">
 #
-# 如果 Function 的输入张量都不需要梯度，输出就不带计算图，于是输出头照常训练，这个块却得不到训练。你的检查点对此毫无提示，PyTorch 的旧模式会发出警告。在 PyTorch 2.13 里，不写这个选项，用的仍然是旧模式，而且多一条警告（上面打印的就是）。这条警告说，从 2.9 版起会报错，但 2.13 版其实并不报错。所以一定要写 `use_reentrant=False`。
+# 如果 Function 的输入张量都不需要梯度，输出就不带计算图，所以输出头照常训练，块却得不到训练。你的检查点对此毫无提示，PyTorch 的旧模式会发出警告。如果不写 `use_reentrant`，PyTorch 2.13 仍用旧模式，并且多发一条警告（上面打印的就是）。警告里说，从 2.9 版起，这样调用会报错，其实 2.13 版也不报错。所以一定要写 `use_reentrant=False`。
 #
 # 无论用哪种模式，一个块都要运行两遍，两遍的结果必须相同。PyTorch 会恢复自己的随机数状态和 `autocast` 设置，所以 dropout 的掩码不变。Python 的随机数和模块自己的计数器，PyTorch 都不会恢复（2.16 节），因此两遍的结果可能不同，引起 `CheckpointError`（2.14 节）。
 #
@@ -289,14 +289,14 @@ timelines(
 # %% [markdown] slide={"en": "A layer keeps 20,987,904 bytes. A checkpoint keeps its input and 5,056 bytes.\n\n**Guess first.** Peak without checkpoints: 277,682,584 bytes. With $k$ checkpoints?", "zh": "一层保存 20,987,904 字节，检查点只保存这一层的输入和 5,056 字节。\n\n**先猜**：不加检查点时，峰值是 277,682,584 字节。加 $k$ 个检查点呢？"}
 # <div lang="en">
 #
-# Each tooth is one layer whose activations are in memory again. A checkpoint keeps the layer's input, $b s h$ numbers, and 5,056 bytes for the state of the random number generator. Without a checkpoint, a layer keeps 20,987,904 bytes (your sum in lesson 01). When backward starts, the other bytes of a checkpointed layer are not in memory. At this point, the step without checkpoints has its peak, 277,682,584 bytes.
+# Each tooth is one layer whose activations are in memory again. A checkpoint keeps the layer's input, $b s h$ numbers, and 5,056 bytes for the state of the random number generator. Without a checkpoint, a layer keeps 20,987,904 bytes (your sum in lesson 01). When backward starts, a checkpointed layer still keeps only its input and the generator's state. At this point, the step without checkpoints has its peak, 277,682,584 bytes.
 #
 # **Exercise 2.** The first $k$ of the eight layers have a checkpoint. What is the peak, in bytes?
 #
 # </div>
 # <div lang="zh">
 #
-# 图中的每个锯齿对应一层，这时这一层的激活值又回到了内存里。检查点保存这一层的输入，共 $b s h$ 个数，另用 5,056 字节保存随机数发生器的状态。一层原来保存 20,987,904 字节（第 01 课你算出的总和），除去检查点保存的部分，其余的在反向开始时都不在内存里。没有检查点时，训练步的峰值 277,682,584 字节正好出现在反向开始的这一刻。
+# 图中的每个锯齿对应一层，这时这一层的激活值又回到了内存里。检查点保存这一层的输入，共 $b s h$ 个数，另用 5,056 字节保存随机数发生器的状态。不加检查点时，一层保存 20,987,904 字节（第 01 课你算出的总和）。反向开始时，加了检查点的层只保存着输入和上述状态。没有检查点时，训练步的峰值 277,682,584 字节正好出现在反向开始的这一刻。
 #
 # **练习 2。** 给八层中的前 $k$ 层加检查点，峰值是多少字节？
 #
@@ -364,7 +364,7 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 # </div>
 # <div lang="zh">
 #
-# 假设只能用一个检查点。我们来看两个网络，一个只有这八层，损失是输出平方的均值，另一个是带输出头的解码器。（不计 Adam 的 55.0 MB，这个解码器需要 222.7 MB。）
+# 假设只能用一个检查点。我们来看两个网络，一个只有这八层，损失是输出平方的均值，另一个是带输出头的解码器。（不计 Adam 的 55.0 MB，这个解码器的峰值是 222.7 MB。）
 #
 # **练习 3。** 先猜，再测量。在只有八层的网络里，检查点加在哪一层上，峰值不会降低？在解码器里，给同一层加检查点，峰值会降低吗？填写层的编号（0 到 7），以及 `True`（会）或 `False`（不会）。
 #
@@ -385,17 +385,17 @@ alone = {layer: peak(layer, head=False) for layer in (None, *range(8))}
 whole = {layer: peak(layer) for layer in (None, *range(8))}
 figures.draw_which_block(alone, whole)
 
-# %% [markdown] slide={"en": "A checkpoint saves the bytes that, because of it, are absent **at the peak**.\n\nAsk when the peak is, and what is live then.", "zh": "一个检查点能省多少，要看**峰值那一刻**，有哪些字节因为它而不在内存里。\n\n先问峰值在何时，再问那一刻内存里有什么。"}
+# %% [markdown] slide={"en": "A checkpoint saves the bytes that it keeps out of memory **at the peak**.\n\nAsk when the peak is, and what is live then.", "zh": "一个检查点能省多少，要看**峰值那一刻**，有哪些字节因为它而不在内存里。\n\n先问峰值在何时，再问那一刻内存里有什么。"}
 # <div lang="en">
 #
-# A checkpoint reduces the peak by the tensors that it removes from memory **at the peak**. Backward begins with the last layer, so the last layer is recomputed while all other layers' activations are still in memory. In the eight layers alone, a checkpoint around the last layer saves nothing, and costs 5,056 bytes for the generator's state. A checkpoint around one of layers 0 to 5 saves the layer's activations except its input. Around layer 6, a checkpoint saves 2.1 MB less, because the peak comes later. Then 3.2 MB of layer 7's gradients are in memory, but one input (1.0 MB) is not.
+# A checkpoint reduces the peak by the tensors that it removes from memory **at the peak**. Backward begins with the last layer, so the last layer is recomputed while all other layers' activations are still in memory. In the eight layers alone, a checkpoint around the last layer saves nothing, and costs 5,056 bytes for the generator's state. A checkpoint around one of layers 0 to 5 saves the layer's activations except its input. Around layer 6, a checkpoint saves 2.1 MB less, because the peak comes later. Then 3.2 MB of layer 7's gradients are in memory, but one layer input (1.0 MB) fewer.
 #
 # In the decoder, a checkpoint around the last layer also reduces the peak, because this peak comes earlier, in the loss's backward. At that point, three tensors as large as the logits (25 MB together) are in memory.
 #
 # </div>
 # <div lang="zh">
 #
-# 一个检查点能省多少，要看**峰值那一刻**，有哪些张量因为它而不在内存里。反向从最后一层开始，所以最后一层重新算出来时，其余各层的激活值都还在内存里。在只有八层的网络里，给最后一层加检查点，峰值不会降低，还要多占 5,056 字节来保存随机数发生器的状态。给第 0 到第 5 层中的一层加检查点，省下的是这一层的激活值减去它的输入。如果改给第 6 层加检查点，省下的会比这少 2.1 MB，因为峰值来得更晚，那时内存里多了第 7 层 3.2 MB 的梯度，少了 1.0 MB 的输入。
+# 一个检查点能省多少，要看**峰值那一刻**，有哪些张量因为它而不在内存里。反向从最后一层开始，所以最后一层重新算出来时，其余各层的激活值都还在内存里。在只有八层的网络里，给最后一层加检查点，峰值不会降低，还要多占 5,056 字节来保存随机数发生器的状态。给第 0 到第 5 层中的一层加检查点，省下的是这一层的激活值减去它的输入。给第 6 层加检查点要少省 2.1 MB，因为峰值来得更晚，那时内存里多了第 7 层 3.2 MB 的梯度，少了一份层输入（1.0 MB）。
 #
 # 在解码器里，给最后一层加检查点也能降低峰值，因为解码器的峰值出现得更早，是在损失的反向里。那一刻内存里有三个 logits 大小的张量，共 25 MB。
 #
@@ -434,14 +434,14 @@ def keep_products():
 #
 # **Exercise 4.** Besides attention's results, torchtitan's selective mode keeps only every second matrix product. Write `every_second` in the form of `keep_products`. It keeps the first, third, fifth ... matrix product of the linear layers. Count `addmm` and `mm` together, and start from one in each checkpoint.
 #
-# PyTorch 2.13 calls the policy only in forward. Older versions such as 2.9 call it again in the recomputation. Then `context.is_recompute` is true, and the policy needs a second count.
+# PyTorch 2.13 calls the policy only in forward. Older versions such as 2.9 call it again in the recomputation, with `context.is_recompute` true. There the policy must count the recomputation's products separately.
 #
 # </div>
 # <div lang="zh">
 #
 # **练习 4。** torchtitan 的选择性模式保留注意力的结果，此外，每两个矩阵乘积只保留一个。请照 `keep_products` 的样子写出 `every_second`，保留线性层的第一、第三、第五……个矩阵乘积。`addmm` 和 `mm` 合在一起数，每个检查点都从一数起。
 #
-# PyTorch 2.13 只在前向里调用策略。较早的版本（例如 2.9）在重计算时还会再调用一遍，那时 `context.is_recompute` 为真，所以策略要把前向和重计算里的乘积分开来数。
+# PyTorch 2.13 只在前向里调用策略。较早的版本（例如 2.9）在重计算时还会再调用一遍策略，那时 `context.is_recompute` 为真，策略要把前向和重计算的乘积分开来数。
 #
 # </div>
 
@@ -478,7 +478,7 @@ exercises.check_policy(every_second)
 #
 # <div lang="en">
 #
-# The same step now runs without checkpoints and with five kinds of checkpoints. **Guess first:** what fraction of a step's FLOPs does another forward add? For each matrix product in forward, backward computes two: one for the input's gradient and one for the weight's gradient.
+# The same step now runs without checkpoints and with five kinds of checkpoints. **Guess first:** by what fraction does one more forward pass raise a step's FLOPs? For each matrix product in forward, backward computes two: one for the input's gradient and one for the weight's gradient.
 #
 # </div>
 # <div lang="zh">
@@ -515,14 +515,14 @@ figures.draw_policies(arms)
 # </div>
 # <div lang="zh">
 #
-# 如果全部权重都训练，多一次前向会让 FLOPs 增加约三分之一。这里每层一个检查点，FLOPs 却只是 1.21 倍，原因有两个。一是输出头不用重新计算。二是最后一个要保存的张量一算出来，重计算就停止（**提前终止**），所以每个检查点都省去最后一次矩阵乘法。如果冻结了部分权重，反向的计算变少，多做的这次前向可能让 FLOPs 增加约一半。
+# 如果全部权重都训练，多一次前向会让 FLOPs 增加约三分之一。这里每层一个检查点，FLOPs 却只是基线的 1.21 倍，原因有两个。一是输出头不用重新计算。二是最后一个要保存的张量一算出来，重计算就停止（**提前终止**），所以每个检查点都省去最后一次矩阵乘法。如果冻结了部分权重，反向的计算变少，多做的这次前向可能让 FLOPs 增加约一半。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# Keeping all matrix products reduces the peak by 84 MB for 2% more FLOPs. (With 2048 tokens per sequence, it costs 18% more FLOPs, because the matrix products inside attention run again.) Your policy reduces the peak by 101 MB for 5% more FLOPs. If your policy kept the second and fourth of a layer's four matrix products, the FLOPs would rise by 19%. The second product is small, and early stop skips the fourth anyway. Keeping every operator's result needs 429.8 MB, more than the step without checkpoints needs.
+# Keeping all matrix products reduces the baseline's peak by 84 MB for 2% more FLOPs. (With 2048 tokens per sequence, it costs 18% more FLOPs, because the matrix products inside attention run again.) Your policy reduces the peak by 101 MB for 5% more FLOPs. If your policy kept the second and fourth of a layer's four matrix products, the FLOPs would rise by 19%. The second product is small, and early stop skips the fourth anyway. Keeping every operator's result needs 429.8 MB, more than the step without checkpoints needs.
 #
 # One checkpoint around all eight layers costs the most FLOPs and reduces the peak by only 19 MB.
 #
@@ -531,7 +531,7 @@ figures.draw_policies(arms)
 # </div>
 # <div lang="zh">
 #
-# 保留全部矩阵乘积，峰值降低 84 MB，FLOPs 只多 2%。（每条序列有 2048 个 token 时要多 18%，因为注意力内部的矩阵乘法要再做一遍。）你的策略让峰值降低 101 MB，FLOPs 多 5%。这里每层有四个矩阵乘积，如果改为保留第二和第四个，FLOPs 多 19%，因为第二个乘积较小，而第四个由于提前终止，本来就不用重新计算。如果把每个算子的结果都保留下来，就需要 429.8 MB，比不用检查点还多。
+# 保留全部矩阵乘积，峰值降低 84 MB，FLOPs 只比基线多 2%。（每条序列有 2048 个 token 时要多 18%，因为注意力内部的矩阵乘法要再做一遍。）你的策略让峰值降低 101 MB，FLOPs 多 5%。这里每层有四个矩阵乘积，如果改为保留第二和第四个，FLOPs 多 19%，因为第二个乘积较小，而第四个由于提前终止，本来就不用重新计算。如果保留每个算子的结果，就需要 429.8 MB，比不用检查点时还多。
 #
 # 八层合用一个检查点时，FLOPs 增加得最多，峰值却只降低 19 MB。
 #
@@ -551,7 +551,7 @@ figures.draw_policies(arms)
 # </div>
 # <div lang="zh">
 #
-# **输出头与损失**合在一起也是一个块，而且常常是最大的一块。峰值时，它需要三个 logits 大小的张量。如果有 1024 个 token，词表为 32,000，每个这样的张量占 131 MB。把 token 分成**小段**（chunk），每个小段加一个检查点，完整的 logits 就不会出现在内存里。
+# **输出头与损失**合在一起也是一个块，而且常常是最大的一块。峰值时，它需要三个 logits 大小的张量。例如 1024 个 token，词表 32,000，每个这样的张量占 131 MB。把 token 分成**小段**（chunk），每个小段加一个检查点，完整的 logits 就不会出现在内存里。
 #
 # **练习 5。** 用八行左右写出这个损失。它必须等于 `F.cross_entropy(hidden @ weight.T, targets)`，最后一个小段较短时也一样。`chunk` 是每个小段的 token 数。损失是对所有计入的目标求的均值。值为 −100 的目标不计入（`ignore_index`），微调时，提示词和填充的 token 就用这个目标值。
 #
@@ -585,7 +585,7 @@ exercises.check_loss_in_pieces(loss_in_pieces)
 # %% [markdown]
 # <div lang="en">
 #
-# With small chunks, the peak no longer comes from the logits, but from three tensors as large as the head's weight matrix (33 MB each). In two ways of section 2.17, two such tensors are enough. Fused losses such as Liger's compute the gradients of a chunk in forward, so they recompute nothing.
+# With small chunks, the peak no longer comes from the logits, but from three tensors as large as the head's weight matrix (33 MB each). Section 2.17 shows two ways that need only two such tensors. Fused losses such as Liger's compute the gradients of a chunk in forward, so they recompute nothing.
 #
 # </div>
 # <div lang="zh">
@@ -599,16 +599,16 @@ exercises.check_loss_in_pieces(loss_in_pieces)
 #
 # <div lang="en">
 #
-# You probably train a model from Hugging Face. `own_code.llama` makes a small Llama from a configuration: 4 layers, hidden size 256. The vocabulary of 8,192 is 32 times the hidden size, about as in Llama 3 8B. Forward and backward of 8 sequences of 128 tokens need 215.2 MB. Prompt tokens have the label −100.
+# From a configuration, `own_code.llama` makes a small Llama of Hugging Face Transformers: 4 layers, hidden size 256. The vocabulary of 8,192 is 32 times the hidden size, about as in Llama 3 8B. Forward and backward of 8 sequences of 128 tokens need 215.2 MB. Prompt tokens have the label −100.
 #
-# **Exercise 6.** Fill in the last row of the table below. Checkpoint the layers with `model.activation_checkpointing_enable()`, and compute the loss in chunks. `model.model(tokens).last_hidden_state` contains the hidden states before the head, `model.lm_head.weight` is the head's weight matrix, and position $t$ predicts the label of position $t + 1$. The loss and the gradients must equal the model's own, and the peak must be at most 80 MB.
+# **Exercise 6.** Write `in_chunks`, the last row of the table below. Checkpoint the layers with `model.activation_checkpointing_enable()`, and compute the loss in chunks. `model.model(tokens).last_hidden_state` contains the hidden states before the head, `model.lm_head.weight` is the head's weight matrix, and position $t$ predicts the label of position $t + 1$. The loss and the gradients must equal the model's own, and the peak must be at most 80 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 你训练的很可能是 Hugging Face 的模型。`own_code.llama` 用一份配置生成一个小的 Llama，有 4 层，隐藏维度 256。词表为 8,192，是隐藏维度的 32 倍，与 Llama 3 8B 相近。8 条序列各有 128 个 token，前向加反向需要 215.2 MB。提示词的各个 token，标签都是 −100。
+# `own_code.llama` 用一份配置生成一个小的 Hugging Face Llama 模型，有 4 层，隐藏维度 256。词表为 8,192，是隐藏维度的 32 倍，与 Llama 3 8B 相近。8 条序列各有 128 个 token，前向加反向需要 215.2 MB。提示词的各个 token，标签都是 −100。
 #
-# **练习 6。** 填写下表的最后一行。用 `model.activation_checkpointing_enable()` 给各层加检查点，并把损失分成小段计算。`model.model(tokens).last_hidden_state` 是输出头之前的隐藏状态，`model.lm_head.weight` 是输出头的权重矩阵，位置 $t$ 预测位置 $t + 1$ 的标签。损失和梯度要与模型自己算出的相同，峰值不超过 80 MB。
+# **练习 6。** 写出 `in_chunks`，也就是下表的最后一行。用 `model.activation_checkpointing_enable()` 给各层加检查点，并把损失分成小段计算。`model.model(tokens).last_hidden_state` 是输出头之前的隐藏状态，`model.lm_head.weight` 是输出头的权重矩阵，位置 $t$ 预测位置 $t + 1$ 的标签。损失和梯度要与模型自己算出的相同，峰值不超过 80 MB。
 #
 # </div>
 
@@ -637,12 +637,12 @@ exercises.check_in_chunks(in_chunks)
 # %% [markdown]
 # <div lang="en">
 #
-# Each line below runs on a new model. Three lines use a policy. In one line, the compiler saves at most half of the bytes that it usually saves. `enable()` stands for `model.activation_checkpointing_enable()`. **Guess first:** do `keep_addmm` and `keep_mm` need fewer FLOPs than `enable()`?
+# Each line below runs on a new model. Three lines use a policy. In the line with `compile()`, the compiler saves at most half of its usual bytes. `enable()` stands for `model.activation_checkpointing_enable()`. **Guess first:** do `keep_addmm` and `keep_mm` need fewer FLOPs than `enable()`?
 #
 # </div>
 # <div lang="zh">
 #
-# 下面每一行都在一个新的模型上运行。其中三行用了策略。另有一行由编译器自己选择保存什么，最多保存平时字节数的一半。`enable()` 代表 `model.activation_checkpointing_enable()`。**先猜**：`keep_addmm` 和 `keep_mm` 用的 FLOPs 会比 `enable()` 少吗？
+# 下面每一行都在一个新的模型上运行。其中三行用了策略。`compile()` 那一行由编译器选择保存什么，最多保存平时字节数的一半。`enable()` 代表 `model.activation_checkpointing_enable()`。**先猜**：`keep_addmm` 和 `keep_mm` 用的 FLOPs 会比 `enable()` 少吗？
 #
 # </div>
 
@@ -737,7 +737,7 @@ figures.claims_table(arms, alone)
 # %% slide="result"
 ledger("02", "checkpoint each layer", arms["each layer"])
 
-# %% [markdown] slide={"en": "A checkpoint saves the bytes that, because of it, are absent at the peak.\n\nFLOPs are not time. The loss is a block, too.", "zh": "一个检查点能省多少，要看峰值那一刻，有哪些字节因为它而不在内存里。\n\nFLOPs 不是时间。损失也是一个块。"}
+# %% [markdown] slide={"en": "A checkpoint saves the bytes that it keeps out of memory at the peak.\n\nFLOPs are not time. The loss is a block, too.", "zh": "一个检查点能省多少，要看峰值那一刻，有哪些字节因为它而不在内存里。\n\nFLOPs 不是时间。损失也是一个块。"}
 # ## 2.12 Summary / 小结
 #
 # <div lang="en">
@@ -745,7 +745,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # - A checkpoint keeps a block's input and recomputes the block's activations in backward. Always write `use_reentrant=False`.
 # - A checkpoint reduces the peak by the tensors that it removes from memory at the peak. Without a head, a checkpoint around the last layer does not reduce the peak. A formula for one point of the step fails if memory is higher at another point.
 # - One more forward pass adds about a third to a step's FLOPs if all weights are trained, and less with early stop. A policy that keeps the linear layers' matrix products adds 2% here, and more with longer sequences.
-# - The loss is a block, too. Here, in small chunks, it needs two to three times the bytes of the head's weight matrix.
+# - The loss is a block, too. Here, if computed in small chunks, it needs two to three times the bytes of the head's weight matrix.
 #
 # **Next:** [lesson 03](03_sqrt_schedule.ipynb) asks which blocks to forget.
 #
@@ -879,7 +879,7 @@ gaps(runs)
 # %% [markdown]
 # <div lang="en">
 #
-# `with_hooks` keeps everything that it has recomputed until the block's backward is done. PyTorch and the course's library release each tensor after its use. The last column is `course_lib.checkpoint.readable`, a file of 350 lines that is written to be read and contains both modes.
+# Until the block's backward is done, `with_hooks` keeps everything that it has recomputed. PyTorch and the course's library release each tensor after its use. The last column is `course_lib.checkpoint.readable`, a file of 350 lines that is written to be read and contains both modes.
 #
 # </div>
 # <div lang="zh">
@@ -898,7 +898,7 @@ gaps(runs)
 # </div>
 # <div lang="zh">
 #
-# 重计算与第一遍不同时，可能会抛出 `CheckpointError`。下面有五个块，前向与反向之间都有某样东西改变了，所以两遍的运行不同。第二遍里 `again` 为真。
+# 重计算与第一遍不同时，可能抛出 `CheckpointError`。在下面五个块里，前向与反向之间都有某个因素变了，所以两遍的运行不同。第二遍里 `again` 为真。
 #
 # </div>
 
@@ -965,7 +965,7 @@ for name in ("`eval()` before backward", "a cache that grows"):
 # </div>
 # <div lang="zh">
 #
-# 第一个块里，第二遍少了 dropout 的四个算子，所以是模块的模式变了。第二个块里，`repeat` 是结果形状不同的第一个算子，所以要看它读取了什么，后面的不同都由它引起。如果缺少的是排在末尾的算子，也可能只是因为提前终止，这些算子才没有运行。
+# 第一个块里，第二遍少了 dropout 的四个算子，可见模块的模式变了。第二个块里，`repeat` 是结果形状不同的第一个算子，所以要看它读取了什么，后面的不同都由它引起。如果缺少的是排在末尾的算子，也可能只是因为提前终止，这些算子才没有运行。
 #
 # **`determinism_check="none"` 什么也修不好。** 它只是不再比较形状和 dtype：
 #
@@ -1007,7 +1007,7 @@ table(["what has changed", "default", '`determinism_check="none"`'], rows)
 # - 训练时不用缓存，Hugging Face 的编码器–解码器模型要设 `use_cache=False`。
 # - 把计数器或随机数作为参数传给块，或者改用 PyTorch 的随机数发生器。对于模块自己的状态，2.16 节有一个选项可用。
 #
-# 如果第二遍保存的张量比第一遍多，提前终止会掩盖这个差别。在前向外面写 `set_checkpoint_early_stop(False)`，检查就更严格：
+# 如果第二遍保存的张量比第一遍多，提前终止会掩盖这个差别。用 `set_checkpoint_early_stop(False)` 包住前向，检查更严格：
 #
 # </div>
 
@@ -1067,7 +1067,7 @@ in_depth.compare_kept_outputs(gradients, block, x, kept)
 #
 # <div lang="en">
 #
-# ✓ means that gradients, state and later random numbers are the same as in a model without checkpoints. The columns are options of `checkpoint_blocks`.
+# In the table, ✓ means that gradients, state and later random numbers are the same as in a model without checkpoints. The columns are options of `checkpoint_blocks`.
 #
 # </div>
 # <div lang="zh">
@@ -1151,7 +1151,7 @@ exercises.check_dropout_checkpoint(Careful.apply)
 # </div>
 # <div lang="zh">
 #
-# **每个检查点包几层。** 在 2.7 节里，两层合用一个检查点，比每层一个检查点用的内存和 FLOPs 都更多。但如果梯度从一开始就存在，例如梯度累积（第 05 课）中后面的微批次，两层合用就可能更省内存。两层合用时，每次要多重计算一层，但只需保存一半的输入。一层保存的字节数是一份输入的 20 倍。**先猜**：从多少层起，两层合用更省内存？（下面各种尺寸都缩到解码器的四分之一。）
+# **每个检查点包几层。** 在 2.7 节里，两层合用一个检查点，比每层一个检查点用的内存和 FLOPs 都更多。但如果梯度从一开始就存在，例如梯度累积（第 05 课）中后面的微批次，两层合用就可能更省内存。两层合用时，每次要多算一层，但只需保存一半的输入。一层保存的字节数是一份输入的 20 倍。**先猜**：从多少层起，两层合用更省内存？（下面各种尺寸都缩到解码器的四分之一。）
 #
 # </div>
 
@@ -1422,12 +1422,12 @@ in_depth.trainer_steps(arguments)
 #
 # <div lang="en">
 #
-# `checkpoint_sequential` divides an `nn.Sequential` into segments, and puts a checkpoint around each segment except the last. Then an attention layer runs three times. Without checkpoints, each run keeps $5 s b h + a s^2 b$ numbers, including its input of $s b h$ numbers. If each run has a checkpoint, two of the three runs keep only their inputs at the peak, and the third run keeps all its numbers. (For short sequences the peak comes later, with gradients that the formula leaves out.) Last, a post-norm layer (hidden size 512, 8 heads) is trained with Adam, with and without a checkpoint.
+# `checkpoint_sequential` divides an `nn.Sequential` into segments, and puts a checkpoint around each segment except the last. In the second cell below, an attention layer runs three times in one step. Without checkpoints, each run keeps $5 s b h + a s^2 b$ numbers, including its input of $s b h$ numbers. If each run has a checkpoint, two of the three runs keep only their inputs at the peak, and the third run keeps all its numbers. (For short sequences the peak comes later, with gradients that the formula leaves out.) In the third cell below, a post-norm layer (hidden size 512, 8 heads) is trained with Adam, with and without a checkpoint.
 #
 # </div>
 # <div lang="zh">
 #
-# `checkpoint_sequential` 把一个 `nn.Sequential` 分成几段，除最后一段外，每段加一个检查点。接着，同一个注意力层连用三次。不加检查点时，每一次保存 $5 s b h + a s^2 b$ 个数，其中输入占 $s b h$ 个。三次都加检查点时，峰值那一刻有两次只保存着输入，只有一次保存着全部的数。（序列短时，峰值出现得较晚，公式没有计入那时的梯度。）最后用 Adam 训练一个 post-norm（后置归一化）层，隐藏维度 512，8 个头，加检查点和不加检查点各训练一次。
+# `checkpoint_sequential` 把一个 `nn.Sequential` 分成几段，除最后一段外，每段加一个检查点。在下面第二个单元格里，同一个注意力层连用三次。不加检查点时，每一次保存 $5 s b h + a s^2 b$ 个数，其中输入占 $s b h$ 个。三次都加检查点时，峰值那一刻有两次只保存着输入，只有一次保存着全部的数。（序列短时，峰值出现得较晚，公式没有计入那时的梯度。）第三个单元格用 Adam 训练 post-norm（后置归一化）层，隐藏维度 512，8 个头，加与不加检查点各一次。
 #
 # </div>
 
@@ -1472,12 +1472,12 @@ claims.older_claims()
 #
 # Keeping the matrix products costs few FLOPs, but Python is called for every operator, about 900 times per step. The second cell below measures on your GPU, or shows numbers recorded on an H100 and an H200.
 #
-# With `keep_mm`, a Llama in bf16 computes no matrix product twice. Still, forward and backward take longer than without checkpoints: 23% longer on the H200, and 32% longer on the H100. With checkpoints and `compile()` together, forward and backward take less time than without either: 1% less on the H200, and 7% less on the H100.
+# With `keep_mm`, a Llama in bf16 computes no matrix product twice. Still, forward and backward take longer than without checkpoints: 23% longer on the H200, and 32% longer on the H100. With checkpoints and `compile()` together, forward and backward take less time than with neither: 1% less on the H200, and 7% less on the H100.
 #
 # </div>
 # <div lang="zh">
 #
-# 保留矩阵乘积只多用很少的 FLOPs，但每遇到一个算子都要调用一次 Python，一步约 900 次。第二个单元格在你的 GPU 上测量。没有 GPU 时，就显示 H100 和 H200 的记录。
+# 保留矩阵乘积只多用很少的 FLOPs，但每遇到一个算子都要调用一次 Python，一步约 900 次。下面第二个单元格在你的 GPU 上测量。没有 GPU 时，就显示 H100 和 H200 的记录。
 #
 # 在 bf16 的 Llama 上用 `keep_mm` 时，任何矩阵乘法都只做一遍，前向加反向却比没有检查点时慢，在 H200 上多花 23% 的时间，在 H100 上多花 32%。检查点和 `compile()` 一起用时，前向加反向比两者都不用时更快，在 H200 上少用 1% 的时间，在 H100 上少用 7%。
 #
