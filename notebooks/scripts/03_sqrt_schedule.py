@@ -37,7 +37,7 @@ language()
 # - Decide from two numbers whether another plan beats a checkpoint around each layer of your model.
 # - Predict the peak for any segments, and write the cuts with the lowest peak.
 # - Give the compiler a memory budget, and check its result.
-# - Write the recurrence that finds the fastest schedule within a limit of bytes, and then get below its lowest peak.
+# - Write the recurrence that finds the fastest schedule within a limit of bytes, and then get below the lowest peak of such schedules.
 #
 # **What to know before**: lesson 01's meter, and the checkpoint of lesson 02.
 #
@@ -110,9 +110,9 @@ print(layer_cuts(8), layer_cuts(8, group=2), sep="\n")
 # - **Loss in chunks:** lesson 02's loss, 128 tokens at a time, and no checkpoint elsewhere.
 # - **Compiler's budget:** `torch.compile` chooses what to keep, up to half of the bytes that it usually keeps (section 3.5). The compiler needs real tensors, so it runs with 8 layers only. The other ways use symbolic tensors.
 #
-# **On this page**, a peak counts all live activations, including the model's input. It does not count weights, gradients and optimizer state. They exist from the start, as in later micro-batches (lesson 05).
+# **On this page**, a peak counts all live activations, including the model's input. It does not count weights, gradients and optimizer state. These exist before forward begins, as in every micro-batch after the first (lesson 05).
 #
-# **Guess first.** Which way has the lowest peak with 8 layers, and which way with 48 layers? With 8 layers, which ways add less than 5% to the FLOPs of a step without checkpoints?
+# **Guess first.** Which way has the lowest peak with 8 layers, and which with 48? With 8 layers, which ways add less than 5% to the FLOPs of a step without checkpoints?
 #
 # </div>
 # <div lang="zh">
@@ -123,9 +123,9 @@ print(layer_cuts(8), layer_cuts(8, group=2), sep="\n")
 # - **两层合用一个检查点**。
 # - **保留乘积**：每层加一个选择性检查点，保留线性层的结果。
 # - **损失分小段**：用第 02 课的损失，每个小段（chunk）128 个 token，其余部分不用检查点。
-# - **编译器的预算**：由 `torch.compile` 选择保留什么，预算是它平常保留的激活值的一半（3.5 节）。编译器要用真实的张量，所以这种做法只测 8 层，其余各种做法都用符号张量。
+# - **编译器的预算**：由 `torch.compile` 选择保留什么，预算是它平常保留的激活值的一半（3.5 节）。编译器要用真实的张量，所以这种做法只测 8 层，其余做法都用符号张量。
 #
-# **本课统一用一种计法。** 所有存活的激活值都计入，包括模型的输入。权重、梯度和优化器状态不计入，因为它们从一开始就已存在。梯度累积从第二个微批次起也是这样（第 05 课）。
+# **本课的峰值都这样统计。** 所有存活的激活值都计入，包括模型的输入。权重、梯度和优化器状态不计入，因为本课假设这三者在前向之前就已存在。做梯度累积时，从第二个微批次起正是这种情况（第 05 课）。
 #
 # **先猜**：8 层时，哪种做法的峰值最低？48 层时又是哪种？8 层时，与不用检查点相比，哪几种做法多花的 FLOPs 不到 5%？
 #
@@ -157,7 +157,7 @@ own_model.draw_ways({8: eight, 48: deep})
 # </div>
 # <div lang="zh">
 #
-# 8 层时，峰值最低的是**每层一个检查点**，峰值从 195.2 MB 降到 36.7 MB，FLOPs 是不用检查点时的 1.21 倍。有三种做法只多花约 2% 的 FLOPs，其中保留乘积和编译器的预算让峰值降低了将近一半。损失分小段在两种深度下都让峰值降低 18 MB，因为它只缩小 logits，而模型无论多深，logits 都只算一次。48 层时，峰值最低的变成**两层合用一个检查点**。
+# 8 层时，峰值最低的是**每层一个检查点**，峰值从 195.2 MB 降到 36.7 MB，FLOPs 是不用检查点时的 1.21 倍。有三种做法只多花约 2% 的 FLOPs，其中保留乘积和编译器的预算让峰值降低了将近一半。损失分小段在两种深度下都让峰值降低 18 MB，因为它只缩小 logits，而 logits 的大小与模型的深度无关。48 层时，峰值最低的变成**两层合用一个检查点**。
 #
 # </div>
 
@@ -189,14 +189,14 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 # %% [markdown]
 # <div lang="en">
 #
-# In both models, pairs need less memory from about 49 layers on. (In the 8B model, a layer keeps 825 MB, 134 MB of them for float32 copies in norms. With fused norms, pairs help shallower models.) The 8B model has only 32 layers. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
+# In both models, pairs need less memory from about 49 layers on. (In the 8B model, a layer keeps 825 MB, 134 MB of them for float32 copies in norms. With fused norms, fewer layers are enough.) The 8B model has only 32 layers. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
 #
 # In other training steps the gradients arrive during backward. In these two models a layer's gradients take far more bytes than its input, so the peak is at the end of backward. The inputs are released by then, so groups do not lower the peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 在这两个模型里，两层一组都要从大约 49 层起才更省内存。（8B 模型的 825 MB 里有 134 MB 是 Hugging Face 的归一化留下的 float32 副本。改用融合的归一化，这个阈值就会降低。）8B 模型只有 32 层。70B 模型有 80 层，所以两层一组能降低这个模型的峰值，但前提是梯度在反向之前就已存在（本课就是这样），或者梯度是分片的（第 08 课）。
+# 在这两个模型里，两层一组都要从大约 49 层起才更省内存。（8B 模型的一层保存 825 MB，其中 134 MB 是 Hugging Face 的归一化留下的 float32 副本。改用融合的归一化，所需的层数会少一些。）8B 模型只有 32 层。70B 模型有 80 层，所以，如果梯度在反向之前就已存在（本课就是这样），或者是分片的（第 08 课），两层一组就能降低峰值。
 #
 # 在其他训练步里，梯度在反向中陆续产生。这两个模型里，一层的梯度都远大于它的输入，所以峰值出现在反向快结束时。那时各组的输入都已释放，因此分组并不能降低峰值。
 #
@@ -209,7 +209,7 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 #
 # If each layer keeps few bytes, groups of layers save memory even in shallow networks. A group is called a **segment**. From here to section 3.5 the network is a chain of 100 equal layers, each a Linear and a GELU, with activations of 1000 × 25 numbers. A boundary between segments keeps one activation, $B$ = 100,000 bytes. A layer keeps $A = 2B$, because the Linear and the GELU each keep their input.
 #
-# `checkpoint_sequential` cuts such a network into $k$ segments, and puts a checkpoint around each segment except the last. Are the gradients equal?
+# `checkpoint_sequential` cuts such a network into $k$ segments, and puts a checkpoint around each segment except the last. Do the gradients stay the same?
 #
 # </div>
 # <div lang="zh">
@@ -232,12 +232,12 @@ table(["gradients equal"], [[figures.equal_gradients(hundred, x, plain, tenths)]
 # %% [markdown] slide={"en": "$k B + \\frac{L}{k} A + B$ is a smooth curve.\n\n**Guess first.** Will the measured points be smooth, too?", "zh": "$k B + \\frac{L}{k} A + B$ 是一条平滑的曲线。\n\n**先猜**：测得的点也会连成平滑的曲线吗？"}
 # <div lang="en">
 #
-# How does the peak depend on the number $k$ of segments? The inputs of $k$ segments take $k B$. The $L/k$ layers of one segment add $\frac{L}{k} A - B$, because the first layer's input is the segment's input, which is counted already. Backward adds two gradients, one of an output and one of an input, which take $2 B$. The sum $k B + \frac{L}{k} A + B$ is a smooth curve. **Guess first:** will the measured points be smooth, too?
+# How does the peak depend on the number $k$ of segments? The inputs of $k$ segments take $k B$. The $L/k$ layers of one segment add $\frac{L}{k} A - B$, because the first layer's input is the segment's input, which is counted already. Backward adds two gradients, of one layer's output and input, which take $2 B$. The sum $k B + \frac{L}{k} A + B$ is a smooth curve. **Guess first:** will the measured points be smooth, too?
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值随段数 $k$ 怎样变化？$k$ 段的输入占 $k B$。做反向的那一段有 $L/k$ 层，这些层还要保存 $\frac{L}{k} A - B$，因为第一层的输入就是这一段的输入，已经计入 $k B$。反向中还有两份梯度，一份是某一层的输出的梯度，另一份是这一层的输入的梯度，共 $2 B$。三项之和是 $k B + \frac{L}{k} A + B$，画出来是一条平滑的曲线。**先猜**：测得的点也会连成平滑的曲线吗？
+# 峰值随段数 $k$ 怎样变化？$k$ 段的输入占 $k B$。做反向的那一段有 $L/k$ 层，这些层还要保存 $\frac{L}{k} A - B$，因为第一层的输入就是这一段的输入，已经计入 $k B$。反向中还有两份梯度，一份是某一层的输出的梯度，另一份是这一层的输入的梯度，共 $2 B$。三项之和 $k B + \frac{L}{k} A + B$ 是一条平滑的曲线。**先猜**：测得的点也会连成平滑的曲线吗？
 #
 # </div>
 
@@ -250,16 +250,16 @@ figures.draw_sweep(100, sweep, marked=(50, 51))
 # %% [markdown]
 # <div lang="en">
 #
-# The points are not smooth. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment, but **all remaining layers into the last one**. For $k = 51$, fifty segments have one layer each, and the last segment has fifty layers. While a segment runs backward, the activations of all its layers are in memory.
+# The points are not smooth. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment, but **all remaining layers into the last one**. For $k = 51$, fifty segments have one layer each, and the last has fifty. While a segment runs backward, the activations of all its layers are in memory.
 #
-# **Exercise 1.** Cuts form a list such as `[0, 40, 70, 100]`. While segment $j$ (counted from 0) runs backward, which inputs are still kept, how many bytes do its layers keep, and which gradients exist? Count every tensor once. Return the peak in bytes, from `A` and `B`.
+# **Exercise 1.** Cuts form a list such as `[0, 40, 70, 100]`. While segment $j$ (counted from 0) runs backward, which segments' inputs are still kept, how many bytes do its layers keep, and which gradients exist? Count every tensor once. Return the peak in bytes, from `A` and `B`.
 #
 # </div>
 # <div lang="zh">
 #
 # 测得的点并不平滑。`checkpoint_sequential` 给每段 $\lfloor L/k \rfloor$ 层，**余下的全归最后一段**。$k = 51$ 时，有五十段各一层，最后一段却有五十层。一段做反向时，整段的激活值都在内存里。
 #
-# **练习 1。** 切口写成列表，例如 `[0, 40, 70, 100]`。第 $j$ 段（从 0 数起）做反向时，还保留着哪些输入？这一段的各层保存多少？内存里还有哪些梯度？每个张量只算一次。用 `A` 和 `B` 算出峰值，返回字节数。
+# **练习 1。** 切口写成列表，例如 `[0, 40, 70, 100]`。第 $j$ 段（从 0 数起）做反向时，还保留着哪几段的输入？这一段的各层保存多少？内存里还有哪些梯度？每个张量只算一次。用 `A` 和 `B` 算出峰值，返回字节数。
 #
 # </div>
 
@@ -303,7 +303,7 @@ predictions(rows, unit="bytes")
 #
 # The measured peaks are 8 bytes above the predictions, which leave out the loss and its gradient. In the sum for equal segments, $k B$ grows with $k$, and $\frac{L}{k} A$ falls.
 #
-# **Exercise 2.** For which number of segments $k$ is the sum of these two terms least? Write a formula for any $L$, $A$ and $B$. The result need not be a whole number. If you round it, choose the whole number with the smaller sum.
+# **Exercise 2.** For which number of segments $k$ is the sum of these two terms least? Write a formula for any $L$, $A$ and $B$. The result may be fractional. If you round it, choose the whole number with the smaller sum.
 #
 # </div>
 # <div lang="zh">
@@ -368,7 +368,7 @@ exercises.check_best_count(best_count)
 # </div>
 # <div lang="zh">
 #
-# **最后**一段做反向时，各段的输入都还保留着。**第一**段做反向时，其他各段的输入都已释放，所以第一段可以更长。因此，我们让每一段做反向时都占同样的 $R$ 字节（不计 3.2 节的和里末尾的 $B$）。如果某一段之前还保留着 $j$ 份输入，那么留给这一段各层的是 $R - (j + 1) B$ 字节。
+# **最后**一段做反向时，各段的输入都还保留着。**第一**段做反向时，其他各段的输入都已释放，所以第一段可以更长。因此，我们让每一段做反向时都占同样的 $R$ 字节（不计 3.2 节公式末尾的 $B$）。如果某一段之前还保留着 $j$ 份输入，那么留给这一段各层的是 $R - (j + 1) B$ 字节。
 #
 # 每往后一段，段长就减少 $B / A$ 层。把每一段的各层画成一列，各列就排成一个三角形，底边长 $R / B$ 段，高 $R / A$ 层，三角形的面积就是层数：
 #
@@ -428,7 +428,7 @@ figures.draw_budgets({name: arms[name] for name in ("10 equal segments", "tapere
 # </div>
 # <div lang="zh">
 #
-# 峰值从 $31 B$ 降到 $22 B$。FLOPs 增加 2%，因为最后一段变短了，而只有最后一段不必再做一遍前向。在图上，渐短切法的各层正好排成那个三角形。这种切法是我们在这里推导出来的，没有在论文里见过。
+# 峰值从 $31 B$ 降到 $22 B$。FLOPs 增加 2%，因为最后一段变短了，而只有最后一段不必再做一遍前向。在图上，渐短切法的各层正好排成那个三角形。这种切法是我们推导出来的，没有在论文里见过。
 #
 # </div>
 
@@ -449,9 +449,9 @@ figures.draw_budgets({name: arms[name] for name in ("10 equal segments", "tapere
 #
 # <div lang="en">
 #
-# `torch.compile` traces forward and backward as one graph and cuts the graph in two. The results that cross the cut are saved, and backward computes the other results again. A **budget**, a share between 0 and 1, limits the saved bytes. The default, 1, minimizes the run time. With 0, only the graph's inputs are saved, as with one checkpoint around everything. With 0.5, the compiler saves the inputs and at most half of the other bytes that it saves with 1.
+# `torch.compile` traces forward and backward as one graph and cuts the graph in two. The results that cross the cut are saved, and backward computes the other results again. A **budget**, a number between 0 and 1, limits the saved bytes. The default, 1, minimizes the run time. With 0, only the graph's inputs are saved, as with one checkpoint around everything. With 0.5, the compiler saves the inputs and at most half of the other bytes that it saves with 1.
 #
-# Torch 2.13 has a context manager for the budget, which is still a prototype. The context must cover the whole forward pass of a compiled graph, and raises an error outside of the compiler (section 3.16). Section 3.1 used the older private setting, `torch._functorch.config.activation_memory_budget`.
+# Torch 2.13 has a prototype of a context manager for the budget. The context must cover the whole forward pass of a compiled graph, and raises an error outside of the compiler (section 3.16). Section 3.1 used the older private setting, `torch._functorch.config.activation_memory_budget`.
 #
 # </div>
 # <div lang="zh">
@@ -485,7 +485,7 @@ def in_region(module, x, budget):
 # </div>
 # <div lang="zh">
 #
-# 这个后端用 PyTorch 平常的核函数来运行这两张图。在 GPU 上不必写 `backend`，默认的后端会生成核函数，还会调整算子的顺序以降低峰值。这里没有运行默认的后端。
+# 这个后端用 PyTorch 平常的核函数来运行这两张图。在 GPU 上不必写 `backend`，默认的后端会生成核函数，还会调整算子的顺序以降低峰值（这里没有运行）。
 #
 # **先猜**：在我们这条链的前 16 层上，预算越小，保存的字节越少。峰值也会随之降低吗？
 #
@@ -506,7 +506,7 @@ own_model.budget_table(layers16, x, tried)
 # </div>
 # <div lang="zh">
 #
-# 改用私有设置，得到的数与用上下文管理器时相同。预算为 0.75 时，峰值降低，FLOPs 却不变，因为重计算的只有 GELU，而 FLOPs 只计矩阵乘法。预算再小一些，保存的字节继续减少，峰值却**升高**，预算为 0 时与全部保留时一样高。负责选择的求解器会考虑每个结果占多少字节、重计算要多少 FLOPs，却不考虑重计算出来的结果会在内存里留多久。预算为 0.25 时，求解器保留前七个 Linear 的结果，最后九层什么也不保留，于是反向一开始就要把这九层一起重计算。3.16 节会展示求解器的选择，并把峰值减半。
+# 改用私有设置，得到的数相同。预算为 0.75 时，峰值降低，FLOPs 却不变，因为重计算的只有 GELU，而 FLOPs 只计矩阵乘法。预算再小一些，保存的字节继续减少，峰值却**升高**，预算为 0 时与全部保留时一样高。负责选择的求解器会考虑每个结果占多少字节、重计算要多少 FLOPs，却不考虑重计算出来的结果会在内存里留多久。预算为 0.25 时，求解器保留前七个 Linear 的结果，最后九层什么也不保留，于是反向一开始就要把这九层一起重计算。3.16 节会展示求解器的选择，并把峰值减半。
 #
 # 在解码器上，预算 0.5 是个好选择。换成你的模型，不妨也从 0.5 开始，但一定要实测峰值，因为保存的字节少，不等于峰值低。还是这 16 层，如果切成四段，峰值是 $13 B$（3.13 节）。
 #
@@ -543,7 +543,7 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 #
 # Let $T_{i..n}(R)$ be the least time for forward and backward of stages $i$ to $n$ within $R$ bytes. The input of stage $i$ exists already and is not counted. We assume that schedules never discard a kept tensor before its backward, and that no output is larger than the output before it. Stage $i$ keeps $A_i$ bytes, its output takes $B_i$ bytes, its forward takes time $f_i$, and its backward takes time $g_i$. A schedule can begin in two ways:
 #
-# - **Keep all** of stage $i$. With the gradient of its output, this needs $A_i + B_i \le R$. The time is $f_i + T_{i+1..n}(R - A_i) + g_i$.
+# - **Keep all** of stage $i$. These $A_i$ bytes and the output's gradient must fit: $A_i + B_i \le R$. The time is $f_i + T_{i+1..n}(R - A_i) + g_i$.
 # - **Run on** to a later stage $e$, keep its input, and come back to $i$ when stages $e$ to $n$ are done. This takes the forwards of stages $i$ to $e - 1$. Which two parts remain, and how many bytes can each part use?
 #
 # The least of these times, over both ways and every $e$, is $T_{i..n}(R)$.
@@ -555,7 +555,7 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 #
 # 设 $T_{i..n}(R)$ 是在 $R$ 字节之内，做完第 $i$ 到第 $n$ 级的前向和反向所需的最短时间。此时第 $i$ 级的输入已经存在，不计入 $R$。我们假设，调度保留的每个张量都一直留到反向用完它为止，并且每一级的输出都不大于前一级的输出。第 $i$ 级保存 $A_i$ 字节，输出占 $B_i$ 字节，前向用时 $f_i$，反向用时 $g_i$。调度的开头有两种做法：
 #
-# - **全部保留**第 $i$ 级。加上输出的梯度，要求 $A_i + B_i \le R$。时间是 $f_i + T_{i+1..n}(R - A_i) + g_i$。
+# - **全部保留**第 $i$ 级。这 $A_i$ 字节与输出的梯度必须同时放得下，即 $A_i + B_i \le R$。用时是 $f_i + T_{i+1..n}(R - A_i) + g_i$。
 # - **往前跑**到后面的某一级 $e$，保留第 $e$ 级的输入，等第 $e$ 到第 $n$ 级做完之后，再回到第 $i$ 级。往前跑要做第 $i$ 到第 $e - 1$ 级的前向。这之后还剩哪两部分要做？每一部分有多少字节可用？
 #
 # 把两种做法和每一个 $e$ 都试过，其中最短的时间就是 $T_{i..n}(R)$。
@@ -570,7 +570,7 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 第一种做法和取最小值的代码已经写好。第二种做法往前跑到第 `e` 级，请写出剩下的两部分各要多少时间。`stages` 是一个元组，从第 $i$ 级开始，所以 `stages[:e]` 是已经做过前向的级，`stages[e:]` 是后面的级。每一级有 `forward_time`、`saved_bytes`（$A_i$）和 `output_bytes`（$B_i$），它的输出就是下一级的输入。检查会取四条这样的链，穷举所有这类调度，用其中最短的时间与你算出的时间比较。
+# **练习 4。** 第一种做法和取最小值的代码已经写好。第二种做法往前跑到第 `e` 级，请写出剩下的两部分各要多少时间。`stages` 是一个元组，从第 $i$ 级开始，所以 `stages[:e]` 是已经做过前向的级，`stages[e:]` 是后面的级。每一级有 `forward_time`、`saved_bytes`（$A_i$）和 `output_bytes`（$B_i$），它的输出就是下一级的输入。检查会在四条这样的链上穷举所有这类调度，用最短的时间与你的结果比较。
 #
 # </div>
 
@@ -628,14 +628,14 @@ exercises.check_recurrence(fastest)
 #
 # While stages $e$ to $n$ run, the kept input takes $B_{e-1}$ of the $R$ bytes. Then this input is released, so stages $i$ to $e - 1$ can use all of $R$ again.
 #
-# The library's `optimal` is your recurrence for long chains, and returns the schedule itself. `optimal` also checks that each forward fits into the remaining bytes, so it handles chains in which a stage's output is larger than its input. `ScheduledSequential` runs a schedule under autograd (section 3.14). The limit is half of the bytes that the decoder keeps. Are the gradients equal, and is the peak as simulated?
+# The library's `optimal` is your recurrence for long chains, and returns the schedule itself. `optimal` also checks that each forward fits into the remaining bytes, so it handles chains in which a stage's output is larger than its input. `ScheduledSequential` runs a schedule under autograd (section 3.14). Here the limit is half of the decoder's peak without checkpoints. Are the gradients equal, and is the peak as simulated?
 #
 # </div>
 # <div lang="zh">
 #
 # 做第 $e$ 到第 $n$ 级时，保留的那份输入要占去 $R$ 中的 $B_{e-1}$ 字节。做完之后，这份输入就释放了，所以第 $i$ 到第 $e - 1$ 级又可以用全部的 $R$。
 #
-# 库里的 `optimal` 就是你的递推式，但它能用于长链，并且返回调度本身。它还检查剩余的字节能否放下每次前向，所以也能处理某一级的输出比输入大的链。`ScheduledSequential` 在 autograd 里运行一个调度（3.14 节）。如果解码器能用的字节只有全部保留时的一半，梯度还相等吗？峰值与模拟的一样吗？
+# 库里的 `optimal` 就是你的递推式，但它能用于长链，并且返回调度本身。它还检查每次前向时剩余的字节够不够用，所以即使有的级输出比输入大，也能处理。`ScheduledSequential` 在 autograd 里运行一个调度（3.14 节）。如果解码器的峰值只能是不用检查点时的一半，梯度还相等吗？峰值与模拟的一样吗？
 #
 # </div>
 
@@ -663,14 +663,14 @@ predictions([("half", simulate(halved, chain).peak_bytes, half[0])], unit="bytes
 # %% [markdown] slide={"en": "The schedule for half the bytes takes 1.17 times the FLOPs.\n\n**Guess first.** Are the checkpoints and the compiler's budget of section 3.1 above the frontier, or below it?", "zh": "字节减半的调度，FLOPs 是基线的 1.17 倍。\n\n**先猜**：3.1 节的各种检查点和编译器的预算，在前沿的上方还是下方？"}
 # <div lang="en">
 #
-# The gradients are equal, and the measured peak is 8 bytes above the simulated peak. With half the bytes, the step takes 1.17 times the FLOPs. `frontier` finds the best schedules for all budgets. They form the **Pareto frontier**: compared with each of them, any schedule of this kind with fewer bytes takes more time.
+# The gradients are equal, and the measured peak is 8 bytes above the simulated peak. With half the bytes, the step takes 1.17 times the FLOPs. `frontier` finds the best schedules for all budgets. They form the **Pareto frontier**: a schedule of this kind that needs fewer bytes than one of them takes more time.
 #
 # **Guess first:** are the checkpoints and the compiler's budget of section 3.1 above the decoder's frontier, or below it?
 #
 # </div>
 # <div lang="zh">
 #
-# 梯度相等，实测的峰值比模拟的多 8 字节。字节减半时，FLOPs 是基线的 1.17 倍。`frontier` 一次算出所有预算下的调度，也就是**帕累托前沿**。这类调度里，如果一个调度用的字节比前沿上的某一点少，用时就一定比那一点多。
+# 梯度相等，实测的峰值比模拟的多 8 字节。字节减半时，FLOPs 是基线的 1.17 倍。`frontier` 一次算出各种预算下最快的调度，它们构成**帕累托前沿**。这类调度里，如果一个调度用的字节比前沿上的某一点少，用时就一定比那一点多。
 #
 # **先猜**：3.1 节的各种检查点和编译器的预算，在解码器的前沿的上方还是下方？
 #
@@ -690,16 +690,16 @@ frontiers.draw_frontier(title, lines, arms, xlim=(20, 205))
 # %% [markdown] slide={"en": "On the decoder the search loses against the compiler.\n\nAnd on a pyramid, whose stages shrink from 32 to 1 MB?", "zh": "在解码器上，搜索输给了编译器。\n\n那么在金字塔上呢？它的各级从 32 MB 缩小到 1 MB。"}
 # <div lang="en">
 #
-# **On this transformer the search loses.** At a peak of 104.9 MB, the compiler's budget takes 1.02 times the baseline's FLOPs, and the search takes 1.16 times. The compiler and products kept recompute single operators, but the search recomputes whole stages. Even a checkpoint around each layer lies below the frontier. It takes 1.21 times the FLOPs, and at the same peak the search takes 1.31 times, because a checkpoint's recomputation stops early (lesson 02) and skips each segment's last matrix product. A search that can also stop early finds the second frontier.
+# **On this transformer the search loses.** At a peak of 104.9 MB, the compiler's budget takes 1.02 times the baseline's FLOPs, and the search takes 1.16 times. The compiler and "products kept" recompute single operators, but the search recomputes whole stages. Even a checkpoint around each layer lies below the frontier. It takes 1.21 times the FLOPs, and at the same peak the search takes 1.31 times, because a checkpoint's recomputation stops early (lesson 02) and skips each segment's last matrix product. A search that can also stop early finds the second frontier.
 #
 # Now take a pyramid, a chain of 12 stages whose outputs shrink from 32 MB to 1 MB, as in a convolutional network.
 #
 # </div>
 # <div lang="zh">
 #
-# **在这个 Transformer 上，搜索输给了编译器。** 峰值为 104.9 MB 时，编译器的预算只要基线 1.02 倍的 FLOPs，前沿上却要 1.16 倍。这是因为编译器和“保留乘积”能重计算单个算子，而搜索只能重计算整个级。就连每层一个检查点也在前沿下方。它只要 1.21 倍的 FLOPs，而峰值相同时，前沿要 1.31 倍。这是因为它的重计算会提前终止（第 02 课），每段都省去最后一次矩阵乘法。如果允许搜索也提前终止，得到的就是图上的第二条前沿。
+# **在这个 Transformer 上，搜索输给了编译器。** 峰值为 104.9 MB 时，用编译器的预算，FLOPs 只有基线的 1.02 倍，用搜索却要 1.16 倍。这是因为编译器和“保留乘积”能重计算单个算子，而搜索只能重计算整个级。就连每层一个检查点也在前沿下方。它只要 1.21 倍的 FLOPs，而峰值相同时，前沿要 1.31 倍。这是因为检查点的重计算会提前终止（第 02 课），每段都省去最后一次矩阵乘法。如果允许搜索也提前终止，得到的就是图上的第二条前沿。
 #
-# 再看一条各级相差很大的链。这条链是 12 级的金字塔，像卷积网络那样，输出从 32 MB 缩小到 1 MB。
+# 再看一条 12 级的链，它像卷积网络那样，输出从 32 MB 缩小到 1 MB，称为金字塔。
 #
 # </div>
 
@@ -709,16 +709,16 @@ frontiers.draw_cuts({"the decoder, 18 stages": chain, "a pyramid, 12 stages": ex
 # %% [markdown]
 # <div lang="en">
 #
-# **On the pyramid the search wins.** No cuts of the pyramid need less than 163 MB. The search reaches 131 MB, for 1.25 times the baseline's time. On the decoder, below 81 MB, the best cuts lie on the frontier. Above 81 MB, they need at most 9% more bytes than the search. So a loop of checkpoints is enough. Only peaks below 35 MB need the search, which reaches 27 MB, for 1.68 times the baseline's time.
+# **On the pyramid the search wins.** No cuts of the pyramid need less than 163 MB. The search reaches 131 MB, for 1.25 times the baseline's time. On the decoder, below 81 MB, the best cuts lie on the frontier. Above 81 MB, they need at most 9% more bytes than the search. So a loop of checkpoints can replace the search down to 35 MB. Only the search gets lower, to 27 MB, for 1.68 times the baseline's time.
 #
 # </div>
 # <div lang="zh">
 #
-# **在金字塔上，搜索赢了。** 任何切法都至少要 163 MB，而搜索能把峰值降到 131 MB，时间是基线的 1.25 倍。在解码器上，81 MB 以下时，最好的切法就在前沿上，81 MB 以上时也最多比搜索多用 9% 的字节，因此用一个循环加检查点就够了。只有要把解码器的峰值降到 35 MB 以下时，才用得着搜索。搜索能降到 27 MB，时间是基线的 1.68 倍。
+# **在金字塔上，搜索赢了。** 任何切法都至少要 163 MB，而搜索能把峰值降到 131 MB，时间是基线的 1.25 倍。在解码器上，峰值低于 81 MB 时，最好的切法就在前沿上，高于 81 MB 时，也最多比搜索多用 9% 的字节。所以，只要峰值不低于 35 MB，在循环里加检查点就能代替搜索。要降到更低，才用得着搜索，它能降到 27 MB，时间是基线的 1.68 倍。
 #
 # </div>
 
-# %% [markdown] slide={"en": "For 100 layers and one extra forward pass, 22 B is optimal in the search.\n\n**Now beat it.**", "zh": "搜索说，100 层、只多做一次前向时，22 B 就是最优。\n\n**现在请胜过它。**"}
+# %% [markdown] slide={"en": "For 100 layers and one extra forward pass, 22 B is optimal in the search.\n\n**Now beat it.**", "zh": "根据搜索，100 层、只多做一次前向时，22 B 就是最优。\n\n**现在请胜过它。**"}
 # ## 3.8 Now beat 22 / 现在请胜过 22
 #
 # <div lang="en">
@@ -728,7 +728,7 @@ frontiers.draw_cuts({"the decoder, 18 stages": chain, "a pyramid, 12 stages": ex
 # </div>
 # <div lang="zh">
 #
-# 回到那 100 层 Linear 加 GELU：用你的渐短切法，峰值是 $22 B$。在 3.6 节的那类调度里，有没有一种调度与渐短切法用时相同，峰值却更低？设一层的前向用时 1，反向用时 2，那么不用检查点时，一步共用时 300。渐短切法有 99 层的前向要做两遍，所以用时 399。
+# 用你的渐短切法，100 层 Linear 加 GELU 的峰值是 $22 B$。在 3.6 节的那类调度里，有没有一种调度与渐短切法用时相同，峰值却更低？设一层的前向用时 1，反向用时 2，那么不用检查点时，一步共用时 300。渐短切法有 99 层的前向要做两遍，所以用时 399。
 #
 # </div>
 
@@ -739,14 +739,14 @@ min(cost.peak_bytes for cost in frontier(links) if cost.time <= 300 + 99)
 # %% [markdown]
 # <div lang="en">
 #
-# No. Among these schedules **$22 B$ is optimal**. But this optimum holds only for a model in which a layer is one stage.
+# No. Among these schedules **$22 B$ is optimal**. But this holds only if a schedule treats each layer as one stage.
 #
 # **Exercise 5.** Get below $22 B$ with checkpoints inside the segments. `inside` runs the layers of one segment, and each layer is a pair of Linear and GELU. How can a layer keep $B$ instead of $2 B$ without additional matrix products? Which cuts are then the best? In `inside`, pass `use_reentrant=False, preserve_rng_state=False` to `checkpoint`, because `options` is local to `nested`. The gradients must be equal, and each Linear must run forward at most twice. The check also tries a shorter and narrower chain.
 #
 # </div>
 # <div lang="zh">
 #
-# 没有。在这类调度里，**$22 B$ 就是最优**。不过，最优性的证明只在它假设的模型里成立，这里假设一层就是一级。
+# 没有。在这类调度里，**$22 B$ 就是最优**。不过，这个最优有一个前提，即调度把一层当作一级。
 #
 # **练习 5。** 请在段内再加检查点，把峰值降到 $22 B$ 以下。`inside` 运行一段里的各层，每一层是一对 Linear 和 GELU。怎样才能既不多做矩阵乘法，又让一层只保存 $B$ 而不是 $2B$？这时最好的切法又是什么？`options` 是 `nested` 的局部变量，所以在 `inside` 里调用 `checkpoint` 时，要自己传入 `use_reentrant=False, preserve_rng_state=False`。要求梯度相等，每个 Linear 的前向最多运行两次。检查还会换一条更短、更窄的链再试。
 #
@@ -802,14 +802,14 @@ table(["cut", "gradients equal", "measured (units of B)", "FLOPs (× baseline)"]
 # %% [markdown] slide={"en": "**A proof of optimality holds only under its assumptions.**\n\n22 B was optimal for whole layers. Nested checkpoints: 17 B, at the same FLOPs.", "zh": "**最优性的证明只在它的假设之下成立。**\n\n以整层为单位，22 B 是最优。嵌套的检查点：17 B，FLOPs 相同。"}
 # <div lang="en">
 #
-# The peak falls to $17.03 B$ at the same 1.331 times the baseline's FLOPs, and the gradients are equal to the last bit. Each inner checkpoint contains a GELU and the next Linear. The checkpoint keeps only its input, the output of the Linear before the GELU, so a layer keeps $1 B$. In backward only the GELU runs again, because early stop skips the Linear, so no matrix product is added. The first of the best segments has 14 layers, and the last has 1 layer.
+# The peak falls to $17.03 B$ at the same 1.331 times the baseline's FLOPs, and the gradients are equal to the last bit. Each inner checkpoint contains a GELU and the next Linear. The checkpoint keeps only its input, the output of the Linear before the GELU, so a layer keeps $1 B$. In backward only the GELU runs again, because early stop skips the Linear, so no matrix product is added. With the best cuts, the first segment has 14 layers, and the last has 1.
 #
 # **A proof of optimality holds only under its assumptions.** The proof for $22 B$ considers only whole layers. The compiler beat the search because it chose among single operators.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值降到 $17.03 B$，FLOPs 同样是基线的 1.331 倍，梯度逐比特相等。每个内层检查点包住一个 GELU 和下一个 Linear，只保存 GELU 的输入，也就是前一个 Linear 的输出，所以每层保存 $1 B$。反向时只有 GELU 再运行一次，因为提前终止省去了 Linear，所以没有多出矩阵乘法。这时，最好的切法里，第一段有 14 层，最后一段只有 1 层。
+# 峰值降到 $17.03 B$，FLOPs 同样是基线的 1.331 倍，梯度逐比特相等。每个内层检查点包住一个 GELU 和下一个 Linear，只保存 GELU 的输入，也就是前一个 Linear 的输出，所以每层保存 $1 B$。反向时只有 GELU 再运行一次，因为提前终止省去了 Linear，所以没有多出矩阵乘法。最好的切法里，第一段有 14 层，最后一段只有 1 层。
 #
 # **最优性的证明只在它的假设之下成立。** 证明 $22 B$ 最优时，假设了调度以整层为单位。编译器能胜过搜索，也是因为它在算子之间做选择。
 #
@@ -922,7 +922,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # </div>
 # <div lang="zh">
 #
-# 峰值由 97.6 MB 的激活值和 82.5 MB 的权重与优化器状态组成。第 02 课那一行的峰值更低，只有 134.0 MB，代价是 FLOPs 更多，是基线的 1.21 倍，这里则是 1.17 倍。
+# 峰值由 97.6 MB 的激活值和 82.5 MB 的权重与优化器状态组成。第 02 课那一行的峰值只有 134.0 MB，代价是 FLOPs 为基线的 1.21 倍，而这里是 1.17 倍。
 #
 # </div>
 
@@ -936,7 +936,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # | your model | what to do |
 # |---|---|
 # | a transformer with fewer than $2 A / B$ layers, or with gradients that arrive during backward and take more than $B$ per layer | a checkpoint around each layer |
-# | the same, but FLOPs are scarce | keep the matrix products if $s$ is not much larger than $h$, or give the compiler a budget, and measure the peak |
+# | the same, but FLOPs are scarce | keep the matrix products unless the sequence length $s$ far exceeds the hidden size $h$, or give the compiler a budget, and measure the peak |
 # | more layers, with gradients that exist before backward, are sharded, or take much less than $B$ per layer | groups of layers: $k^* = \sqrt{L \cdot A / B}$ equal groups, or tapered groups, whose peak approaches $1 / \sqrt 2$ of the peak of equal groups |
 # | a large vocabulary | the loss in chunks, in addition |
 # | stages that differ much, and a limit in bytes | the recurrence: the fastest schedule of whole stages that discards nothing early |
@@ -953,12 +953,12 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # | 你的模型 | 怎么做 |
 # |---|---|
 # | Transformer，少于 $2 A / B$ 层，或者梯度在反向中产生、每层的梯度又大于 $B$ | 每层一个检查点 |
-# | 同上，但不想多花 FLOPs | $s$ 不比 $h$ 大很多时保留矩阵乘积，或者给编译器一个预算，并实测峰值 |
+# | 同上，但不想多花 FLOPs | 序列长度 $s$ 不比隐藏维度 $h$ 大很多时，保留矩阵乘积，或者给编译器一个预算，并实测峰值 |
 # | 层数更多，而且梯度在反向之前就已存在，或者是分片的，或者每层的梯度远小于 $B$ | 几层合成一组，可以等分成 $k^* = \sqrt{L \cdot A / B}$ 组；如果让各组渐短，峰值会趋近等分时的 $1 / \sqrt 2$ |
 # | 词表很大 | 再加上损失分小段 |
 # | 各级相差很大，又有字节数的上限 | 递推式：在以整级为单位、保留的张量不提前丢弃的调度里，找出最快的调度 |
 #
-# 这里说的最优，都只在以整级为单位的调度中成立。在我们的链上，嵌套的检查点的峰值低于最优调度。在解码器上，编译器的预算也胜过最优调度。
+# 这里说的最优，都只在以整级为单位的调度中成立。在我们的链上，嵌套的检查点的峰值比这样的最优调度还低。在解码器上，编译器的预算也胜过这样的调度。
 #
 # **下一步**：[第 04 课](04_offload.ipynb)不忘掉字节，而是把它们搬到别处。
 #
@@ -967,7 +967,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Griewank 1992, *Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*, Optimization Methods and Software 1. Griewank and Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). Gruslys et al. 2016, *Memory-Efficient Backpropagation Through Time*, arXiv:1606.03401. Beaumont et al. 2019, *Optimal checkpointing for heterogeneous chains*, arXiv:1911.13214: the recurrence, whose program is **rotor**. Jain et al. 2019, *Checkmate*, arXiv:1910.02653. Zhao et al. 2023, *Rockmate*, arXiv:2307.01236, and Gusak et al. 2025, *HiRemate*, ICML (PMLR 267), schedule units smaller than stages. Kirisame et al. 2021, *Dynamic Tensor Rematerialization* (DTR), arXiv:2006.09616, decides while the program runs. PyTorch's [article](https://pytorch.org/blog/activation-checkpointing-techniques/) *Current and New Activation Checkpointing Techniques* (2025). The package `checkpoint_schedules`, of the Firedrake project. PyTorch's `torch._functorch.partitioners`, read and run. The READMEs of cybertronai/gradient-checkpointing (2018) and NVIDIA/Megatron-LM, on GitHub (claims two and three).
+# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Griewank 1992, *Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*, Optimization Methods and Software 1. Griewank and Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). Gruslys et al. 2016, *Memory-Efficient Backpropagation Through Time*, arXiv:1606.03401. Beaumont et al. 2019, *Optimal checkpointing for heterogeneous chains*, arXiv:1911.13214: the recurrence, whose program is **rotor**. Jain et al. 2019, *Checkmate*, arXiv:1910.02653. Zhao et al. 2023, *Rockmate*, arXiv:2307.01236, and Gusak et al. 2025, *HiRemate*, ICML (PMLR 267), schedule units smaller than stages. Kirisame et al. 2021, *Dynamic Tensor Rematerialization* (DTR), arXiv:2006.09616, decides while the program runs. PyTorch's [article](https://pytorch.org/blog/activation-checkpointing-techniques/) *Current and New Activation Checkpointing Techniques* (2025). The package `checkpoint_schedules`, of the Firedrake project. PyTorch's `torch._functorch.partitioners`, read and run. The READMEs of cybertronai/gradient-checkpointing (2018) and NVIDIA/Megatron-LM (claims two and three).
 #
 # </div>
 # <div lang="zh">
@@ -1000,7 +1000,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # </div>
 # <div lang="zh">
 #
-# 下图对 16、36 和 64 层做与 3.2 节同样的测量，图中的小点是你对每个 $k$ 的预测。表里还有 50 层，它不是平方数，但 $k^* = \sqrt{2 \cdot 50} = 10$ 能整除它。
+# 下图对 16、36 和 64 层做与 3.2 节同样的测量，图中的小点是你对每个 $k$ 的预测。表里还有 50 层，50 不是平方数，但能被 $k^* = \sqrt{2 \cdot 50} = 10$ 整除。
 #
 # </div>
 
@@ -1021,12 +1021,12 @@ in_depth.compare_cuts(balanced, tapered, predicted_peak, measured_peak)
 # %% [markdown]
 # <div lang="en">
 #
-# Some schedules discard a kept result before its backward. Can such a schedule be faster? On equal stages, we have found no faster schedule. But take five stages whose forwards take 10, 5, 5, 5, 10 units of time, and whose backwards take 1 unit each. Their outputs have 2, 4, 4, 1, 4 bytes, and the stages keep 3, 4, 4, 1, 4 bytes. (Some outputs are larger than the output before, so `optimal` checks that forwards fit.) Within 13 bytes, the schedule of `optimal` takes 80 units of time:
+# Some schedules discard a kept result before the backward that needs it. Can such a schedule be faster? On equal stages, we have found no faster schedule. But take five stages whose forwards take 10, 5, 5, 5, 10 units of time, and whose backwards take 1 unit each. Their outputs have 2, 4, 4, 1, 4 bytes, and the stages keep 3, 4, 4, 1, 4 bytes. (Some outputs are larger than the previous stage's output, so `optimal` must check that each forward fits.) Within 13 bytes, the schedule of `optimal` takes 80 units of time:
 #
 # </div>
 # <div lang="zh">
 #
-# 有些调度会在用到之前就丢弃已保存的结果。这样的调度会更快吗？各级相同时，我们没有找到更快的。可是，请看这样五个级：前向用时 10、5、5、5、10（反向各 1），输出 2、4、4、1、4 字节，保存 3、4、4、1、4 字节。（其中有的输出比前一级的大，所以 `optimal` 会检查前向能否放下。）在 13 字节之内，`optimal` 给出的调度用时 80：
+# 有些调度在反向用到之前就丢弃已保存的结果。这样的调度会更快吗？各级相同时，我们没有找到更快的。可是，请看一条五级的链，各级前向用时 10、5、5、5、10，反向各用时 1，输出占 2、4、4、1、4 字节，保存 3、4、4、1、4 字节。（有的级输出比前一级大，所以 `optimal` 要检查每次前向放不放得下。）在 13 字节之内，`optimal` 给出的调度用时 80：
 #
 # </div>
 
@@ -1037,12 +1037,12 @@ five = exercises.five_stages()
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 6.** Change the list so that it stays within 13 bytes and takes less than 80 units of time. Keep an input while running on, and release this input before the backward of its stage. Which stage then runs forward one time less?
+# **Exercise 6.** Change the list so that it stays within 13 bytes and takes less than 80 units of time. Keep one stage's input while running on, and release this input before that stage's backward. Which stage then runs forward one time less?
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 修改这张清单，使它不超过 13 字节，用时少于 80。请在往前跑的途中保留一份输入，并在那一级的反向之前释放它。这样，哪一级的前向可以少跑一遍？
+# **练习 6。** 修改这张清单，使它不超过 13 字节，用时少于 80。请在往前跑的途中保留某一级的输入，并在做这一级的反向之前就释放这份输入。这样一来，哪一级的前向可以少跑一遍？
 #
 # </div>
 
@@ -1065,12 +1065,12 @@ exercises.check_gives_up_early(actions)
 # %% [markdown]
 # <div lang="en">
 #
-# The new schedule takes 70 units of time, because stage 0 runs forward one time less. Stages 2 and 3 run forward from $x_1$, which is then released, so everything that both stages keep fits within the limit. This schedule lies *below* the frontier that the library computes, because the library, like the program of Beaumont et al., finds the best **persistent** schedule.
+# The new schedule takes 70 units of time, because stage 0 runs forward one time less. The forward to stages 2 and 3 starts from $x_1$, the input of stage 1, which is then released, so everything that both stages keep fits within the limit. This schedule lies *below* the frontier that the library computes, because the library, like the program of Beaumont et al., considers only **persistent** schedules, which discard nothing early.
 #
 # </div>
 # <div lang="zh">
 #
-# 新的调度用时 70，因为第 0 级少跑了一遍。第 2、3 级的前向从 $x_1$ 出发，然后 $x_1$ 就释放了，于是这两级要保存的张量全都放得下。这个调度落在库算出的前沿*下方*，因为库与 Beaumont 等人的程序一样，找的是最好的**持久**（persistent）调度。
+# 新的调度用时 70，因为第 0 级少跑了一遍。再次前向到第 2、3 级时，从 $x_1$（第 1 级的输入）出发，用完就释放，于是这两级要保存的张量全都放得下。这个调度落在库算出的前沿*下方*，因为库与 Beaumont 等人的程序一样，只考虑**持久**（persistent）的调度，即什么也不提前丢弃的调度。
 #
 # </div>
 
@@ -1093,7 +1093,7 @@ predictions([("discarded early", promised, ran)], unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# `ScheduledSequential` 的核心就是下面这个函数，此外，它还要处理随机数、缓冲区和 autocast。
+# `ScheduledSequential` 的核心就是下面这个函数，此外还要处理随机数、缓冲区和 autocast。
 #
 # </div>
 
@@ -1129,12 +1129,12 @@ table(["gradients equal"], [[equal]])
 #
 # <div lang="en">
 #
-# A **recursive** schedule keeps the input of the middle stage. It runs the right half, then the left half, and divides each half the same way. About $\log_2 L$ inputs are live, and a stage runs forward $\frac12 \log_2 L$ more times on average. Until the picture below, each stage keeps one activation, $A = B$.
+# A **recursive** schedule keeps the input of the middle stage. It runs the later half of the chain, then the earlier half, and divides each half the same way. About $\log_2 L$ inputs are live, and a stage runs forward $\frac12 \log_2 L$ more times on average. Until the picture below, each stage keeps one activation, $A = B$.
 #
 # </div>
 # <div lang="zh">
 #
-# **递归**的调度保留链中点的输入，先做后一半，再做前一半，每一半也同样处理。同时存活的输入约有 $\log_2 L$ 份，每一级的前向平均多运行 $\frac12 \log_2 L$ 次。下图之前的内容都假设每一级只保存一份激活值，即 $A = B$。
+# **递归**的调度保留链的正中那一级的输入，先做后一半，再做前一半，每一半再同样对分。同时存活的输入约有 $\log_2 L$ 份，每一级的前向平均多运行 $\frac12 \log_2 L$ 次。在下图之前，都假设每一级只保存一份激活值，即 $A = B$。
 #
 # </div>
 
@@ -1154,16 +1154,16 @@ table(["L", "store all", "√L segments", "recursive", "forwards per stage", "pr
 # %% [markdown]
 # <div lang="en">
 #
-# A **slot** holds one input, and the chain's own input takes one slot. A forward that does not keep all is a **run ahead**. If there are $c$ slots, and no stage runs ahead more than $r$ times, a **binomial schedule** (Griewank 1992) can run backward through
+# A **slot** holds one input, and the chain's own input takes one slot. A forward that does not keep all that its backward needs is a **run ahead**. If there are $c$ slots, and no stage runs ahead more than $r$ times, a **binomial schedule** (Griewank 1992) can run backward through
 #
 # $$\beta(c, r) = \binom{c + r}{c}$$
 #
-# stages. The program of Griewank and Walther (2000), called revolve, finds such a schedule with the fewest forwards. Where should the next input be kept? The recurrence tries every place. The part to the right of this place then has one slot less. This is your recurrence of section 3.6, with slots instead of bytes:
+# stages. The program of Griewank and Walther (2000), called revolve, finds such a schedule with the fewest forwards. Where should the next input be kept? The recurrence tries every place. The stages after this place then have one slot less. This is your recurrence of section 3.6, with slots instead of bytes:
 #
 # </div>
 # <div lang="zh">
 #
-# 一个**槽**（slot）存放一份输入，链自己的输入也占一个槽。一次前向如果没有全部保留，就算这一级**往前跑**（run ahead）了一次。如果有 $c$ 个槽，每一级往前跑不超过 $r$ 次，那么**二项式调度**（Griewank 1992）能做完
+# 一个**槽**（slot）存放一份输入，链自己的输入也占一个槽。一次前向如果没有保留反向所需的全部，就算这一级**往前跑**（run ahead）了一次。如果有 $c$ 个槽，每一级往前跑不超过 $r$ 次，那么**二项式调度**（Griewank 1992）能做完
 #
 # $$\beta(c, r) = \binom{c + r}{c}$$
 #
@@ -1219,7 +1219,7 @@ table(["slots c", "r = 1", "r = 2", "r = 3", "β(c, r)"], rows)
 #
 # 用四个槽，每级最多往前跑三次，就能完成 $\binom{7}{4} = 35$ 级的反向。如果有 1000 级、32 个槽，与全部保留时相比，每级平均要多做 2.4 次前向。
 #
-# 图上是 16 级的三种调度，每级保存两份激活值，三种调度的峰值都是 $8 B$。时间从左到右，最下面一行是第 0 级。深色的格子是动作：绿色是全部保留的前向，蓝色是只保留输入的前向，灰色是什么也不保留的前向，红色是反向。格子右边的浅色带表示这些张量保留到什么时候。
+# 下图是 16 级的三种调度，每级保存两份激活值，峰值都是 $8 B$。时间从左到右，最下面一行是第 0 级。深色的格子是动作：绿色是全部保留的前向，蓝色是只保留输入的前向，灰色是什么也不保留的前向，红色是反向。格子右边的浅色带表示这些张量保留到什么时候。
 #
 # </div>
 
@@ -1243,12 +1243,12 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# In section 3.5 the peak rose while the saved bytes fell. If a minimal cut of the graph does not meet the budget, as here at 0.5 and 0.25, a knapsack solver chooses the results to keep. The cell prints the solver's choice for 0.25. Then it compiles with another choice: it keeps the results of seven of the sixteen Linears, at even distances.
+# In section 3.5 the peak rose while the saved bytes fell. If a minimal cut of the graph does not meet the budget, as there with budgets 0.5 and 0.25, a knapsack solver chooses the results to keep. The cell prints the solver's choice for 0.25. Then the cell compiles with another choice, the results of seven evenly spaced Linears out of the sixteen.
 #
 # </div>
 # <div lang="zh">
 #
-# 3.5 节里，保存的字节减少，峰值却升高了。如果图的最小割满足不了预算（这里是预算为 0.5 和 0.25 时），编译器就用一个背包求解器来选择保留哪些结果。下面先打印求解器在预算为 0.25 时的选择，再换成另一种选择，从十六个 Linear 里均匀地选七个。
+# 3.5 节里，保存的字节减少，峰值却升高了。如果图的最小割满足不了预算（这里是预算为 0.5 和 0.25 时），编译器就用一个背包求解器来选择保留哪些结果。下面先打印求解器在预算为 0.25 时的选择，再换一种选择来编译，即从十六个 Linear 里均匀选七个，保留其结果。
 #
 # </div>
 
@@ -1275,14 +1275,14 @@ evenly
 # %% [markdown]
 # <div lang="en">
 #
-# The seven spread results take as many bytes and cost as many FLOPs as the first seven, but the peak is half as high. The solver sees only bytes and FLOPs, which are the same for all sixteen results. The peak depends on **which** results are kept.
+# The seven evenly spaced results take as many bytes and cost as many FLOPs as the solver's first seven, but the peak is half as high. The solver sees only bytes and FLOPs, which are the same for all sixteen results. The peak depends on **which** results are kept.
 #
 # Checkmate formulates such a choice as an integer program over the graph. Rockmate (arXiv:2307.01236) treats the graph of each block in this way, and combines the blocks by the recurrence of section 3.6. HiRemate repeats these two steps on several levels.
 #
 # </div>
 # <div lang="zh">
 #
-# 均匀选出的七个结果，与前七个结果相比，字节数和 FLOPs 都相同，峰值却只有一半。求解器只考虑字节和 FLOPs，而十六个结果的字节和 FLOPs 都一样。峰值取决于保留的是**哪些**结果。
+# 均匀选出的七个结果，与求解器选的前七个结果相比，字节数和 FLOPs 都相同，峰值却只有一半。求解器只考虑字节和 FLOPs，而十六个结果的字节和 FLOPs 都一样。峰值取决于保留的是**哪些**结果。
 #
 # Checkmate 把这种选择写成图上的整数规划来解。Rockmate（arXiv:2307.01236）用同样的办法处理每个块的图，再用 3.6 节的递推式把各块组合起来。HiRemate 在几个层次上重复这两步。
 #
@@ -1348,12 +1348,12 @@ table(["trap", "found"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# These four claims come from the teaching documents from which this course grew. The first two are about layers that keep one activation, such as Linear and Tanh.
+# The next table tests four claims from the teaching documents from which this course grew. The first two are about layers that keep one activation, such as Linear and Tanh.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面是四种说法，都出自本课程最初依据的教学材料。前两种说的是只保存一份激活值的层，例如 Linear 加 Tanh。
+# 下表检验四种说法，都出自本课程最初依据的教学材料。前两种说的是只保存一份激活值的层，例如 Linear 加 Tanh。
 #
 # </div>
 
@@ -1373,7 +1373,7 @@ claims.older_claims(*measured)
 # </div>
 # <div lang="zh">
 #
-# `ScheduledSequential` 不用改动就能在 CUDA 上运行，这里每一级的代价以秒计。没有 GPU 时，单元格显示 H100 和 H200 的记录。实测的峰值都比预测的多 8 字节。不计权重的梯度，调度可用的显存分别是全部保留时的一半和四分之一。显存限制在一半时，训练步在 H200 上多花 15% 的时间，在 H100 上多花 16%；限制在四分之一时，在两块卡上都多花 27%。后一种限制下，两块卡得到的调度不同，因为同一级在两块卡上的用时不同。
+# `ScheduledSequential` 不用改动就能在 CUDA 上运行，这里每一级的代价以秒计。没有 GPU 时，单元格显示 H100 和 H200 的记录。实测的峰值都比预测的多 8 字节。两个调度可用的显存分别是全部保留时的一半和四分之一（都不计权重的梯度）。显存限制在一半时，训练步在 H200 上多花 15% 的时间，在 H100 上多花 16%；限制在四分之一时，在两块卡上都多花 27%。后一种限制下，两块卡得到的调度不同，因为同一级在两块卡上的用时不同。
 #
 # </div>
 
@@ -1415,12 +1415,12 @@ exercises.check_drawn_schedule(actions)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 8.** Write `plan(first, stages, room)`, which returns a list of actions. The total time of the actions must equal the result of `fastest`. `first` is the number of the first of these stages in the chain. The check simulates your list for the chains of exercise 4, and for the pyramid within 150 MB, where all cuts need at least 163 MB.
+# **Exercise 8.** Write `plan(first, stages, room)`, which returns a list of actions. The total time of the actions must equal the result of `fastest`. `first` is the number that the first of these stages has in the chain. The check simulates your lists for the chains of exercise 4, and for the pyramid with a limit of 150 MB. No cuts of the pyramid need less than 163 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 8。** 写出 `plan(first, stages, room)`，返回一张动作清单，清单的用时要等于 `fastest` 算出的值。`first` 是这些级中第一级在链上的编号。检查会在练习 4 的几条链上模拟你的清单，也会在限用 150 MB 的金字塔上模拟。金字塔的任何切法都至少要 163 MB。
+# **练习 8。** 写出 `plan(first, stages, room)`，返回一张动作清单，清单的用时要等于 `fastest` 算出的值。`first` 是这些级中的第一级在整条链上的编号。检查会在练习 4 的几条链上模拟你的清单，也会在金字塔上以 150 MB 为限来模拟。金字塔的任何切法都至少要 163 MB。
 #
 # </div>
 

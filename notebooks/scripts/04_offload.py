@@ -13,7 +13,7 @@
 #
 # Move every activation of a step to a lower tier, such as the host's memory, and fetch it when backward needs it. Nothing is computed twice. A copy should add no time if it takes no longer than the computation that runs meanwhile.
 #
-# The figure shows recorded times of an eight-layer decoder on an H200. This **offload** lowers the peak from 11.2 GB to 4.2 GB.
+# The figure shows recorded times of an eight-layer decoder on an H200. This technique, **offload**, lowers the peak from 11.2 GB to 4.2 GB.
 #
 # </div>
 # <div lang="zh">
@@ -115,7 +115,7 @@ table(["link", "FLOPs per byte"], rows)
 #
 # The threshold says only that copies *can* hide. Do copies really hide? A `SimulatedDevice` works like a GPU. One stream computes, one engine copies to the host (D2H, as profilers write), and another engine copies to the GPU (H2D). Its clock counts only the FLOPs of matrix products and the bytes on the links, so GELU takes no time.
 #
-# The network has sixteen layers of Linear and GELU. A layer's forward takes $f$ seconds, and its backward takes $g = 2 f$. Each layer keeps two storages of $B$ = 2.048 MB for backward, the inputs of Linear and of GELU. Copying one storage takes $c$ seconds. The link is exactly at the threshold: a layer's two copies take as long as its forward, $2 c = f$.
+# The network has sixteen layers of Linear and GELU. A layer's forward takes $f$ seconds, and its backward takes $g = 2 f$. Each layer keeps two storages of $B$ = 2.048 MB each for backward, the inputs of Linear and of GELU. Copying one storage takes $c$ seconds. The link is exactly at the threshold: a layer's two copies take as long as its forward, $2 c = f$.
 #
 # </div>
 # <div lang="zh">
@@ -162,7 +162,7 @@ plain = 47 * f  # 16 f + 16 g - f, because the batch needs no gradient
 runs = {p: step_on_device(p, threshold) for p in (0, 1, 2)}
 figures.draw_steps({0: runs[0]}, plain)
 
-# %% [markdown] slide={"en": "When backward begins to use storage 5, the fetch of storage $5 + p$ starts.\n\nHow long is the step with $p$ = 1, 2?", "zh": "反向开始使用第 5 份存储区时，启动第 $5 + p$ 份的换入。\n\n$p$ = 1、2 时各要多久？"}
+# %% [markdown] slide={"en": "When backward begins to use storage 5, the fetch of storage $5 + p$ starts.\n\nHow long is the step with $p$ = 1, 2?", "zh": "反向刚用到第 5 份存储区时，启动第 $5 + p$ 份的换入。\n\n$p$ = 1、2 时各要多久？"}
 # <div lang="en">
 #
 # In forward, copies to the host run at the same time as matrix products. In backward, compute waits for every copy to the GPU, so these copies must start earlier. Number the storages from 0 in the order in which backward uses them. When backward begins to use storage $i$, the fetch of storage $i + p$ starts. With $p = 2$ (`prefetch=2`), the fetch of storage 7 starts when backward begins to use storage 5:
@@ -170,7 +170,7 @@ figures.draw_steps({0: runs[0]}, plain)
 # </div>
 # <div lang="zh">
 #
-# 前向时换出与矩阵乘法同时进行。反向时，计算每次都要停下来等换入完成，所以换入应该早一点开始。把存储区按反向使用的顺序从 0 开始编号。反向开始使用第 $i$ 份时，启动第 $i + p$ 份的换入。例如 $p = 2$（`prefetch=2`）时，反向一开始使用第 5 份，就启动第 7 份的换入。
+# 前向时换出与矩阵乘法同时进行。反向时，计算每次都要停下来等换入完成，所以换入应该早一点开始。把存储区按反向使用的顺序从 0 开始编号。反向刚用到第 $i$ 份时，启动第 $i + p$ 份的换入。例如 $p = 2$（`prefetch=2`）时，反向刚用到第 5 份，就启动第 7 份的换入。
 #
 # </div>
 
@@ -182,14 +182,14 @@ figures.draw_steps({p: runs[p] for p in (1, 2)}, plain)
 #
 # With $p = 2$ the step takes only 1% longer than without copies. Storages 0 to $p$ stay on the device, because backward would fetch them at once. So with $p$ = 0, 1 and 2, only 31, 30 and 29 of 32 storages are copied.
 #
-# **Exercise 1.** How many seconds do forward and backward take together, for $L$ layers and $p$ = 0, 1, 2? Now $f$, $g$ or $c$ may be the longest. In backward, a layer first needs GELU's storage, then the Linear's storage for its matrix products ($g$). Copies in one direction run one after the other. (Errors up to 9% are allowed, because a step's ends differ from its middle.)
+# **Exercise 1.** How many seconds do forward and backward take together, for $L$ layers and $p$ = 0, 1, 2? Now $f$, $g$ or $c$ may be the longest. In backward, a layer first needs GELU's storage, then the Linear's storage for its matrix products ($g$). Copies in one direction run one after the other. (Errors up to 9% are allowed, because the first and last layers differ.)
 #
 # </div>
 # <div lang="zh">
 #
 # $p = 2$ 时，这一步只比不拷贝时多花 1% 的时间。第 0 份到第 $p$ 份存储区留在设备上，因为即使搬走，反向一开始又要把它们换入。所以 $p$ = 0、1、2 时，32 份存储区里分别只拷贝 31、30、29 份。
 #
-# **练习 1。** 写出 $L$ 层的前向加反向共要多少秒，$p$ = 0、1、2 都要对。现在 $f$、$g$、$c$ 三者中，哪个最长都有可能。反向时，一层先要 GELU 的存储区，再要 Linear 的存储区，然后做矩阵乘法（$g$）。同一方向的拷贝一个接一个。（容许 9% 的误差，因为一步的首尾与中间略有不同。）
+# **练习 1。** 写出 $L$ 层的前向加反向共要多少秒，$p$ = 0、1、2 都要对。现在 $f$、$g$、$c$ 三者中，哪个最长都有可能。反向时，一层先要 GELU 的存储区，再要 Linear 的存储区，然后做矩阵乘法（$g$）。同一方向的拷贝一个接一个。（容许 9% 的误差，因为头几层和末几层与中间的层略有不同。）
 #
 # </div>
 
@@ -257,7 +257,7 @@ exercises.check_step_time(step_time)
 #
 # - `store` 代表下一级存储，`stay` 是不能搬走的存储区的集合，`whole(tensor)` 把张量的整份存储区排成一行数。
 # - `room = store.put(row)` 把一行数换出到下一级存储。`room.get()` 启动换入并返回一个函数。`room.get()()` 等换入完成，再返回这一行数。`room` 不再被引用时，它在下一级存储里占的字节随之释放。
-# - `rooms` 记录每份存储区的版本和它的 `room`。存储区释放之后对应的记录会自动消失。（不能用地址作键，因为分配器会把它再分给后来的张量。）
+# - `rooms` 记录每份存储区的版本和它的 `room`。存储区释放之后对应的记录会自动消失。（不能用地址作键，因为同一个地址可能再分给后来的张量。）
 #
 # **练习 2。** 写出两个钩子。`pack` 接收一个张量，它的返回值由计算图保存，用来代替这个张量。`unpack` 接收 `pack` 的返回值，用 `row.as_strided(shape, stride, offset)` 恢复出张量并返回，其中 `row` 是从下一级存储换入的那一行数。
 #
@@ -333,7 +333,7 @@ exercises.check_offloading(offloading)
 # </div>
 # <div lang="zh">
 #
-# 一份存储区的换出完成之后，它的内存才能释放，所以计算不能比换出超前太多。已经启动、还没有完成的拷贝叫**在途**（in flight）的拷贝。`in_flight` 规定计算继续进行时最多可以有几次换出在途。`in_flight=1` 时，一次换出一启动，计算就停下来等前一次换出完成。CUDA 上的默认值和 4.2 节用的都是 `in_flight=2`，这时计算只等上上一次换出完成。
+# 一份存储区的换出完成之后，它的内存才能释放，所以计算不能比换出超前太多。已经启动、还没有完成的拷贝叫**在途**（in flight）的拷贝。`in_flight` 规定计算继续进行时最多可以有几次换出在途。`in_flight=1` 时，每启动一次换出，计算就停下来等前一次换出完成。CUDA 上的默认值和 4.2 节用的都是 `in_flight=2`，这时计算只等上上一次换出完成。
 #
 # </div>
 
@@ -357,7 +357,7 @@ table([*columns, "peak above the start (in units of B)"], rows)
 #
 # 只允许一次换出在途时，这一步比不拷贝时多花 16% 的时间。GELU 不花时间，所以它的输入和输出几乎同时保存下来（输出由下一个 Linear 保存）。输出的换出一启动，计算就停下来等输入的换出从头到尾完成，也就是等 $c = f/2$ 那么久。两份存储区都要拷贝的 14 层里都有这样一次等待。所以 $p$ 和 `in_flight` 这两项设置缺一不可。
 #
-# 代价是内存。两次换出同时在途时，这里的峰值比开始时多 $(p + 4)\,B$，包括最后的 $p + 1$ 份存储区、换出还没有完成的两份，以及正在计算的一份。
+# 这两项设置的代价是多占内存。两次换出同时在途时，这里的峰值比开始时多 $(p + 4)\,B$，包括最后的 $p + 1$ 份存储区、换出还没有完成的两份，以及正在计算的一份。
 #
 # </div>
 
@@ -371,7 +371,7 @@ table([*columns, "peak above the start (in units of B)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 主机只管下达任务，不等结果出来就继续执行。一条**流**（stream）按顺序逐个执行交给它的任务。两条流的任务谁先谁后没有规定，除非一条流等待另一条流的**事件**（event）。事件是标在那条流此前接到的所有任务之后的记号。`device.wait(event)` 让当前的流等到这个记号为止，`device.finish(event)` 则让主机等。不论在哪种设备上，课程库都用下面这个函数启动一次拷贝。
+# 主机只管下达任务，不等结果出来就继续执行。一条**流**（stream）按顺序逐个执行交给它的任务。两条流的任务谁先谁后没有规定，除非一条流等待另一条流的**事件**（event）。事件是一个记号，标在那条流此前接到的所有任务之后。`device.wait(event)` 让当前的流等到这个记号为止，`device.finish(event)` 则让主机等。不论在哪种设备上，课程库都用下面这个函数启动一次拷贝。
 #
 # </div>
 
@@ -445,7 +445,7 @@ figures.draw_order()
 # </div>
 # <div lang="zh">
 #
-# 少了一处等待，模拟设备会报告**竞争**（race），也就是有两次操作访问同一块内存，谁先谁后却没有规定。这时结果也可能是对的，但只是碰巧。设备有两种模式可以排除这种巧合。在不违反任何一处等待的前提下，`late` 让每次拷贝尽量晚执行，`early` 让所有操作尽量早执行。下图的程序一处等待也没有。它先算出 $y = 2$，把 $y$ 换出，再把 $y$ 的内存拿来存放 100，最后由主机读取换出的数。程序开始之前，各处内存里都是 0。
+# 如果少了一处等待，模拟设备会报告**竞争**（race），也就是有两次操作访问同一块内存，谁先谁后却没有规定。这时结果也可能是对的，但只是碰巧。设备有两种模式可以排除这种巧合。在不违反任何一处等待的前提下，`late` 让每次拷贝尽量晚执行，`early` 让所有操作尽量早执行。下图的程序一处等待也没有。它先算出 $y = 2$，把 $y$ 换出，再把 $y$ 的内存拿来存放 100，最后由主机读取换出的数。程序开始之前，各处内存里都是 0。
 #
 # </div>
 
@@ -472,12 +472,12 @@ simulation.without_waits()
 # %% [markdown]
 # <div lang="en">
 #
-# In the normal mode, the gradient is right in every row. In pull request 13502 of diffusers, a wait was missing: a `wait_stream` between copying weights to the GPU and using them. A reduced program gave wrong numbers in about 98% of its iterations on five identical GPUs. With the wait, no iteration gave wrong numbers.
+# In the normal mode, the gradient is right in every row. Pull request 13502 of diffusers reports a missing wait, a `wait_stream` between copying weights to the GPU and using them. A minimal program, run on five GPUs of the same type, gave wrong numbers in about 98% of iterations. With the wait, no iteration gave wrong numbers.
 #
 # </div>
 # <div lang="zh">
 #
-# 照常运行时，每一行的梯度都对。diffusers 的合并请求 13502 讲的就是这种错误，权重换入 GPU 之后、使用之前，少了一处 `wait_stream`。把程序化简之后，在同一型号的五块 GPU 上约有 98% 的迭代给出错误的数，补上等待后一次也没有错。
+# 照常运行时，每一行的梯度都对。diffusers 的合并请求 13502 讲的就是这种错误，权重换入 GPU 之后、使用之前，少了一处 `wait_stream`。有人写了一个最小的程序，在五块同一型号的 GPU 上运行，约 98% 的迭代给出错误的数，补上等待后一次也没有错。
 #
 # </div>
 
@@ -487,14 +487,14 @@ simulation.without_waits()
 #
 # `start_to_host(device, y)` starts a copy to the host, and `start_to_device(device, host)` starts a copy to the GPU. Both return the new tensor and the event at the copy's end.
 #
-# **Exercise 3.** In each function, one line is missing. Add `device.wait(copied)`. Add `device.finish(copied)` only where the host has to wait. The check runs all three functions in each mode, and looks for races and wrong numbers.
+# **Exercise 3.** In each function, one line is missing. Add `device.wait(copied)`, or `device.finish(copied)` where the host has to wait. The check runs all three functions in each mode, and looks for races and wrong numbers.
 #
 # </div>
 # <div lang="zh">
 #
 # `start_to_host(device, y)` 启动一次换出，`start_to_device(device, host)` 启动一次换入。两个函数都返回新的张量，以及标在拷贝末尾的事件。
 #
-# **练习 3。** 给每个函数补上缺的那一行 `device.wait(copied)`。只有必须由主机等的地方，才用 `device.finish(copied)`。检查会在每种模式下运行这三个函数，既看有没有竞争，也看数值对不对。
+# **练习 3。** 每个函数都缺一行，请补上 `device.wait(copied)`，必须由主机等的地方则改用 `device.finish(copied)`。检查会在每种模式下运行这三个函数，既看有没有竞争，也看数值对不对。
 #
 # </div>
 
@@ -567,7 +567,7 @@ exercises.check_waits((read, use, let_go))
 #
 # <div lang="en">
 #
-# First, does offload leave the decoder's gradients equal, bit by bit? On a CPU the lower tier is a file. The cell tests your hooks and the library's `offload_activations`, which does not move storages smaller than `min_bytes`.
+# Does offload leave the decoder's gradients unchanged, bit by bit? On a CPU the lower tier is a file. The cell tests your hooks and the library's `offload_activations`, which does not move storages smaller than `min_bytes`.
 #
 # </div>
 # <div lang="zh">
@@ -629,7 +629,7 @@ timelines(two, title=title, panel_height=1.9)
 # %% [markdown] slide={"en": "Offload: 124.8 MB. Offload and checkpoints: 134.0 MB, a **higher** peak.\n\nAt that point, moved inputs are already freed, and a whole layer is recomputed.", "zh": "只卸载，峰值 124.8 MB。再加检查点，134.0 MB，反而**更高**。\n\n峰值那一刻，搬走的输入本来就已经释放，而整整一层又重新算了出来。"}
 # <div lang="en">
 #
-# With both techniques, the peak is 134,006,104 bytes. This is the same as with checkpoints alone, and 9 MB higher than with offload alone. This peak is near the end of backward. By then the inputs of later layers have been freed, whether or not they were moved. Backward now needs the activations of the **first** layer. Offload alone copies these activations back one by one, but a checkpoint recomputes all of them at once.
+# With both techniques, the peak is 134,006,104 bytes, the same as with checkpoints alone, and 9 MB higher than with offload alone. This peak is near the end of backward. By then the inputs of later layers have been freed, whether or not they were moved. Backward now needs the activations of the **first** layer. Offload alone copies these activations back one by one, but a checkpoint recomputes all of them at once.
 #
 # Is it a mistake to use both? For each layer, backward frees one input of $4 h$ bytes per token, and creates $4 \cdot 12 h^2$ bytes of gradients. So with fewer than $12 h$ tokens per step, the gradients at the end of backward are larger than the inputs at its start. The course's step has $4 h$ tokens. The table varies tokens and layers, on tensors without values (`symbolic`):
 #
@@ -656,16 +656,16 @@ table(["layers", "tokens per h", *columns], rows)
 # %% [markdown] slide={"en": "Both together move 1/18 of the bytes that offload alone moves.\n\nHow fast must the link be?", "zh": "合用时搬的字节是只卸载时的 1/18。\n\n链路到底要多快？"}
 # <div lang="en">
 #
-# If a step has 16 or 32 times $h$ tokens, adding offload to checkpoints lowers the peak by 7% to 29%. The peak falls more with 32 layers than with 8 layers. With 4 times $h$ tokens, the peak stays the same, unless most weights are frozen and have no gradients, as with LoRA. With frozen layers, the peak falls by 15% with 8 layers, and by 21% with 32 layers.
+# If a step has 16 or 32 times $h$ tokens, adding offload to checkpoints lowers the peak by 7% to 29%. The peak falls more with 32 layers than with 8. With 4 times $h$ tokens, the peak stays the same, unless most weights are frozen and have no gradients, as with LoRA. With frozen layers, the peak falls by 15% with 8 layers, and by 21% with 32.
 #
-# The second reason to use both is the link. Offload alone moves 168.8 MB. Both together move 9.4 MB, which is only 1/18 of these bytes. The table shows the step on the simulated device at $10^{12}$ FLOP/s, with two copies in flight. With $p$ = 2, one more storage than above stays on the device:
+# The second reason to use both is the link. Offload alone moves 168.8 MB. Both together move only 9.4 MB, 1/18 of these bytes. The table shows the step on the simulated device at $10^{12}$ FLOP/s, with two copies in flight. Here $p$ is 2 instead of 1, so one more storage stays on the device:
 #
 # </div>
 # <div lang="zh">
 #
 # 一步的 token 数是 $h$ 的 16 倍或 32 倍时，在检查点之上再卸载，峰值降低 7% 到 29%，32 层比 8 层降得更多。token 数只有 $h$ 的 4 倍时，峰值不变，除非像 LoRA 那样冻结多数权重，让这些权重没有梯度。冻结各层之后，8 层时峰值降低 15%，32 层时降低 21%。
 #
-# 合用的另一个理由是链路。只卸载要搬 168.8 MB，合用只搬 9.4 MB，是前者的 1/18。下表是课程的训练步在模拟设备上的结果，算力为 $10^{12}$ FLOP/s，同时有两次拷贝在途。$p$ 在这里是 2，所以留在设备上的存储区比上面多一份。
+# 合用的另一个理由是链路。只卸载要搬 168.8 MB，合用只搬 9.4 MB，是前者的 1/18。下表是课程的训练步在模拟设备上的结果，算力为 $10^{12}$ FLOP/s，同时有两次拷贝在途。这里的 $p$ 从 1 改成 2，所以多一份存储区留在设备上。
 #
 # </div>
 
@@ -680,7 +680,7 @@ simulation.link_table()
 # </div>
 # <div lang="zh">
 #
-# 如果换出全部激活值，前向每搬一个字节要计算 90 FLOPs。按 4.1 节的规则，在这个设备上 11 GB/s 的链路已经够了。可是在这样的链路上一步仍比不拷贝时多花 14% 的时间，原因见 4.9 节。链路达到 17 GB/s 以后，拷贝最多使一步多花 5% 的时间。链路只有 2 GB/s 时，如果只卸载，一步的用时将近基线的四倍。如果卸载与检查点合用，用时就是基线的 1.23 倍，多出的 0.23 里有 0.21 是重计算。
+# 如果换出全部激活值，前向每搬一个字节做 90 FLOPs。按 4.1 节的规则，在这个设备上 11 GB/s 的链路已经够了。可是在这样的链路上一步仍比不拷贝时多花 14% 的时间，原因见 4.9 节。链路达到 17 GB/s 以后，拷贝最多使一步多花 5% 的时间。链路只有 2 GB/s 时，如果只卸载，一步的用时将近基线的四倍。如果卸载与检查点合用，用时就是基线的 1.23 倍，多出的 0.23 里有 0.21 是重计算。
 #
 # </div>
 
@@ -711,12 +711,12 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 # %% [markdown]
 # <div lang="en">
 #
-# `save_on_cpu` would move 247.7 MB. By the four rules, only 178.4 MB need to move. The additional bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages that are moved again. Frameworks turn on offload like this:
+# `save_on_cpu` would move 247.7 MB. By the four rules of section 4.3, only 178.4 MB need to move. The additional bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages that are moved again. Frameworks turn on offload like this:
 #
 # </div>
 # <div lang="zh">
 #
-# `save_on_cpu` 要搬 247.7 MB，而按那四条规则只要搬 178.4 MB。多搬的部分里，27.3 MB 是参数，GPU 反正要留着它们，另外 41.9 MB 是重复搬运的存储区。各框架里启用卸载的写法如下。
+# `save_on_cpu` 要搬 247.7 MB，而按 4.3 节的四条规则只要搬 178.4 MB。多搬的部分里，27.3 MB 是参数，GPU 反正要留着它们，另外 41.9 MB 是重复搬运的存储区。各框架里启用卸载的写法如下。
 #
 # </div>
 
@@ -762,7 +762,7 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 # </div>
 # <div lang="zh">
 #
-# 回到 H200 上的那一步。解码器有八层，$h = 2048$，fp32，一步有 8,192 个 token。`count_forward` 用符号张量运行前向，统计注意力以外的 FLOPs，以及卸载和 `save_on_cpu` 各换出多少字节。然后把全部拷贝的时间加到基线的时间上，也就是假设没有一次拷贝被掩盖。
+# 回到 H200 上的那一步。解码器有八层，$h = 2048$，fp32，一步有 8,192 个 token。`count_forward` 用符号张量运行前向，统计注意力以外的 FLOPs，以及卸载和 `save_on_cpu` 各换出多少字节。下面再把全部拷贝的时间加到基线的时间上，也就是假设没有一次拷贝被掩盖。
 #
 # </div>
 
@@ -785,7 +785,7 @@ table(["step", "copied to the host (GB)", "added up (s)", "recorded (s)"], rows)
 # </div>
 # <div lang="zh">
 #
-# `save_on_cpu` 的一步比相加的结果还略长一点，可见它一次拷贝也没有掩盖。卸载则掩盖了一半的拷贝时间。是不是因为链路太慢，所以掩盖不了全部拷贝？下面把算术强度与阈值比一比（4.1 节）。
+# `save_on_cpu` 的一步比相加的结果还略长一点，可见它的拷贝一次也没有被掩盖。卸载则掩盖了一半的拷贝时间。是不是因为链路太慢，所以掩盖不了全部拷贝？下面把算术强度与阈值比一比（4.1 节）。
 #
 # </div>
 
@@ -834,14 +834,14 @@ table(["in flight, and fetched ahead", "simulated time (× baseline)", "peak (GB
 #
 # With two storages in flight, the simulated step takes 37% longer than the baseline. The H200's step took 33% longer. With eight storages in flight, the simulated step takes 1% longer, for 0.4 GB more memory. This setting was not run on a GPU. Compare this explanation with your guess.
 #
-# Another network, whose storages have equal sizes, was run on an H200 with nine settings. It has eight layers of 8,192 units. Its link is twice as fast as the threshold requires. The table compares the recorded times (× baseline) with the simulated device's clock and with your formula of exercise 1. With one copy in flight, the table adds another $c$ per layer to your formula.
+# Another network, whose storages have equal sizes, was run on an H200 with nine settings. It has eight layers of 8,192 units. The link is twice as fast as this network requires. The table compares the recorded times (× baseline) with the simulated device's clock and your formula of exercise 1. With one copy in flight, the table adds another $c$ per layer to your formula.
 #
 # </div>
 # <div lang="zh">
 #
 # 在途和提前取回都是两份时，模拟的一步比基线多花 37% 的时间，H200 上实际多花 33%。都是八份时，模拟的一步只多花 1%，代价是多占 0.4 GB 内存。八份的设置没有在 GPU 上运行过。现在回头看看，你最初猜对了吗？
 #
-# 再看另一个网络，它的各份存储区都一样大，九种设置都在 H200 上运行过。这个网络有八层，每层 8,192 个单元，链路比阈值所要求的快一倍。下表把这些用时（基线的倍数）与模拟设备的时钟和你在练习 1 写的公式放在一起比较。对只允许一次换出在途的设置，表中的值是你的公式每层再加一个 $c$。
+# 再看另一个网络，它的各份存储区都一样大，九种设置都在 H200 上运行过。这个网络有八层，每层 8,192 个单元，链路比这个网络所需的快一倍。下表把记录的用时（基线的倍数）与模拟设备的时钟和你在练习 1 写的公式放在一起比较。在只允许一次换出在途的几行里，表中的值是你的公式的结果再加上每层一个 $c$。
 #
 # </div>
 
@@ -905,7 +905,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # - A copy can hide if the FLOPs per byte reach the machine's threshold, if the copy starts early enough, and if enough copies are in flight. `prefetch` hides copies to the GPU (H2D), and `in_flight` hides copies to the host (D2H). Both settings count storages. In a decoder, two storages are too few, because their sizes differ.
 # - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and moves a storage as often as it is saved for backward.
 # - Only a wait orders two streams. If a wait is missing, the result is right only by luck.
-# - Offload combined with checkpoints can use a far slower link than offload alone. In the decoders here, adding offload lowers the peak further only with more than about $12 h$ tokens per step, or with frozen weights.
+# - Offload combined with checkpoints can use a far slower link than offload alone. In the decoders here, adding offload to checkpoints lowers the peak further only with more than about $12 h$ tokens per step, or with frozen weights.
 #
 # **Next:** [lesson 05](05_gradient_accumulation.ipynb) splits the batch into micro-batches.
 #
@@ -957,7 +957,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # </div>
 # <div lang="zh">
 #
-# 设序列长 $s = 4096$，激活值的每个数占 16 位。用融合的因果注意力时，每个 token 在一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs。这一层为反向保存 $34 h$ 字节（第 01 课），加了检查点则是 $2 h$ 字节。按数据手册上的带宽，只要 $h \ge 2773$，NVLink-C2C 就足够快，全部激活值的拷贝都能被掩盖。
+# 设序列长 $s = 4096$，激活值的每个数占 16 位。用融合的因果注意力时，每个 token 在一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs。每个 token 在一层里为反向保存 $34 h$ 字节（第 01 课），加了检查点则是 $2 h$ 字节。按数据手册上的带宽，只要 $h \ge 2773$，NVLink-C2C 就足够快，全部激活值的拷贝都能被掩盖。
 #
 # </div>
 
@@ -1222,7 +1222,7 @@ except RuntimeError as refused:
 # %% [markdown]
 # <div lang="en">
 #
-# On CUDA, a tensor's memory must not be reused while a side stream still copies the tensor (section 4.5). Two ways are safe. With `record_stream`, the memory is marked as used by the side stream, and the program can drop the tensor at once. When PyTorch's allocator gets this memory back, it records an event on the side stream. The memory can be reused only after the host finds this event complete at a later allocation. But the host starts layers long before the GPU runs them, and at that time hardly any event is complete. FSDP2, torchtune and TRL use the second way: they hold a reference to the tensor. A few tensors later, the compute stream waits for the copy's event, and the reference is dropped. So the host does not have to find an event complete.
+# On CUDA, a tensor's memory must not be reused while a side stream still copies the tensor (section 4.5). Two ways are safe. With `record_stream`, the memory is marked as used by the side stream, and the program can drop the tensor at once. When PyTorch's allocator gets this memory back, it records an event on the side stream. The memory can be reused only after the host finds this event complete at a later allocation. But the host starts layers long before the GPU runs them, and at that time hardly any event is complete. FSDP2, torchtune and TRL use the second way: they hold a reference to the tensor. A few tensors later, the compute stream waits for the copy's event, and the reference is dropped. So the host does not have to check events.
 #
 # </div>
 # <div lang="zh">
@@ -1374,7 +1374,7 @@ figures.draw_pages(peak_in_step, measured, plain=all_above)
 # %% [markdown]
 # <div lang="en">
 #
-# If the parameters are on a GPU, the CPU runs the update. For each parameter the CPU reads weight, gradient and two moments in host memory, and writes weight and moments, 28 bytes in all. At 200 GB/s the update of 7 billion parameters takes one second. `OffloadedOptimizer` can also offload only a **fraction** of the state, as Megatron-LM's hybrid optimizer does. Then the CPU updates only the parameters whose state is offloaded. The update of one parameter overlaps with copies of other gradients and weights. The weights after five steps equal those of `torch.optim.AdamW`:
+# If the parameters are on a GPU, the CPU runs the update. For each parameter the CPU reads weight, gradient and two moments in host memory, and writes weight and moments, 28 bytes in all. At 200 GB/s the update of 7 billion parameters takes one second. `OffloadedOptimizer` can also offload only a **fraction** of the state, as Megatron-LM's hybrid optimizer does. Then the CPU updates only the parameters whose state is offloaded. The update of one parameter overlaps with copies of other parameters' gradients and weights. The weights after five steps equal those of `torch.optim.AdamW`:
 #
 # </div>
 # <div lang="zh">
@@ -1416,7 +1416,7 @@ table(["fraction", *(text("pages of {mib} MiB (MB)", mib=mib) for mib in halves)
 # </div>
 # <div lang="zh">
 #
-# 只卸载一半状态、每页 16 MiB 时，峰值没有降低，因为同时有三页在内存里，而三页就装得下这一半状态。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时，两个 8 字节都变成 12 字节）。上面的五步正是这样：
+# 只卸载一半状态、每页 16 MiB 时，峰值没有降低，因为同时有三页在内存里，而三页就装得下这一半状态。每一步都为每个卸载的参数写 8 字节，从第二步起还要读 8 字节（有 fp32 主权重时，两个 8 字节都变成 12 字节）。下面统计刚才那五步读写的字节：
 #
 # </div>
 
@@ -1486,7 +1486,7 @@ predictions([*rows, ("peak with offloaded state", above - 8 * parameters, below)
 # </div>
 # <div lang="zh">
 #
-# 当前批次还在使用时，预取器已在准备下一个批次，因此每个批次的时间从两者之和缩短到两者中较长的一个。如果准备批次与使用批次要抢同一个 CPU 核心，或抢 GIL，就什么也掩盖不了。
+# 当前批次还在使用时，预取器已在准备下一个批次，因此每个批次的时间不再是准备与使用的时间之和，而只是两者中较长的一个。如果准备批次与使用批次要抢同一个 CPU 核心，或抢 GIL，就什么也掩盖不了。
 #
 # </div>
 
