@@ -183,14 +183,14 @@ results.peak_compositions({m: meters[m] for m in (8, 2, 1)})
 # %% [markdown]
 # <div lang="en">
 #
-# Your line describes one point of the step, softmax's backward. There, the activations, the gradients of earlier micro-batches and two tensors as large as the logits are live. With $m = 8$ the only micro-batch is the whole batch. Its peak is at the same operator, but without the earlier gradients, which are as large as the weights.
+# Your line describes one point of the step, softmax's backward. There, the activations, the gradients of earlier micro-batches and two tensors as large as the logits are live. With $m = 8$ the only micro-batch is the whole batch. The peak is at the same operator, but lacks the earlier gradients, which are as large as the weights.
 #
 # The activations and these two tensors shrink with $m$, so at $m = 1$ the peak is elsewhere, in the backward of the last layer. There, the gradients of two **weight tensors** are not yet added to `.grad`, and these gradients do not shrink with $m$. The output head's gradient (2.1 MB) waits for the embedding's gradient, because both layers share one matrix (lesson 01). The other gradient (1.0 MB) belongs to an MLP. As in lesson 02, a formula for one point fails when the peak is elsewhere.
 #
 # </div>
 # <div lang="zh">
 #
-# 你的直线只描述训练步里的一个时刻，即 softmax 的反向。此时内存里有激活值、前面各微批次累加的梯度，以及两个与 logits 一样大的张量。$m = 8$ 时，峰值也出现在这一时刻。但这时整个批次就是唯一的微批次，前面没有累加的梯度，所以峰值里少了一整套梯度，大小与全部权重相同。
+# 你的直线只描述训练步里的一个时刻，即 softmax 的反向。此时内存里有激活值、前面各微批次累加的梯度，以及两个与 logits 一样大的张量。$m = 8$ 时，峰值也出现在这一时刻。但这时整个批次就是唯一的微批次，前面没有累加的梯度，所以峰值里少了全部参数的梯度，这些梯度与权重一样大。
 #
 # 激活值和那两个张量都随 $m$ 缩小，所以到 $m = 1$ 时，峰值移到了另一个时刻，即最后一层的反向。此时有两个**权重张量**的梯度还没有加进 `.grad`，而这两个梯度的大小与 $m$ 无关。一个是输出头的梯度（2.1 MB）。输出头与嵌入层共用一个矩阵（见第 01 课），所以 autograd 要留着这个梯度，等算出嵌入层的梯度再相加。另一个是某个 MLP 的梯度（1.0 MB）。与第 02 课一样，公式只描述一个时刻，如果峰值出现在别的时刻，公式就不成立了。
 #
@@ -228,7 +228,7 @@ results.largest_at_peak(meter)
 # %% [markdown]
 # <div lang="en">
 #
-# Three fp32 tensors take 12.6 GB of the table's 15.0 GB: the log-softmax, its gradient, and the gradient of the logits. A single sequence cannot be split into micro-batches. Lesson 02's loss in chunks reduces these tensors, because it splits the tokens. Lesson 07 combines both techniques.
+# Three fp32 tensors take 12.6 GB of the table's 15.0 GB: the log-softmax, its gradient, and the gradient of the logits. A single sequence cannot be split into micro-batches. Lesson 02's loss in chunks reduces these tensors, because it splits the tokens. Lesson 07 combines this loss with gradient accumulation.
 #
 # </div>
 # <div lang="zh">
@@ -237,7 +237,7 @@ results.largest_at_peak(meter)
 #
 # </div>
 
-# %% [markdown] slide={"en": "One loop takes the mean of each micro-batch's mean. The other sums all losses and divides once.\n\n**Guess first.** How far apart are the gradients?", "zh": "一种循环先求每个微批次的平均，再求平均。另一种把损失全部加起来，只除一次。\n\n**先猜**：两种梯度差多少？"}
+# %% [markdown] slide={"en": "One loop takes the mean of the micro-batches' means. The other sums all losses and divides once.\n\n**Guess first.** How far apart are the gradients?", "zh": "一种循环先求每个微批次的平均，再求这些平均的平均。另一种把损失全部加起来，只除一次。\n\n**先猜**：两种梯度差多少？"}
 # ## 5.2 Which divisor? / 该除以什么
 #
 # <div lang="en">
@@ -300,7 +300,7 @@ figures.draw_say(lengths, off)
 # </div>
 # <div lang="zh">
 #
-# 如果没有 dropout 和 BatchNorm（5.15 节），也不用 bf16（5.5 节），那么只要对损失求总和，不论批次怎样拆，梯度就只有舍入误差。如果求平均的平均，每个微批次只有一个样本时，梯度的误差是 15% 到 25%，有八个长短不一的样本时，误差是 0.1% 到 10%。原因是，不论微批次里有多少 token，每个微批次在平均里所占的比重都一样。以每个微批次一个样本为例，一行代码如果只有 14 个字符，其中每个字符的比重就将近应有比重的七倍。在长段落里，每个字符的比重只有应有比重的四分之三。如果各微批次的 token 数相等，两种循环的结果就一致，所以用这样的数据做测试发现不了这个错误。
+# 如果没有 dropout 和 BatchNorm（5.15 节），也不用 bf16（5.5 节），那么只要对损失求总和，不论批次怎样拆，梯度就只有舍入误差。如果求平均的平均，每个微批次只有一个样本时，梯度的误差是 15% 到 25%，有八个长短不一的样本时，误差是 0.1% 到 10%。原因是，不论微批次里有多少 token，每个微批次在平均里所占的比重都一样。以每个微批次一个样本为例，如果一行代码只有 14 个字符，每个字符的比重将近是应有比重的七倍。在长段落里，每个字符的比重只有应有比重的四分之三。如果各微批次的 token 数相等，两种循环的结果就一致，所以用这样的数据做测试发现不了这个错误。
 #
 # 求平均的平均也可能是有意的**选择**。有些强化学习微调方法先在每个回答内取平均，再对各个回答取平均。即使如此，批次怎样拆也不应当影响结果。
 #
@@ -314,7 +314,7 @@ figures.draw_say(lengths, off)
 # </div>
 # <div lang="zh">
 #
-# **2024 年的那个错误。** 下面就用当年出错的那个库来重现这个错误，模型是 2.9 节的小 Llama。微调时，提示词各 token 的标签是 −100，计算损失时会忽略这些 token，所以各样本的目标数不同。默认情况下，模型返回一个微批次里各目标的平均损失，当时的训练器再把这个平均损失除以微批次数。如果传入 `num_items_in_batch`，也就是整个批次的目标数，模型就改为把微批次的损失总和除以这个目标数。**先猜**：不传 `num_items_in_batch` 时，梯度的误差有多大？
+# **2024 年的那个错误。** 下面用当年出错的库重现这个错误，模型是 2.9 节的小 Llama。微调时，提示词各 token 的标签是 −100，计算损失时会忽略这些 token，所以各样本的目标数不同。默认情况下，模型返回一个微批次里各目标的平均损失，当时的训练器再把这个平均损失除以微批次数。如果传入 `num_items_in_batch`，也就是整个批次的目标数，模型就改为把微批次的损失总和除以这个目标数。**先猜**：不传 `num_items_in_batch` 时，梯度的误差有多大？
 #
 # </div>
 
@@ -350,14 +350,14 @@ table(["", "error of the gradient", "below 1e-6"], rows)
 #
 # With these prompts and random tokens, the gradient is off by 33%. With `num_items_in_batch`, only rounding errors are left.
 #
-# By default, the `Trainer` of `transformers` 5.23 counts a step's targets over all micro-batches and devices (`average_tokens_across_devices=True`). It passes this number to a model whose `forward` takes extra keyword arguments, as Llama's does, or to your `compute_loss_func`. Otherwise, the `Trainer` still divides the loss by the number of micro-batches. If you override `compute_loss`, divide the summed loss by `num_items_in_batch`, or set `loss_is_scaled_for_ga = False`. If you do neither, Llama's loss is not divided at all. Packing changes the number of targets (section 5.11).
+# By default, the `Trainer` of `transformers` 5.23 counts a step's targets over all micro-batches and devices (`average_tokens_across_devices=True`). The `Trainer` passes this number to a model whose `forward` takes extra keyword arguments, as Llama's does, or to your `compute_loss_func`. Otherwise, it still divides the loss by the number of micro-batches. If you override `compute_loss`, divide the summed loss by `num_items_in_batch`, or set `loss_is_scaled_for_ga = False`. If you do neither, Llama's loss is not divided at all. Packing changes the number of targets (section 5.11).
 #
 # </div>
 # <div lang="zh">
 #
 # 按这里的提示词长度和随机 token，梯度的误差是 33%。传入 `num_items_in_batch` 之后，就只剩舍入误差。
 #
-# `transformers` 5.23 的 `Trainer` 默认会统计一步里所有微批次、所有设备上的目标数（`average_tokens_across_devices=True`）。如果模型的 `forward` 接受额外的关键字参数（Llama 就接受），`Trainer` 会把目标数传给模型。如果你提供了 `compute_loss_func`，`Trainer` 也会把目标数传给它。在其他情况下，`Trainer` 仍旧把损失除以微批次数。如果你重写了 `compute_loss`，要把损失总和除以 `num_items_in_batch`，或者设 `loss_is_scaled_for_ga = False`。如果两样都不做，Llama 的损失总和就不会除以任何数。把文档打包（packing）也会改变目标数（5.11 节）。
+# `transformers` 5.23 的 `Trainer` 默认会统计一步里所有微批次、所有设备上的目标数（`average_tokens_across_devices=True`）。如果模型的 `forward` 接受额外的关键字参数（Llama 就接受），`Trainer` 会把目标数传给模型。如果你提供了 `compute_loss_func`，`Trainer` 也会把目标数传给它。在其他情况下，`Trainer` 仍旧把损失除以微批次数。如果你重写了 `compute_loss`，要把损失总和除以 `num_items_in_batch`，或者设 `loss_is_scaled_for_ga = False`。如果这两件事都不做，Llama 的损失总和就不会除以任何数。把文档打包（packing）也会改变目标数（5.11 节）。
 #
 # </div>
 
@@ -366,12 +366,12 @@ table(["", "error of the gradient", "below 1e-6"], rows)
 #
 # <div lang="en">
 #
-# With DDP, each device runs a process, called a **rank**, on its own samples. Each backward gives all gradients to **all-reduce**, which replaces them by their mean over the ranks. `no_sync` skips this reduction. **Guess first:** how many of eight micro-batches need the reduction? If each rank divides by its own number of tokens, the mean over ranks is a mean of means again. What must the last two lines of the code below do?
+# With DDP, each device runs a process, called a **rank**, on its own samples. Each backward gives all gradients to **all-reduce**, which replaces them by their mean over the ranks. `no_sync` skips this reduction. **Guess first:** how many of eight micro-batches need the reduction? If each rank divides by its own number of tokens, the mean over ranks is a mean of means again. To avoid this, what must the last two lines of the code below do?
 #
 # </div>
 # <div lang="zh">
 #
-# 用 DDP 时，每台设备运行一个进程（**rank**），每个进程处理自己的样本。每次反向都把全部梯度交给 **all-reduce** 归约，也就是对各进程的梯度取平均。`no_sync` 可以跳过这次归约。**先猜**：八个微批次里，有几个需要归约梯度？如果每个进程先除以自己的 token 数，再对各进程取平均，得到的又是平均的平均。那么下面代码的最后两行要做什么？
+# 用 DDP 时，每台设备运行一个进程（**rank**），每个进程处理自己的样本。每次反向都把全部梯度交给 **all-reduce** 归约，也就是对各进程的梯度取平均。`no_sync` 可以跳过这次归约。**先猜**：八个微批次里，有几个需要归约梯度？如果每个进程先除以自己的 token 数，再对各进程取平均，得到的又是平均的平均。为避免这一点，下面代码的最后两行要做什么？
 #
 # </div>
 
@@ -400,7 +400,7 @@ results.bytes_reduced(ranks, micro_batches=8)
 # %% [markdown]
 # <div lang="en">
 #
-# One of the eight reductions is enough. The gradient equals the gradient of one process with all tokens, although the second rank has fewer tokens. (Lesson 08 counts the bytes sent.) With FSDP, reduce in each micro-batch, because without a reduction each rank keeps **all** gradients. For our decoder on 8 ranks, all gradients would take 27.5 MB per rank instead of 3.4 MB.
+# One of the eight reductions is enough. The gradient equals the gradient of one process with all tokens, although the second rank has fewer tokens. (Lesson 08 counts the bytes sent.) With FSDP, reduce in each micro-batch, because without a reduction each rank keeps **all** gradients. For our decoder on 8 ranks, each rank would keep 27.5 MB of gradients instead of 3.4 MB.
 #
 # </div>
 # <div lang="zh">
@@ -429,18 +429,18 @@ results.bytes_reduced(ranks, micro_batches=8)
 # The loop below contains five common bugs. One bug is a wrong divisor. The loop's parts:
 #
 # - A **scaler** multiplies the loss before backward, so that small gradients do not become zero in fp16. `scaler.unscale_(optimizer)` divides the gradients by the same factor. Without this call, `scaler.step` divides them.
-# - **Clipping** scales the whole batch's gradient down to the norm `max_norm`.
+# - **Clipping** scales the whole batch's gradient down if its norm exceeds `max_norm`.
 # - The **scheduler** sets the learning rate for the optimizer's next step.
-# - One optimizer step uses `every` micro-batches. An epoch's last step may have fewer micro-batches.
+# - `every` is the number of micro-batches per optimizer step. An epoch's last step may have fewer.
 #
 # **Exercise 2.** Fix the loop. Each of five checks looks for one bug. Then a meter checks that only one micro-batch's activations are live at a time.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面的循环里有五处常见的错误，其中一处是除数不对。先说明循环里各个部分的作用：
+# 下面的循环里有五处常见的错误，其中一处是除数不对。循环的各个部分如下：
 #
-# - **缩放器**（scaler）在反向之前把损失乘以一个倍数，使很小的梯度在 fp16 里不会变成零。`scaler.unscale_(optimizer)` 再把梯度除以同一个倍数（还原缩放）。如果代码没有调用它，`scaler.step` 会自己做这次除法。
+# - **缩放器**（scaler）在反向之前把损失乘以一个倍数，使很小的梯度在 fp16 里不会变成零。`scaler.unscale_(optimizer)` 再把梯度除以同一个倍数（还原缩放）。如果没有调用这个方法，`scaler.step` 会自己做这次除法。
 # - **裁剪**把整个批次的梯度按比例缩小，使梯度的范数不超过 `max_norm`。
 # - **调度器**（scheduler）为优化器的下一步设定学习率。
 # - 每处理 `every` 个微批次，优化器更新一次。一个 epoch 的最后一步，微批次可能不足 `every` 个。
@@ -501,14 +501,14 @@ figures.five_bugs()
 #
 # In each row the loop has one bug, and only the check for this bug fails. If each micro-batch is clipped alone, the summed gradient has a wrong direction. Without unscaling, the gradients are 1024 times too large before they are clipped to `max_norm`. Then `scaler.step` divides them by 1024, and almost nothing is left.
 #
-# The library's `AccumulatedStep` avoids all five bugs, and leaves the same weights as your loop.
+# The library's `AccumulatedStep` avoids all five bugs, and produces the same weights as your loop.
 #
 # </div>
 # <div lang="zh">
 #
-# 表中每一行的循环各有一处错误，也只有对应的那项检查报错，另外四项都能通过。如果先裁剪各微批次的梯度再相加，总梯度的方向就错了。如果忘了还原缩放，裁剪前的梯度就是真实梯度的 1024 倍，裁剪会把它的范数缩小到 `max_norm`。随后 `scaler.step` 再把梯度除以 1024，梯度就几乎变成零了。
+# 表中每一行的循环各有一处错误，也只有对应的那项检查报错。如果先裁剪各微批次的梯度再相加，总梯度的方向就错了。如果忘了还原缩放，裁剪前的梯度就是真实梯度的 1024 倍，裁剪会把它的范数缩小到 `max_norm`。随后 `scaler.step` 再把梯度除以 1024，梯度就几乎变成零了。
 #
-# 库里的 `AccumulatedStep` 没有这五处错误，得到的权重与你的循环一样。
+# 库里的 `AccumulatedStep` 没有这五处错误，更新后的权重与你的循环得到的相同。
 #
 # </div>
 
@@ -591,26 +591,26 @@ figures.draw_sums(errors)
 #
 # With bf16 sums, the error rises with the number of micro-batches. With one micro-batch, the error comes from forward and backward in bf16. With more micro-batches, each addition also rounds the sum to 8 bits, which loses part of the much smaller added gradient. With fp32 sums, the curve stays flat. Here, with 256 micro-batches, bf16 sums have more than three times the error of fp32 sums.
 #
-# The plot covers the layers' Linear weight tensors, 90% of the parameters. Most other parameters are embeddings, and 0.6% belong to LayerNorms. With one micro-batch, the LayerNorms' gradients are off by 6% (two threads) or 11% (one thread), because their backward on a CPU sums over all rows in bf16.
+# The plot covers the layers' Linear weight tensors, with 90% of the decoder's parameters. Most other parameters are embeddings, and only 0.6% of all parameters belong to LayerNorms. With one micro-batch, the LayerNorms' gradients are off by 6% with two threads and 11% with one thread, because their backward on a CPU sums over all rows in bf16.
 #
 # </div>
 # <div lang="zh">
 #
 # 用 bf16 求和时，微批次越多，误差越大。只有一个微批次时，误差全部来自用 bf16 计算的前向和反向。微批次多了以后，每做一次加法，还要把总和舍入到 8 位精度。这时总和比新加进来的梯度大得多，舍入就会丢掉新梯度的一部分。用 fp32 求和时，曲线一直是平的。在这次运行里，分成 256 个微批次时，用 bf16 求和的误差是用 fp32 求和的三倍多。
 #
-# 图中只画了各层 Linear 的权重张量，占全部参数的 90%。没有画的参数大部分属于嵌入层，LayerNorm 只占全部参数的 0.6%。只有一个微批次时，LayerNorm 的梯度误差在用两个线程时是 6%，在用一个线程时是 11%。这是因为在 CPU 上，LayerNorm 的反向用 bf16 对所有行求和。
+# 图中只画了各层 Linear 权重张量的梯度误差，这些权重占全部参数的 90%。其余的参数大部分属于嵌入层，LayerNorm 的参数只占全部参数的 0.6%。只有一个微批次时，LayerNorm 的梯度误差用两个线程时是 6%，用一个线程时是 11%。这是因为在 CPU 上，LayerNorm 的反向用 bf16 对所有行求和。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# An fp32 sum takes 4 bytes per parameter, and a bf16 gradient takes 2 bytes. With its weight, master weight and moments, a parameter takes 18 bytes instead of 16. `AccumulatedStep(…, accumulate="fp32")` sums like this. While it casts the mean gradient to bf16, both gradients exist, and a parameter takes 20 bytes.
+# An fp32 sum takes 4 bytes per parameter, and a bf16 gradient takes 2 bytes. With its weight, master weight and moments, a parameter takes 18 bytes instead of 16. `AccumulatedStep(…, accumulate="fp32")` sums in fp32. While it casts the mean gradient to bf16, both gradients exist, and a parameter takes 20 bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# 代价是每个参数要用 4 字节存放 fp32 的梯度之和，而 bf16 的梯度只要 2 字节。连同权重、主权重和矩，每个参数占用的字节从 16 增加到 18。`AccumulatedStep(…, accumulate="fp32")` 正是这样求和的。最后要把平均梯度转成 bf16，转换前和转换后的梯度会短暂并存，这时每个参数一共占 20 字节。
+# 用 fp32 求和的代价是，每个参数要用 4 字节存放梯度之和，而 bf16 的梯度只要 2 字节。连同权重、主权重和矩，每个参数占用的字节从 16 增加到 18。`AccumulatedStep(…, accumulate="fp32")` 正是这样求和的。最后要把平均梯度转成 bf16，转换前和转换后的梯度会短暂并存，这时每个参数一共占 20 字节。
 #
 # </div>
 
@@ -619,7 +619,7 @@ figures.draw_sums(errors)
 #
 # <div lang="en">
 #
-# The effective (or global) batch size is micro-batch size × accumulation steps × ranks. Only the first row's loss was run, in section 5.2.
+# The effective (or global) batch size is micro-batch size × accumulation steps × ranks. Only the loss of the first row was run (section 5.2).
 #
 # | where | what to write |
 # |---|---|
@@ -692,7 +692,7 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# - In this decoder the peak is a floor plus a number of bytes per sequence. In fp32 the floor is 16 bytes per trained parameter with Adam, and 8 bytes with SGD without momentum. With a single micro-batch the peak lacks one set of gradients, unless `set_to_none=False` keeps them. With few tokens the peak may be in the optimizer step (`foreach=True`), and higher than without accumulation (7.16). With a large vocabulary, the logits of one sequence may be most of the activations.
+# - In this decoder the peak is a floor plus a fixed number of bytes per sequence of a micro-batch. In fp32 the floor is 16 bytes per trained parameter with Adam, and 8 bytes with SGD without momentum. With a single micro-batch the peak contains no parameter gradients, unless the previous step's gradients stay in memory (`set_to_none=False`). With few tokens the peak may be in the optimizer step (`foreach=True`), and be higher than without accumulation (7.16). With a large vocabulary, the logits of one sequence may be most of the activations.
 # - Sum the losses, and divide once by the step's number of tokens, counted over all ranks.
 # - Once per step: unscale, clip, step the optimizer, update the scaler, step the scheduler, clear gradients.
 # - The error of bf16 sums grows with the number of micro-batches. Sums in fp32 avoid this, and take 4 bytes per parameter.
@@ -703,7 +703,7 @@ ledger("05", "eight micro-batches", row)
 # </div>
 # <div lang="zh">
 #
-# - 在这个解码器上，每条序列占用的字节数是固定的，峰值等于下限加上各条序列占用的字节。fp32 下，用 Adam 时下限是每个受训练的参数 16 字节，用不带动量的 SGD 时是 8 字节。只有一个微批次时，峰值里会少一整套梯度，除非设 `set_to_none=False`，把上一步的梯度张量留在内存里。token 很少时，峰值可能出现在优化器更新当中（`foreach=True`），甚至可能比整个批次一起算的峰值更高（7.16 节）。词表很大时，一条序列的 logits 可能占激活值的大部分。
+# - 在这个解码器上，峰值等于下限加上微批次里各条序列占用的字节，每条序列占用的字节数是固定的。fp32 下，用 Adam 时下限是每个受训练的参数 16 字节，用不带动量的 SGD 时是 8 字节。只有一个微批次时，峰值里没有参数的梯度，除非设 `set_to_none=False`，把上一步的梯度张量留在内存里。token 很少时，峰值可能出现在优化器更新当中（`foreach=True`），甚至可能比整个批次一起算的峰值更高（7.16 节）。词表很大时，一条序列的 logits 可能占激活值的大部分。
 # - 对损失求总和，最后只除一次，除数是这一步在所有进程上的 token 总数。
 # - 每步各做一次：还原缩放、裁剪、优化器更新、缩放器更新、调度器更新、梯度清零。
 # - 用 bf16 求和，误差随微批次数增长。用 fp32 求和，误差不会增长，但每个参数的总和要占 4 字节。
@@ -730,7 +730,7 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# No other lesson needs the following sections, and each of them can be read alone.
+# No other lesson needs these sections, and each can be read alone.
 #
 # </div>
 # <div lang="zh">
@@ -744,16 +744,16 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# A small decoder is trained with AdamW in micro-batches of one sample. The two runs of each seed differ only in the divisor. We compare their loss per character on lines of code and on paragraphs that were not used in training. **Guess first:** which divisor is better on lines of code, and which is better on paragraphs?
+# A small decoder is trained with AdamW in micro-batches of one sample. Each seed has two runs, which differ only in the divisor. We compare their losses per character on lines of code and on paragraphs that were not used in training. **Guess first:** which divisor is better on lines of code, and which is better on paragraphs?
 #
 # The runs of eight seeds were recorded in advance. `python -m course_lib.lessons.lesson_05.mean_of_means` repeats them in a few minutes.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面用 AdamW 训练一个小解码器，每个微批次一个样本。每个种子训练两次，两次只有除数不同。评估用的是训练中没有出现过的代码行和段落，比较的是每个字符的损失。**先猜**：哪一种除数在哪类文本上更好？
+# 下面用 AdamW 训练一个小解码器，每个微批次一个样本。每个种子训练两次，两次只有除数不同。评估用的是训练中没有出现过的代码行和段落，比较的是每个字符的损失。**先猜**：在代码行上，哪一种除数更好？在段落上呢？
 #
-# 八个种子的训练已经事先运行完，结果也记录了下来。用 `python -m course_lib.lessons.lesson_05.mean_of_means` 可以重新训练一遍，要几分钟。
+# 八个种子的训练结果已经事先记录好。用 `python -m course_lib.lessons.lesson_05.mean_of_means` 可以重新训练一遍，要几分钟。
 #
 # </div>
 
@@ -763,7 +763,7 @@ figures.draw_training()
 # %% [markdown]
 # <div lang="en">
 #
-# After 20 steps, training with the mean of means is better on short samples and worse on long samples, in all eight seeds. After 120 steps, its loss on short samples is lower in 7 of 8 seeds, by 0.04 on average. Its loss on long samples is higher in all 8 seeds, also by 0.04 on average. But at step 100, the loss on long samples was higher in only 5 seeds. So for this text and this small network, training with the wrong divisor solves another problem. In this problem, a character of a short sample has a larger weight. A loss curve alone would not show this difference.
+# After 20 steps, training with the mean of means is better on short samples and worse on long samples, in all eight seeds. After 120 steps, its loss on short samples is lower in 7 of 8 seeds, by 0.04 on average. Its loss on long samples is higher in all 8 seeds, also by 0.04 on average. But at step 100, the loss on long samples was higher in only 5 seeds. So for this text and this small network, training with the wrong divisor solves another problem, in which a character of a short sample has a larger weight. A loss curve alone would not show this difference.
 #
 # </div>
 # <div lang="zh">
@@ -834,12 +834,12 @@ table(["", "targets", "error of the gradient"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Packing adds 14 targets, because the last token of a document now predicts the first token of the next document. The label −100 removes these targets. But the tokens still attend to earlier documents in their row, so the gradient of this untrained Llama remains far off. `DataCollatorWithFlattening` also returns position numbers that start at 0 in each document. With these numbers, `transformers` 5.23 separates the documents in its attention (sdpa here), and the gradient equals the gradient of the padded batch. So count the targets after packing.
+# Packing adds 14 targets, because the last token of a document now predicts the first token of the next document. The label −100 removes these targets. But the tokens still attend to earlier documents in their row, so the gradient of this untrained Llama remains far off. `DataCollatorWithFlattening` also returns position numbers that start at 0 in each document. With these numbers, `transformers` 5.23 separates the documents in its attention (sdpa here), and the gradient equals the gradient of the padded batch. Packing changes the targets, so count them after packing.
 #
 # </div>
 # <div lang="zh">
 #
-# 打包之后多出 14 个目标，因为一篇文档的最后一个 token 现在要预测下一篇的第一个 token。把标签设成 −100，就能去掉这些目标。可是计算注意力时，token 仍会用到同一行里前面的文档，所以这个未经训练的 Llama 的梯度还是差得很远。`DataCollatorWithFlattening` 还会返回位置编号，每篇文档都从 0 开始编号。`transformers` 5.23 的注意力（这里是 sdpa）根据这些编号把各篇文档分开计算，梯度就与填充时相等。因此，目标数要在打包之后再统计。
+# 打包之后多出 14 个目标，因为一篇文档的最后一个 token 现在要预测下一篇的第一个 token。把标签设成 −100，就能去掉这些目标。可是计算注意力时，token 仍会用到同一行里前面的文档，所以这个未经训练的 Llama 的梯度还是差得很远。`DataCollatorWithFlattening` 还会返回位置编号，每篇文档都从 0 开始编号。`transformers` 5.23 的注意力（这里是 sdpa）根据这些编号把各篇文档分开计算，梯度就与填充时相等。打包会改变目标，因此目标数要在打包之后再统计。
 #
 # </div>
 
@@ -853,7 +853,7 @@ table(["", "targets", "error of the gradient"], rows)
 # </div>
 # <div lang="zh">
 #
-# 梯度累积可能增加用时，因为核函数处理的数据太少，GPU 的一部分计算单元就会闲着。如果这台机器有 GPU，下面的单元格就现场测量。如果没有，就显示在 H100 和 H200 上的记录。用 fp16 时，如果把批次分成 16 个微批次，每个只有 1 个样本，那么在 H100 和 H200 上，这一步的用时都是一次算完整个批次所需时间的 6.9 倍。
+# 核函数每次处理的数据太少时，GPU 的一部分计算单元会闲着，因此梯度累积可能增加用时。如果这台机器有 GPU，下面的单元格就现场测量。如果没有，就显示在 H100 和 H200 上的记录。用 fp16 时，如果把批次分成 16 个微批次，每个只有 1 个样本，那么在 H100 和 H200 上，这一步的用时都是一次算完整个批次所需时间的 6.9 倍。
 #
 # </div>
 
@@ -865,14 +865,14 @@ on_gpu("05")
 # %% [markdown]
 # <div lang="en">
 #
-# On the H200 a micro-batch of 1, 4 or 16 samples takes 14.9, 14.3 or 34.7 ms. These times are within 3% of a rule: **a micro-batch takes 14.6 ms, or 2.17 ms per sample, whichever is longer**. The peaks follow the rule of section 5.1. For all 16 samples at once, the line through the peaks of 1 and 4 samples predicts 438.7 MB too much. This is the size of one set of gradients.
+# On the H200 a micro-batch of 1, 4 or 16 samples takes 14.9, 14.3 or 34.7 ms. These times are within 3% of a rule: **a micro-batch takes 14.6 ms, or 2.17 ms per sample, whichever is longer**. As in section 5.1, the line through the peaks of 1 and 4 samples fails for all 16 samples at once. It predicts 438.7 MB too much, which is the size of all gradients.
 #
-# **Exercise 4.** The recorded peaks are 2,370,539,600 bytes with 1 sample and 3,562,995,744 bytes with 4 samples. A batch of 64 samples is split into equal micro-batches, and `budget` is in bytes. Among the sizes whose peak is within the budget, choose the size with the fastest step. Among equally fast sizes, choose the smallest. Also return the peak and the step's time for this size. Assume that the line through these two peaks and the rule for the time hold for all sizes.
+# **Exercise 4.** The recorded peaks are 2,370,539,600 bytes with 1 sample and 3,562,995,744 bytes with 4 samples. A batch of 64 samples is split into equal micro-batches, and `budget` is in bytes. Among the sizes whose peak is within the budget, choose the size with the fastest step. Among equally fast sizes, choose the smallest. Also return the peak and the step's time for this size. Assume that the line through the two recorded peaks and the rule for the time hold for all sizes.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 H200 上，一个微批次有 1、4、16 个样本时，分别用时 14.9、14.3、34.7 ms。这些用时都符合一条简单的规律，误差不到 3%，即**一个微批次的用时是 14.6 ms，或者是样本数乘以 2.17 ms，取较长的一个**。峰值也符合 5.1 节的规律。过 1 个样本和 4 个样本的两个峰值画一条直线，那么 16 个样本一次全部算完时，直线给出的峰值比实测高出一整套梯度，即 438.7 MB。
+# 在 H200 上，一个微批次有 1、4、16 个样本时，分别用时 14.9、14.3、34.7 ms。这些用时都符合一条简单的规律（误差不到 3%），即**一个微批次的用时是 14.6 ms，或者是样本数乘以 2.17 ms，取较长的一个**。峰值的情形与 5.1 节相同。过 1 个样本和 4 个样本的两个峰值画一条直线，用来预测 16 个样本一次算完时的峰值，结果比实测高 438.7 MB，正好等于全部梯度的大小。
 #
 # **练习 4。** 每个微批次 1 个样本时，记录的峰值是 2,370,539,600 字节；4 个样本时是 3,562,995,744 字节。现在把 64 个样本的批次分成一样大的微批次。给定预算 `budget`（字节），请在峰值不超过预算的微批次大小中，选出使这一步用时最短的一种。如果有几种一样快，就选最小的。还要返回这种大小对应的峰值和这一步的用时。假设不论微批次多大，峰值都在过上面两点的直线上，用时都符合上一段的规律。
 #
@@ -927,7 +927,7 @@ exercises.check_micro_batch(choose)
 # </div>
 # <div lang="zh">
 #
-# 在 fp16 中，大约小于 $3 \cdot 10^{-8}$ 的数都变成零。bf16 的指数范围与 fp32 相同，所以 bf16 的梯度不需要缩放器。下面取 1000 个梯度，大小在 $10^{-11}$ 到 $10^{-5}$ 之间：
+# 在 fp16 中，小于约 $3 \cdot 10^{-8}$ 的数都变成零。bf16 的指数范围与 fp32 相同，所以 bf16 的梯度不需要缩放器。下面取 1000 个梯度，大小在 $10^{-11}$ 到 $10^{-5}$ 之间：
 #
 # </div>
 
@@ -948,12 +948,12 @@ table(["dtype", "zeros among 1000"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# If a gradient is inf or NaN, the scaler skips the optimizer step and halves its scale. Then the scheduler should not step either. The attribute `stepped` of the result says whether the optimizer stepped:
+# If a gradient is inf or NaN, the scaler skips the optimizer step and halves its scale. Then the scheduler should not step either. The attribute `stepped` of `AccumulatedStep`'s result says whether the optimizer stepped:
 #
 # </div>
 # <div lang="zh">
 #
-# 只要有一个梯度是 inf 或 NaN，缩放器就跳过这次优化器更新，并把缩放倍数减半。这时调度器也不应更新学习率。返回值的 `stepped` 说明权重这次有没有更新：
+# 只要有一个梯度是 inf 或 NaN，缩放器就跳过这次优化器更新，并把缩放倍数减半。这时调度器也不应更新学习率。`AccumulatedStep` 返回值的 `stepped` 说明这次有没有更新权重：
 #
 # </div>
 
@@ -966,7 +966,7 @@ step = AccumulatedStep(decoder, sgd, mean_of_means.loss_sum, scaler=scaler, max_
 # %% [markdown]
 # <div lang="en">
 #
-# By default `zero_grad` sets each `.grad` to None. If it set zeros instead, Adam would still move an unused parameter by its older gradients:
+# By default `zero_grad` sets each `.grad` to None. If it set them to zero instead, Adam would still move an unused parameter, because of older gradients:
 #
 # </div>
 # <div lang="zh">
@@ -995,12 +995,12 @@ def moves_without_gradient(set_to_none):
 #
 # <div lang="en">
 #
-# Autocast covers only the forward passes. The loss to print is the mean over the tokens of all four micro-batches. The mean of the last micro-batch alone is a different number:
+# Autocast covers only the forward passes. The loss to print is the mean over all tokens of the step's four micro-batches. The mean of the last micro-batch alone is a different number:
 #
 # </div>
 # <div lang="zh">
 #
-# autocast 只用于前向。打印的损失应当是四个微批次里全部 token 的平均损失。如果只对最后一个微批次求平均，得到的是另一个数：
+# autocast 只用于前向。打印的损失应当是这一步四个微批次里全部 token 的平均损失。如果只对最后一个微批次求平均，得到的是另一个数：
 #
 # </div>
 
@@ -1025,7 +1025,7 @@ table(["the two losses differ by more than 0.1"], [[abs(float(last) / count - tr
 # </div>
 # <div lang="zh">
 #
-# 训练模式下，BatchNorm 只用一个微批次来求均值和方差，这时不论把损失除以什么数，都无法纠正由此产生的差别。如果一层对各个样本分别计算（例如 LayerNorm），梯度就与整个批次一起算时相同：
+# 训练模式下，BatchNorm 只用一个微批次来求均值和方差，梯度因此与整个批次一起算时不同，把损失除以什么数都无法纠正。如果一层对各个样本分别计算（例如 LayerNorm），梯度就与整个批次一起算时相同：
 #
 # </div>
 
@@ -1050,7 +1050,7 @@ table(["", "error of the gradient"], rows)
 #
 # <div lang="en">
 #
-# A contrastive loss compares each pair of embeddings with all other pairs in the batch. A micro-batch has fewer pairs to compare with. **GradCache** first computes all embeddings without a graph, then the loss and its gradient with respect to each embedding. Then it computes each micro-batch again, with a graph and the same dropout masks, and runs backward from these gradients. (This network has no dropout.)
+# A contrastive loss compares each pair of embeddings with all other pairs in the batch. A micro-batch has fewer pairs to compare with. **GradCache** first computes all embeddings without a graph, then the loss and its gradient with respect to each embedding. Then it computes each micro-batch's embeddings again, with a graph and the same dropout masks, and runs backward from these gradients. (This network has no dropout.)
 #
 # </div>
 # <div lang="zh">
@@ -1094,7 +1094,7 @@ results.errors_of_pairs(by_size, grad_cache)
 # </div>
 # <div lang="zh">
 #
-# 可以用钩子，**梯度一就绪**就更新对应的参数，并立刻释放梯度。用一条序列时，峰值会降低多少？用八条序列时呢？
+# 有了钩子，**梯度一就绪**就可以更新对应的参数，并立刻释放梯度。用一条序列时，峰值会降低多少？用八条序列时呢？
 #
 # </div>
 
@@ -1137,12 +1137,12 @@ table(["update (sequences)", "peak (MB)", "most gradients at once (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# **AdamA** does combine accumulation with such a hook. Its hook adds each gradient to Adam's **moments** at once, and the weights are updated at the end. The first moment equals Adam's first moment. The second moment adds the squares of the micro-batches' gradients, whereas Adam squares the sum of the gradients:
+# **AdamA** does combine accumulation with such a hook. Its hook adds each gradient to Adam's **moments** at once, and the weights are updated at the end of the step. The first moment equals Adam's first moment. The second moment adds the squares of the micro-batches' gradients, whereas Adam squares the sum of the gradients:
 #
 # </div>
 # <div lang="zh">
 #
-# **AdamA** 可以与梯度累积合用。每算出一个梯度，AdamA 的钩子就立刻把这个梯度加进 Adam 的两个**矩**，最后才更新权重。一阶矩与 Adam 的相同。二阶矩不同，AdamA 累加各微批次梯度的平方，而 Adam 先对梯度求和再平方：
+# **AdamA** 也用这样的钩子，却可以与梯度累积合用。每算出一个梯度，钩子就立刻把这个梯度加进 Adam 的两个**矩**，到这一步的最后才更新权重。一阶矩与 Adam 的相同。二阶矩不同，AdamA 累加各微批次梯度的平方，而 Adam 先对梯度求和再平方：
 #
 # </div>
 

@@ -65,14 +65,14 @@ language()
 #
 # <div lang="en">
 #
-# The softmax of a row of scores needs two numbers: the largest score, so that `exp` does not overflow, and the sum of the exponentials. Neither number needs the whole row at once. Read one block of columns after the other. Remember the largest score so far, $m$, and the sum so far **relative to** $m$, $\ell = \sum e^{s - m}$. If a later block has a larger score, multiply the old sum by a factor smaller than 1. This method is **online softmax**. After the last block, keep only one number per row, the **log-sum-exp** $\text{lse} = m + \log \ell$.
+# The softmax of a row of scores needs two numbers: the largest score, so that `exp` does not overflow, and the sum of the exponentials. To compute them, you never need the whole row at once. Read one block of columns after the other. Remember the largest score so far, $m$, and the sum so far **relative to** $m$, $\ell = \sum e^{s - m}$. If a later block has a larger score, multiply the old sum by a factor smaller than 1. This method is **online softmax**. After the last block, keep only one number per row, the **log-sum-exp** $\text{lse} = m + \log \ell$.
 #
 # **Exercise 1.** Write `log_sum_exp_in_blocks(scores, block)`. It reads `scores`, of shape (rows, n), only once, in blocks of columns. It returns the log-sum-exps, of shape (rows,). The check uses scores whose `exp` overflows, and records which blocks you read.
 #
 # </div>
 # <div lang="zh">
 #
-# 对一行做 softmax，要用到这一行最大的分数（否则 `exp` 会溢出）和各指数项的总和，而求这两个数都不必同时拿到整行。每次读入几列，作为一块，并记住到目前为止最大的分数 $m$，以及到目前为止**相对于** $m$ 的总和 $\ell = \sum e^{s - m}$。如果后面的块里有更大的分数，就把原来的总和乘以一个小于 1 的因子。这种算法叫**在线 softmax**（online softmax）。读完最后一块，每行只需要留下一个数，即 **LSE**（log-sum-exp，指数和的对数）：$\text{lse} = m + \log \ell$。
+# 对一行分数做 softmax，要用到其中最大的分数（否则 `exp` 会溢出）和各指数项的总和，而求这两个数都不必同时拿到整行。每次读入几列，作为一块，并记住到目前为止最大的分数 $m$，以及到目前为止**相对于** $m$ 的总和 $\ell = \sum e^{s - m}$。如果后面的块里有更大的分数，就把原来的总和乘以一个小于 1 的因子。这种算法叫**在线 softmax**（online softmax）。读完最后一块，每行只需要留下一个数，即 **LSE**（log-sum-exp，指数和的对数）：$\text{lse} = m + \log \ell$。
 #
 # **练习 1。** 写出 `log_sum_exp_in_blocks(scores, block)`，把各列分成块，只遍历一次。`scores` 的形状是 (rows, n)，返回每行的 LSE，形状是 (rows,)。检查所用的分数很大，如果直接取 `exp`，就会溢出。检查还会记录你读了哪些块。
 #
@@ -134,7 +134,7 @@ figures.draw_running(maxima, sums)
 #
 # The output for one query is a weighted sum of the rows of V. Update the output in the same way as $\ell$: multiply the old output by the same factor, then add the new block's contribution. After this, the block's scores can be released. After the last block, divide the output by $\ell$.
 #
-# A GPU computes on data in a small, fast memory on the chip. For a long sequence, scores of shape (n, block) do not fit there, so the queries are cut into blocks, too. A block of queries and a **key block** (keys with their values) give one **tile** of scores, whose size does not depend on the sequence length.
+# A GPU computes on data in a small, fast memory on the chip. For a long sequence, the scores of all n queries for one block do not fit there, so the queries are cut into blocks, too. A block of queries and a **key block** (keys with their values) give one **tile** of scores, whose size does not depend on the sequence length.
 #
 # **Exercise 2.** Write `forward(q, k, v, block_q, block_k)` for one head. `q` is $(n_q, d)$; `k` and `v` are $(n_k, d)$. There may be more keys than queries, and block sizes need not divide $n_q$ and $n_k$. Return the output, $(n_q, d)$, and the log-sum-exps, $(n_q,)$. Divide the scores by $\sqrt d$.
 #
@@ -143,7 +143,7 @@ figures.draw_running(maxima, sums)
 #
 # 每个查询的输出是 V 各行的加权和，所以更新输出的办法与更新 $\ell$ 相同，即先把旧的输出乘以同一个因子，再加上新读入的块的贡献。一块算完之后，这一块的分数就不必保留了。读完最后一块之后，把输出除以 $\ell$。
 #
-# GPU 计算时，要先把数据读进芯片上一块很小但很快的存储。如果序列很长，这块存储就放不下形状为 (n, block) 的分数，因此查询也要分成块。一个查询块和一个**键块**（键连同对应的值）之间的分数，构成一个**分块**（tile），分块的大小与序列长度无关。
+# GPU 计算时，要先把数据读进芯片上一块很小但很快的存储。如果序列很长，这块存储就放不下全部 n 个查询对一个块的分数，因此查询也要分成块。一个查询块和一个**键块**（键连同对应的值）之间的分数，构成一个**分块**（tile），分块的大小与序列长度无关。
 #
 # **练习 2。** 为一个头写出 `forward(q, k, v, block_q, block_k)`。`q` 的形状是 $(n_q, d)$，`k` 和 `v` 的形状是 $(n_k, d)$。键可能比查询多，块的大小也不一定整除 $n_q$ 和 $n_k$。返回输出 $(n_q, d)$ 和各行的 LSE $(n_q,)$。分数要除以 $\sqrt d$。
 #
@@ -380,16 +380,16 @@ table(["", "FLOPs (units of n²d)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# In backward, two passes cost 40% more FLOPs than one pass, but their result is **deterministic**, that is, equal in every run. With one pass, parallel programs add to the same dQ by atomic adds, in an order that changes between runs (FlashAttention's issue 414). FlashAttention's option `deterministic=True` fixes the order, but makes backward slower. With head size 128, 8192 tokens and a causal mask, backward on an H100 takes 21% longer (pull request 1893).
+# In backward, two passes cost 40% more FLOPs than one pass, but their result is **deterministic**, that is, equal in every run. With one pass, parallel parts of the computation add to the same dQ by atomic adds, in an order that can change between runs (FlashAttention's issue 414). FlashAttention's option `deterministic=True` fixes the order, but makes backward slower. With head size 128, 8192 tokens and a causal mask, backward on an H100 takes 21% longer (pull request 1893).
 #
 # Flash attention needs more FLOPs than standard attention, but can be faster because it moves fewer bytes. If $M$ numbers fit on the chip, a block has about $M/(4d)$ queries. K and V are read once for each block of queries, so flash attention moves $\Theta(N^2 d^2 / M)$ numbers. Standard attention moves $\Theta(N d + N^2)$. The roofline plot in section 6.17 shows when moved bytes limit the speed.
 #
 # </div>
 # <div lang="zh">
 #
-# 把分块遍历两次，反向的 FLOPs 比遍历一次多 40%，但每次运行的结果都完全相同，也就是**确定**（deterministic）的结果。如果只遍历一次，并行的程序就要用原子加法往同一个 dQ 上累加，每次运行的累加顺序可能不同（FlashAttention 的 issue 414）。FlashAttention 的选项 `deterministic=True` 把这个顺序固定下来，但反向会变慢。以 H100 为例，头维度是 128、序列有 8192 个 token、带因果掩码时，反向的用时增加 21%（合并请求 1893）。
+# 把分块遍历两次，反向的 FLOPs 比遍历一次多 40%，但结果是**确定的**（deterministic），也就是每次运行都完全相同。如果只遍历一次，并行的程序就要用原子加法往同一个 dQ 上累加，每次运行的累加顺序可能不同（FlashAttention 的 issue 414）。FlashAttention 的选项 `deterministic=True` 把这个顺序固定下来，但反向会变慢。以 H100 为例，头维度是 128、序列有 8192 个 token、带因果掩码时，反向的用时增加 21%（合并请求 1893）。
 #
-# flash 注意力的 FLOPs 比标准注意力多，却可能更快，因为它搬运的字节更少。假设芯片上的存储放得下 $M$ 个数，那么一个查询块大约有 $M/(4d)$ 个查询。每个查询块都要把 K 和 V 读一遍，所以 flash 注意力一共搬运 $\Theta(N^2 d^2 / M)$ 个数，标准注意力则搬运 $\Theta(N d + N^2)$ 个数。6.17 节用屋顶线（roofline）图说明，搬运的字节在什么情况下限制速度。
+# flash 注意力的 FLOPs 比标准注意力多，却可能更快，因为它搬运的字节更少。假设芯片上的存储放得下 $M$ 个数，那么一个查询块大约有 $M/(4d)$ 个查询。每个查询块都要把 K 和 V 读一遍，所以 flash 注意力一共搬运 $\Theta(N^2 d^2 / M)$ 个数，标准注意力则搬运 $\Theta(N d + N^2)$ 个数。6.17 节用屋顶线（roofline）图说明，搬运字节在什么情况下成为速度的瓶颈。
 #
 # </div>
 
@@ -479,14 +479,14 @@ exercises.check_kernel(run)
 #
 # The log-sum-exp has a second use. Suppose attention over one part of the keys gave the output $o_1$ and $\text{lse}_1$, and attention over the other part gave $o_2$ and $\text{lse}_2$. From these four tensors you can compute attention over all keys.
 #
-# **Exercise 6.** Write `merge(o1, lse1, o2, lse2)`, which returns the output, of shape (n, d), and the log-sum-exps, of shape (n,), for all keys. The two parts may have different sizes, and scores may be as large as 1000. With a causal mask, some queries may see no key of one part. For this part, such a query's output is 0 and its log-sum-exp is −∞. But every query sees at least one key of the other part.
+# **Exercise 6.** Write `merge(o1, lse1, o2, lse2)`, which returns the output, of shape (n, d), and the log-sum-exps, of shape (n,), for all keys. The two parts may have different sizes, and scores may be as large as 1000. With a causal mask, some queries may see no key of one part. For this part, such a query's output is 0 and its log-sum-exp is −∞. But every query sees at least one key in total.
 #
 # </div>
 # <div lang="zh">
 #
 # LSE 还有第二个用处。假设对一部分键做注意力，得到输出 $o_1$ 和 $\text{lse}_1$，再对其余的键做注意力，得到输出 $o_2$ 和 $\text{lse}_2$。有了这四个张量，就能算出对全部键做注意力的结果。
 #
-# **练习 6。** 写出 `merge(o1, lse1, o2, lse2)`，返回对全部键做注意力的输出 (n, d) 和各行的 LSE (n,)。两部分的大小可能不同，分数可能达到 1000。有因果掩码时，一个查询可能在其中一部分里一个键也看不见。这时，在这一部分上，这个查询的输出是 0，LSE 是 −∞。不过在另一部分里，它至少看得见一个键。
+# **练习 6。** 写出 `merge(o1, lse1, o2, lse2)`，返回对全部键做注意力的输出 (n, d) 和各行的 LSE (n,)。两部分的大小可能不同，分数可能达到 1000。有因果掩码时，一个查询可能看不见某一部分里的任何键，这个查询在这一部分上的输出就是 0，LSE 是 −∞。不过每个查询至少看得见一个键。
 #
 # </div>
 
@@ -537,12 +537,12 @@ table(["merged results", "close to `forward`"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The table's first row simulates **flash-decoding**. A model that generates text has one new query and many keys, so several instances each process a part of the keys. The second row simulates **ring attention** in one process: each device has a part of the queries, keys and values, and passes its keys and values to the next device. In lesson 08 the parts are on different ranks.
+# The table's first row simulates **flash-decoding**. A model that generates text has one new query and many keys, so several instances each process a part of the keys. The second row simulates **ring attention** in one process. In ring attention, each device has a part of the queries, keys and values, and passes its keys and values to the next device. In lesson 08 the parts are on different ranks.
 #
 # </div>
 # <div lang="zh">
 #
-# 表的第一行是 **flash-decoding**。模型生成文字时，每次只有一个新的查询，键却很多，所以让几个实例各处理一部分键。第二行是**环形注意力**（ring attention），这里只用一个进程来演示。每台设备负责一部分查询、键和值，并把手里的键和值依次传给下一台设备。到了第 08 课，各部分的查询、键和值就分别放在不同的进程里。
+# 表的第一行模拟 **flash-decoding**。模型生成文字时，每次只有一个新的查询，键却很多，所以让几个实例各处理一部分键。第二行用一个进程模拟**环形注意力**（ring attention）。在环形注意力里，每台设备负责一部分查询、键和值，并把手里的键和值依次传给下一台设备。在第 08 课，各部分分别放在不同的进程里。
 #
 # </div>
 
@@ -551,18 +551,18 @@ table(["merged results", "close to `forward`"], rows)
 #
 # <div lang="en">
 #
-# `F.scaled_dot_product_attention` runs one of several implementations, called **backends**. Most backends are fused kernels, but `MATH` runs separate operators and keeps the scores. PyTorch falls back to `MATH` without a warning.
+# `F.scaled_dot_product_attention` runs one of several implementations, called **backends**. Most backends are fused kernels, but `MATH` runs separate operators and keeps the scores. If no fused kernel accepts the inputs, PyTorch falls back to `MATH` without a warning.
 #
-# PyTorch checks the inputs to choose the backend. Only one fused kernel on CUDA accepts fp32. In this kernel, a vector of one head must take a multiple of 16 bytes, so in fp32 the head size must be a multiple of 4.
+# For example, only one fused kernel on CUDA accepts fp32. In this kernel, a token's vector in one head must take a multiple of 16 bytes, so in fp32 the head size must be a multiple of 4.
 #
 # The six calls below have 8 query heads and 1024 tokens. **Guess first:** which call keeps the scores on this CPU? Which calls keep the scores on an H200 in fp32, and which in bf16?
 #
 # </div>
 # <div lang="zh">
 #
-# `F.scaled_dot_product_attention` 有几种实现，称为**后端**（backend），每次调用运行其中一种。多数后端是融合算子。剩下的一种后端叫 `MATH`，它依次运行一连串单独的算子，并保存分数。PyTorch 退回到 `MATH` 时并不发出警告。
+# `F.scaled_dot_product_attention` 有几种实现，称为**后端**（backend），每次调用运行其中一种。多数后端是融合算子。剩下的一种后端叫 `MATH`，它依次运行一连串单独的算子，并保存分数。如果融合算子都不接受这样的输入，PyTorch 会退回到 `MATH`，但不发出警告。
 #
-# PyTorch 根据输入选择后端。例如在 CUDA 上，只有一种融合算子接受 fp32。这种算子要求头维度占用的字节数是 16 的倍数，用 fp32 时，头维度就必须是 4 的倍数。
+# 例如在 CUDA 上，只有一种融合算子接受 fp32。这种算子要求每个头的向量占用的字节数是 16 的倍数，因此用 fp32 时，头维度必须是 4 的倍数。
 #
 # 下面六种调用都有 8 个查询头和 1024 个 token。**先猜**：在这个 CPU 上，哪一种调用会保存分数？在 H200 上，用 fp32 时和用 bf16 时，各有哪几种调用会保存分数？
 #
@@ -627,7 +627,7 @@ table(["call", *headings], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# - PyTorch also keeps an $N \times N$ **mask**, which takes $4N^2$ bytes in fp32. On CUDA, no fused kernel accepts a mask whose last stride is not 1, such as T5's mask.
+# - PyTorch also keeps an $N \times N$ **mask**, which takes $4N^2$ bytes in fp32. On CUDA, no fused kernel accepts a mask whose last dimension has a stride other than 1, such as T5's mask.
 # - On CUDA, fused kernels support **dropout**. On this CPU, dropout makes PyTorch use `MATH` and keep 107 MB instead of 8.4 MB.
 # - In bf16 on CUDA without a mask, PyTorch pads **head sizes** of at most 256 to a multiple of 8 (here from 63 to 64) and keeps the padded tensors. With a mask, fused kernels need head sizes divisible by 8.
 # - On CUDA, **grouped-query attention** gets no fused kernel in fp32. In bf16 it gets a fused kernel, but on an A100 or RTX 4090 only without a mask.
@@ -637,10 +637,10 @@ table(["call", *headings], rows)
 # </div>
 # <div lang="zh">
 #
-# - PyTorch 还会为反向保存 $N \times N$ 的**掩码**，用 fp32 时占 $4N^2$ 字节。在 CUDA 上，如果掩码最后一维的步长不是 1（T5 就是这样），就用不上融合算子。
+# - PyTorch 还会为反向保存 $N \times N$ 的**掩码**，用 fp32 时占 $4N^2$ 字节。在 CUDA 上，如果掩码最后一维的步长不是 1（例如 T5 的掩码），就用不上融合算子。
 # - 在 CUDA 上，**dropout** 由融合算子内部完成。在这个 CPU 上，带 dropout 时 PyTorch 会退回到 `MATH`，保存 107 MB，不带 dropout 时只保存 8.4 MB。
 # - 在 CUDA 上用 bf16 时，只要没有掩码，PyTorch 就把 256 以内的**头维度**填充到 8 的倍数（这里是从 63 填充到 64），再保存填充后的张量。有掩码时，头维度必须是 8 的倍数，才用得上融合算子。
-# - 在 CUDA 上用 fp32 时，**分组查询注意力**用不上融合算子。用 bf16 时用得上，但在 A100 或 RTX 4090 上，必须不带掩码。
+# - 在 CUDA 上用 fp32 时，**分组查询注意力**用不上融合算子。用 bf16 时用得上，但在 A100 或 RTX 4090 上，只有不带掩码时才用得上。
 #
 # 表中“运行过”是指，含有这种调用的训练步在 H200 上用 PyTorch 2.11 运行过，测得的峰值与估计相符。“依据源码”是指，这个数由 PyTorch 2.11 和 2.13 源码里的检查函数得出，还没有在 GPU 上核对过。
 #
@@ -659,7 +659,7 @@ table(["call", *headings], rows)
 # | FlashAttention-3 | 9.0: H100, H200 | fp16, bf16; fp8 without a backward pass |
 # | FlashAttention-4 | 9.0 and 10.0: H200, B200 | fp16, bf16 |
 #
-# If the package of FlashAttention-4 is installed, `torch.nn.attention.activate_flash_attention_impl("FA4")` selects it. Neither FlashAttention-3 nor 4 supports dropout. According to its paper, FlashAttention-3 is 1.5 to 2.0 times as fast as FlashAttention-2 on an H100 in fp16. From H100 to B200, matrix units became faster by a larger factor than units for `exp`. Therefore FlashAttention-4 computes some exponentials in software, and multiplies by your `shrink` only if the maximum has grown enough.
+# If the package of FlashAttention-4 is installed, `torch.nn.attention.activate_flash_attention_impl("FA4")` selects it. Neither FlashAttention-3 nor 4 supports dropout. According to its paper, FlashAttention-3 is 1.5 to 2.0 times as fast as FlashAttention-2 on an H100 in fp16. From H100 to B200, the speed of matrix units grew more than the speed of units for `exp`. Therefore FlashAttention-4 computes some exponentials in software, and multiplies by your `shrink` only if the maximum has grown enough.
 #
 # Newer models change attention itself. Which of the calls below still get a fused kernel?
 #
@@ -674,7 +674,7 @@ table(["call", *headings], rows)
 # | FlashAttention-3 | 9.0，即 H100、H200 | fp16、bf16；fp8 没有反向 |
 # | FlashAttention-4 | 9.0 和 10.0，如 H200、B200 | fp16、bf16 |
 #
-# 装好 FlashAttention-4 的包以后，调用 `torch.nn.attention.activate_flash_attention_impl("FA4")` 就会选用 FlashAttention-4。FlashAttention-3 和 4 都不支持 dropout。据论文，在 H100 上用 fp16 计算时，FlashAttention-3 的速度是 FlashAttention-2 的 1.5 到 2.0 倍。B200 的矩阵单元加速得多，计算 `exp` 的单元加速得少，因此 FlashAttention-4 改用软件计算一部分指数，并且只在最大值增大得足够多时，才乘以你写的 `shrink`。
+# 装好 FlashAttention-4 的包以后，调用 `torch.nn.attention.activate_flash_attention_impl("FA4")` 就会选用 FlashAttention-4。FlashAttention-3 和 4 都不支持 dropout。据论文，在 H100 上用 fp16 计算时，FlashAttention-3 的速度是 FlashAttention-2 的 1.5 到 2.0 倍。B200 的矩阵单元比 H100 快很多，计算 `exp` 的单元却没有快这么多，因此 FlashAttention-4 改用软件计算一部分指数，并且只在最大值增大得足够多时，才乘以你写的 `shrink`。
 #
 # 新的模型还改动了注意力本身。下面的调用里，哪些仍然用得上融合算子？
 #
@@ -713,14 +713,14 @@ table(["call", *headings], rows)
 #
 # PyTorch converts a **bool mask** to the dtype of Q and keeps the converted mask. In fp32, the converted mask takes four times the bytes of the bool mask. On this CPU, PyTorch falls back to `MATH` for a **learned bias**. It also falls back if the values have **another head size** than the keys, as in multi-head latent attention (MLA). Padding these values with zeros halves the kept bytes. According to PyTorch's checks, all four calls get a fused kernel on an H200 in bf16.
 #
-# `F.scaled_dot_product_attention` has no argument for a **soft cap** of the scores. Section 6.10 adds a soft cap with `flex_attention`. There is also no argument for an **attention sink**. A sink adds the exponential of one more score to each softmax's denominator, but V gets no additional row. So your `merge` can add a sink as one more part of the keys. This part's output is 0, and its log-sum-exp is the sink's score.
+# `F.scaled_dot_product_attention` has no argument for a **soft cap**, which limits the scores by a tanh. Section 6.10 adds one with `flex_attention`. There is also no argument for an **attention sink**. A sink adds the exponential of one more score to each softmax's denominator, but V gets no additional row. So your `merge` can add a sink as one more part of the keys. This part's output is 0, and its log-sum-exp is the sink's score.
 #
 # </div>
 # <div lang="zh">
 #
 # PyTorch 把 **bool 掩码**转成 Q 的 dtype 再保存，用 fp32 时，占用的字节数是 bool 掩码本身的四倍。在这个 CPU 上，如果使用**可学习的偏置**，或者值与键的**头维度不同**（如多头潜在注意力，MLA），PyTorch 都会退回到 `MATH`。在后一种情形下，如果用零填充 V，保存的字节就减少一半。按照 PyTorch 的检查函数，在 H200 上用 bf16 时，这四种调用都用得上融合算子。
 #
-# `F.scaled_dot_product_attention` 没有给分数加 **soft cap** 的参数，6.10 节改用 `flex_attention` 来加。这个函数也没有 **attention sink** 的参数。sink 是每个 softmax 里多出的一个分数，它的指数项加进分母，但 V 并不增加一行。因此可以把 sink 看作另外一部分键，这部分的输出是 0，LSE 等于 sink 的分数，用你写的 `merge` 就能合并进去。
+# `F.scaled_dot_product_attention` 没有 **soft cap**（用 tanh 限制分数的大小）的参数，6.10 节改用 `flex_attention` 来加。`F.scaled_dot_product_attention` 也没有 **attention sink** 的参数。sink 是每个 softmax 里多出的一个分数，分母要加上这个分数的指数项，但 V 并不增加一行。因此可以把 sink 看作另外一部分键，这部分的输出是 0，LSE 等于 sink 的分数，用你写的 `merge` 就能合并进去。
 #
 # </div>
 
@@ -837,7 +837,7 @@ flags, torch.allclose(torch.cat(alone, 2), packed, atol=1e-5), f"{block_mask.spa
 # </div>
 # <div lang="zh">
 #
-# 带 `is_causal=True` 时，PyTorch 的结果与库里的版本一致。`flex_attention` 的结果，也与逐篇文档单独计算注意力（同样带 soft cap）的结果一致。这次调用的块掩码跳过了一半的分块。请留意输出里的那条警告，它说的是，如果不用 `torch.compile`，`flex_attention` 就会算出完整的分数矩阵。
+# 带 `is_causal=True` 时，PyTorch 的结果与库里的版本一致。`flex_attention` 的结果，也与逐篇文档单独计算注意力（同样带 soft cap）的结果一致。这次调用的块掩码跳过了一半的分块。输出里的警告说，如果不用 `torch.compile`，`flex_attention` 就会算出完整的分数矩阵。
 #
 # </div>
 
@@ -915,7 +915,7 @@ table(["attention", "peak (GB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# At 128 tokens, P is a small part of a layer's kept bytes, so flash attention reduces the peak by only 9%. With one sequence of 4096 tokens, the estimated peak falls from 5.97 GB to 0.78 GB. The technique that reduces the peak most depends on the sequence length.
+# At 128 tokens, P is a small part of a layer's kept bytes, so flash attention reduces the peak by only 9%. With one sequence of 4096 tokens, the estimated peak falls from 5.97 GB to 0.78 GB. The best technique for reducing the peak depends on the sequence length.
 #
 # </div>
 # <div lang="zh">
@@ -944,7 +944,7 @@ table(["attention", "peak (GB)"], rows)
 # - 反向只需要保存 Q、K、V、O 和 LSE。保存的字节与 $N$ 成正比，FLOPs 与 $N^2$ 成正比。
 # - 如果只遍历一次，反向对每个分块做五次矩阵乘法。如果遍历两次，就要做七次，但任何两个实例都不会写入同一个位置。
 # - 有了各部分键的输出和 LSE，就能算出对全部键做注意力的结果。
-# - PyTorch 会不加警告地退回到保存分数的后端。用 `sdpa_kernel` 指定后端以后，PyTorch 就会报错，而不会退回。
+# - PyTorch 会不加警告地退回到保存分数的后端。用 `sdpa_kernel` 指定别的后端以后，如果这个后端不能运行，PyTorch 会报错，而不会退回。
 #
 # **下一步**：[第 07 课](07_fit_the_budget.ipynb)把这些技术结合起来，满足内存预算。
 #
@@ -976,7 +976,7 @@ table(["attention", "peak (GB)"], rows)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Standard attention inside a checkpoint does not keep P either.\n\n**Guess first.** Peak and FLOPs, compared with flash attention?", "zh": "给标准注意力加检查点，也就不保存 P。\n\n**先猜**：与 flash 注意力相比，峰值和 FLOPs 如何？"}
+# %% [markdown] slide={"en": "Standard attention inside a checkpoint does not keep P either.\n\n**Guess first.** Peak and FLOPs, compared with flash attention?", "zh": "给标准注意力加检查点，也不会保存 P。\n\n**先猜**：与 flash 注意力相比，峰值和 FLOPs 如何？"}
 # ## 6.14 The general tool and the special one / 通用工具与专用工具
 #
 # <div lang="en">
@@ -986,7 +986,7 @@ table(["attention", "peak (GB)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 第 02 课有另一种不保存 P 的办法，就是给标准注意力加检查点。下面用 1024 个 token、8 个头、依次相连的三层注意力来比较。**先猜**：一个是加了检查点的标准注意力，另一个是 flash 注意力，哪个峰值更高，哪个 FLOPs 更多？
+# 第 02 课有另一种不保存 P 的办法，就是给标准注意力加检查点。下面用 1024 个 token、8 个头、依次相连的三层注意力来比较。**先猜**：加了检查点的标准注意力与 flash 注意力相比，哪一种峰值更高，哪一种 FLOPs 更多？
 #
 # </div>
 
@@ -1022,7 +1022,7 @@ figures.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
 # </div>
 # <div lang="zh">
 #
-# 两种方法都不保存 P。检查点的重计算会提前终止，因此两种方法都只多做一次矩阵乘法 $Q K^T$，FLOPs 也就相同。但反向进行到加了检查点的一层时，完整的 P 又出现在内存里，同时还有 P 的梯度和分数的梯度。每个头有三个这样的矩阵，每个矩阵有 $N^2$ 个数，总共 $3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，在 109 MB 的峰值里占 101 MB。而 flash 注意力在任何时刻都只需要这些矩阵里的一个分块。检查点在层与层之间丢弃 P，flash 注意力在算子内部丢弃 P。
+# 两种方法都不保存 P。检查点的重计算会提前终止，因此两种方法都只多做一次矩阵乘法 $Q K^T$，FLOPs 也就相同。但反向进行到加了检查点的一层时，完整的 P 又出现在内存里，同时还有 P 的梯度和分数的梯度。每个头有三个这样的矩阵，每个矩阵有 $N^2$ 个数，总共 $3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，在 109 MB 的峰值里占 101 MB。而 flash 注意力在任何时刻都只需要每个矩阵的一个分块。检查点在层与层之间丢弃 P，flash 注意力在算子内部丢弃 P。
 #
 # </div>
 
@@ -1165,12 +1165,12 @@ ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
 # %% [markdown]
 # <div lang="en">
 #
-# Flash attention has an intensity of 63 FLOPs per byte with blocks of 64 queries, and of 124 with blocks of 128 queries. At the **ridge** of a roofline, the compute rate equals the bandwidth multiplied by the intensity. The ridge of an A100 is at 156 FLOPs per byte, and that of an H100 at 295. Both are higher than the intensities of flash attention, so by this count, memory bandwidth would still be the limit. In reality, the L2 cache reduces the reads from memory. The A100's L2 cache has 40 MB. One head's K and V take only 1 MB here, so they stay in the cache. If K and V were read from memory only once per head, the intensity would be 2032 FLOPs per byte. According to its paper, FlashAttention-2 reaches 50% to 73% of an A100's peak compute rate.
+# Flash attention has an intensity of 63 FLOPs per byte with blocks of 64 queries, and of 124 with blocks of 128 queries. (The table assumes larger blocks.) At the **ridge** of a roofline, the compute rate equals the bandwidth multiplied by the intensity. The ridge of an A100 is at 156 FLOPs per byte, and that of an H100 at 295. Both ridges are higher than these two intensities, so by this count, memory bandwidth would be the limit. In reality, the L2 cache reduces the reads from memory. The A100's L2 cache has 40 MB. One head's K and V take only 1 MB here, so they stay in the cache. If K and V were read from memory only once per head, the intensity would be 2032 FLOPs per byte. According to its paper, FlashAttention-2 reaches 50% to 73% of an A100's peak compute rate.
 #
 # </div>
 # <div lang="zh">
 #
-# 查询块有 64 个和 128 个查询时，flash 注意力的算术强度分别是每字节 63 和 124 FLOPs。在屋顶线的拐点，上述两个数相等。A100 和 H100 的拐点分别是每字节 156 和 295 FLOPs，flash 注意力都没有达到。单看这些数，瓶颈仍是显存带宽。实际上，L2 缓存会减少从显存读取的次数。A100 的 L2 缓存有 40 MB，而一个头的 K 和 V 在这里共 1 MB，能一直留在缓存里。假如每个头的 K 和 V 只从显存读一次，算术强度就是每字节 2032 FLOPs。据论文，FlashAttention-2 达到了 A100 峰值算力的 50% 到 73%。
+# 查询块有 64 个和 128 个查询时，flash 注意力的算术强度分别是每字节 63 和 124 FLOPs（表中的查询块更大）。在屋顶线的**拐点**，算力等于带宽与算术强度的乘积。A100 和 H100 的拐点分别是每字节 156 和 295 FLOPs，上面两个算术强度都没有达到。单看这些数，瓶颈是显存带宽。实际上，L2 缓存会减少从显存读取的次数。A100 的 L2 缓存有 40 MB，而一个头的 K 和 V 在这里共 1 MB，能一直留在缓存里。假如每个头的 K 和 V 只从显存读一次，算术强度就是每字节 2032 FLOPs。据论文，FlashAttention-2 达到了 A100 峰值算力的 50% 到 73%。
 #
 # </div>
 
@@ -1188,7 +1188,7 @@ ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
 #
 # 对 P 做 dropout，本来要为反向保存一个 N × N 的掩码，而 CUDA 核函数只保存一个**种子**。只要有种子和元素在 P 中的位置，基于计数器的随机数发生器就能算出这个元素的随机数，因此前向算一次，反向再算一次即可。
 #
-# 分块计算注意力的思路比 FlashAttention 更早。Rabe 和 Staats 2021（*Self-attention Does Not Need O(n²) Memory*，arXiv:2112.05682）就已经边读边更新最大值和总和，并给每一块加检查点，反向时再重新计算这一块。
+# 分块计算注意力的思路比 FlashAttention 更早。Rabe 和 Staats 2021（*Self-attention Does Not Need O(n²) Memory*，arXiv:2112.05682）就已经边读边更新最大值和总和，并给每一块加检查点，供反向时重新计算。
 #
 # </div>
 
