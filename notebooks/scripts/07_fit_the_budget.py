@@ -20,7 +20,7 @@
 #
 # 本课程的训练步，也就是一个小解码器的一步 Adam，需要 277.7 MB 内存，而你只有 60 MB。
 #
-# 光是权重和梯度就要 55 MB。账本里的每一行只用一种技术，峰值没有一个低于 124 MB，所以必须把几种技术合起来用。该用哪几种？在这一课里，你要逐一加上六种技术，然后再**去掉**其中一种，看看峰值会怎样变化。
+# 光是权重和梯度就要 55 MB。本课程的账本里，每一行只用一种技术，峰值都不低于 124 MB，所以必须把几种技术合起来用。该用哪几种？在这一课里，你要逐一加上六种技术，然后再**去掉**其中一种，看看峰值会怎样变化。
 #
 # </div>
 
@@ -36,9 +36,9 @@ language()
 #
 # - Estimate a step's peak memory without allocating it.
 # - Choose a technique by what fills the peak, and explain why savings need not add up.
-# - Compute which of two combinations of techniques is faster, and on which machine.
+# - Compute on which machines one combination of techniques is faster than another.
 # - State which combinations a search can skip.
-# - Write the layer of LoRA, and state what LoRA saves.
+# - Write a LoRA layer, and state what LoRA saves.
 #
 # **What to know before**: lessons 01 to 06.
 #
@@ -51,7 +51,7 @@ language()
 # - 先看峰值里什么最多，再选技术，并说明各种技术节省的内存为什么不一定能相加。
 # - 给定两种技术组合，算出它们各在什么样的机器上更快。
 # - 说出搜索可以跳过哪些组合。
-# - 写出 LoRA 的层，并说明 LoRA 省下什么。
+# - 写出 LoRA 层，并说明 LoRA 省下什么。
 #
 # **预备知识**：第 01 课到第 06 课。
 #
@@ -83,7 +83,7 @@ def make_batch():
 #
 # <div lang="en">
 #
-# A meter with `budget_bytes` stops the step at the operator that exceeds the budget. Run the baseline's first step under such a meter. Adam has no state yet.
+# A meter with `budget_bytes` stops the step at the operator that exceeds the budget. Run the baseline's first step under such a meter. When this step starts, Adam has no state.
 #
 # **Guess first:** where does the step stop? In the forward pass, in the backward pass, or in the optimizer? In which of the eight layers?
 #
@@ -123,30 +123,30 @@ table(["parameters", "from the second step on (MB)"], rows)
 #
 # The step stops in the forward pass, in the second of eight layers, where queries are multiplied by keys. The weights take 27.5 MB, and the first layer has already saved 21 MB. The model is unharmed, because no gradient exists yet and no weight has changed.
 #
-# The second step needs even more memory. The weights and Adam's state exist before its first operator runs. They take 12 bytes per parameter, 82.5 MB in total. No checkpoint can reduce these bytes.
+# The second step needs even more memory. Before its first operator runs, weights and Adam's state already take 12 bytes per parameter, 82.5 MB in total. No checkpoint can reduce these bytes.
 #
 # </div>
 # <div lang="zh">
 #
 # 这一步停在前向，当时正在八层中的第二层计算查询与键的乘积。权重占 27.5 MB，第一层已经保存了 21 MB。模型没有受损，因为此时还没有梯度，权重也没有改动。
 #
-# 从第二步起，需要的内存更多。在第一个算子运行之前，权重和 Adam 的状态就已经在内存里了，每个参数 12 字节，共 82.5 MB。检查点再多，也减少不了这一部分。
+# 从第二步起，需要的内存更多。每一步还没有运行任何算子时，权重和 Adam 的状态就已经占着内存，每个参数 12 字节，共 82.5 MB。检查点再多，也减少不了这一部分。
 #
 # </div>
 
-# %% [markdown] slide={"en": "How much memory does a step need that your machine cannot run?\n\n**Write it** with symbolic tensors, two steps, and a meter.", "zh": "一个训练步，你的机器跑不动，怎样知道它需要多少内存？\n\n**自己写**：符号张量，跑两步，用计量器测量。"}
+# %% [markdown] slide={"en": "A device of 60 MB cannot run the step. How do you find out how much memory the step needs?\n\n**Write it** with symbolic tensors, two steps, and a meter.", "zh": "60 MB 的设备跑不完这一步，怎样知道这一步需要多少内存？\n\n**自己写**：符号张量，跑两步，用计量器测量。"}
 # ## 7.2 Run the step without memory / 不占内存地跑一步
 #
 # <div lang="en">
 #
-# You want to compare recipes on a machine that cannot run them. Symbolic tensors have shapes and storages but no memory (lesson 01), and the meter counts their bytes.
+# You want the peak of a step that a device of 60 MB cannot run. Symbolic tensors have shapes and storages but no memory (lesson 01), and the meter counts their bytes.
 #
 # **Exercise 1.** Write `peak_of_step(make_model, make_batch)`. On symbolic tensors, it runs two Adam steps of the baseline and returns the peak of the **second** step, in bytes. Use `torch.optim.Adam(parameters, foreach=False)`. The model has a method `loss(batch)`.
 #
 # </div>
 # <div lang="zh">
 #
-# 现在要比较各个配方，但你的机器跑不动这些配方。符号张量有形状、有存储区，但不占内存（第 01 课），而计量器照样能统计符号张量的字节数。
+# 60 MB 的设备跑不完基线的一步，怎样知道这一步需要多少内存？符号张量有形状、有存储区，但不占内存（第 01 课），而计量器照样能统计符号张量的字节数。
 #
 # **练习 1。** 写出 `peak_of_step(make_model, make_batch)`，用符号张量求出基线（优化器为 Adam）**第二步**的峰值，返回字节数。优化器用 `torch.optim.Adam(parameters, foreach=False)`，模型有 `loss(batch)` 方法。
 #
@@ -267,12 +267,12 @@ table(["recipe", "difference of the weights"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Recomputation and offloading change no bit of the weights. Micro-batches, flash attention and an output head in chunks add numbers in another order. Here this changes the update by less than 0.05%. So all recipes compute the same update up to rounding, and we can compare their memory.
+# Recomputation and offloading change no bit of the weights. Micro-batches, flash attention and an output head in chunks add numbers in another order, which here changes the update by less than 0.05%. So all recipes compute the same update up to rounding, and we can compare their memory.
 #
 # </div>
 # <div lang="zh">
 #
-# 用重计算和卸载时，权重连一个比特都不变。微批次、flash 注意力和把输出头分成小段会改变求和的顺序，但在这里，更新量的变化小于 0.05%。因此可以认为，除了舍入误差，所有配方算出的更新都相同，它们的内存也就可以放在一起比较。
+# 用重计算和卸载时，权重连一个比特都不变。分微批次、用 flash 注意力、把输出头分成小段，都会改变求和的顺序，但在这里，更新量的变化小于 0.05%。因此可以认为，除了舍入误差，所有配方算出的更新都相同，它们的内存也就可以放在一起比较。
 #
 # </div>
 
@@ -310,7 +310,7 @@ figures.what_fills(found, found.values(), guesses=[277.7, *my_guesses])
 #
 # - **Checkpoints** save 144 MB, because nearly all activations are no longer kept.
 # - **Eight micro-batches** save another 17 MB. The remaining peak is mostly weights, gradients and optimizer state. These take 16 bytes per parameter, or 110 MB, and micro-batches do not reduce them.
-# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. Three full pages would take 50.3 MB, but a page holds only the state of whole parameters, here at most 16 MiB (16.8 MB).
+# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. Three full pages of 16 MiB (16.8 MB) would take 50.3 MB. These pages are not full, because a page holds only the state of whole parameters.
 # - **Small pages** save 40 MB. Now only the state of two parameters, embedding and positions, is in memory at the peak. This state takes 4.5 MB.
 #
 # The peak is now 63.7 MB, 3.7 MB above the budget.
@@ -318,18 +318,18 @@ figures.what_fills(found, found.values(), guesses=[277.7, *my_guesses])
 # </div>
 # <div lang="zh">
 #
-# 每种技术只能减少**加上它的时候**峰值里最多的那一类字节。
+# 一种技术能省下多少内存，要看**加上它的时候**峰值里什么最多。
 #
 # - **检查点**省下 144 MB，因为几乎所有的激活值都不再保存。
 # - **八个微批次**又省下 17 MB。剩下的主要是权重、梯度和优化器状态，每个参数 16 字节，共 110 MB，微批次减少不了这些。
-# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里。这是三页的大小，一页正在读入，一页正在更新，一页正在写出。如果装满，三页就是 50.3 MB，但一页只装若干个参数的完整状态，在这里至多 16 MiB（16.8 MB），所以装不满。
-# - **小页**省下 40 MB。现在达到峰值时，内存里只剩嵌入和位置表这两个参数的状态，共 4.5 MB。
+# - **卸载优化器状态**只省下 14 MB，尽管状态本身占 55 MB。这是因为峰值移到了优化器更新的时候，此时有 46.6 MB 的状态又回到了内存里。这是三页的大小，一页正在读入，一页正在更新，一页正在写出。一页至多 16 MiB（16.8 MB），三页装满就是 50.3 MB。这三页没有装满，因为每个参数的状态都必须完整地放在同一页里。
+# - **小页**省下 40 MB。现在达到峰值时，只有嵌入和位置表这两个参数的状态还在内存里，共 4.5 MB。
 #
 # 现在峰值是 63.7 MB，比预算多 3.7 MB。
 #
 # </div>
 
-# %% [markdown] slide={"en": "63.7 MB, of which weights and gradients take 55 MB.\n\n**Guess first.** Update inside backward, without micro-batches: is it 36 MB?", "zh": "还有 63.7 MB，其中权重和梯度占 55 MB。\n\n**先猜**：在反向之中更新，不用微批次，峰值会是 36 MB 吗？"}
+# %% [markdown] slide={"en": "63.7 MB, of which weights and gradients take 55 MB.\n\n**Guess first.** Update inside backward, without micro-batches: is the peak 36 MB?", "zh": "还有 63.7 MB，其中权重和梯度占 55 MB。\n\n**先猜**：在反向之中更新，不用微批次，峰值会是 36 MB 吗？"}
 # <div lang="en">
 #
 # Weights and gradients take 55 MB of the 63.7 MB, and the weights must stay. So the gradients must never all be in memory together. The optimizer can update each parameter **inside** the backward pass (lesson 05) and then release its gradient. This excludes micro-batches, because they add up gradients before the update. **Guess first:** without the 27.5 MB of gradients, is the peak 36 MB?
@@ -351,14 +351,14 @@ figures.what_fills(more, [found[name] for name in more], guesses=[my_guess])
 # %% [markdown]
 # <div lang="en">
 #
-# The peak is 64.2 MB, no lower than before, but other tensors fill it. The gradients have been released. Without micro-batches, however, the recomputation restores the activations of a whole layer for eight sequences (21 MB). In addition, the checkpoints keep the inputs of 7 layers. The second row's recipe offloads these inputs, too. Its peak of 57.9 MB fits into the budget.
+# The peak is 64.2 MB, no lower than before, but other tensors fill the peak now. The gradients have been released. Without micro-batches, however, the recomputation restores the activations of a whole layer for eight sequences (21 MB). In addition, the checkpoints keep the inputs of 7 layers. The recipe in the second row also offloads these inputs. Its peak of 57.9 MB fits into the budget.
 #
 # The next cell runs every recipe. A meter stops the last recipe if it exceeds 60 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# 峰值是 64.2 MB，并没有降低，但峰值里最多的东西变了。梯度已经释放，但不用微批次时，重计算会恢复八条序列的一整层激活值，共 21 MB，此外还有 7 层的输入。要进一步减少激活值，可以把检查点保存的输入也卸载到下一级存储。表中第二行就是这样做的，峰值降到 57.9 MB，装得进 60 MB 的预算。
+# 峰值是 64.2 MB，并没有降低，但峰值里最多的东西变了。梯度已经释放，但不用微批次时，重计算会恢复八条序列的一整层激活值，共 21 MB。此外，检查点还保存着 7 层的输入。表中第二行的配方把这些输入也卸载到下一级存储，峰值降到 57.9 MB，装得进 60 MB 的预算。
 #
 # 下面把每个配方都实际运行一遍。最后一个配方的内存若超过 60 MB，计量器会让训练停下。
 #
@@ -412,7 +412,7 @@ predictions([("without checkpoints", my_peak and my_peak * 1e6, without.meter.pe
 # %% [markdown] slide={"en": "Lower, and nothing is recomputed, but 447.7 MB move instead of 128.9 MB.\n\n**Write it**: at how many FLOPs per byte are both equally fast?", "zh": "峰值更低，也没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样快？"}
 # <div lang="en">
 #
-# The peak is 53.9 MB, which is 4 MB lower than with checkpoints. A checkpoint restores the activations of its whole layer, 21 MB, before the first gradient of that layer is computed. Offloading alone brings back one tensor at a time, when backward needs it. So a checkpoint on top of offloading *raises* the peak here. (Without checkpoints, the peak is at the start of backward, which processes the logits.)
+# The peak is 53.9 MB, which is 4 MB lower than with checkpoints. A checkpoint restores the activations of its whole layer, 21 MB, before the first gradient of that layer is computed. Offloading alone brings back one tensor at a time, when backward needs it. So a checkpoint on top of offloading *raises* the peak here. (Without checkpoints, the peak is at the start of the backward pass, where the logits are processed.)
 #
 # What is the price? Without checkpoints nothing is recomputed, but the step moves 447.7 MB instead of 128.9 MB. Which recipe is faster?
 #
@@ -423,9 +423,9 @@ predictions([("without checkpoints", my_peak and my_peak * 1e6, without.meter.pe
 #
 # 峰值是 53.9 MB，比刚才低 4 MB。在求出某一层的第一个梯度之前，检查点要先把这一整层的激活值都恢复出来，共 21 MB。只用卸载时，反向需要哪个张量，就只取回哪个张量。因此在这里，在卸载的基础上再加检查点，峰值反而**升高**。（去掉检查点之后，峰值出现在反向刚开始、处理 logits 的时候。）
 #
-# 代价是什么？去掉检查点就没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。哪个配方更快？
+# 代价是什么？去掉检查点就没有重计算，但搬运的字节从 128.9 MB 增加到 447.7 MB。哪个配方更快？
 #
-# **练习 2。** 写出 `break_even(first, second)`。假设两个配方用时相同，求机器在拷贝一个字节的时间里能做多少 FLOPs。每个配方有 `flops` 和 `moved_bytes`（往返合计），拷贝与计算不重叠。
+# **练习 2。** 写出 `break_even(first, second)`。如果两个配方在某台机器上用时相同，这台机器在拷贝一个字节的时间里能做多少 FLOPs？每个配方有 `flops` 和 `moved_bytes`（往返合计），拷贝与计算不重叠。
 #
 # </div>
 
@@ -459,24 +459,24 @@ figures.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"]
 # %% [markdown]
 # <div lang="en">
 #
-# As in lesson 04, there is a threshold, here 30.3 FLOPs per copied byte. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it computes 100 FLOPs per copied byte. On this machine, the recipe with checkpoints is faster. On a machine with a slow processor and a fast disk, at 20 FLOPs per copied byte, the recipe without checkpoints is faster. Unless you name a machine, "Which recipe is best?" has no answer.
+# As in lesson 04, there is a threshold, here 30.3 FLOPs per copied byte. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it computes 100 FLOPs per copied byte. On this machine, the recipe with checkpoints is faster. On a machine with a slow processor and a fast disk, at 20 FLOPs per copied byte, the recipe without checkpoints is faster. So "Which recipe is best?" has an answer only for a given machine.
 #
 # </div>
 # <div lang="zh">
 #
-# 这又是第 04 课的阈值。如果拷贝一个字节的时间能做 30.3 FLOPs，两个配方就一样快。`RATES` 里的 `laptop` 算力是 100 GFLOP/s，磁盘是 1 GB/s，拷贝一个字节的时间能做 100 FLOPs，所以在这样的机器上，用检查点更快。如果换成处理器慢、磁盘快的机器，拷贝一个字节的时间只能做 20 FLOPs，那么不用检查点更快。不说明是什么机器，“哪个配方最好”就没有答案。
+# 与第 04 课一样，这里也有一个阈值。如果机器在拷贝一个字节的时间里能做 30.3 FLOPs，两个配方就一样快。`RATES` 里的 `laptop` 算力是 100 GFLOP/s，磁盘速率是 1 GB/s，拷贝一个字节的时间能做 100 FLOPs，所以在这样的机器上，用检查点更快。如果换成处理器慢、磁盘快的机器，拷贝一个字节的时间只能做 20 FLOPs，那么不用检查点更快。不说明是什么机器，“哪个配方最好”就没有答案。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (57 minutes). Your recipe fits into 60 MB, and you can compute which of two recipes is faster on a machine. In the second sitting, a search looks for recipes, and you find two more yourself. Then you write the layer of LoRA, with which many people start.
+# **End of the first sitting** (57 minutes). Your recipe fits into 60 MB, and you can compute which of two recipes is faster on a machine. In the second sitting, a search looks for recipes, and you find two more yourself. Then you write a LoRA layer, because many people start with LoRA.
 #
 # </div>
 # <div lang="zh">
 #
-# **第一次学习到此结束**（57 分钟）。你找到的配方已经装进 60 MB，你也会算两个配方各在什么样的机器上更快。第二次学习先用搜索来找配方，再由你自己找出两个配方，最后写出 LoRA 的层，因为很多人省内存就是从 LoRA 开始的。
+# **第一次学习到此结束**（57 分钟）。你找到的配方已经装进 60 MB，你也会算两个配方各在什么样的机器上更快。第二次学习时，先用搜索来找配方，再由你自己找出两个配方，最后写出 LoRA 层，因为很多人省内存是从 LoRA 开始的。
 #
 # </div>
 
@@ -505,22 +505,22 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 # %% [markdown]
 # <div lang="en">
 #
-# The table omits these costs:
+# The table does not show the following:
 #
 # - **Updates in backward** happen before the norm of all gradients is known. They cannot be combined with clipping by that norm, a loss scaler that skips steps, or micro-batches.
-# - **Offloaded optimizer state**: if the lower tier is host memory, the host's processor does the update. It reads and writes 28 bytes per parameter. For real devices, `RATES` includes this time.
+# - **Offloaded optimizer state**: if the lower tier is host memory, the host's processor does the update. It reads and writes 28 bytes per parameter. For real devices, estimated times include this update (`RATES`).
 # - **Micro-batches**: a matrix product over one sequence may run at a lower rate than over eight sequences. The table assumes equal rates.
-# - **Flash attention** is not used. At 128 tokens it saves only 25 MB of 278 MB without checkpoints, and only 3 MB with checkpoints. At 4096 tokens it is the first technique to use (lesson 06).
+# - **Flash attention** is not used here. At 128 tokens it saves only 25 MB of 278 MB without checkpoints, and only 3 MB with checkpoints. At 4096 tokens it is the first technique to use (lesson 06).
 #
 # </div>
 # <div lang="zh">
 #
-# 还有一些代价，表里看不到：
+# 还有几点，表里看不到：
 #
 # - **在反向之中更新**时，还不知道全部梯度的范数，所以不能按这个范数裁剪，也不能让损失缩放器跳过某一步。此外，这种技术不能与微批次合用。
-# - **卸载优化器状态**：如果下一级存储是主机内存，更新就由主机的处理器来做，每个参数要读写 28 字节。`RATES` 里的真实设备都已计入这一项。
+# - **卸载优化器状态**：如果下一级存储是主机内存，更新就由主机的处理器来做，每个参数要读写 28 字节。按 `RATES` 里的真实设备估计用时，已经计入这一项。
 # - **微批次**：只算一条序列时，矩阵乘法的速率可能比八条序列一起算时低。表里假定两者的速率相同。
-# - **flash 注意力**没有用上。序列长 128 个 token 时，单用 flash 注意力只能从 278 MB 里省下 25 MB，加在检查点之上则只省 3 MB。序列长 4096 个 token 时，flash 注意力就是首选的技术（第 06 课）。
+# - **flash 注意力**在这里没有用。序列长 128 个 token 时，单用 flash 注意力只能从 278 MB 里省下 25 MB，加在检查点之上则只省 3 MB。序列长 4096 个 token 时，flash 注意力就是首选的技术（第 06 课）。
 #
 # </div>
 
@@ -529,7 +529,7 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 #
 # <div lang="en">
 #
-# You have looked for a recipe by hand. A search proposes and estimates recipes, and sorts by time those that fit. Two lines of code sort the recipes of this lesson:
+# You have looked for a recipe by hand. A search proposes recipes, estimates them, and lists those that fit, fastest first. Two lines of code sort the recipes of this lesson:
 #
 # </div>
 # <div lang="zh">
@@ -617,14 +617,14 @@ figures.recipes_playground(grid.stored_estimates())
 #
 # <div lang="en">
 #
-# Find a recipe for each of two budgets. Thinking is faster than trying at random. The check estimates your recipe. If it does not fit, the check shows what fills the peak. Section 7.15 has a third budget, 50 MB.
+# Find a recipe for each of two budgets. The check estimates your recipe. If the recipe does not fit, the check shows what fills the peak. Section 7.15 has a third budget, 50 MB.
 #
 # **Exercise 3.** Use at most 160 MB, no more FLOPs than the baseline, and move no bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面请为两个预算各找一个配方。每次都请先想好再动手，这样比随意尝试更快。检查会估计你的配方要多少内存。如果装不下，检查还会写出峰值里什么最多。第三个预算是 50 MB，放在 7.15 节。
+# 下面请为两个预算各找一个配方。检查程序会估计你的配方要多少内存。如果装不下，检查程序还会写出峰值里什么最多。第三个预算是 50 MB，放在 7.15 节。
 #
 # **练习 3。** 峰值不超过 160 MB，FLOPs 不得超过基线，也不能搬运任何字节。
 #
@@ -678,7 +678,7 @@ exercises.check_keeps_clipping(Recipe(checkpoint="layers", first_blocks=7, micro
 # 很多人省内存是从另外两种办法开始的，要么少训练一些数，要么每个数少存几位（7.10 节）。这两种办法都改变了训练，所以 `fit` 不会提出它们。但有一点不能变，凡是要训练的数，梯度都必须正确。
 #
 # - **LoRA**（第 01 课）冻结矩阵 $W$，只训练加在 $W$ 旁边的适配器，也就是两个很窄的矩阵：`down`（秩 × 输入）和 `up`（输出 × 秩）。冻结的权重没有梯度，也没有优化器状态。
-# - **QLoRA** 还把每个冻结的权重存成 4 位的编号，表示 16 个数值级别中的一个，每 64 个权重共用一个 fp32 的缩放系数。哪一层要用到权重，就临时还原那一层的权重。
+# - **QLoRA** 还把每个冻结的权重存成 4 位的编号，对应 16 个固定数值中的一个，每 64 个权重共用一个 fp32 的缩放系数。哪一层要用到权重，就临时还原那一层的权重。
 #
 # **练习 5。** 写出 `adapted(frozen, x, down, up)`，返回两项之和，一项是 `frozen` 这一层的输出，另一项是 `x` 先乘 `down` 的转置，再乘 `up` 的转置。计算时不能产生与 $W$ 一样大的张量。梯度还必须传到 `x`，因为前面各层的适配器要用到这个梯度。
 #
@@ -706,7 +706,7 @@ exercises.check_adapted_layer(adapted)
 # %% [markdown] slide={"en": "Adam in fp32 with checkpoints: 134.0 MB.\n\n**Guess first.** LoRA in bf16? In fp32? With two micro-batches? With eight?", "zh": "fp32 的 Adam 加检查点要 134.0 MB。\n\n**先猜**：LoRA 用 bf16 要多少？用 fp32 呢？分成两个微批次呢？八个呢？"}
 # <div lang="en">
 #
-# `with_adapters` adds such adapters of rank 8 to the two projections of each attention. LoRA then trains only 98,304 of 6.9 million numbers. In the table, LoRA in bf16 follows Adam, because most people start with it. All rows except the last have one checkpoint per layer. **Guess first:** Adam needs 134.0 MB. How much does LoRA need in bf16, in fp32, in fp32 with two micro-batches, and in fp32 with eight?
+# `with_adapters` adds such adapters of rank 8 to the two projections of each attention. LoRA then trains only 98,304 of 6.9 million numbers. In the table, LoRA in bf16 follows Adam, because most people start with this variant. All rows except the last have one checkpoint per layer. **Guess first:** Adam needs 134.0 MB. How much does LoRA need in bf16, in fp32, in fp32 with two micro-batches, and in fp32 with eight?
 #
 # </div>
 # <div lang="zh">
@@ -757,16 +757,16 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Every prediction equals the measured peak. LoRA in bf16 fits into 60 MB, but LoRA in fp32 does not, because its peak also has 34.6 MB of activations and temporary tensors. Micro-batches reduce these 34.6 MB, and the gradients that they add up take only 0.4 MB. QLoRA stores each weight of the layers in 0.5 + 4/64 = 0.5625 bytes, and does not change the activations.
+# All three predictions equal the measured peaks. LoRA in bf16 fits into 60 MB, but LoRA in fp32 does not, because besides the weights, its peak has 34.6 MB of activations and temporary tensors. Micro-batches reduce these 34.6 MB, and the gradients that they add up take only 0.4 MB. QLoRA stores each weight of the layers in 0.5 + 4/64 = 0.5625 bytes, and does not change the activations.
 #
 # Without checkpoints, LoRA's activations take 134.9 MB, and the baseline's take 178.4 MB. LoRA keeps 24% less here, because it does not need the inputs of frozen matrices without an adapter.
 #
-# Now the decoder has 6.6 billion parameters. Every linear layer has an adapter, and the batch is one sequence of 4096 tokens.
+# The next decoder has 6.6 billion parameters. Every linear layer has an adapter, and the batch is one sequence of 4096 tokens.
 #
 # </div>
 # <div lang="zh">
 #
-# 每一行的预测值都与实测值相等。bf16 的 LoRA 能装进 60 MB。fp32 的 LoRA 装不下，因为除了权重，峰值里还有 34.6 MB 的激活值和临时张量。分成微批次能减少这 34.6 MB，为此要累加的梯度只有 0.4 MB。在 QLoRA 里，各层的每个权重只占 0.5 + 4/64 = 0.5625 字节，激活值则与 LoRA 一样多。
+# 三个预测值都与实测值相等。bf16 的 LoRA 能装进 60 MB。fp32 的 LoRA 装不下，因为除了权重，峰值里还有 34.6 MB 的激活值和临时张量。分成微批次能减少这 34.6 MB，为此要累加的梯度只有 0.4 MB。在 QLoRA 里，各层的每个权重只占 0.5 + 4/64 = 0.5625 字节，激活值则与 LoRA 一样多。
 #
 # 不用检查点时，LoRA 的激活值是 134.9 MB，比基线的 178.4 MB 少 24%。这是因为冻结的矩阵如果没有适配器，就不必保存它的输入。
 #
@@ -843,12 +843,12 @@ smaller.compare_gradients(two_layers, make_batch)
 # %% [markdown]
 # <div lang="en">
 #
-# The gradients of LoRA's adapters follow from the gradient of the full matrix by the chain rule. QLoRA rounds the frozen weights with an error of 9%, so the model changes. QLoRA's adapters get exactly the gradients that LoRA computes on the rounded weights.
+# The gradients of LoRA's adapters follow from the gradient of the full matrix by the chain rule. QLoRA rounds the frozen weights with a relative error of 9%, so the model changes. QLoRA's adapters get exactly the gradients that LoRA computes on the rounded weights.
 #
 # </div>
 # <div lang="zh">
 #
-# LoRA 适配器的梯度，可以用链式法则由完整矩阵的梯度求出。QLoRA 把冻结的权重舍入，误差为 9%，因此模型变了。但只要 LoRA 也用这些舍入后的权重，两者算出的适配器梯度就完全相同。
+# LoRA 适配器的梯度，可以用链式法则由完整矩阵的梯度求出。QLoRA 把冻结的权重舍入，相对误差为 9%，因此模型变了。但只要 LoRA 也用这些舍入后的权重，两者算出的适配器梯度就完全相同。
 #
 # </div>
 
@@ -867,7 +867,7 @@ smaller.compare_gradients(two_layers, make_batch)
 # <div lang="zh">
 #
 # - **不用主权重的 bf16**：权重、梯度和两个矩各 2 字节，每个参数共 8 字节。如果保留 fp32 主权重，每个参数就要 16 字节，与全部用 fp32 时相同。
-# - **8 位 Adam**：两个矩里的每个数只存一个编号，表示 256 个数值级别中的一个，占 1 字节，每 256 个元素共用一个 fp32 的缩放系数。**分页**的优化器在 GPU 显存不足时，还能把这两个矩移到主机内存。
+# - **8 位 Adam**：两个矩里的每个数只存一个编号，对应 256 个固定数值中的一个，占 1 字节，每 256 个元素共用一个 fp32 的缩放系数。**分页**的优化器在 GPU 显存不足时，还能把这两个矩移到主机内存。
 # - **Muon** 对各层的矩阵只保存一个矩，而不是两个，仍用 fp32。
 #
 # 下面各个配方仍然给每层加一个检查点：
@@ -900,18 +900,18 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# In bf16 without master weights, each part of the bar is half as large as in fp32. The row *paged* was not run, because bitsandbytes does not move moments on a CPU. This row estimates a GPU step with all moments on the host.
+# In bf16 without master weights, all numbers are half as large as those of Adam in fp32. The row *paged* was not run, because bitsandbytes does not move moments on a CPU. This row estimates a GPU step with all moments on the host.
 #
-# A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away. Two remedies need no fp32 weights. **Stochastic rounding** rounds up or down at random, so that the mean is right. **Kahan summation** stores the part that rounding removes (2 more bytes per parameter, in bf16), and adds it to the next update. Each function below returns the new weights and the part for the next update:
+# A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away. Two remedies need no fp32 weights. **Stochastic rounding** rounds up or down at random, so that the mean is right. **Kahan summation** stores the part that rounding removes (2 more bytes per parameter, in bf16), and adds it to the next update. Each function below returns the new weights and the part for the next update.
 #
 # **Guess first:** at a learning rate of 0.0001, what percentage of the weights is unchanged after two steps with `nearest`?
 #
 # </div>
 # <div lang="zh">
 #
-# 用 bf16 而不用主权重时，每一项占用的字节都是 fp32 的一半。“分页”这一行没有实际运行，因为在 CPU 上，bitsandbytes 并不移走两个矩。这一行是对 GPU 的估计，假定两个矩已经全部移到主机内存。
+# 用 bf16 而不用主权重时，每一项占用的字节都是 fp32 Adam 的一半。“分页”这一行没有实际运行，因为在 CPU 上，bitsandbytes 并不移走两个矩。这一行是对 GPU 的估计，假定两个矩已经全部移到主机内存。
 #
-# bf16 只有 8 位有效二进制数字，所以如果更新量小于权重的 0.2% 左右，舍入之后就完全丢失了。有两种办法可以补救，都不需要 fp32 权重。**随机舍入**按概率向上或向下舍入，使结果的平均值等于准确值。**Kahan 求和**把舍掉的部分用 bf16 存下来，加到下一次更新里，每个参数多占 2 字节。下面每个函数都返回两个值，一个是新的权重，一个是留给下一次更新的部分：
+# bf16 只有 8 位有效二进制数字，所以如果更新量小于权重的 0.2% 左右，舍入之后就完全丢失了。有两种办法可以补救，都不需要 fp32 权重。**随机舍入**按概率向上或向下舍入，使结果的平均值等于准确值。**Kahan 求和**把舍掉的部分用 bf16 存下来，加到下一次更新里，每个参数多占 2 字节。下面每个函数都返回两个值，一个是新的权重，一个是留给下一次更新的部分。
 #
 # **先猜**：学习率为 0.0001 时，用 `nearest` 做两步之后，有百分之几的权重没有改变？
 #
@@ -940,12 +940,12 @@ smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_p
 # %% [markdown]
 # <div lang="en">
 #
-# The last three columns show what percentage of the update of fp32 master weights each way of rounding applies. With `nearest`, this depends on the learning rate. At 0.00001, 90% of the weights stay unchanged, and 13% of the update is applied. At 0.0001, these percentages are 28% and 83%. At 0.001, they are 0.06% and 99%. Stochastic rounding applies the whole update on average, with noise in each weight. Kahan summation applies the whole update, if you count the stored part. 8-bit Adam changes the update by about 1%.
+# The last three columns show how much of the update each way of rounding applies, as a percentage of the update with fp32 master weights. With `nearest`, this percentage depends on the learning rate. At 0.00001, 90% of the weights stay unchanged, and 13% of the update is applied. At 0.0001, these percentages are 28% and 83%. At 0.001, they are 0.06% and 99%. Stochastic rounding applies the whole update on average, with noise in each weight. Kahan summation applies the whole update, if you count the stored part. 8-bit Adam changes the update by about 1%.
 #
 # </div>
 # <div lang="zh">
 #
-# 最后三列以 fp32 主权重的更新为准，列出这个更新有多大比例真正加到了权重上。用 `nearest` 时，结果取决于学习率。学习率为 0.00001 时，90% 的权重没有改变，更新只加上了 13%。学习率为 0.0001 时，这两个数是 28% 和 83%。学习率为 0.001 时，这两个数是 0.06% 和 99%。用随机舍入时，平均来看，更新全部加到了权重上，但每个权重都带有噪声。用 Kahan 求和时，如果算上存下来的部分，更新也全部加到了权重上。8 位 Adam 使更新量改变约 1%。
+# 最后三列列出，用三种舍入时，加到权重上的更新各是用 fp32 主权重时的百分之几。用 `nearest` 时，结果取决于学习率。学习率为 0.00001 时，90% 的权重没有改变，更新只加上了 13%。学习率为 0.0001 时，这两个数是 28% 和 83%。学习率为 0.001 时，这两个数是 0.06% 和 99%。用随机舍入时，平均来看，更新全部加到了权重上，但每个权重都带有噪声。用 Kahan 求和时，如果算上存下来的部分，更新也全部加到了权重上。8 位 Adam 使更新量改变约 1%。
 #
 # </div>
 
@@ -954,7 +954,7 @@ smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_p
 #
 # <div lang="en">
 #
-# This search is also available as a command. `--config` takes the `config.json` of a model, `--lora 8 --base nf4` adds adapters to it, and `--plot out.png` draws how the peak falls:
+# This lesson's search is also available as a command. `--config` takes the `config.json` of a model, `--lora 8 --base nf4` adds adapters to it, and `--plot out.png` draws how the peak falls:
 #
 # ```
 # python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
@@ -1011,7 +1011,7 @@ smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_p
 # </div>
 # <div lang="zh">
 #
-# 下面用本课的训练步检验几种常见的说法。其中关于适配器的几种，还要用更大的解码器来检验。
+# 下面用本课的训练步检验几种常见的说法。其中关于适配器的说法，用更大的解码器来检验。
 #
 # </div>
 
@@ -1075,7 +1075,7 @@ claims.main_claims(
 # </div>
 # <div lang="zh">
 #
-# 账本的各行都是同一个解码器的同一步，每行只用一种技术，最后一行用 7.4 节的组合。
+# 账本的各行都是同一个解码器的同一步。最后一行用 7.4 节的组合，其余各行至多用一种技术。
 #
 # </div>
 
@@ -1089,11 +1089,11 @@ ledger(
 #
 # <div lang="en">
 #
-# - To find the peak of most steps to the byte without using memory, run the step twice on symbolic tensors.
+# - Run a step twice on symbolic tensors to find its peak without using memory. For most steps, this peak is exact to the byte.
 # - Look at what fills the peak, then choose a technique. Savings need not add up, because a technique can change what fills the peak.
 # - Here, a checkpoint on top of offloading moves fewer bytes and raises the peak, because it restores whole layers. Below 30.3 FLOPs per copied byte, the recipe without checkpoints is faster.
 # - Most techniques have a price: more FLOPs, a lower rate, moved bytes, no clipping, or the host's time.
-# - A search proposes, estimates and sorts recipes. A rule by which it skips recipes must never discard the best recipe.
+# - A search proposes, estimates and sorts recipes. The rules for skipping recipes must never discard the best recipe.
 # - LoRA, QLoRA, 8-bit Adam, Muon and pure bf16 reduce the 16 bytes per parameter and change the training.
 # - Weights in bf16 lose small updates. Stochastic rounding or Kahan summation keeps these updates.
 #
@@ -1110,7 +1110,7 @@ ledger(
 # - LoRA、QLoRA、8 位 Adam、Muon 和纯 bf16 减少的是每个参数占用的 16 字节，训练本身也随之改变。
 # - bf16 的权重会丢掉很小的更新，用随机舍入或 Kahan 求和可以保留这些更新。
 #
-# **下一步**：[第 08 课](08_beyond_one_gpu.ipynb)把训练步分到不止一台设备上。
+# **下一步**：[第 08 课](08_beyond_one_gpu.ipynb)把训练步分到多台设备上。
 #
 # </div>
 
@@ -1157,12 +1157,12 @@ ledger(
 #
 # <div lang="en">
 #
-# **Exercise 6.** Find a recipe that needs at most 50 MB, with any techniques. The recipes of 7.4 and 7.5 are not enough.
+# **Exercise 6.** Find a recipe that needs at most 50 MB, with any techniques. The recipes of 7.4 and 7.5 need more.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 6。** 找出一个峰值不超过 50 MB 的配方，任何技术都可以用。7.4 节和 7.5 节的配方都不够用。
+# **练习 6。** 找出一个峰值不超过 50 MB 的配方，任何技术都可以用。7.4 节和 7.5 节的配方都超出这个预算。
 #
 # </div>
 
@@ -1203,7 +1203,7 @@ figures.recipe_fields(others=True)
 # </div>
 # <div lang="zh">
 #
-# 一个 9900 万参数的解码器，用两条 384 个 token 的序列训练，权重占 396 MB。这次训练能装进 550 MB 吗？
+# 一个 9900 万参数的解码器，用两条 384 个 token 的序列训练，权重占 396 MB。这样的一步能装进 550 MB 吗？
 #
 # </div>
 
@@ -1286,16 +1286,16 @@ table(["model", "recipe", "peak (GB)", "your guess", *devices, *price], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The smaller model trains on a device of 24 GB, with 79 GB of state on the host and 26 GB moved per step. The larger model trains on a device of 141 GB. Its peak is 137 GB, and 777 GB of state are on the host.
+# The smaller model trains on a device of 24 GB, with 79 GB of state on the host and 26 GB moved per step. The larger model trains on an H200 (nominally 141 GB, in fact 150.1 GB). The peak is 137 GB, and 777 GB of state are on the host.
 #
-# A step that fits may still be too slow to be useful. On the H200, copies and the host's update take two thirds of the time of the larger model's step. The peak of 137 GB also leaves only 9% of the device's 150.1 GB for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
+# A step that fits may still be too slow to be useful. On the H200, copies and the host's update take two thirds of the larger model's step. The peak of 137 GB also leaves only 9% of the device's memory for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
 #
 # </div>
 # <div lang="zh">
 #
-# 小模型能在 24 GB 的设备上训练，主机上有 79 GB 的状态，每步搬运 26 GB。大模型能在 141 GB 的设备上训练，峰值 137 GB，另有 777 GB 的状态放在主机内存里。
+# 小模型能在 24 GB 的设备上训练，主机上有 79 GB 的状态，每步搬运 26 GB。大模型能在 H200 上训练（标称 141 GB，实际内存 150.1 GB），峰值 137 GB，另有 777 GB 的状态放在主机内存里。
 #
-# 装得下，也可能太慢，不值得这样训练。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。设备共有 150.1 GB，张量用掉 137 GB，只剩 9% 留给 CUDA 上下文、工作区和碎片。这里的用时是估计值，假定达到的算力是数据手册标称值的 40%，主机只有一个处理器。
+# 即使装得下，也可能太慢而不实用。在 H200 上，大模型的一步有三分之二的时间花在拷贝和主机的更新上。张量用掉 137 GB，设备内存只剩 9% 留给 CUDA 上下文、工作区和碎片。这里的用时是估计值，假定达到的算力是数据手册标称值的 40%，主机只有一个处理器。
 #
 # </div>
 

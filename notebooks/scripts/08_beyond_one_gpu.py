@@ -16,7 +16,7 @@
 # </div>
 # <div lang="zh">
 #
-# 第 01 课的那一步，在一台设备上峰值是 277.7 MB。现在用 PyTorch 的 `DistributedDataParallel` 把这一步分到两台设备上，每台处理半个批次。每台设备需要的内存也会减半吗？
+# 第 01 课的训练步在一台设备上的峰值是 277.7 MB。现在用 PyTorch 的 `DistributedDataParallel` 把这一步分到两台设备上，每台处理半个批次。每台设备需要的内存也会减半吗？
 #
 # </div>
 
@@ -30,7 +30,7 @@ language()
 #
 # **Goals** (114 minutes, in two sittings):
 #
-# - Predict to the byte what a process holds under DDP and ZeRO 1 to 3.
+# - Predict to the byte how much memory a process holds with DDP and ZeRO 1 to 3.
 # - Write the step of ZeRO 1, and a layer that gathers its weight only while it is used.
 # - Compute how much a step communicates, and when a second machine makes the step faster.
 #
@@ -41,7 +41,7 @@ language()
 #
 # **目标**（共 114 分钟，分两次学）
 #
-# - 算出使用 DDP 和 ZeRO 1 到 3 时每个进程持有多少内存，精确到字节。
+# - 算出使用 DDP 和 ZeRO 1 到 3 时，每个进程占用多少内存，精确到字节。
 # - 亲手写出 ZeRO 1 的一步，再写一个只在使用时才收集权重的层。
 # - 算出一步的通信量，并判断在什么情况下，加上第二台机器会更快。
 #
@@ -118,7 +118,7 @@ table(["one device", "peak (bytes)"], [(name, sum(peak.values())) for name, peak
 # </div>
 # <div lang="zh">
 #
-# 使用 DDP 时，$N$ 个进程各存一份完全相同的内容，每个参数 16 字节。**ZeRO**（零冗余优化器，Rajbhandari et al. 2020）把这些内容切成 $N$ 片，每个进程只存一片，这一片叫**分片**（shard）。ZeRO 1 切分 Adam 的状态，ZeRO 2 还切分梯度，ZeRO 3 连权重也切分。PyTorch 的 FSDP2 就是 ZeRO 3。使用混合精度时，FSDP2 在收集权重时才把分片转成 bf16，并用 bf16 计算。梯度用 fp32 归约，Adam 更新的是各进程自己的 fp32 分片。
+# 使用 DDP 时，$N$ 个进程各存一份完全相同的权重、梯度和优化器状态，每个参数 16 字节。**ZeRO**（零冗余优化器，Rajbhandari et al. 2020）把这些数据切成 $N$ 个**分片**（shard），每个进程只存一个。ZeRO 1 切分 Adam 的状态，ZeRO 2 还切分梯度，ZeRO 3 连权重也切分。PyTorch 的 FSDP2 就是 ZeRO 3。使用混合精度时，FSDP2 在收集权重时才把分片转成 bf16，并用 bf16 计算。梯度用 fp32 归约，Adam 更新的是各进程自己的 fp32 分片。
 #
 # </div>
 
@@ -163,7 +163,7 @@ if not exercises.check_held.accepted:
 exercises.check_held(held)
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "4 sequences on one device peak at 180.1 MB, without a single gradient.\n\n**Guess first.** And a rank of DDP, ZeRO 1, FSDP2?", "zh": "一台设备处理 4 条序列，峰值 180.1 MB，此时还没有任何梯度。\n\n**先猜**：DDP、ZeRO 1、FSDP2 的一个进程呢？"}
+# %% [markdown] slide={"en": "4 sequences on one device peak at 180.1 MB, without a single gradient.\n\n**Guess first.** What is the peak of a rank of DDP, ZeRO 1, FSDP2?", "zh": "一台设备处理 4 条序列，峰值 180.1 MB，此时还没有任何梯度。\n\n**先猜**：DDP、ZeRO 1、FSDP2 的一个进程，峰值各是多少？"}
 # ## 8.3 Run it on two ranks / 用两个进程运行
 #
 # <div lang="en">
@@ -191,7 +191,7 @@ exercises.check_held(held)
 #
 # 下面的 `launch` 替我们运行这条命令，并读取各进程打印的第二步的结果。其中 `fsdp-bf16` 让 FSDP2 使用 `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`。
 #
-# **先猜**：一台设备处理 4 条序列，峰值出现在反向传播刚开始的时候，此时还没有任何梯度，权重和 Adam 的状态占 82.5 MB，其余占 97.6 MB，合计 180.1 MB。DDP 的一个进程处理 4 条序列，峰值是多少？与 DDP 的进程相比，ZeRO 1 的进程少持有 27.5 MB 的 Adam 状态，FSDP2 的进程少持有 41.3 MB 的权重和状态，两者的峰值又各是多少？如果 FSDP2 改用 bf16，峰值是多少？
+# **先猜**：一台设备处理 4 条序列时，峰值是 180.1 MB，出现在反向传播刚开始的时候。此时还没有任何梯度，权重和 Adam 的状态占 82.5 MB，其余占 97.6 MB。DDP 的一个进程处理 4 条序列，峰值是多少？与 DDP 的进程相比，ZeRO 1 的进程少持有 27.5 MB 的 Adam 状态，FSDP2 的进程少持有 41.3 MB 的权重和状态，两者的峰值又各是多少？如果 FSDP2 改用 bf16，峰值是多少？
 #
 # </div>
 
@@ -211,15 +211,15 @@ def difference(run):  # between the losses of the ranks and those of one process
 columns = ["`mode`", "losses within 0.00001", "losses within 0.001"]
 table(columns, [(f"`{m}`", difference(r) < 1e-5, difference(r) < 1e-3) for m, r in two.items()])
 
-# %% [markdown] slide={"en": "In fp32, all three reproduce the losses of the single process.\n\nWhat does a rank hold, and was your formula right?", "zh": "用 fp32 时，三种做法的损失都与单个进程相等。\n\n那么每个进程持有多少？你的公式对吗？"}
+# %% [markdown] slide={"en": "In fp32, all three reproduce the losses of the single process.\n\nWhat does a rank hold, and was your formula right?", "zh": "用 fp32 时，三种做法的损失都与单个进程相等。\n\n那么每个进程占用多少内存？你的公式对吗？"}
 # <div lang="en">
 #
-# In fp32, all three modes reproduce the losses of one process to within 0.00001. The last bits differ, because two ranks add in another order. In bf16 a number has only 8 significant bits, and the losses agree to within 0.001. Now compare your formulas with what each rank holds during its optimizer update.
+# In fp32, all three modes reproduce the losses of one process to within 0.00001. The last bits of the losses differ, because two ranks add in another order. In bf16 a number has only 8 significant bits, and the losses agree to within 0.001. Now compare your formulas with what each rank holds during its optimizer update.
 #
 # </div>
 # <div lang="zh">
 #
-# 用 fp32 时，三种做法的损失都与单个进程相等，误差在 0.00001 以内。由于两个进程求和的顺序与单个进程不同，结果做不到逐比特相等。bf16 只有 8 位有效位，因此损失的误差要放宽到 0.001 以内。现在看优化器更新时每个进程持有多少内存，并与你的公式对照。
+# 用 fp32 时，三种做法的损失都与单个进程相等，误差在 0.00001 以内。由于两个进程求和的顺序与单个进程不同，结果做不到逐比特相等。bf16 只有 8 位有效位，因此损失的误差要放宽到 0.001 以内。现在看优化器更新时每个进程占用多少内存，并与你的公式对照。
 #
 # </div>
 
@@ -235,12 +235,12 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Adam also stores a step count of 4 bytes for each of 100 tensors, so the measurements are 400 bytes higher. ZeRO 1 differs by 22,596 bytes, because PyTorch assigns whole tensors to ranks and the two shares are not equal. FSDP2 cuts every tensor along its first dimension, here into equal halves. In bf16, FSDP2 holds the same number of bytes, because its shards, their gradients and Adam's state stay in fp32.
+# Adam also stores a step count of 4 bytes for each of 100 tensors, so DDP and FSDP2 hold 400 bytes more than predicted. ZeRO 1 differs by 22,596 bytes, because PyTorch assigns whole tensors to ranks and the two shares are not equal. FSDP2 cuts every tensor along its first dimension, here into equal halves. In bf16, FSDP2 holds the same number of bytes, because its shards, their gradients and Adam's state stay in fp32.
 #
 # </div>
 # <div lang="zh">
 #
-# Adam 还为 100 个张量各存一个步数，每个 4 字节，所以实测值多 400 字节。ZeRO 1 相差 22,596 字节，因为 PyTorch 不切开张量，每个张量都整个分给某一个进程，两个进程分到的字节数就不会正好相等。FSDP2 则沿第一维切开每个张量，在这里正好切成两半。用 bf16 时，FSDP2 持有的字节数不变，因为分片、分片的梯度和 Adam 的状态都仍是 fp32。
+# Adam 还为 100 个张量各存一个步数，每个 4 字节，所以 DDP 和 FSDP2 的实测值比预测值多 400 字节。ZeRO 1 相差 22,596 字节，因为 PyTorch 不切开张量，而是把每个张量整个分给某一个进程，两个进程分到的字节数并不相等。FSDP2 则沿第一维切开每个张量，这里正好切成两半。用 bf16 时，FSDP2 持有的字节数不变，因为分片、分片的梯度和 Adam 的状态都仍是 fp32。
 #
 # </div>
 
@@ -311,7 +311,7 @@ figures.draw_peaks(at_peak, title)
 #
 # <div lang="en">
 #
-# A rank with an $N$-th of Adam's state updates an $N$-th of the weights. Before the update, it needs the sum of all ranks' gradients, but only for its shard. After the update, it needs all weights. Two **collectives**, operations that all ranks call together, do this:
+# A rank with an $N$-th of Adam's state updates an $N$-th of the weights. Before the update, it needs the sum of all ranks' gradients, but only for its shard. After the update, it needs all weights. Two **collectives**, operations that all ranks call together, provide the sum and the weights:
 #
 # - **reduce-scatter** adds up the tensors of all ranks, and gives rank $r$ the $r$-th shard of the sum;
 # - **all-gather** gives every rank all shards, concatenated.
@@ -326,7 +326,7 @@ figures.draw_peaks(at_peak, title)
 # - **reduce-scatter**（归约散射）把各进程的张量加起来，第 $r$ 个进程得到结果的第 $r$ 个分片。
 # - **all-gather**（全收集）把各分片依次拼接起来，每个进程都得到拼接后的完整张量。
 #
-# 下面在一个进程里模拟四个进程。`wire` 的输入是一个列表，列表里每个进程有一个张量，返回的列表也是如此。`wire` 还会统计一个进程交给集合通信的字节数。
+# 下面在一个进程里模拟四个进程。`wire` 的集合通信接受一个列表，列表里每个进程有一个张量，返回的也是这样的列表。`wire` 还会统计一个进程交给集合通信的字节数。
 #
 # </div>
 
@@ -345,7 +345,7 @@ schemes.draw_collectives()
 # %% [markdown] slide={"en": "**Write the step of ZeRO 1.**\n\nEach Adam sees only its shard. At the end every rank has all weights.", "zh": "**写出 ZeRO 1 的一步。**\n\n每个 Adam 只看到自己的分片，最后每个进程都有全部权重。"}
 # <div lang="en">
 #
-# **Exercise 2.** Write the step of ZeRO 1. `weights` and `gradients` are lists with one whole tensor per rank. `adams[r](shard, gradient)` returns the updated shard. Each Adam's state is as long as the first shard that it gets. Return the new weights, one whole tensor per rank. The gradient of the batch is the mean of the ranks' gradients.
+# **Exercise 2.** Write the step of ZeRO 1. `weights` and `gradients` are lists with one whole tensor per rank. `adams[r](shard, gradient)` returns the updated shard. Each Adam creates a state as long as the first shard that it gets. Return the new weights, one whole tensor per rank. The gradient of the batch is the mean of the ranks' gradients.
 #
 # The check compares your weights with unsharded Adam's, and counts the bytes of state and the sent bytes.
 #
@@ -385,24 +385,24 @@ exercises.check_sharded_step(sharded_step)
 # %% [markdown]
 # <div lang="en">
 #
-# Your step sends two numbers per weight, as DDP does. PyTorch's `ZeroRedundancyOptimizer` sends three numbers, because DDP first all-reduces all gradients, and the optimizer then broadcasts each updated tensor.
+# Your step sends two numbers per weight, as DDP does. PyTorch's `ZeroRedundancyOptimizer` sends three numbers per weight, because DDP first all-reduces all gradients, and the optimizer then broadcasts each updated tensor.
 #
 # </div>
 # <div lang="zh">
 #
-# 你写的这一步要为每个权重发送两个数，与 DDP 一样多。PyTorch 的 `ZeroRedundancyOptimizer` 要发送三个数，因为 DDP 先对全部梯度做 all-reduce，然后优化器还要把更新好的张量逐个广播出去。
+# 你写的这一步要为每个权重发送两个数，与 DDP 一样多。PyTorch 的 `ZeroRedundancyOptimizer` 为每个权重要发送三个数，因为 DDP 先对全部梯度做 all-reduce，然后优化器还要把更新好的张量逐个广播出去。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (54 minutes). Your formulas predict what a rank holds, and you have written the step of ZeRO 1. The second sitting shards the weights as well, counts the bytes that ranks communicate, and asks when a second machine pays.
+# **End of the first sitting** (54 minutes). Your formulas predict what a rank holds, and you have written the step of ZeRO 1. The second sitting shards the weights as well, counts the communicated bytes, and computes when a second machine makes the step faster.
 #
 # </div>
 # <div lang="zh">
 #
-# **第一次学习到此结束**（54 分钟）。你已经能用公式算出每个进程持有多少内存，也写出了 ZeRO 1 的一步。第二次学习里，我们把权重也分片，统计各进程的通信量，再看加上第二台机器什么时候划算。
+# **第一次学习到此结束**（54 分钟）。你已经能用公式算出每个进程占用多少内存，也写出了 ZeRO 1 的一步。第二次学习时，我们把权重也分片，统计各进程的通信量，再看加上第二台机器什么时候划算。
 #
 # </div>
 
@@ -411,16 +411,16 @@ exercises.check_sharded_step(sharded_step)
 #
 # <div lang="en">
 #
-# In ZeRO 3, a layer holds one shard of its weight. It gathers the whole weight, uses it and releases it. The line `F.linear(x, wire.all_gather(shard))` computes the right output but releases nothing. The backward pass needs the weight (lesson 01), so autograd saves the whole weight. The remedy is that of lesson 02: save only the small shard, and gather the weight again.
+# In ZeRO 3, each rank holds one shard of a layer's weight. The layer gathers the whole weight, uses it and releases it. The line `F.linear(x, wire.all_gather(shard))` computes the right output but releases nothing. The backward pass needs the weight (lesson 01), so autograd saves the whole weight. The remedy is that of lesson 02: save only the small shard, and gather the weight again.
 #
 # **Exercise 3.** Write the layer as one rank sees it. `shard` has this rank's rows of the weight. `wire.all_gather(shard)` returns the whole weight, and `wire.reduce_scatter(tensor)` returns this rank's shard of the sum over all ranks. `forward` returns $x W^\top$. `backward` returns the gradients of `x` and `shard`, and `None` for the wire. From `forward` to `backward`, keep nothing of the weight except the shard.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 ZeRO 3 中，一层只持有权重的一个分片，用之前收集完整的权重，用完就释放。`F.linear(x, wire.all_gather(shard))` 的输出是对的，但完整的权重没有释放。这是因为反向传播要用到权重（第 01 课），autograd 会把整个权重保存下来。解决办法与第 02 课相同，只保存很小的分片，反向时再收集一次完整的权重。
+# 在 ZeRO 3 中，每个进程只持有每层权重的一个分片，用之前收集完整的权重，用完就释放。`F.linear(x, wire.all_gather(shard))` 的输出是对的，但完整的权重没有释放。这是因为反向传播要用到权重（第 01 课），autograd 会把整个权重保存下来。解决办法与第 02 课相同，只保存很小的分片，反向时再收集一次完整的权重。
 #
-# **练习 3。** 从一个进程的角度写出这一层。`shard` 是权重中属于本进程的那些行。`wire.all_gather(shard)` 返回完整的权重，`wire.reduce_scatter(tensor)` 返回各进程之和中属于本进程的那一片。`forward` 返回 $x W^\top$。`backward` 返回 `x` 和 `shard` 的梯度，最后一个参数的位置返回 `None`。在前向与反向之间，内存里只能留下本进程的那个权重分片。
+# **练习 3。** 从一个进程的角度写出这一层。`shard` 是权重中属于本进程的那些行。`wire.all_gather(shard)` 返回完整的权重，`wire.reduce_scatter(tensor)` 把各进程的张量加起来，返回和中属于本进程的分片。`forward` 返回 $x W^\top$。`backward` 返回 `x` 和 `shard` 的梯度，最后一个参数的位置返回 `None`。在前向与反向之间，内存里只能留下本进程的那个权重分片。
 #
 # </div>
 
@@ -524,7 +524,7 @@ predictions([(name, my_sent[name], sent[mode]) for name, mode in modes.items()],
 # </div>
 # <div lang="zh">
 #
-# 你的公式统计的是交给集合通信的字节数。真正从一个进程发出去的字节数，未必与公式算出的相同。下表列出两个进程时的数据，最后几行各对一个 4 MB 的张量做一次集合通信。
+# 你的公式统计的是交给集合通信的字节数。真正从一个进程发出去的字节数，未必与公式算出的相同。下表列出两个进程时的数据，最后三行各对一个 4 MB 的张量做一次集合通信。
 #
 # - “通信量”一列按上面的定义计算。
 # - “按环算法应发送”是通信量的 $(N-1)/N$，也就是各进程连成环时，一个进程发送的字节数。
@@ -548,7 +548,7 @@ table(["2 ranks", *columns], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# DDP and ZeRO 1 send as many bytes as a ring algorithm. FSDP2 sends more, because the reduce-scatter of this build of gloo sends as much as its all-reduce. In fp32, FSDP2's volume is 46% above DDP's, but it sends 96% more bytes than DDP over this wire. In bf16, its volume is 2% below DDP's, because the gathers take half the bytes. NCCL, which GPUs use, was not measured here.
+# DDP and ZeRO 1 send as many bytes as a ring algorithm. FSDP2 sends more, because the reduce-scatter of this build of gloo sends as much as gloo's all-reduce. In fp32, FSDP2's volume is 46% above DDP's, but it sends 96% more bytes than DDP over this wire. In bf16, its volume is 2% below DDP's, because the gathers take half the bytes. NCCL, which GPUs use, was not measured here.
 #
 # </div>
 # <div lang="zh">
@@ -588,7 +588,7 @@ except MemoryBudgetExceeded as stopped:
 #
 # The forward and backward passes fit. Then Adam creates its state and memory runs out. Weights, gradients and state take 110.0 MB for any batch, and mixed precision would not reduce them.
 #
-# Now four ranks process two sequences each, with FSDP2 in bf16 (`--bf16`), in `fsdp` and two more modes. `fsdp-keep` keeps gathered weights from forward to backward. `fsdp-checkpoint` puts a checkpoint around each layer, with a budget of 40 MB **on every rank**.
+# Now four ranks process two sequences each, with FSDP2 in bf16 (`--bf16`), in the mode `fsdp` and two variants. `fsdp-keep` keeps gathered weights from forward to backward. `fsdp-checkpoint` puts a checkpoint around each layer, with a budget of 40 MB **on every rank**.
 #
 # </div>
 # <div lang="zh">
@@ -612,7 +612,7 @@ figures.draw_budgets(alone_stopped, four["fsdp-checkpoint"], device_bytes=60_000
 # %% [markdown]
 # <div lang="en">
 #
-# With 37.8 MB each (49.5 MB without checkpoints), four ranks process the whole batch. One device with 60 MB could not process one sequence. Sharding does not reduce the activations of a rank's own sequences, and checkpointing does not reduce weights and state. Together, they reduce all three.
+# With 37.8 MB each (49.5 MB without checkpoints), four ranks process the whole batch. One device with 60 MB could not process even one sequence. Sharding does not reduce the activations of a rank's own sequences, and checkpointing does not reduce weights and state. Together, they reduce all three.
 #
 # </div>
 # <div lang="zh">
@@ -642,14 +642,14 @@ figures.draw_ranks(predicted, [*drawn, *four.values()])
 # %% [markdown]
 # <div lang="en">
 #
-# From two ranks to four, sharded memory halves. All other parts stay the same. With any number of ranks, a DDP rank holds 110.0 MB, and a ZeRO 1 rank at least 55.0 MB. The communication volume of a rank does not change. (The hollow point shows `fsdp-keep` in bf16, the nearest to ZeRO 2 in PyTorch.)
+# From two ranks to four, sharded memory halves. All other parts stay the same. With any number of ranks, a DDP rank holds 110.0 MB, and a ZeRO 1 rank at least 55.0 MB. The communication volume of a rank does not change. (The hollow point shows `fsdp-keep` in bf16, which is PyTorch's closest equivalent of ZeRO 2.)
 #
 # Can the peak be predicted as well? `predict` runs one rank with symbolic tensors and a process group that sends nothing.
 #
 # </div>
 # <div lang="zh">
 #
-# 从两个进程增加到四个，分片的部分减半，没有分片的部分不变。例如不论有多少个进程，DDP 的每个进程都持有 110.0 MB，ZeRO 1 的每个进程都至少持有 55.0 MB。每个进程的通信量也不变。（PyTorch 没有与 ZeRO 2 完全一致的实现，所以空心点是 bf16 的 `fsdp-keep`。）
+# 从两个进程增加到四个，分片的部分减半，没有分片的部分不变。例如不论有多少个进程，DDP 的每个进程都持有 110.0 MB，ZeRO 1 的每个进程都至少持有 55.0 MB。每个进程的通信量也不变。（PyTorch 没有与 ZeRO 2 完全一致的实现，最接近的是 `fsdp-keep`，空心点是它用 bf16 时的实测值。）
 #
 # 峰值也能预测吗？`predict` 只运行其中一个进程，用的是符号张量，进程组也不真正发送数据。
 #
@@ -715,12 +715,12 @@ table(["machines", "GPUs per machine", "out of each machine (GB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# If the 8 GPUs of a machine are neighbors in the ring, only one GPU sends to another machine. It passes on $N-1$ of $N$ shards. So $(N-1)/N$ of the gathered bytes leave each machine, however many GPUs it has. NCCL makes several rings, which leave a machine through different cards. (A ring does not send the fewest possible bytes. With two machines, each machine lacks only 0.5 GB.)
+# If the 8 GPUs of a machine are neighbors in the ring, only one GPU sends to another machine. It passes on $N-1$ of $N$ shards. So $(N-1)/N$ of the gathered bytes leave each machine, however many GPUs it has. NCCL makes several rings, which leave a machine through different cards. (A ring does not send the fewest possible bytes. With two machines, each machine lacks only 0.5 GB of the weights.)
 #
 # </div>
 # <div lang="zh">
 #
-# 只要一台机器的 8 块 GPU 在环里相邻，就只有其中一块向另一台机器发送，这块 GPU 要转发 $N$ 个分片中的 $N-1$ 个。所以不论有多少块 GPU，每台机器发出的字节数都是收集的字节数的 $(N-1)/N$。NCCL 会建立多个环，各个环经过不同的网卡通向另一台机器。（用环发送，字节数并不是最少的。如果只有两台机器，每台其实只缺 0.5 GB。）
+# 只要一台机器的 8 块 GPU 在环里相邻，就只有其中一块向另一台机器发送数据，这块 GPU 要转发 $N$ 个分片中的 $N-1$ 个。所以不论有多少块 GPU，每台机器发出的字节数都是收集的字节数的 $(N-1)/N$。NCCL 会建立多个环，各个环经过不同的网卡通向另一台机器。（用环发送，字节数并不是最少的。如果只有两台机器，每台其实只缺 0.5 GB 的权重。）
 #
 # </div>
 
@@ -766,12 +766,12 @@ exercises.check_second_machine(tokens_for_two)
 # %% [markdown]
 # <div lang="en">
 #
-# Take a real machine. `RATES["H100"]` describes a DGX H100: 8 GPUs that send 450 GB/s to each other, and one network card of 50 GB/s per GPU. We assume 40% of the datasheet's 989 TFLOP/s in bf16. We compare the DGX with a machine with the same GPUs and only one card. All seconds are computed, not measured.
+# `RATES["H100"]` describes a DGX H100: 8 GPUs that send 450 GB/s to each other, and for each GPU one network card of 50 GB/s. We assume 40% of the datasheet's 989 TFLOP/s in bf16. We compare the DGX with a machine with the same GPUs and only one card. All seconds are computed, not measured.
 #
 # </div>
 # <div lang="zh">
 #
-# 现在代入一台真实机器的数据。`RATES["H100"]` 描述的是 DGX H100：8 块 GPU 彼此发送数据的速率是 450 GB/s，每块 GPU 配一块 50 GB/s 的网卡。训练步的算力取 bf16 标称值 989 TFLOP/s 的 40%。作为对比的另一种机器有同样的 GPU，但只有一块网卡。这里的秒数都是算出来的，不是实测。
+# `RATES["H100"]` 描述的是 DGX H100：8 块 GPU 彼此发送数据的速率是 450 GB/s，每块 GPU 配一块 50 GB/s 的网卡。训练步的算力取 bf16 标称值 989 TFLOP/s 的 40%。作为对比的另一种机器有同样的 GPU，但只有一块网卡。这里的秒数都是算出来的，不是实测。
 #
 # </div>
 
@@ -802,16 +802,16 @@ large.draw_machines(step_seconds, {8: dgx, 1: one_card}, pays)
 # %% [markdown]
 # <div lang="en">
 #
-# With one card per GPU, two DGX are not slower than one if a step has at least 9,890 tokens. At 19,780 tokens or more, they take half the time, if all communication overlaps with computation. With one card per machine, two machines need 79,120 tokens. If all weights of a dense model are trained, the model's size does not matter, because computation and communication are proportional to it. (Below 8,205 tokens, even communication over NVLink takes longer than computation.)
+# With one card per GPU, two DGX are not slower than one if a step has at least 9,890 tokens. At 19,780 tokens or more, they take half the time, if all communication overlaps with computation. With one card per machine, two machines need 79,120 tokens to be as fast as one. If all weights of a dense model are trained, the model's size does not matter, because computation and communication are proportional to it. (Below 8,205 tokens, even communication over NVLink takes longer than computation.)
 #
-# Does another way to split the model send less to other machines? Take 65 billion parameters on 64 GPUs in 8 machines, one sequence of 2048 tokens per GPU, in bf16. The computation takes 2.0 s.
+# Does another way to split the model send less to other machines? Take a model of 65 billion parameters on 64 GPUs in 8 machines, one sequence of 2048 tokens per GPU, in bf16. The computation takes 2.0 s.
 #
 # </div>
 # <div lang="zh">
 #
 # 每块 GPU 配一块网卡时，每步只要有 9,890 个 token，两台 DGX 就不比一台慢。如果通信全部与计算重叠，每步有 19,780 个 token，用时就能减半。如果每台机器只有一块网卡，每步要有 79,120 个 token，两台才不比一台慢。这些数与模型的大小无关，因为只要模型是稠密的，又训练全部权重，计算和通信就都与模型的大小成正比。（少于 8,205 个 token 时，即使在一台机器之内，用 NVLink 通信也比计算慢。）
 #
-# 换一种切分方式，发往其他机器的字节会变少吗？假设有 650 亿个参数，用 8 台机器上的 64 块 GPU，每块 GPU 处理一条 2048 个 token 的序列，仍用 bf16。一步的计算要 2.0 s。
+# 换一种切分方式，发往其他机器的字节会变少吗？假设模型有 650 亿个参数，用 8 台机器上的 64 块 GPU，每块 GPU 处理一条 2048 个 token 的序列，仍用 bf16。一步的计算要 2.0 s。
 #
 # </div>
 
@@ -822,12 +822,12 @@ large.compare_splits(seventy, dgx.network_bytes)
 # %% [markdown]
 # <div lang="en">
 #
-# **HSDP** shards within a machine and replicates the shards between machines. Between machines, it only all-reduces gradients, in fp32. Each rank holds $16\Psi/8$ bytes, more than the 80 GB of an H100. In the last row, the 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. With these 8 machines and one micro-batch, HSDP and the last row send 11% less than FSDP2 over all 64 GPUs. The number of network cards matters more. With one card per GPU, every row's communication takes less than the 2.0 s of computation. With one card per machine, it takes longer. (Communication within a machine is not counted.)
+# **HSDP** (hybrid sharded data parallelism) shards within a machine and replicates the shards between machines. Between machines, it only all-reduces gradients, in fp32. Each rank holds $16\Psi/8$ bytes, more than the 80 GB of an H100. In the last row, the 8 GPUs of a machine divide each matrix (**tensor parallelism**, section 8.16) and process 8 sequences together, while FSDP2 shards over the 8 machines. With these 8 machines and one micro-batch, HSDP and the split in the last row send 11% less to other machines than FSDP2 over all 64 GPUs. The number of network cards matters more. With one card per GPU, every row's communication takes less than the 2.0 s of computation. With one card per machine, it takes longer. (Communication within a machine is not counted.)
 #
 # </div>
 # <div lang="zh">
 #
-# **HSDP**（混合分片数据并行）在一台机器内分片，在机器之间复制，因此机器之间只需对梯度做 all-reduce（用 fp32）。HSDP 的每个进程要持有 $16\Psi/8$ 字节，一块 H100 只有 80 GB，装不下这么多。表中最后一行，一台机器的 8 块 GPU 分摊每个矩阵（**张量并行**，8.16 节），一起处理 8 条序列，8 台机器之间用 FSDP2 分片。用这 8 台机器、不分微批次时，无论用 HSDP 还是用最后一行的切分方式，发往其他机器的字节都只比在全部 64 块 GPU 上用 FSDP2 少 11%。影响更大的是网卡的数量。每块 GPU 配一块网卡时，每一行的通信时间都比 2.0 s 的计算时间短。每台机器只有一块网卡时，每一行的通信时间都比计算时间长。（机器之内的通信没有计入。）
+# **HSDP**（混合分片数据并行）只在一台机器内分片，各台机器互为副本，因此机器之间只需对梯度做 all-reduce（用 fp32）。HSDP 的每个进程要持有 $16\Psi/8$ 字节，一块 H100 只有 80 GB，装不下这么多。表中最后一行，一台机器的 8 块 GPU 分摊每个矩阵（**张量并行**，8.16 节），一起处理 8 条序列，8 台机器之间用 FSDP2 分片。用这 8 台机器、不分微批次时，无论用 HSDP 还是用最后一行的切分方式，发往其他机器的字节都只比在全部 64 块 GPU 上用 FSDP2 少 11%。影响更大的是网卡的数量。每块 GPU 配一块网卡时，每一行的通信时间都比 2.0 s 的计算时间短。每台机器只有一块网卡时，每一行的通信时间都比计算时间长。（机器之内的通信没有计入。）
 #
 # </div>
 
@@ -881,7 +881,7 @@ large.compare_splits(seventy, dgx.network_bytes)
 # </div>
 # <div lang="zh">
 #
-# 检验第二种说法时，一方是单独一台设备，另一方是两个 FSDP2 进程中的一个，双方各处理 4 条序列，都用 fp32。第三种说法用只有一个进程的 DDP 检验。
+# 检验第二种说法时，把单独一台设备与两个 FSDP2 进程中的一个比较，两者各处理 4 条序列，都用 fp32。第三种说法用只有一个进程的 DDP 检验。
 #
 # </div>
 
@@ -897,12 +897,12 @@ figures.claims_table(two, half, spared)
 #
 # <div lang="en">
 #
-# This lesson's row shows one of four ranks with FSDP2. It processes a quarter of the batch, in fp32 like all rows. Its communication volume is in the column of bytes moved.
+# This lesson's row shows one of four ranks with FSDP2. This rank processes a quarter of the batch, in fp32. The column of bytes moved contains its communication volume.
 #
 # </div>
 # <div lang="zh">
 #
-# 本课在账本里的一行，记录的是四个 FSDP2 进程中的一个。它处理批次的四分之一，与其他各行一样用 fp32。通信量记在“搬运的字节数”一栏。
+# 本课在账本里的一行，记录的是四个 FSDP2 进程中的一个。这个进程处理批次的四分之一，用的是 fp32。通信量记在“搬运的字节数”一栏。
 #
 # </div>
 
@@ -915,10 +915,10 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # <div lang="en">
 #
-# - Data parallelism divides the activations of a fixed batch. ZeRO shards what each rank of DDP holds whole. In fp32, a DDP rank holds $16\Psi$ bytes, and ZeRO 1 to 3 hold $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$ and $16\Psi/N$.
+# - Data parallelism divides the activations of a fixed batch. ZeRO shards the optimizer state, the gradients and the weights. In fp32, a DDP rank holds $16\Psi$ bytes, and ZeRO 1 to 3 hold $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$ and $16\Psi/N$.
 # - DDP's buckets always take memory for all gradients, here 27.5 MB.
-# - An all-reduce equals a reduce-scatter and an all-gather. ZeRO 1 and 2 can update between the two, and then send no more than DDP. With one micro-batch in fp32, ZeRO 3 sends up to 50% more than DDP.
-# - A quarter of the batch takes 131.3 MB instead of 277.7 MB. With shards, checkpoints and bf16, each of four ranks needs 37.8 MB.
+# - An all-reduce equals a reduce-scatter followed by an all-gather. ZeRO 1 and 2 can update between the two, and then send no more than DDP. With one micro-batch in fp32, ZeRO 3 sends up to 50% more than DDP.
+# - A quarter of the batch peaks at 131.3 MB instead of 277.7 MB. With shards, checkpoints and bf16, each of four ranks needs 37.8 MB.
 # - Mixed precision does not change what an FSDP2 rank holds. It halves activations and gathered bytes.
 # - In a ring, $(N-1)/N$ of the bytes leave each machine if its ranks are neighbors. With bf16 FSDP2 and at least 9,890 tokens per step, two DGX H100 are not slower than one.
 #
@@ -932,7 +932,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 # - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 可以在两者之间更新权重，这样一来，发送的字节数不比 DDP 多。用 fp32、只有一个微批次时，ZeRO 3 的通信量比 DDP 至多高出 50%。
 # - 每台设备只处理批次的四分之一，峰值就从 277.7 MB 降到 131.3 MB。再加上分片、检查点和 bf16，四个进程各自只需 37.8 MB。
 # - 用混合精度时，FSDP2 的每个进程持有的字节数不变，但激活值和收集权重的字节数都减半。
-# - 在环里，只要一台机器的进程彼此相邻，每台机器发出的就是通信字节数的 $(N-1)/N$。用 bf16 的 FSDP2 时，每步只要有 9,890 个 token，两台 DGX H100 就不比一台慢。
+# - 在环里，只要一台机器的进程彼此相邻，每台机器发出的字节数就是通信量的 $(N-1)/N$。用 bf16 的 FSDP2 时，每步只要有 9,890 个 token，两台 DGX H100 就不比一台慢。
 #
 # **下一步**：[第 09 课](09_your_own_model.ipynb)，换成别人写的模型。
 #
@@ -990,7 +990,7 @@ schemes.parallelisms()
 #
 # <div lang="en">
 #
-# A layer has two pairs of matrices. For the first matrix of a pair, each rank gets some columns of $W^\top$, and for the second, some rows. So the ranks only have to add up their outputs after the second matrix. In PyTorch, this is:
+# A layer has two pairs of matrices. For the first matrix of a pair, each rank gets some columns of $W^\top$, and for the second, some rows. So the ranks need not add up their outputs until after the second matrix. In PyTorch, this is:
 #
 # ```
 # parallelize_module(model, mesh, {
@@ -1017,7 +1017,7 @@ schemes.parallelisms()
 # })
 # ```
 #
-# 一个进程得到的 Q、K、V 必须属于相同的头，所以课程先调整了 `qkv` 各行的顺序。使用序列并行（`tp-sp`）时，还要给归一化层加上 `SequenceParallel()`。两个真实的进程一起处理全部 8 条序列：
+# 一个进程得到的 Q、K、V 必须属于相同的头，所以课程先调整了 `qkv` 各行的顺序。使用序列并行（`tp-sp`）时，还要给归一化层加上 `SequenceParallel()`。下面用两个真实的进程一起处理全部 8 条序列：
 #
 # </div>
 
@@ -1050,7 +1050,7 @@ predictions(large.tensor_rows(task, tensor), unit="bytes")
 #
 # A rank peaks at 172.8 MB instead of 277.7 MB, and at 163.8 MB with sequence parallelism. Each layer has four all-reduces of $s b h$ numbers, for $b$ sequences of $s$ tokens with hidden size $h$. Sequence parallelism replaces each all-reduce by a reduce-scatter and an all-gather.
 #
-# What does a layer keep for backward? With $a$ attention heads, lesson 01's formula gives $16 s b h + a s^2 b$ numbers. According to Korthikanti et al. (2022), tensor parallelism divides all of these numbers except the $4 s b h$ of the norms. With sequence parallelism, these are divided, too:
+# What does a layer keep for backward? With $a$ attention heads, lesson 01's formula gives $16 s b h + a s^2 b$ numbers. According to Korthikanti et al. (2022), tensor parallelism divides all of these numbers except the $4 s b h$ of the norms. Sequence parallelism divides the numbers of the norms, too:
 #
 # </div>
 # <div lang="zh">
@@ -1071,7 +1071,7 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # %% [markdown]
 # <div lang="en">
 #
-# Tensor parallelism agrees with the formula to the byte. With sequence parallelism, PyTorch keeps 1,048,576 bytes more per layer, because the inputs of two matrices are gathered, and autograd saves them whole. According to the paper, Megatron-LM gathers these inputs again in the backward pass.
+# With tensor parallelism, the kept bytes equal the formula's prediction. With sequence parallelism, PyTorch keeps 1,048,576 bytes more per layer, because the inputs of two matrices are gathered, and autograd saves them whole. According to the paper, Megatron-LM gathers these inputs again in the backward pass.
 #
 # </div>
 # <div lang="zh">
@@ -1104,12 +1104,12 @@ print(inspect.getsource(context_parallel.RingAttention))
 # %% [markdown]
 # <div lang="en">
 #
-# Let there be $c$ ranks, and let the keys of a layer take $m$ bytes on each rank, and the values another $m$ bytes. Then a rank sends the keys and values of a layer $c-1$ times in forward and $c-1$ times in backward, and their gradients $c$ times. In addition, the gradients of the weights are all-reduced:
+# With $c$ ranks, let the keys of a layer take $m$ bytes on each rank, and the values another $m$ bytes. A rank then sends the keys and values of a layer $c-1$ times in forward and $c-1$ times in backward, and their gradients $c$ times. In addition, the gradients of the weights are all-reduced:
 #
 # </div>
 # <div lang="zh">
 #
-# 设有 $c$ 个进程，每个进程在每层的键有 $m$ 字节，值也有 $m$ 字节。在每一层，键和值在前向里发送 $c-1$ 次，在反向里也发送 $c-1$ 次，键和值的梯度则发送 $c$ 次。此外，权重的梯度要做 all-reduce：
+# 设有 $c$ 个进程，每个进程在每层的键有 $m$ 字节，值也有 $m$ 字节。在每一层，每个进程在前向和反向里各把键和值发送 $c-1$ 次，还要把键和值的梯度发送 $c$ 次。此外，权重的梯度要做 all-reduce：
 #
 # </div>
 
@@ -1133,7 +1133,7 @@ table(["gradients differ by", "losses differ by"], rows)
 #
 # A rank peaks at 163.5 MB. It holds all weights and Adam's state, 82.5 MB, and half of the activations, but no attention scores. Rank 0 has the first part of each sequence and rank 1 the second part. So rank 0 attends to one part, and rank 1 to both parts.
 #
-# PyTorch has its own `context_parallel`, which also balances this work. On a CPU, this function of PyTorch 2.13 raises `NotImplementedError` for causal attention, so the following lines are not run here. The course has a test of them for machines with two GPUs, but we have not been able to run this test.
+# PyTorch has its own `context_parallel`, which also balances this work. On a CPU, this function of PyTorch 2.13 raises `NotImplementedError` for causal attention, so the following lines are not run here. The course's test for machines with two GPUs has not been run yet.
 #
 # ```
 # from torch.distributed.tensor.experimental import context_parallel
@@ -1147,7 +1147,7 @@ table(["gradients differ by", "losses differ by"], rows)
 #
 # 每个进程的峰值是 163.5 MB，其中有全部的权重和 Adam 的状态（82.5 MB），以及一半的激活值，没有注意力分数。每条序列切成前后两部分，进程 0 的查询只用到前一部分的键和值，进程 1 的查询则两部分都要用。
 #
-# PyTorch 自带的 `context_parallel` 还会平衡各进程的计算量。在 CPU 上，如果注意力带因果掩码，PyTorch 2.13 的这个函数会抛出 `NotImplementedError`，所以下面几行没有在这里运行。课程为有两块 GPU 的机器准备了一个测试，但我们还没有机会运行这个测试。
+# PyTorch 自带的 `context_parallel` 还会平衡各进程的计算量。在 CPU 上，如果注意力带因果掩码，PyTorch 2.13 的这个函数会抛出 `NotImplementedError`，所以下面几行没有在这里运行。课程为有两块 GPU 的机器准备了一个测试，但还没有运行过。
 #
 # ```
 # from torch.distributed.tensor.experimental import context_parallel
@@ -1197,12 +1197,12 @@ for schedule in ("gpipe", "1f1b"):
 # %% [markdown]
 # <div lang="en">
 #
-# A micro-batch is in flight from its forward pass to its backward pass, and its saved activations exist for this time. GPipe has all $m$ micro-batches in flight. On rank $i$ of $p$ ranks, 1F1B has $p - i$ micro-batches in flight. So we measure the bytes of one micro-batch, and multiply them by this number. PyTorch needs memory for three more things. These are a receive buffer per micro-batch, one sent tensor that 1F1B still holds, and on the last rank the outputs of all micro-batches, which `step` returns.
+# A micro-batch is **in flight** from its forward pass to its backward pass, and its saved activations exist for this time. GPipe has all $m$ micro-batches in flight. On rank $i$ of $p$ ranks, 1F1B has $p - i$ micro-batches in flight. So we measure the bytes of one micro-batch, and multiply them by the number in flight. PyTorch needs memory for three more things: a receive buffer per micro-batch, one sent tensor that 1F1B still holds, and on the last rank the outputs of all micro-batches, which `step` returns.
 #
 # </div>
 # <div lang="zh">
 #
-# 一个微批次保存的激活值，从这个微批次的前向一直存活到它的反向。用 GPipe 时，全部 $m$ 个微批次都在途。用 1F1B 时，在 $p$ 个进程中编号为 $i$ 的进程上，只有 $p-i$ 个微批次在途。因此只要测出一个微批次占用的字节，再乘以在途的个数，就能算出各进程的激活值占多少内存。除此之外，PyTorch 还要占三部分内存。一是每个微批次的接收缓冲区，二是用 1F1B 时一个已经发送、但尚未释放的张量，三是最后一个进程上全部微批次的输出，因为 `step` 要返回这些输出。
+# 一个微批次从前向开始到反向结束，都处于**在途**（in flight）状态，它保存的激活值在此期间一直存活。用 GPipe 时，全部 $m$ 个微批次都在途。用 1F1B 时，在 $p$ 个进程中编号为 $i$ 的进程上，只有 $p-i$ 个微批次在途。因此只要测出一个微批次占用的字节，再乘以在途的个数，就能算出各进程的激活值占多少内存。PyTorch 还要占三部分内存。一是每个微批次的接收缓冲区，二是用 1F1B 时一个已经发送、但尚未释放的张量，三是最后一个进程上全部微批次的输出，因为 `step` 要返回这些输出。
 #
 # </div>
 
@@ -1303,12 +1303,12 @@ table(["schedule", "micro-batches", "idle", "(p − 1)/(m + p − 1)"], rows)
 #
 # <div lang="en">
 #
-# In each layer of Mixtral 8x7B, a router sends every token to 2 of 8 experts, and the experts have 97% of the parameters. With expert parallelism over $e$ of 8 GPUs, a GPU computes only $8/e$ experts. Each GPU sends each of its tokens to the two experts of this token, and gets the results back. This takes one all-to-all in each direction, in forward and again in backward. FSDP2 shards all other parameters over the 8 GPUs. It also shards the experts, but only over the $8/e$ GPUs that have the same experts. The table assumes bf16, and 4096 tokens per GPU that are spread evenly over the experts:
+# In each layer of Mixtral 8x7B, a router sends every token to 2 of 8 experts, and the experts have 97% of all parameters. With expert parallelism over $e$ of 8 GPUs, a GPU computes only $8/e$ experts. Each GPU sends each of its tokens to the two experts of this token, and gets the results back. This takes one all-to-all in each direction, in forward and again in backward. FSDP2 shards all other parameters over the 8 GPUs. It also shards the experts, but only over the $8/e$ GPUs that have the same experts. The table assumes bf16, and 4096 tokens per GPU that are spread evenly over the experts:
 #
 # </div>
 # <div lang="zh">
 #
-# 在 Mixtral 8x7B 的每一层里，路由器把每个 token 送给 8 个专家中的 2 个，专家占全部参数的 97%。在 8 块 GPU 中的 $e$ 块之间做专家并行时，每块 GPU 只计算 $8/e$ 个专家。每个 token 要发给对应的两个专家，结果再传回来，前向和反向都要这样做一遍，每一遍里，发出和传回各用一次 all-to-all。其余的参数由 FSDP2 在全部 8 块 GPU 之间分片。同样的专家由 $8/e$ 块 GPU 负责，FSDP2 只在这几块 GPU 之间给这些专家分片。下面用 bf16，每块 GPU 有 4096 个 token，并假设 token 平均分给各个专家：
+# 在 Mixtral 8x7B 的每一层里，路由器把每个 token 送给 8 个专家中的 2 个，专家占全部参数的 97%。在 8 块 GPU 中的 $e$ 块之间做专家并行时，每块 GPU 只计算 $8/e$ 个专家。每个 token 要发给对应的两个专家，结果再传回来，发出和传回各用一次 all-to-all，前向和反向都要这样做一遍。其余的参数由 FSDP2 在全部 8 块 GPU 之间分片。同样的专家由 $8/e$ 块 GPU 负责，FSDP2 只在这几块 GPU 之间给这些专家分片。下面用 bf16，每块 GPU 有 4096 个 token，并假设 token 平均分给各个专家：
 #
 # </div>
 
@@ -1329,12 +1329,12 @@ table(["e", "held per GPU (GB)", "FSDP2 communicates (GB)", "all-to-all (GB)"], 
 # %% [markdown]
 # <div lang="en">
 #
-# The table shows the bytes that are given to collectives. They are computed, not measured. With $e = 8$, no expert is gathered. Instead of 361 GB of weights and gradients, the GPUs then communicate 8.6 GB of activations. The bytes of the all-to-alls are proportional to the number of tokens, and reach 361 GB at 172,000 tokens per GPU. If the router prefers some experts, the GPUs of these experts get more tokens, take more memory, and make the other GPUs wait.
+# The table shows the bytes given to collectives. They are computed, not measured. With $e = 8$, no expert is gathered. Instead of 361 GB of the experts' weights and gradients, each GPU then communicates 8.6 GB of activations. The bytes of the all-to-alls are proportional to the number of tokens, and reach 361 GB at 172,000 tokens per GPU. If the router prefers some experts, the GPUs of these experts get more tokens, take more memory, and make the other GPUs wait.
 #
 # </div>
 # <div lang="zh">
 #
-# 表中是交给集合通信的字节数，都没有实测。$e = 8$ 时不必收集任何专家，要传输的不再是 361 GB 的权重和梯度，而是 8.6 GB 的激活值。all-to-all 的字节数与 token 数成正比，每块 GPU 有 172,000 个 token 时也会达到 361 GB。如果路由器偏向某些专家，持有这些专家的 GPU 就会分到更多的 token，占用更多的内存，还要让其他 GPU 等待。
+# 表中是交给集合通信的字节数，都没有实测。$e = 8$ 时不必收集任何专家，每块 GPU 要传输的不再是专家的 361 GB 权重和梯度，而是 8.6 GB 的激活值。all-to-all 的字节数与 token 数成正比，每块 GPU 有 172,000 个 token 时也会达到 361 GB。如果路由器偏向某些专家，持有这些专家的 GPU 就会分到更多的 token，占用更多的内存，还要让其他 GPU 等待。
 #
 # </div>
 
@@ -1348,7 +1348,7 @@ table(["e", "held per GPU (GB)", "FSDP2 communicates (GB)", "all-to-all (GB)"], 
 # </div>
 # <div lang="zh">
 #
-# 使用微批次时（第 05 课），只有最后一个微批次需要归约梯度。其余的微批次用 `no_sync()`（DDP）或 `set_requires_gradient_sync(False)`（FSDP2）跳过归约。设置 `gradient_as_bucket_view=True` 和 `zero_grad(set_to_none=False)` 之后，DDP 就在桶里累加梯度，预测时用 `in_buckets=True` 表示。有两个进程、每个进程两个微批次时，预测如下：
+# 使用微批次时（第 05 课），只有最后一个微批次需要归约梯度。其余的微批次用 `no_sync()`（DDP）或 `set_requires_gradient_sync(False)`（FSDP2）跳过归约。设置 `gradient_as_bucket_view=True` 和 `zero_grad(set_to_none=False)` 之后，DDP 就在桶里累加梯度，预测时用 `in_buckets=True` 表示这种做法。有两个进程、每个进程两个微批次时，预测如下：
 #
 # </div>
 
@@ -1365,12 +1365,12 @@ large.sync_table(taken)
 # %% [markdown]
 # <div lang="en">
 #
-# For DDP, `no_sync()` halves the communication volume and costs no memory. FSDP2 communicates 17% fewer bytes, but holds 13.8 MB more, because it must hold gradients that are not sharded.
+# For DDP, `no_sync()` halves the communication volume and costs no memory. FSDP2 communicates 17% fewer bytes, but holds 13.8 MB more, because gradients stay unsharded until the last micro-batch.
 #
 # </div>
 # <div lang="zh">
 #
-# 对 DDP 来说，`no_sync()` 能让通信量减半，又不多占内存。FSDP2 的通信量少 17%，每个进程却要多持有 13.8 MB，因为梯度没有归约，就必须完整保留。
+# 对 DDP 来说，`no_sync()` 能让通信量减半，又不多占内存。FSDP2 少归约一次，通信量就少 17%，但每个进程要多持有 13.8 MB，因为梯度在归约之前必须完整保留。
 #
 # </div>
 
