@@ -125,7 +125,7 @@ def test_generated_fsdp2_code_trains_with_same_loss_as_unsharded_model(precision
     assert losses[0] == pytest.approx(losses[1], rel=1e-5 if precision == "fp32" else 0.05)
 
 
-def test_generated_fsdp2_code_lists_unsupported_fields_and_requires_sharding():
+def test_generated_fsdp2_code_lists_unsupported_fields_and_rejects_ddp():
     recipe = Recipe(ranks=2, shard="zero2", checkpoint="selective", micro_batches=4)
     last = recipe.as_fsdp2(["layers.0"]).splitlines()[-1]
     assert last.endswith(": update='fused', checkpoint='selective', micro_batches=4")

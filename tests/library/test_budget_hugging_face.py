@@ -72,7 +72,7 @@ def test_estimate_with_existing_batch_equals_measurement():
     ("own", "share", "expected"),
     [("eager", 1 / 2, {"sdpa", "standard"}), ("sdpa", 3 / 4, {"standard"})],
 )
-def test_search_tries_sdpa_only_for_model_with_other_attention(own, share, expected):
+def test_search_tries_sdpa_unless_model_already_uses_it(own, share, expected):
     make_model = maker("Llama:LlamaForCausalLM", **SHARED, attn_implementation=own)
     make_batch = partial(text, "ones", 2, 128)
     budget = int(estimate(make_model, make_batch, SGD).peak_bytes * share)

@@ -69,7 +69,7 @@ CHUNKS = {"head_chunk": 7, "micro_batches": 2}
         ("adapters on bf16", "autocast", {"checkpoint": "selective", "in_backward": True}),
     ],
 )
-def test_estimate_equals_measurement_for_autocast_and_bf16_only_precision(name, precision, fields):
+def test_estimate_equals_measurement_for_autocast_and_pure_bf16(name, precision, fields):
     if "adapters" in name:
         pytest.importorskip("peft", reason="peft is not installed")
     make_model, make_batch = MODELS[name]

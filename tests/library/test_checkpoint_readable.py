@@ -174,7 +174,7 @@ def test_retained_graph_is_recomputed_in_each_backward_pass():
     assert len(runs) == 1 + 3
 
 
-def test_saved_tensor_inspected_outside_backward_is_released():
+def test_recomputed_tensor_read_outside_backward_is_released():
     storages = []
 
     def function(x):

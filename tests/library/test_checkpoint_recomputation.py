@@ -362,7 +362,7 @@ def test_batch_norm_statistics_update_once_despite_eval_before_backward():
     assert norm.num_batches_tracked == 1 and torch.equal(norm.running_mean, mean)
 
 
-def test_recomputation_restores_container_attributes_with_identical_objects():
+def test_recomputation_restores_containers_holding_the_original_objects():
     block, other, item = nn.Identity(), nn.Identity(), SimpleNamespace()
     block.loop = [1, defaultdict(other.named_buffers, {block: item})]
     block.loop.append(block.loop)  # it contains itself

@@ -273,7 +273,7 @@ def is_wrong(name):
     return races or len(found) != len(wanted) or not all(map(torch.equal, found, wanted))
 
 
-def test_removing_any_stream_synchronization_is_detected_in_some_scenario(monkeypatch):
+def test_each_removed_stream_synchronization_fails_at_least_one_scenario(monkeypatch):
     reached, scenarios_of = remove_ordering(monkeypatch), {}
     for name in SUFFICIENT:
         assert not is_wrong(name)

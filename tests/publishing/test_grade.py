@@ -346,8 +346,8 @@ def test_notebook_run_kills_child_process_in_new_session(tmp_path):
     assert ["sleep", "1177"] not in running
 
 
-def test_cpu_limit_of_system_stops_notebook_kernel_without_watching_process(tmp_path, monkeypatch):
-    """Disable the watcher, so that only the limit of the operating system remains."""
+def test_operating_system_cpu_limit_alone_stops_notebook_kernel(tmp_path, monkeypatch):
+    """Disable the process that watches the kernel, so that only the limit of the system remains."""
     if not hasattr(psutil, "RLIMIT_CPU"):
         pytest.skip("limits of another process need Linux")
     monkeypatch.setattr(Run, "_watch", lambda self, kernel: None)

@@ -123,7 +123,7 @@ LESSONS = lessons_of(GUIDE)
 
 
 @each_notebook
-def test_instructor_guide_section_agrees_with_notebook_in_both_languages(path):
+def test_instructor_guide_agrees_with_notebook_sections_numbers_and_claims(path):
     lesson, notebook = LESSONS[path.stem[:2]], load(path)
     parts = PARTS_OF_A_PROJECT if is_project(path.stem) else PARTS
     assert [part for part in parts if not part_of(lesson, part).strip()] == []
