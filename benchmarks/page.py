@@ -26,15 +26,15 @@ HEADS = {
 }
 ABOUT = {
     "en": "# Scoreboard\n\n{other}\n\n"
-    "This page compares each technique of the library with the tool that you would otherwise use,"
-    " called the peer here. Both do the same work. `make bench` measures everything again and"
-    " prints all rows.\n\n"
-    "Every round calls each tool once, in the same run. The column of times shows the course's"
+    "This page compares each technique of the library with the tool that you would otherwise use."
+    " This tool does the same work and is called the peer here. `make bench` measures everything"
+    " again and prints all rows.\n\n"
+    "Every round of a run calls each of the two once. The column of times shows the course's"
     " median time divided by the peer's, so the course is faster if this ratio is below 1. In"
-    " parentheses are the quartiles of the ratio over the rounds. If the machine's speed changes"
-    " during the run, the ratio of the medians can lie outside of the quartiles. Bytes are exact."
-    " Measured on {date}: {machine}, Python {python}, torch {torch}, one thread, {rounds}"
-    " rounds.\n\n"
+    " parentheses are the quartiles of the ratios of the single rounds. If the machine's speed"
+    " changes during the run, the ratio of the medians can lie outside of the quartiles. Bytes are"
+    " exact. The results were measured on {date} ({machine}, Python {python}, torch {torch}, one"
+    " thread, {rounds} rounds).\n\n"
     "![Ratios of time and bytes, group by group](scoreboard.svg)\n",
     "zh": "# 对比表\n\n{other}\n\n"
     "本页把课程库里的每种技术与做同样工作的常用工具相比较，下文把这个工具称为“对方”。"
@@ -55,7 +55,7 @@ RESULTS = {
     },
     "faults": {
         "en": "{count:,} faults in {techniques} techniques lost nothing.",
-        "zh": "在 {techniques} 种技术里注入了 {count:,} 次故障，没有丢失任何东西。",
+        "zh": "在 {techniques} 种技术里注入了 {count:,} 次故障，检查的对象都没有丢失或改变。",
     },
     "cases": {
         "en": "{count:,} random cases in {comparisons} comparisons: no difference.",

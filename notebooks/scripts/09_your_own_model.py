@@ -18,7 +18,7 @@
 # </div>
 # <div lang="zh">
 #
-# 这里有一个别人写的小 Llama。要用四段 128 个字符的文本做一步 Adam，内存只有 200 MB。装得下吗？如果装不下，该改哪里？
+# 这里有一个别人写的小 Llama。用 Adam 训练一步，批次是四段文本，每段 128 个字符，内存只有 200 MB。装得下吗？如果装不下，该改哪里？
 #
 # 接着看视觉 Transformer、LoRA 和 Llama 3 8B。你自己的模型留到[项目](10_your_model.ipynb)里再分析。
 #
@@ -45,7 +45,7 @@ language()
 #
 # **目标**（共 80 分钟，分两次学）
 #
-# - 只凭一份配置，预测一步要多少内存。
+# - 只凭模型的配置，预测一步要多少内存。
 # - 先看峰值里什么最多，再选技术，并证明训练结果不变。
 # - 说出训练一个 8B 模型时，全量训练、LoRA 和 QLoRA 各要多少内存。
 #
@@ -71,7 +71,7 @@ BUDGET = 200_000_000  # bytes
 #
 # <div lang="en">
 #
-# You need not build a model to find out whether its step fits. Nine lines of configuration describe this Llama. The batch has four passages of the course's own English, with one token per character.
+# You need not build a model to find out whether its step fits. Nine lines of configuration describe this Llama. The batch has four passages of the course's English text, with one token per character.
 #
 # </div>
 # <div lang="zh">
@@ -110,8 +110,8 @@ print(*exercises.LLAMA.items(), sep="\n")
 # **练习 1。** 写出 `parameters(config)`：一个 Llama 有多少参数？
 #
 # - 所有矩阵都没有偏置。
-# - 每层有注意力（查询、键、值、输出）、一个由三个矩阵组成的门控网络，以及两个归一化。
-# - 最后一层之后还有一个归一化。
+# - 每层有注意力（查询、键、值、输出）、一个由三个矩阵组成的门控网络，以及两个归一化层。
+# - 最后一层之后还有一个归一化层。
 # - 嵌入和输出头可能是同一个矩阵。
 #
 # 检查还会用更大的配置来测试你的函数。
@@ -146,7 +146,7 @@ exercises.check_parameters(parameters)
 # %% [markdown]
 # <div lang="en">
 #
-# Each parameter has four numbers of 4 bytes (lesson 01): the weight, its gradient, and Adam's two moments. For all parameters, these numbers take 498.3 MB. **Guess first.** By how many MB is the peak of the step higher than this?
+# Each parameter has four numbers of 4 bytes (lesson 01): the weight, its gradient, and Adam's two moments. For all parameters, these numbers take 498.3 MB. **Guess first.** By how many MB is the peak of the step higher than 498.3 MB?
 #
 # </div>
 # <div lang="zh">
@@ -181,14 +181,14 @@ practice.run_predicted(make_llama, llama_batch, {"plain": plain})
 #
 # <div lang="en">
 #
-# The estimate is 609.1 MB, 110.9 MB more than 498.3 MB.
+# The estimated peak is 609.1 MB, which is 110.9 MB more than 498.3 MB.
 #
 # **Guess first.** Use one technique alone: a checkpoint for each layer, four micro-batches, an optimizer state that is offloaded to a lower tier, or optimizer steps in backward. Which technique saves most? Which one saves nothing?
 #
 # </div>
 # <div lang="zh">
 #
-# 估计值是 609.1 MB，比 498.3 MB 多 110.9 MB。
+# 估计的峰值是 609.1 MB，比 498.3 MB 多 110.9 MB。
 #
 # **先猜**：有四种技术，即每层加一个检查点、把批次分成四个微批次、把优化器状态卸载到下一级存储，以及在反向中更新参数。如果只用其中一种，哪一种省得最多？哪一种等于没省？
 #
@@ -217,14 +217,14 @@ practice.guesses(zip([*ways][1:5], my_guesses, saved[1:5], strict=True))
 #
 # Adam's state is the largest part of the peak, 249 MB, so offloading it saves most. Checkpoints, the best-known technique, save 92 MB. Updates in backward save nothing here when used alone, because the peak comes early in backward, when hardly any gradient exists yet. With checkpoints, the peak moves to the end of backward, when all gradients exist. Then it helps to release gradients early.
 #
-# Lesson 07 found the same rule for another model: look at what fills the peak, then choose. Three techniques, each for one part of the peak, lower it to 171.6 MB.
+# Lesson 07 found the same rule for another model: look at what fills the peak, then choose. Together, checkpoints, offloaded state and steps in backward lower the peak to 171.6 MB.
 #
 # </div>
 # <div lang="zh">
 #
 # 峰值里占得最多的是 Adam 的状态，共 249 MB，所以卸载状态省得最多。检查点是最有名的技术，在这里却只省下 92 MB。单用“在反向中更新”等于没省，因为峰值出现在反向刚开始的时候，那时几乎还没有梯度。加了检查点之后，峰值移到反向的末尾，这时梯度已经全部算出，提早释放梯度才有用。
 #
-# 第 07 课分析另一个模型时也得到了同样的结论，即先看峰值里什么最多，再选技术。表中合用的三种技术各减少峰值的一部分，一起把峰值降到 171.6 MB。
+# 第 07 课分析另一个模型时也得到了同样的结论，即先看峰值里什么最多，再选技术。检查点、状态卸载和在反向中更新合用，峰值就降到 171.6 MB。
 #
 # </div>
 
@@ -233,12 +233,12 @@ practice.guesses(zip([*ways][1:5], my_guesses, saved[1:5], strict=True))
 #
 # <div lang="en">
 #
-# A saving only counts if the training stays the same. So run the same steps twice, on passages of half the length: first as the baseline, then with all three techniques. **Guess first:** are the weights equal to the last bit? In lesson 07 they were equal.
+# A saving only counts if the training stays the same. So run the same steps twice, on passages of half the length: first as the baseline, then with all three techniques. **Guess first:** are the weights equal to the last bit? In lesson 07, the weights were equal.
 #
 # </div>
 # <div lang="zh">
 #
-# 训练结果不变，省下的内存才算数。所以把同样的几步运行两遍，一遍作为基线，一遍三种技术全用，文本都只取一半长。**先猜**：两遍得到的权重会逐比特相等吗？在第 07 课里是相等的。
+# 训练结果不变，省下的内存才算数。所以把同样的几步运行两遍，一遍作为基线，一遍三种技术全用，两遍的文本都只取原来长度的一半。**先猜**：两遍得到的权重会逐比特相等吗？在第 07 课里是相等的。
 #
 # </div>
 
@@ -264,23 +264,23 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 # %% [markdown]
 # <div lang="en">
 #
-# With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not equal. Why? A step must divide the losses or gradients by the number of tokens. The baseline divides the gradients after backward. The step with updates in backward divides the loss before backward. 4 × 63 = 252 is not a power of 2, so the division rounds, and the order changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, and nothing is rounded.
+# With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not equal. Why? A step must divide the losses or gradients by the number of tokens. The baseline divides the gradients after backward. The step with updates in backward divides the loss before backward. 4 × 63 = 252 is not a power of 2, so the division rounds, and dividing earlier changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, so the division rounds nothing.
 #
-# With 252 tokens, the weights differ by less than a two-thousandth of the update. On this CPU, both versions train equally well.
+# With 252 tokens, the weights differ by less than a two-thousandth of the update, the change of the weights in training. On this CPU, both recipes train equally well.
 #
 # </div>
 # <div lang="zh">
 #
-# 预测 256 个 token 时，两遍得到的权重相等。如果每段文本少取一个字符，两遍的权重就不相等了。为什么？训练步要把损失之和除以 token 数。基线先做反向，最后才把各个梯度除以 token 数。在反向中更新时，要先把损失除以 token 数，再做反向。4 × 63 = 252 不是 2 的幂，做除法时要舍入，所以先除和后除得到的末几位数字不一样。4 × 64 = 256 是 2 的幂，第 07 课的 1024 也是，所以没有舍入。
+# 预测 256 个 token 时，两遍得到的权重相等。如果每段文本少取一个字符，两遍的权重就不相等了。为什么？训练步要把损失之和或梯度除以 token 数。基线先做反向，最后才把各个梯度除以 token 数。在反向中更新时，要先把损失除以 token 数，再做反向。4 × 63 = 252 不是 2 的幂，做除法时要舍入，所以先除和后除得到的末几位数字不一样。4 × 64 = 256 是 2 的幂，第 07 课的 1024 也是，所以没有舍入。
 #
-# 这时两遍得到的权重仍有差别，但差别不到更新量的两千分之一，所以可以认为在这个 CPU 上，两遍训练的效果一样好。
+# 预测 252 个 token 时，两遍的权重相差不到更新量（训练前后权重之差）的两千分之一，所以在这个 CPU 上，可以认为两遍训练一样好。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (35 minutes). You have predicted the step of a new model. With three techniques, the training has the same result as the baseline. In the second sitting, you write a recipe for 200 MB. Then a vision transformer, LoRA, and a model of 8 billion parameters follow.
+# **End of the first sitting** (35 minutes). You have predicted the peak of a new model's step. With three techniques, the training has the same result as the baseline. In the second sitting, you write a recipe for 200 MB. Then a vision transformer, LoRA, and a model of 8 billion parameters follow.
 #
 # </div>
 # <div lang="zh">
@@ -294,12 +294,12 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 #
 # <div lang="en">
 #
-# **Exercise 2.** Write a recipe for 200 MB whose set of techniques differs from the three above. Fewer checkpoints, or checkpoints of another size, do not count as another set. Still use fp32, Adam and one device. Section 7.2 of lesson 07 lists the fields of `Recipe`. Each try takes about half a second.
+# **Exercise 2.** Write a recipe for 200 MB other than checkpoints, offloaded state and steps in backward. Fewer checkpoints, or checkpoints of another size, do not count as another set of techniques. Still use fp32, Adam and one device. Section 7.2 of lesson 07 lists the fields of `Recipe`.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 2。** 写一个峰值不超过 200 MB 的配方，所用的技术不能正好是上面那三种。只给一部分层加检查点，或者改变检查点的大小，都不算换了一组技术。仍用 fp32、Adam 和单台设备。`Recipe` 的字段见第 07 课 7.2 节。每试一次大约要半秒钟。
+# **练习 2。** 写一个峰值不超过 200 MB 的配方，但不能正好用检查点、状态卸载和在反向中更新这三种。只给一部分层加检查点，或者改变检查点的大小，都不算换了一组技术。仍用 fp32、Adam 和单台设备。`Recipe` 的字段见第 07 课 7.2 节。
 #
 # </div>
 
@@ -336,12 +336,12 @@ predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 # %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找代价最小的配方。\n\n那三种技术里，还有什么可以不用？"}
 # <div lang="en">
 #
-# Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, so each gradient must be released right after its use. The optimizer state also takes 249 MB and must be offloaded. Only activations remain. With all three techniques, 28 MB of the 200 MB are still unused. **Guess first:** what can still be left out of this recipe?
+# Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, so each gradient must be released right after its use. The optimizer state also takes 249 MB and must be offloaded. With checkpoints as the third technique, 28 MB of the 200 MB are still unused. **Guess first:** what can still be left out of this recipe?
 #
 # </div>
 # <div lang="zh">
 #
-# 哪个配方代价最小？有两种技术非用不可。权重和全部梯度一共要 249 MB，所以每个梯度用完就要释放。优化器状态也要 249 MB，所以必须卸载。剩下的是激活值。三种技术全用时，200 MB 里还有 28 MB 没用上。**先猜**：三种技术里，还有什么可以省去？
+# 哪个配方代价最小？有两种技术非用不可。权重和全部梯度一共要 249 MB，所以每个梯度用完就要释放。优化器状态也要 249 MB，所以必须卸载。再加上检查点之后，200 MB 里还有 28 MB 没用上。**先猜**：这个配方里，还有什么可以省去？
 #
 # </div>
 
@@ -354,14 +354,14 @@ fit(make_llama, llama_batch, BUDGET, base=forced, progress=False)
 #
 # Two of the eleven checkpoints can be left out. Backward begins with the last layers, so their saved tensors are soon released, and the peak comes later. Therefore the search leaves the last two layers without checkpoints. The step then computes 0.118 TFLOPs instead of 0.123.
 #
-# The second recipe uses a schedule to choose which activations to keep (lesson 03). The last recipe is the solution of exercise 2. It needs no more FLOPs than the baseline, but moves nearly twice as many bytes as the other recipes. The best recipe depends on the machine, as exercise 2 of lesson 07 shows.
+# The second recipe of the table uses a schedule to choose which activations to keep (lesson 03). The last recipe is the sample solution of exercise 2. It needs no more FLOPs than the baseline, but moves nearly twice as many bytes as the other recipes. The best recipe depends on the machine, as exercise 2 of lesson 07 shows.
 #
 # </div>
 # <div lang="zh">
 #
 # 十一个检查点里，有两个可以不用。反向从最后几层开始，这几层保存的张量很快就用完并释放了，而峰值在这之后才出现。所以在搜索得到的配方里，最后两层不加检查点，这样一步的计算量就从 0.123 TFLOPs 降到 0.118 TFLOPs。
 #
-# 第二个配方用调度（第 03 课）来决定保留哪些激活值。最后一个配方就是练习 2 的答案，FLOPs 不比基线多，但搬运的字节将近其他配方的两倍。哪个配方最好，取决于机器，算法见第 07 课的练习 2。
+# 表中第二个配方用调度（第 03 课）来决定保留哪些激活值。最后一个配方就是练习 2 的参考答案，FLOPs 不比基线多，但搬运的字节数将近其他各配方的两倍。哪个配方最好，取决于机器，怎样计算，见第 07 课的练习 2。
 #
 # </div>
 
@@ -405,7 +405,7 @@ table(["", "Llama (MB)", "ViT (MB)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 顺序反过来了，检查点从 306 MB 里省下 194 MB，卸载状态只省 44 MB。这个模型参数少，峰值的四分之三都是激活值。9.2 节的做法仍然适用，只是答案因模型而异。那么对这个模型，预测还准吗？
+# 这次顺序反过来了，检查点在 306 MB 的峰值里省下 194 MB，卸载状态只省 44 MB。这个模型参数少，峰值的四分之三都是激活值。9.2 节的做法仍然适用，只是答案因模型而异。那么预测还准吗？
 #
 # </div>
 
@@ -418,14 +418,14 @@ practice.run_predicted(make_vit, practice.pictures, chosen)
 #
 # <div lang="en">
 #
-# Many people do not train a whole model. LoRA freezes the model's weights and adds an adapter to each matrix of the layers: two thin matrices, here of rank 8. Only the adapters are trained. They have 799,744 of 31,941,120 parameters, or 2.5%.
+# LoRA freezes the model's weights and adds an adapter to each matrix of the layers: two thin matrices, here of rank 8. Only the adapters are trained. They have 799,744 of 31,941,120 parameters, or 2.5%.
 #
 # **Guess first:** a step that trains the whole Llama takes 609.1 MB. How much does a step with LoRA take?
 #
 # </div>
 # <div lang="zh">
 #
-# 很多人并不训练整个模型。LoRA 把原来的权重冻结，在各层的每个矩阵旁边加一个适配器（adapter），也就是两个很窄的矩阵，这里的秩是 8。训练时只更新适配器，也就是在 31,941,120 个参数里只更新 799,744 个，占 2.5%。
+# LoRA 把原来的权重冻结，在各层的每个矩阵旁边加一个适配器（adapter），也就是两个很窄的矩阵，这里的秩是 8。训练时只更新适配器，也就是在 31,941,120 个参数里只更新 799,744 个，占 2.5%。
 #
 # **先猜**：训练整个 Llama，一步要 609.1 MB。换成 LoRA 要多少？
 #
@@ -456,7 +456,7 @@ practice.run_predicted(make_lora, llama_batch, peaks, guess=my_guess)
 # </div>
 # <div lang="zh">
 #
-# LoRA 的一步要 343.4 MB，比训练整个模型时的一半还多。冻结的权重不再有梯度和优化器状态，但权重本身还在，激活值也还有 199.5 MB。这是因为反向要经过每一层，才能到达第一层的适配器。所以接下来该用检查点，加了检查点以后，这一步的峰值降到 170.1 MB。如果改为卸载状态，只能省 6.4 MB。
+# LoRA 的一步要 343.4 MB，比训练整个模型时的一半还多。冻结的权重不再有梯度和优化器状态，但权重本身还在。激活值也还有 199.5 MB，因为反向要经过每一层，才能到达第一层的适配器。所以接下来该用检查点，加了检查点以后，这一步的峰值降到 170.1 MB。如果改为卸载状态，只能省 6.4 MB。
 #
 # </div>
 
@@ -489,9 +489,9 @@ _ = budget_command([*sizes, "--device", "H100", "--quick"])
 # %% [markdown] slide={"en": "**Guess first.** Llama 3 8B by QLoRA: how many bytes are the weights in NF4? The adapters of rank 8? Their gradients and state?", "zh": "**先猜**：用 QLoRA 训练 Llama 3 8B，NF4 的权重占多少字节？秩为 8 的适配器呢？适配器的梯度和状态呢？"}
 # <div lang="en">
 #
-# The step takes 49 GB, and two fifths of the card's memory stay free, because 96.4 GB of optimizer state are in host memory. On an RTX 4090 of 25.8 GB, the same command finds a recipe that offloads the activations, too. Its tensors take 22.4 GB, the allocator reserves 24.4 GB, and 0.8 GB are left. With `--lora 8 --base nf4`, the command searches for recipes of QLoRA, which freezes the weights in 4 bits and trains adapters.
+# The step takes 49 GB, and two fifths of the card's memory stay free, because 96.4 GB of optimizer state are in host memory. On an RTX 4090 of 25.8 GB (24 GiB), the same command finds a recipe that offloads the activations, too. Its tensors take 22.4 GB, the allocator reserves 24.4 GB, and CUDA's own memory leaves 0.8 GB. With `--lora 8 --base nf4`, the command searches for recipes of QLoRA, which freezes the weights in 4 bits and trains adapters.
 #
-# **Exercise 3.** Write `qlora_bytes(config, rank)`. It predicts the bytes of a Llama that stay in memory between steps.
+# **Exercise 3.** Write `qlora_bytes(config, rank)`. It predicts how many bytes stay in memory between steps when QLoRA trains a Llama.
 #
 # - The matrices of the layers are quantized to NF4: 4 bits per number, and one scale in fp32 for each block of 64 numbers. All other weights stay in bf16.
 # - Each matrix of the layers has an adapter in fp32: two thin matrices of rank `rank`.
@@ -500,7 +500,7 @@ _ = budget_command([*sizes, "--device", "H100", "--quick"])
 # </div>
 # <div lang="zh">
 #
-# 这一步要 49 GB，卡上还剩五分之二，因为优化器状态有 96.4 GB 放在主机内存里。换成 25.8 GB 的 RTX 4090，同一条命令找到的配方还要卸载激活值。这时张量占 22.4 GB，分配器预留 24.4 GB，卡上只剩 0.8 GB。加上 `--lora 8 --base nf4`，这条命令就为 QLoRA 搜索配方。QLoRA 把权重量化成 4 位并冻结，只训练适配器。
+# 这一步要 49 GB，卡上的显存还剩五分之二，因为 96.4 GB 的优化器状态放在主机内存里。换成 25.8 GB 的 RTX 4090（24 GiB），同一条命令找到的配方还要卸载激活值。这时张量占 22.4 GB，分配器预留 24.4 GB，再扣除 CUDA 自己占用的显存，卡上只剩 0.8 GB。加上 `--lora 8 --base nf4`，这条命令就为 QLoRA 搜索配方。QLoRA 把权重量化成 4 位并冻结，只训练适配器。
 #
 # **练习 3。** 写出 `qlora_bytes(config, rank)`，预测用 QLoRA 训练一个 Llama 时，有多少字节从一步到下一步始终留在内存里。
 #
@@ -569,14 +569,14 @@ figures.on_a_card(large)
 # %% [markdown]
 # <div lang="en">
 #
-# Full training keeps 96.4 GB in host memory, and up to 42.4 GB more for the data that a step offloads. So a host with 128 GB is too small. Full training also moves 84.9 GB per step. LoRA needs no host memory and moves no data. Its frozen weights have no gradients, no moments and no master weights, and checkpoints are enough for the activations. With NF4 (QLoRA), the weights take 10.0 GB less than in bf16.
+# Full training keeps 96.4 GB of optimizer state in host memory, and during a step up to 42.4 GB of other offloaded data. So a host with 128 GB is too small. Full training also moves 84.9 GB per step. LoRA needs no host memory and moves no data. Its frozen weights have no gradients, no moments and no master weights, and checkpoints reduce the activations enough. With NF4 (QLoRA), the weights take 10.0 GB less than in bf16.
 #
 # A step fits if its *reserved* memory and CUDA's own memory fit on the GPU together. CUDA leaves 25.3 GB of the card free, and full training reserves 24.4 GB of these. If LoRA in bf16 computes the whole output head at once, it has 23.8 GB of tensors, but the allocator reserves 25.9 GB, which do not fit. So LoRA and QLoRA compute the head in chunks of 512 tokens.
 #
 # </div>
 # <div lang="zh">
 #
-# 全量训练有 96.4 GB 的优化器状态常驻主机内存，一步之中临时卸载的数据最多还要 42.4 GB，所以主机只有 128 GB 内存是不够的。而且每一步要搬运 84.9 GB。LoRA 既不用主机内存，也不用搬运数据。这是因为冻结的权重没有梯度，没有矩，也没有主权重，而激活值用检查点就能减到装得下。换成 NF4 又省下 10.0 GB，全部来自权重。
+# 全量训练有 96.4 GB 的优化器状态常驻主机内存，一步之中临时卸载的数据最多还要 42.4 GB，所以主机只有 128 GB 内存是不够的。全量训练每一步还要搬运 84.9 GB。LoRA 既不用主机内存，也不用搬运数据。这是因为冻结的权重没有梯度、矩和主权重，而激活值用检查点就能减到装得下。把权重换成 NF4（QLoRA），权重又少占 10.0 GB。
 #
 # 装不装得下，要看**已预留**的显存加上 CUDA 自己占用的显存是否超过整块卡的显存。扣除 CUDA 占用的部分，卡上还有 25.3 GB，全量训练就要预留 24.4 GB。bf16 的 LoRA 如果一次算完整个输出头，张量只占 23.8 GB，但分配器要预留 25.9 GB，因此装不下。所以 LoRA 和 QLoRA 的配方都把输出头分成小段计算，每段 512 个 token。
 #
@@ -585,16 +585,16 @@ figures.on_a_card(large)
 # %% [markdown]
 # <div lang="en">
 #
-# No GPU ran these steps. Of 169 smaller steps on an H200, 158 took exactly the estimated bytes of tensors, and the others took up to 12 kB less. In 21 steps, the allocator reserved between 11% less and 9% more than predicted (`docs/exact.md`). Steps with NF4 have not been compared. `--device this --check` checks a step on your GPU.
+# No GPU ran these steps. Of 169 smaller steps on an H200, 158 took exactly the estimated bytes of tensors, and the others took up to 12 kB less. Reserved memory, compared in 21 steps, was between 11% less and 9% more than predicted (`docs/exact.md`). Steps with NF4 have not been compared. With `--device this --check`, the command checks a step on your GPU.
 #
-# How far was your prediction from the estimate?
+# How far was your prediction in exercise 3 from the estimate?
 #
 # </div>
 # <div lang="zh">
 #
-# 这些训练步都没有在 GPU 上运行过。在 H200 上运行过 169 个较小的训练步，其中 158 个的张量与估计逐字节相等，其余的最多比估计少 12 kB。有 21 个训练步还对照了分配器预留的显存，实测值最多比预测值少 11%，最多比预测值多 9%（`docs/exact.md`）。用 NF4 的训练步还没有在 GPU 上对照过。如果给命令加上 `--device this --check`，就能在你自己的 GPU 上验证。
+# 这些训练步都没有在 GPU 上运行过。在 H200 上运行过 169 个较小的训练步，其中 158 个的张量所占的字节数与估计一字节不差，其余训练步的张量最多比估计少 12 kB。有 21 个训练步还对照了分配器预留的显存，实测值最多比预测值少 11%，最多比预测值多 9%（`docs/exact.md`）。用 NF4 的训练步还没有在 GPU 上对照过。如果给命令加上 `--device this --check`，就能在你自己的 GPU 上验证。
 #
-# 你的预测与估计相差多少？
+# 你在练习 3 里的预测与估计相差多少？
 #
 # </div>
 
@@ -612,7 +612,7 @@ table(["", "your prediction (bytes)", "estimate (bytes)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 正确的公式比估计值少 14,336 字节，因为共有 224 个量化的矩阵，每个矩阵还要用 fp32 存放 NF4 的 16 个取值。在 9.0 GB 的峰值里，权重和适配器占 6.1 GB。适配器连同梯度和状态一共只有 0.34 GB，所以这里把秩加到 16 也没有多大影响。
+# 正确公式的结果比估计值少 14,336 字节，因为共有 224 个量化的矩阵，每个矩阵还要用 fp32 存放 NF4 的 16 个取值。在 9.0 GB 的峰值里，权重和适配器占 6.1 GB。适配器连同梯度和状态一共只有 0.34 GB，所以这里把秩加到 16 也没有多大影响。
 #
 # </div>
 
@@ -628,12 +628,12 @@ figures.claims_table(plain, found["checkpoints"], flash)
 #
 # <div lang="en">
 #
-# The ledger lists the same step of one decoder:
+# The ledger lists the same step of one decoder with different techniques:
 #
 # </div>
 # <div lang="zh">
 #
-# 整门课都用同一个解码器的同一步来填账本。
+# 账本各行是同一个解码器的同一步，只是所用的技术不同。
 #
 # </div>
 
@@ -667,14 +667,14 @@ whole_ledger()
 #
 # **Sources.** Touvron et al. 2023, *LLaMA*, arXiv:2302.13971, and *The Llama 3 Herd of Models*, arXiv:2407.21783 (sizes). Dosovitskiy et al. 2020, *An Image is Worth 16x16 Words*, arXiv:2010.11929. Hu et al. 2021, *LoRA*, arXiv:2106.09685. Dettmers et al. 2023, *QLoRA*, arXiv:2305.14314. Documentation of transformers, peft and Accelerate (*Model memory estimator*).
 #
-# **Next.** The [project](10_your_model.ipynb) is about your own model. [Other models](../docs/models.md) shows which models were compared, what the Trainer leaves out of a recipe, and how much memory generating text needs.
+# **Next.** The [project](10_your_model.ipynb) is about your own model. [Other models](../docs/models.md) shows for which models estimates were checked, what the Trainer leaves out of a recipe, and how much memory generating text needs.
 #
 # </div>
 # <div lang="zh">
 #
 # **出处。** Touvron et al. 2023，*LLaMA*，arXiv:2302.13971，以及 *The Llama 3 Herd of Models*，arXiv:2407.21783（尺寸）。Dosovitskiy et al. 2020，*An Image is Worth 16x16 Words*，arXiv:2010.11929。Hu et al. 2021，*LoRA*，arXiv:2106.09685。Dettmers et al. 2023，*QLoRA*，arXiv:2305.14314。transformers、peft 和 Accelerate（*Model memory estimator*）的文档。
 #
-# **接下来。** [项目](10_your_model.ipynb)：你自己的模型。我们还对照过哪些模型，Trainer 会略去配方里的哪些内容，生成文本要多少内存，这些都见[其他模型](../docs/models.zh.md)。
+# **接下来。** [项目](10_your_model.ipynb)分析你自己的模型。我们还用哪些模型核对过估计，Trainer 会略去配方里的哪些内容，生成文本要多少内存，这些都见[其他模型](../docs/models.zh.md)。
 #
 # </div>
 
