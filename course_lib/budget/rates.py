@@ -243,8 +243,9 @@ def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> f
     Without checkpoints, F is a third of the compute, because backward needs twice the FLOPs of
     forward. n is 2, because a matrix product and the operator before it each save their input. With
     checkpoints, F is a quarter of the compute, because backward also repeats forward. n is 1,
-    because only the input of a block is saved. If p and f are at least n, the formula counts the
-    longer of compute and copy for each layer, as in vDNN (Rhu et al. 2016, arXiv:1602.08124).
+    because only the input of a block is saved. If p and f are at least n, each pass takes the
+    longer of its compute and its copies, max(F, D) or max(G, U). In vDNN (Rhu et al. 2016,
+    arXiv:1602.08124), each layer takes the longer of the two.
 
     The formula was compared with the clock of `SimulatedDevice`. In the comparison, D was between
     half of F and four times F, p was 0, 1 or 2, and f was 1 or 2. For a step of an MLP of 16

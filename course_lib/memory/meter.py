@@ -34,8 +34,10 @@ from torch import Tensor, nn
 from .._check import kind, whole
 from .._origin import own_line
 from .._torch.autograd import current_node
-from .._torch.modes import DYNAMO, ObserverMode, disable_current_modes
+from .._torch.modes import DYNAMO, ObserverMode, disable_current_modes, dispatch_modes
 from .._torch.symbolic import FakeTensor, active_fake_mode, is_symbolic
+from ..symbolic.mode import Symbolic
+from ..symbolic.shape_cache import NOT_FOUND
 from .categories import IN_PLACE_WITHOUT_MODES, CategoryTracker, OptimizerPhase
 from .compiler import buffers_of_generated_code, compiled_calls
 from .flops import flops_of
@@ -438,7 +440,7 @@ class MemoryMeter(MeterResults, ObserverMode):
                 if func in IN_PLACE_WITHOUT_MODES
                 else None
             )
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        result = self._run(func, args, kwargs)
         with tracker.lock:
             self._begin_point(func, node)
             if flops := flops_of(func, args, kwargs, result):
@@ -452,6 +454,10 @@ class MemoryMeter(MeterResults, ObserverMode):
             del result  # otherwise the error's traceback would keep the result alive
             raise exceeded
         return result
+
+    def _run(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
+        """Run an operator with the modes and tensors below this meter, and return its result."""
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _begin_point(self, func: Any, node: Any) -> None:
         """Add a point to the timeline; the storages that are recorded next belong to it.
@@ -514,5 +520,19 @@ class UnguardedMeter(MemoryMeter):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def __enter__(self) -> MemoryMeter:
+        modes = dispatch_modes()
+        # If the symbolic mode is the only mode below the meter, results are read from its cache
+        # without a call of PyTorch's dispatcher.
+        self._symbolic = modes[0] if len(modes) == 1 and type(modes[0]) is Symbolic else None
+        return super().__enter__()
+
+    def _run(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
+        if self._symbolic is not None and active_fake_mode() is self._symbolic:
+            result = self._symbolic.known_result(func, args, kwargs)
+            if result is not NOT_FOUND:
+                return result
+        return super()._run(func, args, kwargs)
 
     __torch_dispatch__ = unwrap(MemoryMeter.__torch_dispatch__)

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet
@@ -136,6 +136,21 @@ class Symbolic(FakeTensorMode):
             return result
         finally:
             self._is_decomposing = False
+
+    def known_result(self, func, args, kwargs) -> Any:
+        """Return the result of an operator if the same call has run before, or
+        `shape_cache.NOT_FOUND`.
+
+        The result is equal to that of `__torch_dispatch__`, but PyTorch's dispatcher is not called.
+
+        Args:
+            func, args, kwargs: Operator and its arguments, as `__torch_dispatch__` receives them.
+        """
+        if self._is_decomposing or self._values_functions or torch.is_inference_mode_enabled():
+            return shape_cache.NOT_FOUND
+        if not _depends_on_shapes_only(func, self.kind):
+            return shape_cache.NOT_FOUND
+        return shape_cache.find(self, func, args, kwargs)
 
     def _dispatch(self, func, types, args, kwargs) -> Any:
         """Run an operator and return its result.
@@ -287,6 +302,21 @@ class Symbolic(FakeTensorMode):
         back = {in_place_of[tensor]: tensor for tensor in written if tensor in in_place_of}
         self._unknown.update(tensor.untyped_storage() for tensor in back.values())
         return map_tensors(lambda tensor: back.get(tensor, tensor), result)
+
+
+@cache
+def _depends_on_shapes_only(func, kind: str) -> bool:
+    """Return whether `known_result` may use the cache for an operator.
+
+    Args:
+        func: The operator.
+        kind: Kind of device of the mode, "cpu" or "cuda".
+    """
+    if not isinstance(func, OpOverload) or func in cpu_kernels.INEXACT:
+        return False
+    if kind == "cuda" and func in cuda_kernels.RULES:
+        return False
+    return shape_cache.is_cacheable(func)
 
 
 def _replace_known_masks(mode: Symbolic, indices) -> list[Tensor | None]:

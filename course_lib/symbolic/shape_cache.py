@@ -36,6 +36,10 @@ _KEY_TYPES = (
     torch.layout,
     torch.memory_format,
 )
+# `parameter_subclasses` replaces this method of `Tensor` while a model is made.
+_make_subclass = Tensor._make_subclass
+# What `find` returns if the cache cannot give the result of a call.
+NOT_FOUND = object()
 _LIFT = torch.ops.aten.lift_fresh.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ADD = torch.ops.aten.add_.Tensor
@@ -98,7 +102,7 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
                 constant.add_(args[1])
             return args[0]
     inputs: list[Tensor] = []
-    cacheable = _is_cacheable(func) and not torch.is_inference_mode_enabled()
+    cacheable = is_cacheable(func) and not torch.is_inference_mode_enabled()
     key = _key(mode.kind, func, args, kwargs, inputs) if cacheable else None
     if key is None:
         if func.is_view and getattr(args[0], "constant", None) is not None:
@@ -122,8 +126,23 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     return result
 
 
+def find(mode: FakeTensorMode, func, args, kwargs) -> Any:
+    """Return the result of an operator on symbolic tensors from the cache, or `NOT_FOUND`.
+
+    Unlike `dispatch_cached`, this function runs no operator.
+
+    Args:
+        mode, func, args, kwargs: As in `dispatch_cached`. At least one argument must be a tensor.
+    """
+    inputs: list[Tensor] = []
+    key = _key(mode.kind, func, args, kwargs, inputs)
+    if key is None or not inputs or not (entry := _entries.get(key)):
+        return NOT_FOUND
+    return _recreate(mode, entry, inputs)
+
+
 @cache
-def _is_cacheable(func) -> bool:
+def is_cacheable(func) -> bool:
     """Return whether calls of an operator can be cached.
 
     They cannot if the operator changes the shape or strides of an input in place, as `t_` does, or
@@ -374,7 +393,7 @@ def make_fake(mode: FakeTensorMode, outline: Outline, inputs: list[Tensor]) -> F
         attributes = dict(vars(FakeTensor(mode, bare, outline.device)))
         mode.attributes[outline.device] = attributes
     options = {"dispatch_device": True, "device_for_backend_keys": outline.device}
-    tensor = Tensor._make_subclass(FakeTensor, bare, False, **options)
+    tensor = _make_subclass(FakeTensor, bare, False, **options)
     # This setting of the mode allows access to data pointers, although no bytes exist.
     if mode._allow_unsafe_data_ptr_access:
         allow_data_pointers(tensor)

@@ -1,11 +1,15 @@
 """Cached results of symbolic operators against `FakeTensorMode`."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from course_lib._torch.symbolic import is_symbolic
 from course_lib.budget.step import default_dtype
 from course_lib.memory import symbolic
+from course_lib.memory.meter import UnguardedMeter
 
 
 def outlines(function):
@@ -42,11 +46,12 @@ OPERATORS = {
 }
 
 
+@pytest.mark.parametrize("meter", [nullcontext, UnguardedMeter])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_cached_symbolic_results_equal_results_of_fake_tensor_mode(name):
+def test_cached_symbolic_results_equal_results_of_fake_tensor_mode(name, meter):
     with FakeTensorMode():
         expected = outlines(OPERATORS[name])
-    with symbolic():
+    with symbolic(), meter():
         for _ in range(3):
             assert outlines(OPERATORS[name]) == expected
 
@@ -58,15 +63,39 @@ def test_data_pointer_of_symbolic_tensor_from_cache_is_zero():
         assert [(x * 2).data_ptr() for _ in range(3)] == [0] * 3
 
 
-def test_symbolic_shape_cache_distinguishes_default_dtypes_and_inference_mode():
+@pytest.mark.parametrize("meter", [nullcontext, UnguardedMeter])
+def test_symbolic_shape_cache_distinguishes_default_dtypes_and_inference_mode(meter):
     for dtype in (torch.float32, torch.float64):
-        with default_dtype(dtype), symbolic():
+        with default_dtype(dtype), symbolic(), meter():
             assert (torch.empty(5, dtype=torch.int64).relu() / 2).dtype == dtype
-    with symbolic():
+    with symbolic(), meter():
         x = torch.empty(5)
         for inside in (False, True, False, True):
             with torch.inference_mode(inside):
                 assert not x[1:].is_inference() and (x + 1).is_inference() == inside
+
+
+@pytest.mark.parametrize("meter", [nullcontext, UnguardedMeter])
+def test_symbolic_values_survive_copy_and_end_with_write_in_every_run(meter):
+    with symbolic(), meter():
+        for _ in range(3):
+            x = torch.ones(3, 3)
+            assert (x.tril() == 0).tolist() == [
+                [False, True, True],
+                [False, False, True],
+                [False] * 3,
+            ]
+            x.mul_(2)
+            assert is_symbolic(x == 1)
+
+
+@pytest.mark.parametrize("meter", [nullcontext, UnguardedMeter])
+def test_operator_of_inexact_bytes_warns_in_every_run(meter):
+    with symbolic(), meter():
+        net = torch.nn.LSTM(4, 4)
+        for _ in range(3):
+            with pytest.warns(UserWarning, match="mkldnn_rnn_layer.* keeps memory"):
+                net(torch.randn(2, 3, 4))
 
 
 def layouts(shape):
