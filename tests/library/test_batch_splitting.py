@@ -44,16 +44,13 @@ class Net(nn.Module):
     def __init__(self, read):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
-        )
+        blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.layers = nn.Sequential(*blocks)
         self.head = nn.Linear(WIDTH, CLASSES)
         self.read = read
 
     def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        return self.head(self.layers(x))
 
     def loss_sum(self, batch):
         x, labels = self.read(batch)
@@ -76,18 +73,11 @@ def gradients(net, batch, recipe=None, **options):
     return [a - b.detach() for a, b in zip(before, model.parameters(), strict=True)]
 
 
-def full_gradients(net, batch):
+def full_gradients(net, batch, loss_sum=Net.loss_sum):
     """Return gradients of the mean loss of the full batch, by autograd."""
     model = net()
-    total, weight = model.loss_sum(batch)
+    total, weight = loss_sum(model, batch)
     return torch.autograd.grad(total / weight, list(model.parameters()))
-
-
-class WrongLength(UserDict):
-    """A batch whose `len` is not that of its tensors."""
-
-    def __len__(self):
-        return 99
 
 
 # ---- batches that are split
@@ -95,7 +85,7 @@ class WrongLength(UserDict):
 LABELS = [0, 1, 2, 0, 1, 2, 1]
 KINDS = {
     "array of labels": (lambda x, y: {"x": x, "y": np.array(y)}, lambda b: (b["x"], b["y"])),
-    "array of strings": (lambda x, y: Pair(x, np.array(list(map(str, y)))), lambda b: b),
+    "array of strings": (lambda x, y: Pair(x, np.array(list(map(str, y)))), lambda b: (b.x, b.y)),
     "array of objects": (
         lambda x, y: {"x": x, "more": [Item(None, np.array(y, dtype=object))]},
         lambda b: (b["x"], b["more"][0].y),
@@ -105,7 +95,7 @@ KINDS = {
         lambda x, y: {"in": {"x": x}, "out": [{"y": torch.tensor(y)}, {"name": "a"}]},
         lambda b: (b["in"]["x"], b["out"][0]["y"].tolist()),
     ),
-    "wrong len": (lambda x, y: WrongLength(x=x, y=np.array(y)), lambda b: (b["x"], b["y"])),
+    "mapping": (lambda x, y: UserDict(x=x, y=np.array(y)), lambda b: (b["x"], b["y"])),
 }
 
 
@@ -157,8 +147,7 @@ def by_inputs(model, batch):
     return model(inputs()).square().sum(), 4
 
 
-def net():
-    return Net(None)
+net = partial(Net, None)
 
 
 @pytest.mark.parametrize(("make", "place"), REJECTED.values(), ids=REJECTED)
@@ -218,21 +207,16 @@ def test_split_repeats_values_without_sample_dimension_in_every_micro_batch(valu
 
 def documents(lengths=(3, 2, 4, 1, 5, 1)):
     """Return sequences packed into one, as for variable-length attention."""
-    ends = torch.tensor((0, *lengths)).cumsum(0)
-    return {"x": inputs(sum(lengths)), "ends": ends, "lengths": list(lengths), "t": torch.ones(())}
+    return {"x": inputs(sum(lengths)), "lengths": list(lengths), "t": torch.ones(())}
 
 
 def documents_split(batch, parts):
     lengths = batch["lengths"]
     if parts > len(lengths):
         raise IndexError("there are fewer documents")
-    found, start = [], 0
-    for own in map(list, np.array_split(lengths, parts)):
-        ends = torch.tensor((0, *own)).cumsum(0)
-        found.append({**batch, "x": batch["x"][start : start + sum(own)]})
-        found[-1] |= {"ends": ends, "lengths": list(map(int, own))}
-        start += sum(own)
-    return found
+    own = [part.tolist() for part in np.array_split(lengths, parts)]
+    rows = batch["x"].split([sum(each) for each in own])
+    return [{**batch, "x": x, "lengths": each} for x, each in zip(rows, own, strict=True)]
 
 
 def by_document(model, batch):
@@ -241,20 +225,19 @@ def by_document(model, batch):
     return torch.stack([each.mean(0) for each in rows]).square().sum(), len(rows)
 
 
+BY_DOCUMENT = {"loss_sum": by_document, "split": documents_split}
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 @pytest.mark.parametrize("checkpoint", ["none", "layers"])
 def test_gradient_with_custom_split_function_equals_full_batch(count, checkpoint):
-    model = net()
-    total, weight = by_document(model, documents())
-    expected = torch.autograd.grad(total / weight, list(model.parameters()))
+    expected = full_gradients(net, documents(), by_document)
     recipe = Recipe(micro_batches=count, checkpoint=checkpoint)
-    options = {"loss_sum": by_document, "split": documents_split}
-    assert_close(gradients(net, documents(), recipe, **options), expected)
+    assert_close(gradients(net, documents(), recipe, **BY_DOCUMENT), expected)
 
 
 def by_documents(count, lengths=(3, 2, 4, 1, 5, 1)):
-    options = {"loss_sum": by_document, "split": documents_split}
-    return partial(documents, lengths), count, options
+    return partial(documents, lengths), count, BY_DOCUMENT
 
 
 def by_patches():
@@ -293,14 +276,11 @@ def test_estimate_with_custom_split_function_equals_measurement(make):
 
 
 def test_fit_doubles_micro_batch_count_of_custom_split_function():
-    options = {"loss_sum": by_document, "split": documents_split}
-    base = Recipe(checkpoint="layers")
-    whole = estimate(net, documents, base, **options).peak_bytes
-    tried = []
-    search = {"base": base, "progress": tried.append}
-    best = fit(net, documents, whole - 1, **search, **options)[0]
+    base, tried = Recipe(checkpoint="layers"), []
+    whole = estimate(net, documents, base, **BY_DOCUMENT).peak_bytes
+    best = fit(net, documents, whole - 1, base=base, progress=tried.append, **BY_DOCUMENT)[0]
     assert {each.micro_batches for each in tried} == {1, 2, 4} and best.recipe.micro_batches > 1
-    measured = run(net, documents, best.recipe, **options).meter.peak_bytes
+    measured = run(net, documents, best.recipe, **BY_DOCUMENT).meter.peak_bytes
     assert measured == best.peak_bytes < whole
 
 
@@ -383,10 +363,9 @@ def test_custom_split_function_divides_batch_among_ranks():
 
 
 def test_estimate_for_ranks_uses_rank_with_largest_peak():
-    options = {"loss_sum": by_document, "split": documents_split}
     recipe = Recipe(ranks=2, shard="ddp", micro_batches=3)
     found, mirrored, even = (
-        estimate(net, lambda lengths=lengths: documents(lengths), recipe, **options).peak_bytes
+        estimate(net, partial(documents, lengths), recipe, **BY_DOCUMENT).peak_bytes
         for lengths in ((1, 1, 1, 5, 5, 5), (5, 5, 5, 1, 1, 1), (3, 3, 3, 3, 3, 3))
     )
     assert found == mirrored > even
@@ -396,7 +375,7 @@ def test_estimate_for_ranks_uses_rank_with_largest_peak():
 
     prediction = predict(net, share, by_document, "ddp", 2, micro_batches=3, split=documents_split)
     assert found == prediction.peak_bytes
-    best = fit(net, documents, found * 2, base=Recipe(ranks=2), progress=False, **options)
+    best = fit(net, documents, found * 2, base=Recipe(ranks=2), progress=False, **BY_DOCUMENT)
     assert best[0].recipe.ranks == 2
 
 
@@ -441,9 +420,7 @@ def test_batch_norm_rejects_micro_batches_unless_explicitly_allowed():
     with pytest.raises(ValueError, match=r"model\.batch_norm_per_micro_batch = True"):
         estimate(normed, inputs, recipe, loss_sum=squares)
 
-    def allowed():
-        return normed(allowed=True)
-
+    allowed = partial(normed, allowed=True)
     predicted = estimate(allowed, lambda: inputs(6), recipe, loss_sum=squares)
     measured = run(allowed, lambda: inputs(6), recipe, loss_sum=squares)
     assert predicted.peak_bytes == measured.meter.peak_bytes

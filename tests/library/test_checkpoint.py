@@ -26,8 +26,7 @@ from course_lib.models import Decoder, deep_mlp, random_tokens
 aten = torch.ops.aten
 
 
-def leaf(*shape):
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+leaf = partial(torch.randn, dtype=torch.float64, requires_grad=True)
 
 
 # ---- checkpointed_loss
@@ -62,10 +61,7 @@ def test_chunked_bf16_loss_equals_float64_within_one_rounding():
 # ---- checkpoint_blocks
 
 
-def decoder():
-    return Decoder(vocabulary=40, hidden=16, heads=2, layers=3, sequence=16, dropout=0.2)
-
-
+decoder = partial(Decoder, vocabulary=40, hidden=16, heads=2, layers=3, sequence=16, dropout=0.2)
 TOKENS = random_tokens(4, 12, 40)
 
 
@@ -117,34 +113,34 @@ def test_only_selected_blocks_are_recomputed_and_hooks_run_once(options, expecte
             getattr(layer, f"register_{kind}_hook")(lambda *_, count=count: count())
     with checkpoint_blocks(model, **options) as handle:
         model.loss(TOKENS).backward()
+        assert runs == {i: 2 if i in expected else 1 for i in range(6)}
+        assert len(hook_calls) == hook_calls.total() == 3 * 6
+        with torch.no_grad():
+            model.loss(TOKENS)
     assert handle.names == tuple(f"layers.{i}" for i in expected)
-    assert runs == {i: 2 if i in expected else 1 for i in range(6)}
-    assert len(hook_calls) == hook_calls.total() == 3 * 6
+    assert runs == {i: 3 if i in expected else 2 for i in range(6)}
 
 
-def several(module, count):
-    return nn.ModuleList(copy.deepcopy(module) for _ in range(count))
-
-
-def alternating(first, second, count):
-    return nn.ModuleList(copy.deepcopy((first, second)[i % 2]) for i in range(count))
+def several(count, *modules):
+    """Return a list of copies of the modules, which alternate."""
+    return nn.ModuleList(copy.deepcopy(modules[i % len(modules)]) for i in range(count))
 
 
 LINEAR, PAIR = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-STACK = nn.Sequential(several(LINEAR, 3), nn.ReLU())  # a module with a list inside
-HEADS = {"heads": several(LINEAR, 5)}
+STACK = nn.Sequential(several(3, LINEAR), nn.ReLU())  # a module with a list inside
+HEADS = {"heads": several(5, LINEAR)}
 MIXED = {
-    "short": alternating(PAIR, nn.TransformerEncoderLayer(2, 1, 2), 2),
-    "layers": alternating(LINEAR, nn.Tanh(), 5),
-    "long": alternating(PAIR, nn.TransformerEncoderLayer(2, 1, 2), 4),
+    "short": several(2, PAIR, nn.TransformerEncoderLayer(2, 1, 2)),
+    "layers": several(5, LINEAR, nn.Tanh()),
+    "long": several(4, PAIR, nn.TransformerEncoderLayer(2, 1, 2)),
 }
 
 
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        (HEADS | {"a": several(STACK, 3), "b": several(PAIR, 2), "c": several(PAIR, 1)}, "ab"),
-        (HEADS | MIXED | {"a": several(PAIR, 1)}, "a"),
+        (HEADS | {"a": several(3, STACK), "b": several(2, PAIR), "c": several(1, PAIR)}, "ab"),
+        (HEADS | MIXED | {"a": several(1, PAIR)}, "a"),
         (HEADS | MIXED, ["long", "short"]),
         (HEADS | {"other": deep_mlp(4, 2)}, HEADS),
         ({"layers": MIXED["layers"]}, ["layers"]),
@@ -158,8 +154,8 @@ def test_default_blocks_are_outermost_lists_of_modules_with_same_type(parts, exp
 
 
 def test_default_blocks_include_modules_of_nested_lists():
-    assert names_of(nn.Sequential(*several(STACK, 2)), None) == ["0", "1"]
-    lists = nn.ModuleList([several(STACK, 2), several(STACK, 2)])
+    assert names_of(nn.Sequential(*several(2, STACK)), None) == ["0", "1"]
+    lists = nn.ModuleList([several(2, STACK), several(2, STACK)])
     assert names_of(lists, None) == ["0.0", "0.1", "1.0", "1.1"]
 
 
@@ -183,20 +179,6 @@ def test_checkpointing_block_twice_raises_and_restores_forward_methods():
         checkpoint_blocks(model, "layers.2").remove()
         checkpoint_blocks(model)
     assert not any("forward" in vars(layer) for layer in model.layers)
-
-
-def test_checkpointed_block_accepts_keywords_and_runs_once_under_no_grad():
-    class Block(nn.Linear):
-        def forward(self, x, *, debug):
-            debug.append(x)
-            return super().forward(x).sin()
-
-    model, inputs, x = nn.Sequential(Block(2, 2), Block(2, 2)), [], torch.ones(2)
-    with checkpoint_blocks(model, None):
-        model[0](x, debug=inputs).sum().backward()
-        with torch.no_grad():
-            model[0](x, debug=inputs)
-    assert len(inputs) == 2 and all(each is x for each in inputs)
 
 
 @pytest.mark.parametrize(
@@ -274,28 +256,20 @@ def test_forward_patched_before_or_after_checkpointing_is_still_called():
 # ---- policies
 
 
-def gradients_with(policy):
-    """Return the gradients of two small blocks with dropout."""
-    torch.manual_seed(3)
-    layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Tanh()) for _ in range(2)]
-    model = nn.Sequential(*layers)
-    if policy is not None:
-        checkpoint_blocks(model, "*", policy=policy)
-    model(torch.linspace(-1, 1, 24).view(4, 6)).square().sum().backward()
-    return [p.grad for p in model.parameters()]
-
-
 @pytest.mark.parametrize("value", [True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE])
 def test_policy_function_saves_selected_outputs_with_identical_gradients(value):
-    kept = []
+    model, kept = decoder(), []
 
     def policy(context, operator, *args, **kwargs):
         keep = operator is aten.addmm.default
         kept.append(keep and not context.is_recompute)
         return value if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    assert all(map(torch.equal, gradients_with(policy), gradients_with(None)))
-    assert kept.count(True) == 2
+    plain, _ = results_and_peak(model)
+    found, _ = results_and_peak(model, partial(checkpoint_blocks, policy=policy))
+    assert_close(found, plain, rtol=0, atol=0)
+    linears = [module for module in model.layers.modules() if isinstance(module, nn.Linear)]
+    assert kept.count(True) == len(linears)
 
 
 @pytest.mark.parametrize(
@@ -311,8 +285,10 @@ def test_invalid_return_value_of_a_policy_is_rejected(value, message):
         if value not in CheckpointPolicy.__members__:
             pytest.skip("this version of torch has no such policy")
         value = CheckpointPolicy[value]
+    model = decoder()
+    checkpoint_blocks(model, policy=lambda *args, **kwargs: value)
     with pytest.raises((TypeError, ValueError), match=message):
-        gradients_with(lambda context, operator, *args, **kwargs: value)
+        model.loss(TOKENS)
 
 
 def test_policy_that_saves_rrelu_noise_is_rejected():

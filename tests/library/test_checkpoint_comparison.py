@@ -128,9 +128,8 @@ def test_comparison_reports_changed_object_inside_container_argument(preserve_mo
             return super().forward(x, states["of the layer"][0])
 
     model = nn.Sequential(Holder(write))
-    options = {"preserve_module_state": preserve_module_state}
     state = SimpleNamespace(memory=memory())
-    with checkpoint_blocks(model, "0", **options):
+    with checkpoint_blocks(model, "0", preserve_module_state=preserve_module_state):
         output = model[0](inputs(), {"of the layer": (state,)})
         with pytest.raises(RuntimeError, match=r"argument states\['of the layer'\]\[0\] \(Simple"):
             output.sum().backward()
@@ -198,14 +197,10 @@ class NestedBlocks(nn.Module):
 
 
 def frozen():
-    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    return block.requires_grad_(False)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False)
 
 
-def autocast():
-    return torch.autocast("cpu", torch.bfloat16)
-
-
+autocast = partial(torch.autocast, "cpu", torch.bfloat16)
 EQUAL = {  # name -> (block, batch, options of checkpoint_blocks, context of the forward pass)
     "dropout, norms and NaN": (RandomBlock, inputs, {}, nullcontext),
     "dropout in autocast": (RandomBlock, inputs, {}, autocast),

@@ -201,8 +201,7 @@ def state_of(model, optimizer):
     return copy.deepcopy(values), tensors
 
 
-def assert_equal(found, expected):
-    assert_close(found, expected, rtol=0, atol=0)
+assert_equal = partial(assert_close, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("stepped", "fails"), [(False, False), (True, True)])
