@@ -4,18 +4,16 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 from timeouts import TIMEOUT_SECONDS
 
 pytest.importorskip("jupyterlab", reason="JupyterLab comes with the extra `course`")
+from jupyter_server.serverapp import list_running_servers
 
 pytestmark = pytest.mark.browser
 
@@ -59,12 +57,7 @@ def lab(browser, tmp_path_factory):
     for command in (("publish.work", "--work", notebooks.parent / "work"), trust):
         subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment, check=True)
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     options = {
-        "ServerApp.port": port,
-        "ServerApp.port_retries": 0,
         "ServerApp.root_dir": notebooks.parent,
         "IdentityProvider.token": "",
         # `make install` puts these settings into .venv/share.
@@ -72,27 +65,31 @@ def lab(browser, tmp_path_factory):
         "LabApp.user_settings_dir": root / "user",
         "LabApp.workspaces_dir": root / "workspaces",
     }
-    command = [sys.executable, "-m", "jupyterlab", "--allow-root", "--no-browser"]
-    command += ["--expose-app-in-browser", *(f"--{key}={value}" for key, value in options.items())]
-    address = f"http://127.0.0.1:{port}"
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--allow-root",
+        "--no-browser",
+        "--expose-app-in-browser",
+        *(f"--{key}={value}" for key, value in options.items()),
+    ]
     with (root / "log").open("w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
-        wait_for(f"{address}/api", server, root / "log")
-        yield f"{address}/lab/tree"
+        yield f"{address_of(server, root)}/lab/tree"
     finally:
         server.terminate()
         server.wait(TIMEOUT_SECONDS)
 
 
-def wait_for(address, server, log):
-    """Wait until the server answers, or fail if it has ended."""
+def address_of(server, root):
+    """Wait until the server runs, and return its address; fail if it has ended."""
     while server.poll() is None:
-        try:
-            return urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS)
-        except urllib.error.URLError:
-            time.sleep(0.2)
-    pytest.fail(f"JupyterLab does not answer:\n{log.read_text()[-2000:]}")
+        for running in list_running_servers(root / "runtime"):
+            return f"http://127.0.0.1:{running['port']}"
+        time.sleep(0.2)
+    pytest.fail(f"JupyterLab does not answer:\n{(root / 'log').read_text()[-2000:]}")
 
 
 @pytest.fixture

@@ -14,16 +14,11 @@ pytestmark = pytest.mark.browser
 LESSON = "notebooks/03_sqrt_schedule.html"
 
 
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *arguments):
-        pass
-
-
 @pytest.fixture(scope="module")
 def address(browser, built_site):
     """Yield the address of a server of the website."""
     with ThreadingHTTPServer(
-        ("127.0.0.1", 0), partial(QuietHandler, directory=built_site)
+        ("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=built_site)
     ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"

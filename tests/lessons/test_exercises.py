@@ -40,8 +40,14 @@ def define(tmp_path):
         (tmp_path / "messages.toml").write_text(messages, "utf-8")
         path = tmp_path / "checks.py"
         path.write_text(source, "utf-8")
-        names |= {"numbers": numbers, "largest": largest, "exercise": exercise}
-        names |= {"each": each, "throughout": throughout, "say": Messages(path)}
+        names |= {
+            "numbers": numbers,
+            "largest": largest,
+            "exercise": exercise,
+            "each": each,
+            "throughout": throughout,
+            "say": Messages(path),
+        }
         exec(compile(source, str(path), "exec"), names)
         return SimpleNamespace(**names)
 
@@ -109,7 +115,7 @@ def check_rows(n):
 def check_area(sides):
     return sides[0] * sides[1]
 
-@largest(range(10), 42, {"zero": 0})
+@largest(range(10), 40, {"zero": 0})
 def check_size(size):
     return 10 * size
 """

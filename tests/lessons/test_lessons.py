@@ -107,10 +107,17 @@ def test_lesson_package_supports_introspection_and_star_import():
 
 
 def draw_runs():
-    measured = {"parameter": [3_000_000] * 2, "gradient": [3_000_000] * 2}
-    measured["optimizer"] = [6_000_000] * 2
-    run = {"mode": "zero1", "ranks": 2, "measured": measured}
-    run["communicated"] = {"predicted": 55_000_000, "measured": 55_000_000}
+    measured = {
+        "parameter": [3_000_000] * 2,
+        "gradient": [3_000_000] * 2,
+        "optimizer": [6_000_000] * 2,
+    }
+    run = {
+        "mode": "zero1",
+        "ranks": 2,
+        "measured": measured,
+        "communicated": {"predicted": 55_000_000, "measured": 55_000_000},
+    }
     return figures_08.draw_ranks({n: stages(*HELD)(6_875_648, n) for n in (1, 8)}, [run])
 
 
@@ -186,8 +193,12 @@ def test_lesson_plot_shows_expected_numbers(draw, numbers):
         for line in ax.lines:
             shown += [*line.get_xdata(), *line.get_ydata()]
         for bar in ax.patches:
-            shown += [bar.get_width(), bar.get_x() + bar.get_width()]
-            shown += [bar.get_height(), bar.get_y() + bar.get_height()]
+            shown += [
+                bar.get_width(),
+                bar.get_x() + bar.get_width(),
+                bar.get_height(),
+                bar.get_y() + bar.get_height(),
+            ]
         shown += [
             y for each in ax.collections for path in each.get_paths() for _, y in path.vertices
         ]
@@ -568,20 +579,6 @@ def loss_with_extra_operator_on_values(model, tokens):
     return sum_of_losses(model, tokens)
 
 
-def one_graph_model():
-    return nn.Linear(8, 8)
-
-
-def graph(step):
-    """Return a batch that cannot be split, because its tensors have different first dimensions."""
-    return torch.full((5, 8), 1.0 + step), torch.tensor([[0, 1, 2], [2, 3, 4]])
-
-
-def graph_loss(model, batch):
-    nodes, edges = batch
-    return model(nodes)[edges].sum(), len(nodes)
-
-
 @pytest.mark.parametrize(
     ("fill_ins", "message"),
     [
@@ -597,7 +594,10 @@ def graph_loss(model, batch):
         ({"make_batch": lambda step: 3}, "must return one tensor"),
         ({"make_batch": lambda step: small_batch(0)}, "the same batch for steps 0 and 1"),
         ({"make_batch": lambda step: small_batch(step) + 30}, "the embedding has only"),
-        ({"make_model": one_graph_model, "make_batch": graph, "loss_sum": graph_loss}, "Right"),
+        (
+            {"loss_sum": lambda m, b: m.loss_sum(b) if m.loss(b).item() > 0 else None},
+            "reads values of its data",
+        ),
         ({"loss_sum": lambda m, b: (m.loss(b), b[:, 1:].numel())}, "The sums that"),
         ({"loss_sum": lambda m, b: (m.loss_sum(b)[0], 1)}, "The weights that"),
         ({"loss_sum": lambda m, b: m.loss(b)}, "must return a pair"),

@@ -110,14 +110,9 @@ class Wide(nn.Module):
         return x.square().sum(), batch.numel()
 
 
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-
-    def loss_sum(self, batch):
-        return self.encoder(batch).square().sum(), len(batch)
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
 
 def squares(model: nn.Module, batch: torch.Tensor):
@@ -175,7 +170,13 @@ CASES = {
         partial(random_tokens, 3, 96, 199),
         Recipe(optimizer="sgd", min_bytes=4000),
     ),
-    "encoder": Case(Encoder, partial(torch.randn, 6, 20, 32), Recipe(min_bytes=3000), "host"),
+    "encoder": Case(
+        encoder,
+        partial(torch.randn, 6, 20, 32),
+        Recipe(min_bytes=3000),
+        "host",
+        options={"loss_sum": squares},
+    ),
     "GPT-2": Case(maker("GPT2:GPT2LMHeadModel", **GPT2), partial(labelled, 4, 24)),
     "Llama": Case(
         maker("Llama:LlamaForCausalLM", **SIZES),

@@ -3,13 +3,13 @@
 An edition is a form of the course that `publish` builds, such as the website or the slides.
 """
 
-import fcntl
 import json
 import os
 from functools import cache
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))  # of lessons and projects
@@ -87,8 +87,7 @@ def built_once(tmp_path_factory, name, build):
         base = base.parent
     folder = base / "editions" / name
     folder.parent.mkdir(exist_ok=True)
-    with (folder.parent / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder.parent / f"{name}.lock"):
         if not folder.exists():
             build(folder)
     return folder

@@ -32,12 +32,15 @@ def subject_problems(subject: str) -> list[str]:
         return []
     found = []
     if len(subject) > MOST_CHARACTERS:
-        limit = f"at most {MOST_CHARACTERS} characters"
-        found.append(f"the subject must have {limit}, got {len(subject)}")
+        found.append(
+            f"the subject must have at most {MOST_CHARACTERS} characters, got {len(subject)}"
+        )
     match = SUBJECT.fullmatch(subject)
     if not match:
-        form = '"area: verb ..." or "area, area: verb ..."'
-        return [*found, f"the subject must be {form}, got {subject!r}"]
+        return [
+            *found,
+            f'the subject must be "area: verb ..." or "area, area: verb ...", got {subject!r}',
+        ]
     if not re.match(rf"(?:{'|'.join(VERBS)}) \S", match["text"]):
         verb = match["text"].split()[0]
         found.append(f"the verb after the area must be one of {', '.join(VERBS)}, got {verb!r}")

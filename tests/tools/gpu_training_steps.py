@@ -3,14 +3,15 @@
 python tests/tools/gpu_training_steps.py h200_steps.csv [PART PARTS]  # write rows of one part
 """
 
-import csv
 import gc
 import sys
 from functools import partial
 from pathlib import Path
 
+import csv_tables
 import torch
 from estimate_checks import feasible
+from hugging_face_models import maker
 from test_budget_estimate_equals_run import CASES, options_of
 from torch import nn
 
@@ -21,25 +22,22 @@ from course_lib.budget.step import default_dtype, make_state, micro_batches_of, 
 from course_lib.memory import MemoryMeter
 from course_lib.models import Decoder, random_tokens
 
-FIELDS = "case", "schedule_bytes", "peak", "backward"
-
 # ---- larger models, whose tensor sizes the allocator does not round
 
 decoder = partial(Decoder, vocabulary=8192, hidden=512, heads=8, layers=4, sequence=1024)
 
 
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False)).train()
-
-
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(n_layer=3, use_cache=False)).train()
+llama = maker(
+    "Llama:LlamaForCausalLM",
+    vocab_size=32000,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    num_hidden_layers=4,
+    use_cache=False,
+)
+gpt2 = maker("GPT2:GPT2LMHeadModel", n_layer=3, use_cache=False)
 
 
 def text():
@@ -131,16 +129,14 @@ def measured(make_model, make_batch, recipe) -> dict[str, int]:
 
 
 def main(path: str, part: str = "0", parts: str = "1") -> None:
-    with Path(path).open("w", encoding="utf-8", newline="") as file:
-        rows = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        rows.writeheader()
-        for name in list(STEPS)[int(part) :: int(parts)]:
-            try:
-                rows.writerow({"case": name, **measured(*STEPS[name])})
-            except Exception as error:  # go on with the next step
-                print(name, f"{type(error).__name__}: {error}", file=sys.stderr)
-            file.flush()
-            gc.collect()
+    rows = []
+    for name in list(STEPS)[int(part) :: int(parts)]:
+        try:
+            rows.append({"case": name, **measured(*STEPS[name])})
+        except Exception as error:  # go on with the next step
+            print(name, f"{type(error).__name__}: {error}", file=sys.stderr)
+        csv_tables.write(Path(path), rows)
+        gc.collect()
 
 
 if __name__ == "__main__":

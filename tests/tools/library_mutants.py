@@ -33,8 +33,13 @@ import random_mutants
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60  # of CPU, for a mutant
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-RESULTS = {0: "survived", 1: "killed", 2: "killed"}  # of pytest's exit status, and of its signal
-RESULTS |= {-signal.SIGXCPU: "slow", -signal.SIGALRM: "slow"}
+RESULTS = {  # of pytest's exit status, and of its signal
+    0: "survived",
+    1: "killed",
+    2: "killed",
+    -signal.SIGXCPU: "slow",
+    -signal.SIGALRM: "slow",
+}
 
 
 class Mutant(NamedTuple):
@@ -72,17 +77,7 @@ def drawn_sources() -> dict[str, str]:
     return {name: (library / name).read_text("utf-8") for name in names if area_of(name)}
 
 
-def copy_to(folder: Path) -> None:
-    """Copy the library and its tests, and link to all else."""
-    for path in ROOT.iterdir():
-        if path.name in ("course_lib", "tests"):
-            skipped = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(path, folder / path.name, ignore=skipped)
-        elif path.name != ".git":
-            (folder / path.name).symlink_to(path)
-
-
-def run(mutant: Mutant, folder: Path, limit_s: int = LIMIT_S) -> tuple[str, str]:
+def run(mutant: Mutant, folder: Path) -> tuple[str, str]:
     """Return "killed", "survived" or "slow", and the test that failed."""
     file = folder / "course_lib" / mutant.file
     text = file.read_text(encoding="utf-8")
@@ -91,32 +86,32 @@ def run(mutant: Mutant, folder: Path, limit_s: int = LIMIT_S) -> tuple[str, str]
     file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
     tests = TABLE["tests"].get(mutant.file) or TABLE["tests"][mutant.area]
     names = [str(folder / "tests/library" / f"test_{name}.py") for name in tests]
-    code = _forked(names, folder, limit_s)
+    code = _forked(names, folder)
     file.write_text(text, encoding="utf-8")
     output = (folder / "output").read_text(encoding="utf-8").splitlines()
     failed = [line.split(" - ")[0] for line in output if line.startswith(("FAILED", "ERROR "))]
     return RESULTS.get(code, f"exit {code}"), next(iter(failed), "")
 
 
-def is_executed(drawn: random_mutants.RandomMutant, folder: Path, limit_s: int = LIMIT_S) -> bool:
+def is_executed(drawn: random_mutants.RandomMutant, folder: Path) -> bool:
     """Return whether the tests of a file execute the statement of a random mutant."""
     mark = folder / "executed"
     mark.unlink(missing_ok=True)
     source = (ROOT / "course_lib" / drawn.file).read_text("utf-8")
     line = f"import os; open({str(mark)!r}, 'w').close(); os._exit(1)"
     new = random_mutants.with_line_before(source, drawn.statement, line)
-    run(Mutant(area_of(drawn.file), drawn.file, source, new, ""), folder, limit_s)
+    run(Mutant(area_of(drawn.file), drawn.file, source, new, ""), folder)
     return mark.exists()
 
 
-def _forked(names: list[str], folder: Path, limit_s: int) -> int:
+def _forked(names: list[str], folder: Path) -> int:
     """Return pytest's exit status, from a child that need not import torch again."""
     child = os.fork()
     if child == 0:
         code = 3
         try:
-            resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))
-            signal.alarm(30 * limit_s)  # ends a mutant that waits forever, also on a busy machine
+            resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 5))
+            signal.alarm(30 * LIMIT_S)  # ends a mutant that waits forever, also on a busy machine
             signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup ignores it
             os.environ["PYTHONPATH"] = str(folder)
             here = (ROOT, ROOT / "tests/tools")  # course_lib has not been imported yet
@@ -139,7 +134,6 @@ def main() -> int:
     parser.add_argument("areas", nargs="*", choices=[[], *TABLE["mutants"]], help="default: all")
     parser.add_argument("--random", type=int, metavar="N", help="try N mutants drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of --random")
-    parser.add_argument("--limit", type=int, default=LIMIT_S, help="CPU seconds per mutant")
     given = parser.parse_args()
     if given.areas and given.random:
         parser.error("--random cannot be combined with areas")
@@ -150,27 +144,28 @@ def main() -> int:
     import torch  # noqa: F401
 
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy_to(Path(folder))
+        skipped = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "build")
+        shutil.copytree(ROOT, folder, ignore=skipped, dirs_exist_ok=True)
         if given.random:
-            return _run_random(given.random, given.seed, Path(folder), given.limit)
+            return _run_random(given.random, given.seed, Path(folder))
         every_one_killed = True
         for mutant in MUTANTS:
             if mutant.area in (given.areas or TABLE["mutants"]):
-                result, failed = run(mutant, Path(folder), given.limit)
+                result, failed = run(mutant, Path(folder))
                 every_one_killed &= result == "killed"
                 print(f"{mutant.area:12} {result:9} {mutant.name}  {failed}", flush=True)
     return int(not every_one_killed)
 
 
-def _run_random(count: int, seed: int, folder: Path, limit_s: int) -> int:
+def _run_random(count: int, seed: int, folder: Path) -> int:
     """Print the result of each drawn mutant and their counts; return 0 if no mutant survives."""
     results, sources = Counter[str](), drawn_sources()
     for drawn in islice(random_mutants.draw(sources, seed), count):
         first_line = drawn.statement.source.splitlines()[0]
         name = f"{drawn.file}: {drawn.change!r} at `{first_line[:60]}`"
         mutant = Mutant(area_of(drawn.file), drawn.file, sources[drawn.file], drawn.source, name)
-        result, failed = run(mutant, folder, limit_s)
-        if result in ("survived", "slow") and not is_executed(drawn, folder, limit_s):
+        result, failed = run(mutant, folder)
+        if result in ("survived", "slow") and not is_executed(drawn, folder):
             result = "not run"
         results[result] += 1
         print(f"{mutant.area:12} {result:9} {mutant.name}  {failed}", flush=True)

@@ -7,7 +7,6 @@ import runpy
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from importlib.util import find_spec
 
@@ -36,19 +35,9 @@ def modules_of(packages: set[str]) -> set[str]:
     return {module for module, names in owners if packages & set(map(canonicalize_name, names))}
 
 
-class MinimalFinder(PathFinder):
-    """Finder of modules that does not find the missing ones."""
-
-    @classmethod
-    def find_spec(cls, fullname, path=None, target=None):
-        is_missing = fullname.partition(".")[0] in MISSING
-        return None if is_missing else PathFinder.find_spec(fullname, path, target)
-
-
 if __name__ == "__main__":
     present = modules_of(packages_of(map(Requirement, NEEDED))) | {"course_lib"}
-    MISSING = set(packages_distributions()) - present
-    sys.meta_path = [BuiltinImporter, FrozenImporter, MinimalFinder]
+    sys.modules |= dict.fromkeys(packages_distributions().keys() - present)  # cannot be imported
     assert find_spec("torch") and not find_spec("IPython") and not find_spec("matplotlib")
     sys.path[0] = ""  # the working folder, as for `python -m`
     sys.argv = sys.argv[1:]

@@ -179,8 +179,7 @@ def in_python(source: str) -> Iterator[tuple[int, str]]:
             yield from strings(node.exc)
         elif isinstance(node, ast.Call):
             if getattr(node.func, "attr", getattr(node.func, "id", "")) in messages:
-                for each in (*node.args, *node.keywords):
-                    yield from strings(each)
+                yield from strings(node)
     yield from comments(source)
 
 

@@ -119,5 +119,4 @@ def _headers() -> Path | None:
 def _name_of_runtime() -> str:
     """Return the file name under which the allocator loads the runtime, such as libcudart.so.13."""
     code = (_torch() / "lib" / "libc10_cuda.so").read_bytes()
-    start = code.index(b"libcudart.so.")
-    return code[start : code.index(b"\0", start)].decode()
+    return re.search(rb"libcudart\.so\.[\d.]+", code)[0].decode()

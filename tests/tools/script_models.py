@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,25 +67,26 @@ def padded_batch():
 class Mixer(nn.Module):
     """A classifier of patches, outside of any library, without a loss of its own."""
 
-    class Block(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.norm = nn.LayerNorm(width)
-            self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x):
-            return x + self.narrow(F.gelu(self.wide(self.norm(x))))
-
     def __init__(self):
         super().__init__()
         self.embed = nn.Linear(48, 256)
-        self.blocks = nn.ModuleList(self.Block(256) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                OrderedDict(
+                    norm=nn.LayerNorm(256),
+                    wide=nn.Linear(256, 1024),
+                    gelu=nn.GELU(),
+                    narrow=nn.Linear(1024, 256),
+                )
+            )
+            for _ in range(3)
+        )
         self.classes = nn.Linear(256, 100)
 
     def forward(self, patches):
         x = self.embed(patches)
         for block in self.blocks:
-            x = block(x)
+            x = x + block(x)
         return self.classes(x.mean(1))
 
 

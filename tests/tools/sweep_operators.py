@@ -16,7 +16,6 @@ and so are samples with a sparse CSR tensor. The results are described in `docs/
 from __future__ import annotations
 
 import argparse
-import random
 import re
 import warnings
 from collections import Counter, defaultdict
@@ -26,7 +25,6 @@ from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.testing._internal import common_utils
@@ -39,7 +37,6 @@ from course_lib._torch.tensors import map_tensors, tensors_in
 from course_lib.memory import MemoryMeter, symbolic
 
 DTYPES = (torch.float32, torch.bfloat16)
-SEED = 0
 # Operators whose kernels read out of bounds if arguments have dimensions that do not match, as with
 # `--ones`.
 UNCHECKED = {
@@ -122,11 +119,8 @@ def samples_of(
     ]
 
 
-def seed() -> None:
-    """Seed all generators of random numbers, so that two runs draw the same numbers."""
-    torch.default_generator.manual_seed(SEED)  # the only one of PyTorch that these calls use
-    random.seed(SEED)
-    np.random.seed(SEED)
+# Seeds PyTorch, Python and NumPy, so that two runs draw the same numbers.
+seed = partial(common_utils.set_rng_seed, 0)
 
 
 def inputs_of(

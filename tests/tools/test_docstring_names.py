@@ -3,8 +3,8 @@
 import ast
 import builtins
 import contextlib
-import importlib
 import keyword
+import pkgutil
 import re
 from functools import cache
 from pathlib import Path
@@ -76,16 +76,11 @@ def in_torch(name: str) -> bool:
     """Return whether a dotted path can be imported, or PyTorch has a function of this name."""
     path = name.replace("nn.", "torch.nn.", 1) if name.startswith("nn.") else name
     path = path.replace("F.", "torch.nn.functional.", 1) if path.startswith("F.") else path
-    parts = path.split(".")
-    for split in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:split]))
-        except ImportError:
-            continue
-        return all(
-            hasattr(found := getattr(found, part, None), "__class__") for part in parts[split:]
-        )
-    return any(hasattr(place, parts[-1]) for place in PLACES)
+    try:
+        pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        return any(hasattr(place, path.rpartition(".")[2]) for place in PLACES)
+    return True
 
 
 def exists(name: str) -> bool:

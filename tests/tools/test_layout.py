@@ -124,19 +124,6 @@ def test_private_names_are_not_imported_from_other_packages():
     assert imported == []
 
 
-def test_only_labels_drawing_imports_matplotlib_pyplot():
-    def imports_pyplot(tree):
-        found = (each for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom))
-        lines = " ".join(map(ast.unparse, found))
-        return "pyplot" in lines and "labels.drawing import pyplot" not in lines
-
-    places = {name for name, tree in modules().items() if imports_pyplot(tree)}
-    figures = {"teaching", "lessons", "publish"}
-    assert {name for name in places if package_of(name) not in figures} == {
-        "course_lib.labels.drawing"
-    }
-
-
 def test_every_library_mutant_can_be_applied():
     counts = {
         f"{each.file}: {each.old}": (LIBRARY / each.file).read_text("utf-8").count(each.old)

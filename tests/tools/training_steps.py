@@ -1,6 +1,5 @@
 """Training steps for tests of `course_lib.memory`, and their bytes as the allocator counts them."""
 
-import gc
 import os
 from contextlib import contextmanager
 
@@ -10,6 +9,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from course_lib._torch.steps import not_collecting
 from course_lib.memory import MemoryMeter
 from course_lib.models import DecoderLayer, deep_mlp
 
@@ -155,8 +155,5 @@ def no_gc():
     """Disable garbage collection, so that only reference counts release tensors."""
     # The first call of a checkpoint loads the compiler, which leaves a reference cycle.
     checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False)
-    gc.disable()
-    try:
+    with not_collecting():
         yield
-    finally:
-        gc.enable()
