@@ -314,9 +314,7 @@ def _depends_on_shapes_only(func, kind: str) -> bool:
     """
     if not isinstance(func, OpOverload) or func in cpu_kernels.INEXACT:
         return False
-    if kind == "cuda" and func in cuda_kernels.RULES:
-        return False
-    return shape_cache.is_cacheable(func)
+    return kind == "cpu" or func not in cuda_kernels.RULES
 
 
 def _replace_known_masks(mode: Symbolic, indices) -> list[Tensor | None]:

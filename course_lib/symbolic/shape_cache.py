@@ -102,7 +102,7 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
                 constant.add_(args[1])
             return args[0]
     inputs: list[Tensor] = []
-    cacheable = is_cacheable(func) and not torch.is_inference_mode_enabled()
+    cacheable = _is_cacheable(func) and not torch.is_inference_mode_enabled()
     key = _key(mode.kind, func, args, kwargs, inputs) if cacheable else None
     if key is None:
         if func.is_view and getattr(args[0], "constant", None) is not None:
@@ -142,7 +142,7 @@ def find(mode: FakeTensorMode, func, args, kwargs) -> Any:
 
 
 @cache
-def is_cacheable(func) -> bool:
+def _is_cacheable(func) -> bool:
     """Return whether calls of an operator can be cached.
 
     They cannot if the operator changes the shape or strides of an input in place, as `t_` does, or

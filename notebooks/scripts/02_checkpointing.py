@@ -83,7 +83,7 @@ from course_lib.teaching import predictions, table, timelines
 #
 # autograd 会保存反向要用的张量。**激活检查点**（activation checkpointing，又称梯度检查点、激活重计算）只保存一个块的**输入**，等反向走到这个块，再把它的前向跑一遍。下文简称检查点，与存盘的模型权重文件不是一回事。
 #
-# 在 PyTorch 里写作 `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`，其中的 `use_reentrant` 留到 2.3 节解释。在下一个单元格里，每个块运行时都会报告。**先猜**：a、b、c 三个块都加了检查点，它们的前向和反向按什么顺序运行？
+# 在 PyTorch 里写作 `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`，其中的 `use_reentrant` 留到 2.3 节解释。在下一个单元格里，每个块运行时都会打印一行。**先猜**：a、b、c 三个块都加了检查点，它们的前向和反向按什么顺序运行？
 #
 # </div>
 
@@ -813,7 +813,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # | 反向要 2 | 第二个钩子把块再跑一遍，收集 `t0`、`t1`、`t2`，返回 `t2` |
 # | 反向要 1 | 第二个钩子返回 `t1` |
 #
-# **练习 7。** 写出 2.3 节的新模式。`forget` 返回下一个编号。有了 `numbers = count()`，`next(numbers)` 就依次给出 0、1、2 等编号。`bring_back` 第一次被调用时，把块再跑一遍。这一遍要有 `torch.enable_grad()`，要有自己的钩子（`saved_tensors_hooks(collect, bring_back)`），还要有一个输入。如果 `x` 需要梯度，这个输入也必须需要梯度。输入可以用 `x.detach()`，让它另起一张计算图，也可以直接用 `x`，因为反向不会经过第二遍的计算图。
+# **练习 7。** 写出 2.3 节的新模式。`forget` 返回下一个编号。有了 `numbers = count()`，`next(numbers)` 就依次给出 0、1、2 等编号。`bring_back` 第一次被调用时，把块再跑一遍。这一遍要有 `torch.enable_grad()`，要有自己的钩子（`saved_tensors_hooks(collect, bring_back)`），还要有一个输入。如果 `x` 需要梯度，就必须保证这个输入也需要梯度。输入可以用 `x.detach()`，让它另起一张计算图，也可以直接用 `x`，因为反向不会经过第二遍的计算图。
 #
 # </div>
 
@@ -965,7 +965,7 @@ for name in ("`eval()` before backward", "a cache that grows"):
 # </div>
 # <div lang="zh">
 #
-# 第一个块里，第二遍少了 dropout 的四个算子，可见模块的模式变了。第二个块里，`repeat` 是结果形状不同的第一个算子，所以要看它读取了什么，后面的不同都由它引起。如果缺少的是排在末尾的算子，也可能只是因为提前终止，这些算子才没有运行。
+# 第一个块里，第二遍少了 dropout 的四个算子，可见模块的模式变了。第二个块里，第一个结果形状不同的算子是 `repeat`，后面的不同都由它引起，所以要看它读取了什么。如果缺少的是排在末尾的算子，也可能只是因为提前终止，这些算子才没有运行。
 #
 # **`determinism_check="none"` 什么也修不好。** 它只是不再比较形状和 dtype：
 #
@@ -1174,12 +1174,12 @@ table(["layers", "each layer (MB)", "two layers per checkpoint (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# **Tokens per chunk.** If one backward pass goes through all chunks, memory holds three tensors as large as the head's weight matrix (33 MB). They are the sum of the gradients so far, the gradient of the next chunk, and their new sum. The reason is that PyTorch cannot add the gradient of a transposed matrix in place. If you write the logits as `(weight @ rows.T).T`, this gradient is not transposed. You can also call backward after each chunk. Then the gradient is added in place too, and no checkpoint is needed. Backward through the layers continues from `hidden.grad`.
+# **Tokens per chunk.** If one backward pass goes through all chunks, memory holds three tensors as large as the head's weight matrix (33 MB). They are the sum of the gradients so far, the gradient of the next chunk, and their new sum. The reason is that PyTorch cannot add the gradient of a transposed matrix in place. If you write the logits as `(weight @ rows.T).T`, this gradient is not transposed. You can also call backward after each chunk. Then the gradient is added in place too, and no checkpoint is needed. Then backward through the layers starts from `hidden.grad`.
 #
 # </div>
 # <div lang="zh">
 #
-# **每个小段几个 token。** 如果所有小段合在一次反向里，输出头的权重矩阵的梯度（33 MB）会同时有三份，即目前的累加和、下一小段的梯度，以及两者相加的结果。这是因为 PyTorch 不能原地累加转置矩阵的梯度。一种解决办法是把 logits 写成 `(weight @ rows.T).T`，这时梯度不是转置的。另一种办法是每个小段算完就做反向，这样梯度也能原地累加，而且不再需要检查点。前面各层的反向再从 `hidden.grad` 继续。
+# **每个小段几个 token。** 如果所有小段合在一次反向里，输出头的权重矩阵的梯度（33 MB）会同时有三份，即目前的累加和、下一小段的梯度，以及两者相加的结果。这是因为梯度如果是转置的矩阵，PyTorch 就不能原地累加。一种解决办法是把 logits 写成 `(weight @ rows.T).T`，这时梯度不是转置的。另一种办法是每个小段算完就做反向，这样梯度也能原地累加，而且不再需要检查点。前面各层的反向再从 `hidden.grad` 继续。
 #
 # </div>
 
@@ -1273,7 +1273,7 @@ table(["as in PyTorch"], [[answers == modes(checkpoint)]])
 # </div>
 # <div lang="zh">
 #
-# `torch.func.grad` 不允许给保存的张量挂钩子，所以非可重入模式会报错。第一行里，输入不需要梯度，块的输出又直接就是损失，所以可重入模式的反向找不到计算图。
+# `torch.func.grad` 不允许给保存的张量挂钩子，所以非可重入模式会报错。第一行里，输入不需要梯度，块的输出又正好就是损失，所以可重入模式的反向找不到计算图。
 #
 # **peft。** 用 LoRA 时，基础模型是冻结的，所以第一层的输入不需要梯度，与 2.3 节的情形相同。因此用旧模式时，所有适配器都得不到梯度。`enable_input_require_grads()` 让嵌入层的输出需要梯度。如果检查点是 Hugging Face 自己加的，`peft` 0.21 会替你调用这个方法。如果是 PyTorch 的检查点，例如在 FSDP 的脚本里，就要自己调用：
 #

@@ -35,7 +35,7 @@ language()
 # **Goals** (120 minutes, in two sittings):
 #
 # - Decide from two numbers whether another plan beats a checkpoint around each layer of your model.
-# - Predict the peak for any segments, and write the cuts with the lowest peak.
+# - Predict the peak for any division into segments, and write the one with the lowest peak.
 # - Give the compiler a memory budget, and check its result.
 # - Write the recurrence that finds the fastest schedule within a limit of bytes, and then get below the lowest peak of such schedules.
 #
@@ -894,7 +894,7 @@ figures.claims_table(measured_peak, tapered, groups)
 #
 # <div lang="en">
 #
-# This is the step of the other lessons, with Adam and the schedule for half of the activations. Gradients arrive during backward.
+# The ledger shows the step of the other lessons, with Adam and a schedule limited to half of the bytes. Gradients arrive during backward.
 #
 # </div>
 # <div lang="zh">
@@ -967,7 +967,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Griewank 1992, *Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*, Optimization Methods and Software 1. Griewank and Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). Gruslys et al. 2016, *Memory-Efficient Backpropagation Through Time*, arXiv:1606.03401. Beaumont et al. 2019, *Optimal checkpointing for heterogeneous chains*, arXiv:1911.13214: the recurrence, whose program is **rotor**. Jain et al. 2019, *Checkmate*, arXiv:1910.02653. Zhao et al. 2023, *Rockmate*, arXiv:2307.01236, and Gusak et al. 2025, *HiRemate*, ICML (PMLR 267), schedule units smaller than stages. Kirisame et al. 2021, *Dynamic Tensor Rematerialization* (DTR), arXiv:2006.09616, decides while the program runs. PyTorch's [article](https://pytorch.org/blog/activation-checkpointing-techniques/) *Current and New Activation Checkpointing Techniques* (2025). The package `checkpoint_schedules`, of the Firedrake project. PyTorch's `torch._functorch.partitioners`, read and run. The READMEs of cybertronai/gradient-checkpointing (2018) and NVIDIA/Megatron-LM (claims two and three).
+# **Sources.** Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174. Griewank 1992, *Achieving logarithmic growth of temporal and spatial complexity in reverse automatic differentiation*, Optimization Methods and Software 1. Griewank and Walther 2000, *Algorithm 799: revolve*, ACM TOMS 26(1). Gruslys et al. 2016, *Memory-Efficient Backpropagation Through Time*, arXiv:1606.03401. Beaumont et al. 2019, *Optimal checkpointing for heterogeneous chains*, arXiv:1911.13214: the recurrence, whose program is **rotor**. Jain et al. 2019, *Checkmate*, arXiv:1910.02653. Zhao et al. 2023, *Rockmate*, arXiv:2307.01236, and Gusak et al. 2025, *HiRemate*, ICML (PMLR 267): their units are smaller than stages. Kirisame et al. 2021, *Dynamic Tensor Rematerialization* (DTR), arXiv:2006.09616, decides while the program runs. PyTorch's [article](https://pytorch.org/blog/activation-checkpointing-techniques/) *Current and New Activation Checkpointing Techniques* (2025). The package `checkpoint_schedules`, of the Firedrake project. PyTorch's `torch._functorch.partitioners`, read and run. The READMEs of cybertronai/gradient-checkpointing (2018) and NVIDIA/Megatron-LM (claims two and three).
 #
 # </div>
 # <div lang="zh">
@@ -1134,7 +1134,7 @@ table(["gradients equal"], [[equal]])
 # </div>
 # <div lang="zh">
 #
-# **递归**的调度保留链的正中那一级的输入，先做后一半，再做前一半，每一半再同样对分。同时存活的输入约有 $\log_2 L$ 份，每一级的前向平均多运行 $\frac12 \log_2 L$ 次。在下图之前，都假设每一级只保存一份激活值，即 $A = B$。
+# **递归**调度保留链正中那一级的输入，先做后一半，再做前一半，每一半再同样对分。同时存活的输入约有 $\log_2 L$ 份，每一级的前向平均多运行 $\frac12 \log_2 L$ 次。在下图之前，都假设每一级只保存一份激活值，即 $A = B$。
 #
 # </div>
 

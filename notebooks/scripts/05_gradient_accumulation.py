@@ -13,7 +13,7 @@
 #
 # If a step computes eight sequences at once, its peak is 277.7 MB. The step can also compute one sequence at a time and add up the gradients. Then its peak is lower, with no more FLOPs. This is **gradient accumulation**, and each part of the batch is a **micro-batch**.
 #
-# Is the result the gradient of the whole batch? Late in 2024, Unsloth and Hugging Face wrote that their trainers computed a different gradient. With bf16 parameters, the gradient may be off even if the loop is right (section 5.5).
+# Is the result the gradient of the whole batch? In the autumn of 2024, Unsloth and Hugging Face wrote that their trainers computed a different gradient. With bf16 parameters, the gradient may be off even if the loop is right (section 5.5).
 #
 # </div>
 # <div lang="zh">
@@ -300,7 +300,7 @@ figures.draw_say(lengths, off)
 # </div>
 # <div lang="zh">
 #
-# 如果没有 dropout 和 BatchNorm（5.15 节），也不用 bf16（5.5 节），那么只要对损失求总和，不论批次怎样拆，梯度就只有舍入误差。如果求平均的平均，每个微批次只有一个样本时，梯度的误差是 15% 到 25%，有八个长短不一的样本时，误差是 0.1% 到 10%。原因是，不论微批次里有多少 token，每个微批次在平均里所占的比重都一样。以每个微批次一个样本为例，如果一行代码只有 14 个字符，每个字符的比重将近是应有比重的七倍。在长段落里，每个字符的比重只有应有比重的四分之三。如果各微批次的 token 数相等，两种循环的结果就一致，所以用这样的数据做测试发现不了这个错误。
+# 如果没有 dropout 和 BatchNorm（5.15 节），也不用 bf16（5.5 节），那么只要对损失求总和，不论批次怎样拆，梯度就只有舍入误差。如果求平均的平均，每个微批次只有一个样本时，梯度的误差是 15% 到 25%，有八个长短不一的样本时，误差是 0.1% 到 10%。原因是，不论微批次里有多少 token，每个微批次在平均里所占的比重都一样。以每个微批次一个样本为例，如果样本是一行只有 14 个字符的代码，其中每个字符的比重就接近应有比重的七倍。在长段落里，每个字符的比重只有应有比重的四分之三。如果各微批次的 token 数相等，两种循环的结果就一致，所以用这样的数据做测试发现不了这个错误。
 #
 # 求平均的平均也可能是有意的**选择**。有些强化学习微调方法先在每个回答内取平均，再对各个回答取平均。即使如此，批次怎样拆也不应当影响结果。
 #
