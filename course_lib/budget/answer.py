@@ -91,8 +91,9 @@ class Machine:
         """Return the bytes of this machine's budget that an estimated training step needs.
 
         If `count` is "tensors", the result is the peak of live tensor bytes. If `count` is
-        "reserved", it is the largest number of bytes that PyTorch's allocator reserves. The bytes
-        of `kept` are not included.
+        "reserved", it is the largest number of bytes that PyTorch's allocator reserves. The memory
+        that the CUDA context and the workspace of cuBLAS occupy (see the property `kept`) is not
+        included in either case.
         """
         return found.peak_bytes if self.count == "tensors" else found.reserved_bytes()
 

@@ -234,7 +234,8 @@ def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> f
 
     - D is the time of all copies to the host, which overlap with the forward compute of F seconds;
     - U is the time of all copies back, which overlap with the backward compute of G seconds;
-    - n is the average number of storages that forward saves at about the same time;
+    - n is the number of storages that forward saves in quick succession: 2 without checkpoints, and
+      1 with them (the reason is given below);
     - f is `in_flight`, the number of copies to the host that may run at once: if f is below n,
       forward waits for n - f of n copies;
     - p is `prefetch`, the number of storages that backward fetches ahead: if p is below n, backward
@@ -249,9 +250,10 @@ def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> f
 
     The formula was compared with the clock of `SimulatedDevice`. In the comparison, D was between
     half of F and four times F, p was 0, 1 or 2, and f was 1 or 2. For a step of an MLP of 16
-    layers, the clock and the formula agree to within 3%. A step of a decoder, whose matrix products
-    differ in size, takes up to 23% longer on the clock (16% with checkpoints around 8 layers). The
-    step hardly ever takes less time than the formula says.
+    layers, the clock and the formula agree to within 3%. For a step of a decoder, whose matrix
+    products differ in size, the formula gives too short a time: on the clock, the step takes up to
+    23% longer (16% with checkpoints around 8 layers). The step hardly ever takes less time than the
+    formula says.
 
     Args:
         recipe: Techniques of the step, with the fields `prefetch`, `in_flight` and `checkpoint`.

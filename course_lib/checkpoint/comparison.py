@@ -53,8 +53,11 @@ class Comparison:
     Args:
         name: Name of the block, for error messages.
         advice: Advice at the end of the error message, such as "exclude it from checkpointing".
-        rule: Sentences that state which changes a block may make. They are part of the error
-            message if none of the block's arguments has changed.
+        rule: Sentences for the error message. They list the state that a recomputed block may
+            change, such as attributes and random number generators, and the state that it must not
+            change, such as buffers and global variables. The message contains them if no cause of
+            the difference was found. Otherwise, it describes the cause, such as an argument that
+            has changed since the first run.
     """
 
     hint = ""  # additional sentence at the end of the error message about a difference

@@ -377,18 +377,25 @@ class StateBeforeFirstRun:
     def next_run(
         self, runs_again: bool = True, device: torch.device | None = None
     ) -> AbstractContextManager:
-        """Return the context manager in which the block's next run must take place.
+        """Return the context manager in which the caller must run the block the next time.
 
-        For the first run, it records the state. For a later run, it restores the recorded state.
-        Entering it returns a second context manager, which the caller must enter as well if the
-        run builds no autograd graph. With symbolic tensors, the second one detects operators that
-        draw random numbers. Otherwise, it does nothing.
+        If this is the block's first run, the context manager records the block's state. If this is
+        a later run, the context manager restores the recorded state for the run, and afterwards the
+        state from just before the run.
+
+        In `with state.next_run(...) as detector`, the value `detector` is another context manager.
+        If the run builds no autograd graph, the caller must enter `detector` as well, and run the
+        block inside it. In the first of several runs, if tensors are symbolic and `device` is
+        given, `detector` records whether an operator draws random numbers. In all other cases,
+        `detector` does nothing.
 
         Args:
-            runs_again: Whether the block runs again after the next run. If it runs only once,
-                nothing is recorded.
-            device: Device whose PyTorch generator is restored, together with that of the CPU. With
-                None, the caller restores PyTorch's generators, as a checkpoint does.
+            runs_again: Whether the block runs again after this run. With False, the first run
+                records nothing, and a later run uses the recorded copies of tensors themselves
+                instead of copying them again.
+            device: Device whose PyTorch generator is recorded in the first run and restored in
+                later runs, together with that of the CPU. With None, the caller restores PyTorch's
+                generators, as a checkpoint does. Later runs ignore this argument.
         """
         if self.modules is not None:
             return self.later_run(last=not runs_again)

@@ -3,8 +3,9 @@ r"""Run tensor, context and pipeline parallelism on the ranks that torchrun has 
     python -m torch.distributed.run --standalone --nproc-per-node 2 \
         -m course_lib.distributed.model_parallel
 
-The script prints one line of JSON per mode. In the modes tp, tp-sp and cp it trains the course's
-decoder. The pipeline has a smaller decoder, because it runs seven times with different settings.
+The script prints one line of JSON per run. In the modes tp, tp-sp and cp it trains the course's
+decoder, once per mode. The pipeline has a smaller decoder, because it runs seven times with
+different settings.
 """
 
 from __future__ import annotations
@@ -81,10 +82,16 @@ def _gather_from_all_ranks(own: RankUsage | dict[str, Any] | None) -> list[Any]:
 
 
 def results_of_all_modes() -> Iterator[dict[str, Any]]:
-    """Train in each mode on the ranks of the process group, and yield one dict of results per mode.
+    """Run all modes on the ranks of the process group, and yield one dict of results per run.
 
-    The modes are tensor parallelism ("tp" and "tp-sp"), context parallelism ("cp") and seven runs
-    of pipeline parallelism.
+    Each of the modes "tp" and "tp-sp" (tensor parallelism) and "cp" (context parallelism) runs
+    once. The pipeline runs seven times, with the settings in `RUNS`.
+
+    Yields:
+        First the results of "tp", "tp-sp" and "cp", as `measure` returns them. Then one dict per
+        run of the pipeline. Its "mode" is the schedule, "gpipe" or "1f1b". "micro_batches" is the
+        number of micro-batches, and "return_outputs" states whether the last rank returns the
+        outputs. "taken" is a list with the result of `measured_pipeline` for each rank.
     """
     task = task_of()
     whole = whole_gradients(task)
@@ -101,7 +108,7 @@ def results_of_all_modes() -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Run tensor, context and pipeline parallelism on this rank; rank 0 prints the results.
 
-    Each line of the output is the JSON of one mode.
+    Each line of the output is the JSON of one run.
     """
     end_with_torchrun()
     with process_group("gloo"):

@@ -239,7 +239,19 @@ class Simulation:
         self.number += 1
 
     def forward(self, action: Forward, i: int) -> None:
-        """Simulate the forward action of stage i."""
+        """Simulate a forward action: check its inputs, and update the live data and the cost.
+
+        `inputs` and `saved` change as `action.keep` requires. `live_bytes`, `during_bytes`,
+        `peak_bytes`, `times` and `forward_steps` are updated as well. `run_action` updates
+        `number`.
+
+        Args:
+            action: The action.
+            i: Number of the action's stage, `action.stage`. It must be a stage of the chain.
+
+        Raises:
+            IllegalSchedule: The backward of stage i has run already, or x_i is not live.
+        """
         if i > self.next_backward:
             self.raise_illegal(action, "a stage does not run again after its backward")
         if i not in self.inputs and i - 1 not in self.saved:
@@ -259,7 +271,19 @@ class Simulation:
         self.forward_steps += 1
 
     def backward(self, action: Backward, i: int) -> None:
-        """Simulate the backward action of stage i."""
+        """Simulate a backward action: check its inputs, and update the live data and the cost.
+
+        The number i is removed from `saved`, and i and i + 1 are removed from `inputs` if they are
+        in this set. `live_bytes`, `during_bytes`, `peak_bytes` and `times` are updated, and
+        `next_backward` becomes i - 1. `run_action` updates `number`.
+
+        Args:
+            action: The action.
+            i: Number of the action's stage, `action.stage`. It must be a stage of the chain.
+
+        Raises:
+            IllegalSchedule: The backward of stage i is not the next one, or S_i or x_i is not live.
+        """
         if i != self.next_backward:
             state = (
                 f"Backward({self.next_backward}) is next"

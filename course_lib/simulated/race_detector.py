@@ -158,13 +158,24 @@ class Access(NamedTuple):
         return self.position > actor.clock[self.actor.index]
 
 
+def _rounded_size(nbytes: int) -> int:
+    """Return the size of the block for a tensor; an empty tensor has a block of its own too."""
+    return max(1, -(-nbytes // BLOCK_MULTIPLE)) * BLOCK_MULTIPLE
+
+
 class Arena:
-    """Simulated memory that allocates and reuses blocks, and stores the last accesses to each byte.
+    """Simulated memory that allocates and reuses blocks, and records the last accesses per byte.
 
     There is one pool of free blocks for each stream and one for the host. A freed block returns to
     its pool. Before an actor (a stream or a host thread) reuses the block, it waits for the streams
-    in `Block.used_by`. A freed block is reused only for blocks of the same rounded size, so the
-    start of a block identifies the bytes for which accesses are stored.
+    in `Block.used_by`.
+
+    For each byte, the arena stores the last write and, for each actor, the last read since that
+    write. They are stored as ranges of bytes (see `Access`), in one list of writes and one list of
+    reads per block. The start of the block is the key of these lists. It identifies the same bytes
+    at all times, because blocks are never split or merged. The size of a block is rounded up to a
+    multiple of `BLOCK_MULTIPLE`, and a freed block is reused only as a whole, for a tensor with the
+    same rounded size.
 
     Args:
         name: Name of the memory in messages.
@@ -204,7 +215,7 @@ class Arena:
             torch.OutOfMemoryError: The memory is full, and the pool has no free block of this size.
         """
         self.collect()
-        size = -(-nbytes // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
+        size = _rounded_size(nbytes)
         if free := self.free.get((pool, size)):
             start, events = free.pop()
             for event in events:
@@ -239,8 +250,8 @@ class Arena:
             block, events = self.freed.popleft()
             del self.blocks[block.start]
             self.live_bytes -= block.nbytes
-            size = -(-block.nbytes // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
-            self.free.setdefault((block.pool, size), []).append((block.start, events))
+            key = block.pool, _rounded_size(block.nbytes)
+            self.free.setdefault(key, []).append((block.start, events))
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """Return the `Block` that holds a tensor's storage, or None if it is not in this arena."""

@@ -83,7 +83,7 @@ from course_lib.teaching import predictions, table, timelines
 #
 # autograd 会保存反向要用的张量。**激活检查点**（activation checkpointing，又称梯度检查点、激活重计算）只保存一个块的**输入**，等反向走到这个块，再把它的前向跑一遍。下文简称检查点，与存盘的模型权重文件不是一回事。
 #
-# 在 PyTorch 里写作 `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`，其中的 `use_reentrant` 留到 2.3 节解释。在下一个单元格里，每个块运行时都会打印一行。**先猜**：a、b、c 三个块都加了检查点，它们的前向和反向按什么顺序运行？
+# 在 PyTorch 里写作 `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`，其中的 `use_reentrant` 留到 2.3 节解释。在下一个单元格里，每个块运行时都会记下自己的名字。**先猜**：a、b、c 三个块都加了检查点，它们的前向和反向按什么顺序运行？
 #
 # </div>
 

@@ -483,6 +483,15 @@ def test_exhausted_memory_of_simulated_device_raises_out_of_memory():
         assert device.live_bytes == 2048
 
 
+def test_empty_tensor_shares_no_block_with_later_tensor():
+    with SimulatedDevice() as device:
+        empty = device.up(torch.empty(0))
+        kept = device.up(torch.ones(4))
+        del empty
+        device.up(torch.zeros(4))
+        assert device.holds(kept) and kept.tolist() == [1] * 4
+
+
 def test_simulated_device_that_is_late_and_early_is_rejected():
     with pytest.raises(ValueError, match="late and early cannot be combined"):
         SimulatedDevice(late=True, early=True)

@@ -265,11 +265,16 @@ class RecipeSearch:
 
     @cached_property
     def least_memory_attention(self) -> tuple[str | None, ...]:
-        """The attention implementation that needs the least memory, as a tuple of 0 or 1 values.
+        """Tuple with the attention implementation that needs the least memory, or an empty tuple.
 
-        The implementations are compared by the peaks of the base recipe's step in forward and in
-        backward. The tuple is empty if the search tries only one implementation, or if one of two
-        has the lower peak in forward and the other one in backward.
+        The only element is a value of `Recipe.attention`, such as "flash". The search tries at most
+        two implementations. They are compared by the peaks of the base recipe's step in forward and
+        in backward.
+
+        The tuple is empty in two cases: if the search tries only one implementation, or if the
+        first implementation has the lower peak in forward and the second one has the lower peak in
+        backward, or the reverse. The value None, which leaves the model's attention unchanged, is
+        never an element, because the search tries no other implementation next to None.
         """
 
         def peaks(attention: str | None) -> tuple[int, int]:

@@ -36,14 +36,16 @@ def fit_given_recipes(
 ) -> tuple[list[Estimate], list[Estimate]]:
     """Estimate the given recipes, and select those that fit the memory budget of the search.
 
-    A recipe for which no schedule fits into its own `schedule_bytes` is left out.
+    A recipe for which no schedule fits into its own `schedule_bytes` cannot be estimated. It is
+    skipped, so neither of the two returned lists contains it.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
         recipes: Recipes to estimate.
 
     Returns:
-        Two lists: the estimates of the recipes that fit, and the estimates of all recipes.
+        Two lists: the estimates of the recipes that fit the memory budget, and the estimates of all
+        recipes that were not skipped.
     """
     tried = []
     for recipe in dict.fromkeys(recipes):

@@ -42,21 +42,25 @@ def groups_of(
 ) -> list[list[int]]:
     """Return groups of micro-batches that run the same operators, as lists of indices.
 
-    A trace needs to run only one micro-batch per group. Micro-batches are in one group if their
-    tensors have the same shapes. In two cases, their forward passes must also run the same
-    operators, and are run to compare them:
+    A trace needs to run only one micro-batch per group. Usually, micro-batches are assumed to run
+    the same operators if their tensors have the same shapes. In two cases, this assumption may be
+    wrong. The function then runs the forward pass of each micro-batch, and a group consists of
+    micro-batches with the same shapes whose forward passes run the same operators:
 
-    - The model reads values of its batch, for example of an attention mask.
+    - The forward pass of the first micro-batch, which always runs, reads values of a real tensor,
+      for example of an attention mask.
     - The micro-batches contain different objects that are not tensors.
 
-    If there are only one or two micro-batches, each of them is a group of its own, without a
-    comparison.
+    If there are only one or two micro-batches, each of them is a group of its own, and no forward
+    pass runs.
 
-    Call this function in symbolic mode (`course_lib.symbolic.symbolic`).
+    Call this function in symbolic mode (`course_lib.symbolic.symbolic`). In this mode, most tensors
+    are symbolic: they have shapes but no values. Small tensors of integers or booleans on the CPU
+    are real, such as token ids and masks in a batch (see `course_lib.symbolic.mode.Symbolic`).
 
     Args:
-        model: Model with symbolic tensors, which have shapes but no values.
-        micro_batches: Micro-batches of one batch.
+        model: Model that was created in symbolic mode.
+        micro_batches: Micro-batches of one batch that was created in symbolic mode.
         loss_sum: Function (model, micro-batch) that returns (sum of losses, weight). The weight is
             the number by which the sum is divided, such as the number of tokens. None uses the
             model's own loss.

@@ -297,17 +297,25 @@ def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
 
 
 def micro_batch_counts_for(recipe: Recipe, batch: Any, split: Split | None = None) -> list[int]:
-    """Return the numbers of micro-batches into which each rank can split its share of the batch.
+    """Return all possible numbers of micro-batches per rank, in rising order.
+
+    Each rank splits its share of the batch into micro-batches. Without `split`, the possible
+    numbers are those that divide the number of samples per rank. For example, a batch of 12 samples
+    on 2 ranks has 6 samples per rank, and the result is [1, 2, 3, 6]. With `split`, the numbers 1,
+    2, 4 and so on are tried (see `counts_by_split`).
 
     Args:
-        recipe: Recipe with several ranks.
+        recipe: Recipe with several ranks. Without `split`, its field `micro_batches` must be one of
+            the possible numbers. With `split`, this field is ignored.
         batch: Batch of all ranks.
         split: The user's function (batch, parts) that returns a list of `parts` batches. None
             splits the batch along the first dimension of its tensors.
 
     Raises:
-        ValueError: The batch cannot be split evenly among the ranks, or the samples of a rank
-            cannot be split evenly into `recipe.micro_batches` micro-batches.
+        TypeError: The batch cannot be split, for example because it contains no tensor.
+        ValueError: The batch cannot be split, its number of samples is not a multiple of the number
+            of ranks, or `recipe.micro_batches` is not one of the possible numbers.
+        Exception: `split` raised this error when it made two parts or one part per rank.
     """
     if split is not None:
         return counts_by_split(largest_share(batch, recipe.ranks, split), split)

@@ -59,22 +59,30 @@ class Task:
             device: Device to which the tensors are moved.
 
         Raises:
-            TypeError, ValueError: The batch cannot be split, or the number of ranks does not divide
-                its samples.
+            TypeError: Without the function `split`: the batch contains no tensor, or a tensor that
+                cannot be cut. With `split`: its result is not a list or tuple.
+            ValueError: Without `split`: the number of samples is not a multiple of the number of
+                ranks, the tensors have different numbers of samples, or a list in the batch has one
+                value per sample. With `split`: its result does not have one batch per rank.
         """
         part = self.parts(step, ranks)[rank]
         return map_tensors(lambda tensor: tensor.to(device), part)
 
     def parts(self, step: int, ranks: int) -> list[Any]:
-        """Return the shares of all ranks of the batch of a step, one per rank.
+        """Split the batch of a step into one share per rank, and return the shares in rank order.
+
+        With one rank, the list contains just the batch itself.
 
         Args:
             step: Number of the step.
             ranks: Number of ranks.
 
         Raises:
-            TypeError, ValueError: The batch cannot be split, or the number of ranks does not divide
-                its samples.
+            TypeError: Without the function `split`: the batch contains no tensor, or a tensor that
+                cannot be cut. With `split`: its result is not a list or tuple.
+            ValueError: Without `split`: the number of samples is not a multiple of the number of
+                ranks, the tensors have different numbers of samples, or a list in the batch has one
+                value per sample. With `split`: its result does not have one batch per rank.
         """
         if self.split is None and self.samples is not None:
             check_divides(self.samples, ranks)
