@@ -76,7 +76,7 @@ def test_symbolic_shape_cache_distinguishes_default_dtypes_and_inference_mode(me
 
 
 @pytest.mark.parametrize("meter", [nullcontext, UnguardedMeter])
-def test_symbolic_values_survive_copy_and_end_with_write_in_every_run(meter):
+def test_symbolic_values_survive_copies_until_write_in_every_run(meter):
     with symbolic(), meter():
         for _ in range(3):
             x = torch.ones(3, 3)
