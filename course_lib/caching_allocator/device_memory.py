@@ -170,11 +170,10 @@ class Pool:
 
     A chunk is a part of a segment, and it is mapped if its addresses have memory. Mapped chunks are
     sorted by size, then by the age of their segment (oldest first), then by address. PyTorch sorts
-    them in this way from torch 2.13 on (`BlockComparatorSizeCounterAddress`). Earlier versions sort
-    chunks of the same size differently: torch 2.12 by the age of the chunk, and torch 2.11 and
-    older versions by address. In this simulation, each new segment has a higher address than all
-    earlier segments, so the order by address is the same as the order of torch 2.13. CUDA does not
-    guarantee ascending addresses.
+    them in this way from torch 2.13 on (`BlockComparatorSizeCounterAddress`). Chunks of the same
+    size are sorted by the age of the chunk in torch 2.12, and by address in older versions. The
+    order by address is the same as that of torch 2.13 if each new segment has a higher address than
+    all earlier ones. This holds in the simulation, but CUDA does not guarantee it.
 
     Args:
         name: "small_pool" or "large_pool".

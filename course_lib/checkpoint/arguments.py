@@ -27,11 +27,10 @@ _MAX_PARTS = 10_000
 
 
 class ObjectArguments:
-    """Record of the objects among a call's arguments, which shows whether they change later.
+    """Record of arguments that a checkpoint cannot copy, which shows whether they change later.
 
-    An object is here an argument that a checkpoint cannot copy, such as a key-value cache. It may
-    also be an item of a list, tuple or dict among the arguments. Tensors, numbers, strings,
-    functions and classes are not recorded.
+    These arguments are objects such as a key-value cache. They may also be items of lists, tuples
+    or dicts among the arguments. Tensors, numbers, strings, functions and classes are not recorded.
 
     The record refers to each object and copies none of its content. For a tensor inside an object,
     it stores only the identity and the version counter.

@@ -95,7 +95,7 @@ def checkpoint_blocks(
         preserve_module_state: Whether the recomputation starts from the same state as the first
             run. The state is the attributes of the block's modules (tensors, numbers, containers of
             these, and generators) and the global random number generators of Python and NumPy.
-            After the recomputation, the state is again as it was just before the recomputation. Has
+            After the recomputation, the state from just before the recomputation is restored. Has
             no effect inside a compiled model.
         compare: Whether to compare the first recomputation of each block with its first run, by
             checksums of the tensors saved for backward. This reads each of these tensors twice,
@@ -213,11 +213,11 @@ class CheckpointedBlocks(BlocksInPlace):
     Attributes:
         compare: Whether each block's recomputation is compared with its first run, until the two
             were equal once. A difference raises a RuntimeError.
-        advice: None, or the last clause of the error message about a difference, such as "exclude
-            it from checkpointing". With a clause, every recomputation is compared, whatever the
-            value of `compare`. If the handle was also made with `preserve_module_state=True`, a
-            recomputation that changes the block's parameters, or buffers other than running
-            statistics, raises an error too.
+        advice: Last clause of the error message about a difference, such as "exclude it from
+            checkpointing", or None (default). If it is set, every recomputation is compared,
+            whatever the value of `compare`. With `preserve_module_state=True`, an error is then
+            also raised if a recomputation changes the block's parameters, or buffers other than
+            running statistics.
     """
 
     compare: bool = False

@@ -53,11 +53,10 @@ class Comparison:
     Args:
         name: Name of the block, for error messages.
         advice: Advice at the end of the error message, such as "exclude it from checkpointing".
-        rule: Sentences for the error message. They list the state that a recomputed block may
-            change, such as attributes and random number generators, and the state that it must not
-            change, such as buffers and global variables. The message contains them if no cause of
-            the difference was found. Otherwise, it describes the cause, such as an argument that
-            has changed since the first run.
+        rule: Sentences that list the state which a recomputed block may change, such as attributes
+            and random number generators, and the state that it must not change, such as buffers and
+            global variables. The error message contains them if no cause of the difference was
+            found. Otherwise, it describes the cause, such as an argument that has changed.
     """
 
     hint = ""  # additional sentence at the end of the error message about a difference
@@ -135,9 +134,9 @@ class FirstComparison(Comparison):
 
     Args:
         name, advice, rule: The arguments of `Comparison`.
-        equal: Set of the names of blocks whose recomputation was equal, the same set for all
-            blocks. This comparison adds the name of its block to the set if a recomputed tensor is
-            equal, and removes the name if the tensor is not equal.
+        equal: Set of the names of all blocks whose recomputation was equal. The comparisons of all
+            blocks share it. Each adds the name of its block when a recomputed tensor is equal, and
+            removes the name when a tensor is not equal.
     """
 
     hint = ". If the difference does not matter, pass compare=False to checkpoint_blocks"
@@ -156,8 +155,8 @@ class FunctionWithSavedTensorCheck:
     """Wrapper of a block's function that checks that a recomputation saves equal tensors.
 
     A checkpoint calls this object instead of the function: once in the forward pass, and again in
-    the backward pass. When backward uses a recomputed tensor, it is compared with the tensor that
-    the first call saved.
+    the backward pass. When backward reads a recomputed tensor, this tensor is compared with the one
+    that the first call saved.
 
     Args:
         function: The block's function.
@@ -187,11 +186,10 @@ class ComparingHooks:
     the recomputed tensor from the checkpoint's `unpack`, and raises an error if its checksum
     differs.
 
-    This object refers to the checkpoint's hooks, and they refer to `comparison`. If `comparison`
-    referred to this object in turn, the references would form a cycle, so it must not.
-
     Args:
-        comparison: Comparison of the checkpointed block's first run with its recomputation.
+        comparison: Comparison of the checkpointed block's first run with its recomputation. It must
+            not refer to this object. The checkpoint's hooks, to which this object refers, refer to
+            `comparison`, so such a reference would complete a cycle.
         arguments: Record of the arguments of the block's first run. An error message describes the
             first argument that has changed since then.
         inner: The checkpoint's hooks, a tuple (pack, unpack).

@@ -24,8 +24,8 @@ class Policy:
 
     Args:
         policy: Function `policy(context, operator, *args, **kwargs)` that returns a
-            `CheckpointPolicy` or a bool. The subclass `ListedOperators` takes a list instead, of
-            the operators whose outputs are kept.
+            `CheckpointPolicy` or a bool. For the subclass `ListedOperators`, a list of the
+            operators whose outputs are kept.
 
     Raises:
         TypeError: `policy` is neither a list nor a function, or (in the forward pass) it returned

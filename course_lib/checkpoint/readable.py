@@ -66,10 +66,10 @@ def checkpoint(
 
     Args:
         function: Function to run. It must do the same in both runs.
-        *args: Its positional arguments. In the reentrant mode, pass each tensor that needs a
-            gradient as an argument of its own. In the other mode, such tensors may also be in
-            lists, tuples and dicts. The second run then receives new lists, tuples and dicts with
-            the same tensors. Parameters that the function uses get gradients in both modes.
+        *args: Positional arguments of the function. In the reentrant mode, pass each tensor that
+            needs a gradient as an argument of its own. In the other mode, such tensors may also be
+            in lists, tuples and dicts. The second run then receives new lists, tuples and dicts
+            with the same tensors. Parameters that the function uses get gradients in both modes.
         use_reentrant: Whether to use the reentrant mode. At least one argument must then be a
             tensor that requires gradients. Compute the gradients with `backward()` without its
             argument `inputs`, and not with `torch.autograd.grad`.

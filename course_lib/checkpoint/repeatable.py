@@ -125,8 +125,8 @@ class Repeatable:
     PyTorch's checkpoint passes the same lists and dicts to both runs, so a block that appends to a
     list would append twice. With this class, the first run receives the caller's own arguments. The
     recomputation receives new lists and dicts with the content that they had before the first run.
-    PyTorch's checkpoint saves the tensors in nested lists, tuples, mappings and dataclasses as if
-    they were arguments themselves.
+    Tensors in nested lists, tuples, mappings and dataclasses are passed to PyTorch's checkpoint as
+    separate arguments, so the checkpoint saves them too.
 
     Args:
         function: The block's function, such as its forward method. Error messages show its name.

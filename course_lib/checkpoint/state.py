@@ -304,8 +304,8 @@ class ModuleState:
         `with` block.
 
         Args:
-            last: Whether this is the last use of the snapshot. If so, the modules get its own
-                copies of tensors instead of further copies.
+            last: Whether this is the last use of the snapshot. If so, the modules get the copies of
+                tensors that the snapshot holds, and no further copies are made.
         """
         current = [namespace.read() for namespace in self.namespaces]
         restored = {id(record.tensor): record.restore(last) for record in self.tensors}
@@ -379,15 +379,13 @@ class StateBeforeFirstRun:
     ) -> AbstractContextManager:
         """Return the context manager in which the caller must run the block the next time.
 
-        If this is the block's first run, the context manager records the block's state. If this is
-        a later run, the context manager restores the recorded state for the run, and afterwards the
-        state from just before the run.
+        For the block's first run, the context manager records the block's state. For a later run,
+        it restores the recorded state, and after the run the state from just before the run.
 
         In `with state.next_run(...) as detector`, the value `detector` is another context manager.
-        If the run builds no autograd graph, the caller must enter `detector` as well, and run the
-        block inside it. In the first of several runs, if tensors are symbolic and `device` is
-        given, `detector` records whether an operator draws random numbers. In all other cases,
-        `detector` does nothing.
+        A caller that passes `device` and runs the block without an autograd graph must run it
+        inside `detector` too. In the first of several runs, if tensors are symbolic, `detector`
+        records whether an operator draws random numbers. In all other cases, it does nothing.
 
         Args:
             runs_again: Whether the block runs again after this run. With False, the first run
@@ -413,8 +411,8 @@ class StateBeforeFirstRun:
                 None, PyTorch's generators are not recorded.
 
         Yields:
-            A context manager for the run. With symbolic tensors, it detects operators that draw
-            random numbers. Otherwise, it does nothing.
+            A context manager for the run. If tensors are symbolic and `device` is given, it detects
+            operators that draw random numbers. Otherwise, it does nothing.
         """
         self.random = None if device is None else RandomState([device])
         symbolic = self.random is not None and is_symbolic()

@@ -39,8 +39,8 @@ class RingAttention(torch.autograd.Function):
 
     Rank r has part r of the sequence. Each rank sends its keys and values around a ring of the
     ranks. The inputs of `apply` are q, k and v of shape (batch, heads, tokens / ranks, size), the
-    rank, the number of ranks, and a function that sends tensors to the next rank, such as
-    `pass_on`. The output has the shape of q.
+    rank, the number of ranks, and a function that sends tensors to the next rank and returns those
+    of the previous rank, such as `pass_on`. The output has the shape of q.
     """
 
     @staticmethod

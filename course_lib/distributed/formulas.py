@@ -81,8 +81,8 @@ class Weight:
     def share(self, ranks: int, rank: int = 0) -> int:
         """Return the number of elements on one rank if the rows are divided among ranks.
 
-        Padding is not included. With padding, the storages of parameters and gradients on every
-        rank are as long as the first rank's share.
+        FSDP's padding is not included. It makes the storages of parameters and gradients on every
+        rank as long as the share of rank 0, which is the largest.
 
         Args:
             ranks: Number of ranks among which the rows are divided.
@@ -228,10 +228,10 @@ def sent_bytes(
     - DDP all-reduces the gradients, which counts as 2Ψ numbers. It also broadcasts the model's
       buffers, such as those of a rotary embedding.
     - zero1 does the same as DDP, and then broadcasts each updated parameter, Ψ numbers.
-    - FSDP gathers each block for its forward pass, and gathers it again for its backward pass if it
-      was resharded. With the reduce-scatter of the gradients, this is 3Ψ numbers. The parameters
-      outside the blocks (embedding, last norm, head) are gathered only once. They are not
-      resharded, because backward begins with them.
+    - FSDP gathers each block for its forward pass and, except in mode fsdp-keep, again for its
+      backward pass. With the reduce-scatter of the gradients, this is 3Ψ numbers, or 2Ψ in mode
+      fsdp-keep. The parameters outside the blocks (embedding, last norm, head) are gathered only
+      once in all modes. FSDP keeps them gathered, because backward begins with them.
 
     Args:
         shapes: Shapes of the model's parameters.

@@ -74,9 +74,9 @@ def measured_pipeline(schedule: str, micro_batches: int, return_outputs: bool) -
     Returns:
         A dict for this rank. "order" is the order of forward and backward passes. ["F0", "B0"]
         stands for the forward and then the backward of micro-batch 0. "peak_bytes" is the peak.
-        "difference" is the largest difference between an entry of a gradient and the same entry in
-        one process. It is relative to the largest entry of this parameter's gradient in one
-        process.
+        "difference" is the largest relative difference between the gradients and those of one
+        process. The differences in a parameter's gradient are divided by the largest entry of this
+        gradient in one process.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     decoder = Decoder(**SIZES)

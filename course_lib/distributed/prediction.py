@@ -37,9 +37,10 @@ def predict(
 ) -> RankUsage:
     """Predict the bytes and FLOPs of one rank's training step, without starting other processes.
 
-    The predicted step is one in which the `Trainer` already has Adam's state. It runs on symbolic
-    tensors, which have shapes but no values, in a fake process group. On real GPUs the peak is
-    higher, because FSDP2 gathers the parameters of a block before they are needed.
+    Adam's state exists when the predicted step begins, as in every step except the first. The step
+    runs on symbolic tensors, which have shapes but no values, in a fake process group. On real GPUs
+    the peak is higher in the modes with FSDP, because FSDP2 gathers the parameters of a block
+    before they are needed.
 
     Args:
         make_model: Function that builds the unsharded model, in fp32.
@@ -81,9 +82,9 @@ def watched_rank(
         make_model, make_batch, loss_sum, mode, ranks, rank, options: The arguments of `predict`.
         within: Function that receives the model and returns a context manager, inside which the
             steps run.
-        steps: Number of steps in modes with FSDP; other modes always run 2. FSDP prepares each
-            block in the first step, which adds operators but no bytes. With 2 steps, the last one
-            has no such operators.
+        steps: Number of steps in modes with FSDP; other modes always run 2. In the first step, FSDP
+            runs additional operators that prepare each block and add no bytes. With 2 steps, the
+            last step does not have these operators.
         places: Whether the trace has the module and the source line of each operator.
     """
     ranks, rank = whole("ranks", ranks, 1), whole("rank", rank, 0, ranks - 1)

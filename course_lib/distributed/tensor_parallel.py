@@ -110,7 +110,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -
 def by_rank(qkv: Tensor, ranks: int) -> Tensor:
     """Reorder the rows of a `qkv` weight or bias, so that each rank's rows are consecutive.
 
-    The rows are (3, heads, size) before, and (ranks, 3, heads / ranks, size) after.
+    The order of the rows changes from (3, heads, size) to (ranks, 3, heads / ranks, size).
 
     Args:
         qkv: Weight or bias of the layer that computes queries, keys and values.

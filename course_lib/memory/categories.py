@@ -99,9 +99,9 @@ class CategoryTracker:
 
         Returns:
             A tuple (pass, addresses), which the caller passes to `outputs`. Without a `node`, the
-            pass is "forward". In a backward pass, it is "recomputation" if gradients are enabled,
-            for example because a checkpoint runs its forward pass again, and otherwise "elsewhere".
-            The addresses are the set of the addresses of the operator's input storages.
+            pass is "forward". In a backward pass with gradients enabled, as when a checkpoint runs
+            its forward pass again, it is "recomputation". In any other backward pass it is
+            "elsewhere". `addresses` is the set of the addresses of the operator's input storages.
         """
         self.settle()
         thread = threading.get_ident()
@@ -281,9 +281,9 @@ class CategoryTracker:
         Without a dispatch mode, autograd writes in place in two cases: when it adds two gradients
         that reach the same node, and when some gradient formulas fill a tensor of zeros. While a
         dispatch mode such as the meter is active, autograd instead calls an operator of
-        `IN_PLACE_WITHOUT_MODES`, which creates a new tensor. The meter must report the bytes of the
-        program without the meter. Therefore it counts the first argument, which autograd would
-        have overwritten, as released when it counts the result.
+        `IN_PLACE_WITHOUT_MODES`. This operator creates a new tensor and leaves its first argument
+        unchanged. The meter must report the bytes that the program needs without the meter. When it
+        counts the new tensor, it therefore counts the first argument as released.
 
         The method returns a record if all of these conditions hold:
 
@@ -374,11 +374,11 @@ _WRAPPERS = (__name__, *WRAPPERS)
 
 
 class OptimizerPhase:
-    """Detect which operators run inside an optimizer's `step()`, and which tensors are its state.
+    """Detect which operators run inside an optimizer's `step()`, and find the optimizer's state.
 
     A new object registers hooks that run before and after the step of every optimizer. After each
     step, the optimizer's state tensors get the category "optimizer" in the tracker. If the step of
-    one optimizer calls the step of another, operators belong to the outer step until it ends.
+    one optimizer calls the step of another, all their operators belong to the outer step.
 
     Args:
         tracker: `StorageTracker` whose records are updated.

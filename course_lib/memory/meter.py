@@ -514,7 +514,8 @@ class UnguardedMeter(MemoryMeter):
     """`MemoryMeter` for symbolic steps, with less overhead per operator.
 
     Unlike `MemoryMeter`, this class has no guard that keeps `torch.compile` from compiling the
-    meter itself. A symbolic step, which has shapes but no data, calls no compiled code.
+    meter itself. A symbolic step, whose tensors have shapes but no data, does not need the guard,
+    because it calls no compiled code.
     """
 
     @classmethod

@@ -24,11 +24,10 @@ class ModulePaths(AbstractContextManager):
     or with None in the forward pass. The result is the path of the operator's module, such as
     "layers.0.attention", or "" outside the model.
 
-    Autograd numbers the nodes of its graph in the order in which they are made. The object records
-    the next number whenever a module's forward pass begins or ends. The number of a node therefore
-    determines the module that made the node. However, autograd numbers the nodes of each thread
-    separately, and on a GPU backward runs in its own thread. If a checkpoint recomputes layers
-    there, operators of the backward pass may be attributed to another module.
+    An operator of the backward pass belongs to the module whose forward pass made its autograd
+    node. This module is found from the node's number. However, autograd numbers the nodes of each
+    thread separately, and on a GPU backward runs in its own thread. If a checkpoint recomputes
+    layers there, operators of the backward pass may be attributed to a wrong module.
 
     Args:
         model: The model whose modules are found.

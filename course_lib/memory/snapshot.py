@@ -18,9 +18,9 @@ class Snapshot:
     """Saved state of a model, its gradients, its optimizers and the random number generators.
 
     Making a snapshot saves the current state and removes the gradients from the parameters, so that
-    a step starts without gradients. All parameters and buffers are copied, because it is unknown
-    which of them a step will change. Version counters cannot show afterwards which tensors have
-    changed, because batch norm's kernel and changes through `.data` do not increase the counters.
+    a step starts without gradients. All parameters and buffers are copied, even those that the step
+    will not change. PyTorch's version counters cannot replace the copies, because batch norm's
+    kernel and changes through `.data` do not increase them.
 
     Args:
         model: Model whose parameters and buffers are saved; None if there is no model.

@@ -230,10 +230,10 @@ class StorageTracker:
         lines: Dict from point to (file, line, function) of the user's own code that ran the
             operator.
         records: List of the `Record` of each storage, including storages that have been freed.
-        repeated: List of pairs (first point, int64 array of shape (points, categories)). If a
-            checkpointing schedule runs equal stages of a model, an estimate runs only one of them.
-            For each stage that did not run, the list has a pair with the stage's first point and
-            the bytes of its temporaries (`course_lib.budget.traces.equal_stages`).
+        repeated: Bytes of the temporaries of stages that did not run. If a checkpointing schedule
+            has equal stages, an estimate runs only one of them. For each of the others, the list
+            has a pair (first point, int64 array of shape (points, categories)), as described in
+            `course_lib.budget.traces.equal_stages`.
         lock: Lock for the attributes above, because autograd runs one thread per device.
         closed: Whether the meter's `with` block has ended.
     """
@@ -281,7 +281,7 @@ class StorageTracker:
         return record if record is not None and record() is storage else None
 
     def add(self, storage, account: Account, role: str | None, made_in: str) -> None:
-        """Count a new storage, which is live from the point after the last operator on.
+        """Count a new storage as live from the last point in `operators` on.
 
         Args:
             storage: The storage.

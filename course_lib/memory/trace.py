@@ -241,9 +241,9 @@ class Trace:
             yield Event(point, kind, *span[:3], str(operator), phase, module)
 
     def replay(self) -> np.ndarray:
-        """Return the live bytes of each category at each point, added up from `events()`.
+        """Return the live bytes of each category at each point, computed from `events()`.
 
-        The array has the form of `live`, so that a test can compare the two.
+        The array has the shape of `live`, so that a test can compare the two.
 
         Raises:
             ValueError: The trace was made without events, as by `MemoryMeter.trace(events=False)`.

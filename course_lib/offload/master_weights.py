@@ -130,9 +130,8 @@ class MasterWeights:
         """Run an optimizer step on the parameters of these master weights.
 
         Parameters without an fp32 copy are updated together. Fp32 copies are updated one page (a
-        group of limited size) after another. An update of a copy also needs its gradient in fp32.
-        The fp32 gradients of all parameters would use as much memory as the copies, so only those
-        of one page exist at a time.
+        group of limited size) after another, because the update of a copy needs the gradient in
+        fp32. The fp32 gradients therefore exist for only one page at a time.
 
         Args:
             masters: Master weights of the parameters that have gradients.
@@ -147,10 +146,10 @@ class MasterWeights:
     # ---- around the base optimizer's update
 
     def load_grad(self) -> None:
-        """Before an update, copy the parameter's gradient and changed values to the master weights.
+        """Prepare an update: set the gradient of the master weights to the parameter's gradient.
 
-        Changed values are elements of the parameter that code other than this optimizer has
-        changed. If the master weights are the parameter itself, nothing is copied.
+        Elements of the parameter that other code has changed are also copied (see `load_values`).
+        If the master weights are the parameter itself, nothing is copied.
         """
         if self.has_copy:
             self.load_values()

@@ -67,14 +67,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         overlap: Whether copies overlap the update of other parameters. With False, copies and
             updates run one after another.
         store: `DiskStore` or another `Store` for CPU parameters, by default a new `DiskStore`.
-        page_bytes: Bytes of state, including master weights, that are updated at once. A parameter
-            with more bytes of state is a page by itself.
+        page_bytes: Largest size of a page, which is a group of parameters that are updated at once,
+            in bytes of their state and master weights. A larger parameter is a page by itself.
         base_kwargs: Options of `base`, such as lr.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type or value, `base` does not keep a state
-            for each parameter, a parameter is complex or sparse, or a gradient is complex or sparse
-            (raised by `step` before anything has changed).
+            for each parameter, or a parameter is complex or sparse.
+        TypeError: (In `step`) a gradient is complex or sparse; nothing has changed.
         StoreFull: The state does not fit into the store; the parameters are unchanged.
     """
 

@@ -28,7 +28,7 @@ class Prefetcher:
             dataclass of tensors, or an object with a method `to(device)`.
         device: Device to which the batches are copied: a `torch.device`, its name, or a `Device` of
             `course_lib.offload`.
-        depth: Number of copied batches that may wait until the loop needs them. Meanwhile, the
+        depth: Number of copied batches that may wait until the loop needs them. In addition, the
             thread loads and copies one more batch.
 
     Raises:

@@ -79,12 +79,11 @@ class FileState(MasterWeights):
     ) -> None:
         """Update the parameters one page after another.
 
-        A page is a group of parameters whose state in the file has a limited size.
-
-        While one page is updated, the next one is read and the previous one is written. The memory
-        of a page that has been written is used again for the next read. With new memory for each
-        page, the operating system would have to map and clear it in every step. This took 15 to 27%
-        of a step of AdamW on 12.6 million parameters, measured on two cores.
+        A page is a group of parameters whose state in the file has a limited size. With
+        `options.overlap`, while one page is updated, the next one is read and the previous one is
+        written. The memory of a page that has been written is used again for the next read. New
+        memory for each page would have to be mapped and cleared by the operating system, which took
+        15 to 27% of a step of AdamW on 12.6 million parameters, measured on two cores.
 
         Args:
             masters: Master weights of the parameters that have gradients.

@@ -14,13 +14,12 @@ from .master_weights import MasterWeights, StateOptions
 class HostState(MasterWeights):
     """Master weights and optimizer state of one GPU parameter in host memory, updated by the CPU.
 
-    The weights are a copy of the parameter in pinned memory. A gradient's copy to the host starts
-    only after the previous copy of the weights to the GPU has ended, and an update waits for that
-    copy of the gradient. Therefore an update never changes weights that are still being copied.
+    The weights are a copy of the parameter in pinned memory. An update never changes weights that
+    are still being copied to the GPU. It waits for its gradient, and the copy of a gradient to the
+    host starts only after the previous copy of the weights to the GPU has ended.
 
-    Gradients are copied in `step` and not during backward. After backward, clipping, unscaling and
-    sums over processes may still change them. PyTorch's version counter does not show all of these
-    changes, so a copy made during backward could be out of date without notice.
+    Gradients are copied in `step` and not during backward, because clipping, unscaling and sums
+    over processes may still change them after backward.
 
     Attributes:
         gradient_copy: Tuple of the gradient on the host and the event at the end of its copy; None

@@ -56,12 +56,9 @@ def view_of(
     """Return a view of the storage of `data` with any dtype, shape, stride and offset.
 
     Memory meters do not see the view, unless it is symbolic. It shares the version counter of
-    `data`.
-
-    `Tensor.set_` is not used, because it makes a new version counter. `offload_activations`
-    recognizes a storage that it has saved before only if the counter is unchanged. With a new
-    counter, it would copy the storage again when a backward pass with `create_graph=True` saves the
-    view. `set_` would also keep a symbolic storage alive forever.
+    `data`, by which `offload_activations` recognizes a storage that it has saved before.
+    `Tensor.set_` is not used, because it would make a new version counter, and would keep a
+    symbolic storage alive forever.
 
     Args:
         data: A tensor that uses the storage.
@@ -87,10 +84,10 @@ def bytes_of(tensor: Tensor) -> Tensor:
 class DeferringLock:
     """A lock with a queue of calls, which run as soon as the lock is free.
 
-    It is made for calls in `__del__`, which Python may run at any time and in any thread. Such a
-    call must not wait for the lock, because its own thread may hold the lock, or the thread that
-    holds the lock may be waiting for the thread of the call. If the lock is taken, `call_when_free`
-    leaves the call to the thread that holds the lock.
+    It is made for calls in `__del__`, which Python may run at any time and in any thread. If such a
+    call waited for the lock, it could wait forever, for example because its own thread holds the
+    lock. `call_when_free` therefore never waits. If the lock is taken, the thread that holds the
+    lock runs the call when it releases the lock.
     """
 
     def __init__(self):
@@ -276,7 +273,7 @@ class Store:
         raise NotImplementedError
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's whole storage as bytes: the argument `data` of `write` and `read`."""
+        """Return a view of a tensor's whole storage as bytes, for `data` in `write` and `read`."""
         return bytes_of(tensor)
 
     def memory_for(

@@ -119,9 +119,9 @@ class SimulatedDevice(_Streams):
 
     Two accesses to the same bytes are a race if at least one of them is a write and neither waits
     for the other. If the program waits wherever it must, all results are correct bit for bit. A
-    missing wait is reported as a race, but the results can still be correct by chance. Each of
-    the following options can make them wrong, because it changes the order of operators and copies
-    as far as the program's waits allow:
+    missing wait is reported as a race, but the results can still be correct by chance. With one of
+    the following options, a missing wait is more likely to give wrong results. The options change
+    the order of operators and copies, as far as the program's waits allow:
 
     - `late`: Copies run as late as possible. Code gets wrong results if it uses the result of a
       copy too early, or reuses the memory of the copy's source too early.

@@ -171,11 +171,10 @@ class Arena:
     in `Block.used_by`.
 
     For each byte, the arena stores the last write and, for each actor, the last read since that
-    write. They are stored as ranges of bytes (see `Access`), in one list of writes and one list of
-    reads per block. The start of the block is the key of these lists. It identifies the same bytes
-    at all times, because blocks are never split or merged. The size of a block is rounded up to a
-    multiple of `BLOCK_MULTIPLE`, and a freed block is reused only as a whole, for a tensor with the
-    same rounded size.
+    write, as ranges of bytes (see `Access`). Each block has one list of writes and one list of
+    reads, which remain when the block is freed and reused. Blocks are never split or merged. The
+    size of a block is rounded up to a multiple of `BLOCK_MULTIPLE`, and a freed block is reused
+    only as a whole, for a tensor with the same rounded size.
 
     Args:
         name: Name of the memory in messages.
@@ -284,7 +283,7 @@ class Arena:
         return first, first + elements_spanned(tensor) * tensor.itemsize
 
     def concurrent_writes(self, tensor: Tensor, actor: Actor) -> list[Access]:
-        """Return those of the last writes to a tensor's bytes that an actor has not waited for.
+        """Return the last writes to a tensor's bytes, without those that an actor has waited for.
 
         Args:
             tensor: Tensor; if it is not in this arena, the list is empty.
@@ -460,9 +459,9 @@ class AccessLog:
         """Simulate that an actor runs a `with` block as early as its waits allow.
 
         An actor is a stream or a host thread. If the actor has not waited for a write to a tensor,
-        the block could run before this write. Therefore, inside the block, the tensor has the
-        values from before the write. At the end of the block, the written values return, and
-        overwrite values that the block wrote to the same bytes. If the arenas store no old values,
+        the block could run before this write. Inside the block, the tensor therefore has the values
+        from before the write. At the end of the block, the result of the write is put back, even
+        where the block wrote to the same bytes. If an arena was made without `keeps_old_values`,
         this method does nothing.
 
         Args:

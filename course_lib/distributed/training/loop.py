@@ -38,8 +38,8 @@ class Run:
             largest of all ranks.
         taken: Measured bytes and FLOPs, one `RankUsage` per rank.
         predicted_sent: Bytes per step that a rank communicates, computed by `sent_bytes`.
-        norms: Norm of the gradient before clipping, one number per step. None for each step if
-            gradients were not clipped.
+        norms: Norm of the gradient before clipping, one number per step. If gradients were not
+            clipped, the list has None for each step.
         budget_bytes: Limit of live bytes on each rank, which also applies while the model is being
             sharded. None if no limit was set.
     """

@@ -107,7 +107,9 @@ def task_of(
     sequence: int | None = None,
     unequal: bool = False,
 ) -> Task:
-    """Return the task for a `config.json` or a function; by default, for the course's decoder.
+    """Return the task for a model: one from a `config.json` or a function, or the course's decoder.
+
+    The decoder is used if neither `config` nor `model` is given.
 
     Args:
         config: Path of a `config.json` that `course_lib.configs` can read.
