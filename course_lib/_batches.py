@@ -98,7 +98,11 @@ def parts_of(batch: Any, parts: int, split_batch: Split | None = None) -> list[A
 
 
 def num_splittable_samples(batch: Any) -> int:
-    """Return the number of samples in a batch, or raise if `split` cannot split it."""
+    """Return the number of samples in a batch that `split` can split.
+
+    Raises:
+        TypeError, ValueError: `split` cannot split the batch.
+    """
     length = _checked_length(batch)
     if length > 1:
         _check_lists(batch, length)
@@ -119,9 +123,8 @@ def samples_in(batch: Any) -> int | None:
 def has_samples(part: Any, batch: Any) -> bool:
     """Return whether a micro-batch contains samples.
 
-    It does if one of its tensors is not empty and has a shape that no tensor of the batch has. A
-    tensor with the shape of one in the batch is ignored, because it may be a mask that all samples
-    share.
+    A tensor with the same shape as a tensor of the batch is ignored, because it may be a mask that
+    all samples share. The micro-batch contains samples if any of its other tensors is not empty.
 
     Args:
         part: The micro-batch.

@@ -131,8 +131,8 @@ class InfeasibleBudget(ValueError):
             none was found.
         name: Name of the argument that sets the budget, for the message.
         not_tried: Sentences on techniques that the search could not try for this model.
-        additions: Names of fields of `course_lib.budget.Recipe` whose techniques could be added to
-            the recipe of `least`.
+        additions: Names of the fields of `course_lib.budget.Recipe` that set techniques which the
+            recipe of `least` does not use, but with which it could be combined.
     """
 
     not_tried: Sequence[str] = ()

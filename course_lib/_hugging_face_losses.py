@@ -106,8 +106,9 @@ def checked_loss(model: nn.Module, loss: Any) -> Tensor:
 def has_loss_sum(model: nn.Module) -> bool:
     """Return whether the number of tokens or samples in the model's own loss is known.
 
-    It is known if the model has a method `loss_sum`, or if it is a Hugging Face model whose class
-    name shows that the loss is a mean over labels or samples, and that adds no loss of a router.
+    It is known if the model's own loss is its method `loss_sum`, and not known if it is its method
+    `loss`. For a Hugging Face model with neither, it is known if the name of the class shows that
+    the loss is a mean over labels or samples, and the model adds no loss of its experts' routers.
     """
     if has_method(model, "loss") or has_method(model, "loss_sum"):
         return has_method(model, "loss_sum")

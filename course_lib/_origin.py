@@ -108,10 +108,10 @@ def _is_outside(file: str, module: str) -> bool:
 
 
 def own_line(frame: FrameType | None) -> tuple[str, int, str] | None:
-    """Return (file, line, function) of the user's own code that led to a call.
+    """Return (file, line, function) of the user's own code in a call stack, or None.
 
-    The result belongs to the innermost frame, from `frame` outwards, whose code is not in this
-    library or an installed package. It is None if there is none.
+    The search goes from `frame` to its callers. It stops at the first frame whose code is not in
+    this library, in an installed package or in Python's standard library.
     """
     while frame is not None and not _is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -162,8 +162,8 @@ def goes_through(error: BaseException, package: ModuleType) -> bool:
 def is_rejection(error: BaseException) -> bool:
     """Return whether an error means that this library rejected its input.
 
-    This is the case if the error's type is in `REJECTIONS`, and either this library raised it or
-    its traceback contains only code of this library and PyTorch.
+    This is the case if the error is a TypeError, ValueError, RuntimeError or MemoryError, and
+    either this library raised it, or its traceback has no code of the user or of other packages.
     """
     lines = list(traceback.walk_tb(error.__traceback__))
     raised_here = bool(lines) and lines[-1][0].f_code.co_filename.startswith(LIBRARY)
@@ -173,8 +173,9 @@ def is_rejection(error: BaseException) -> bool:
 def message(error: Exception) -> str:
     """Return a description of an error for the user of a command, in one or two lines.
 
-    If this library rejected its input, this text is the error's message. Otherwise one line names
-    the place in the user's code and the error, and a second line shows the code.
+    If this library rejected its input, the text is the first line of the error's message, with the
+    place in the user's code. For an error in the user's code, the first line names the place and
+    the error, and the second line shows the code.
 
     Raises:
         Exception: The error itself, if it is a fault of this library, so that its traceback is
@@ -318,8 +319,8 @@ def _explain_unsupported_tensors_and_operators() -> Iterator[None]:
 
 
 def error_location(error: Exception) -> str:
-    """Return the end of a clause that names the line that caused an error.
+    """Return the line that caused an error as the end of a clause: " at mine.py, line 5, in loss".
 
-    An example is " at mine.py, line 5, in loss". The result is "" if the line is not known.
+    The result is "" if the line is not known.
     """
     return f" at {where}" if (where := place(error)) else ""

@@ -45,12 +45,13 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def add_shared(parser: ArgumentParser, changes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add some of the options in `SHARED` to a command's parser.
+    """Add options that several commands share, such as --batch, to a command's parser.
 
     Args:
         parser: The parser.
-        changes: Dict from the name of each option to add, such as "--batch", to arguments of
-            `add_argument`. These arguments replace or extend those in `SHARED`.
+        changes: Dict from the name of each option to add, such as "--batch", to a dict of keyword
+            arguments of `add_argument`. They replace or extend the arguments that the table
+            `SHARED` has for the option.
     """
     for option, changed in changes.items():
         parser.add_argument(option, **{**SHARED[option], **changed})

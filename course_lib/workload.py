@@ -71,10 +71,9 @@ class Workload:
         attention: Value of `Recipe.attention` for the baseline (the step without memory-saving
             techniques). None leaves the model's attention unchanged, because the model already
             calls PyTorch's `scaled_dot_product_attention`.
-        block_list: Name of the list of blocks in the model that the user trains, such as
-            "model.layers". It is given if the user trains a model of transformers, which
-            `make_model` only rebuilds from the course's modules. None if the user trains the model
-            of `make_model`.
+        block_list: Name of the list of blocks, such as "model.layers", in the transformers model
+            that the user trains, if `make_model` returns a model of the course with the same shapes
+            instead. None if the user trains the model that `make_model` returns.
         source: Code that makes the model and the batch in a script; None if the command writes no
             script.
     """
@@ -327,9 +326,9 @@ def _by_config(given: Namespace) -> Workload:
 
 
 def with_fused_attention(make_model: Callable[[], nn.Module]) -> nn.Module:
-    """Make a model whose `Attention` modules call PyTorch's `scaled_dot_product_attention`.
+    """Make a model whose attention modules call PyTorch's `scaled_dot_product_attention`.
 
-    Other modules of the model are not changed.
+    Only modules of the class `course_lib.models.Attention` are changed.
 
     Args:
         make_model: Function without arguments that returns the model.
@@ -496,7 +495,7 @@ def _source_of_function(given: Namespace, make_model: Callable[[], nn.Module]) -
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model comes from the package transformers, also with adapters of peft."""
+    """Return whether a model, or the model inside peft's wrapper, is one of transformers."""
     classes = [("transformers", "PreTrainedModel"), ("peft", "PeftModel")]
     # Neither package is imported here. If the model is of one of these classes, its package has
     # been imported already.

@@ -23,7 +23,7 @@ WRITES_AFTER_SAVING = (
 
 
 def writes_after_saving(node: Any) -> bool:
-    """Return whether a node of autograd's graph belongs to `rrelu` (see `WRITES_AFTER_SAVING`)."""
+    """Return whether an autograd node belongs to `rrelu`, which writes into a tensor it saved."""
     return node is not None and node.name().startswith("RreluWithNoiseBackward")
 
 
@@ -53,15 +53,18 @@ def saved_value_may_differ(node: Any, saved: torch.Tensor) -> bool:
 
 
 def check_torch_func(error: BaseException | None, name: str) -> None:
-    """Raise an error with advice if saved-tensor hooks were combined with `torch.func`.
+    """Raise an error with advice if `error` says that `torch.func` allows no saved-tensor hooks.
 
-    PyTorch raises an error if a transform such as `torch.func.grad` runs under saved-tensor hooks,
-    or calls code that sets such hooks. If `error` is another error or None, this function does
-    nothing.
+    PyTorch raises such an error if a transform such as `torch.func.grad` runs under saved-tensor
+    hooks, or calls code that sets such hooks. For any other error, this function does nothing.
 
     Args:
-        error: Error that was raised under saved-tensor hooks or when they were set, or None.
+        error: Error that was raised under saved-tensor hooks or when they were set. With None, the
+            function does nothing.
         name: Name, in the message, of the context or function that sets the saved-tensor hooks.
+
+    Raises:
+        RuntimeError: `error` is such an error.
     """
     if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
         raise RuntimeError(
@@ -73,9 +76,9 @@ def check_torch_func(error: BaseException | None, name: str) -> None:
 
 @contextmanager
 def checked_torch_func(name: str) -> Iterator[None]:
-    """Explain the error if a `with` block combines saved-tensor hooks with `torch.func`.
+    """Raise an error with advice if a `with` block combines saved-tensor hooks with `torch.func`.
 
-    The error that is raised instead is that of `check_torch_func`.
+    The new error is that of `check_torch_func`, and it replaces PyTorch's error.
 
     Args:
         name: Name, in the message, of the context or function that sets the saved-tensor hooks.

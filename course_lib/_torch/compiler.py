@@ -23,7 +23,7 @@ def generated_modules() -> list[ModuleType]:
 
 
 def activation_memory_budget(budget: float) -> AbstractContextManager[None]:
-    """Return a context in which compiled functions keep only a share of their activations.
+    """Return a context in which functions are compiled to keep only a share of their activations.
 
     Args:
         budget: The share, between 0 (recompute as much as possible) and 1 (the default of PyTorch).

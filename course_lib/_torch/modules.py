@@ -26,8 +26,8 @@ _MODULE_ATTRIBUTES = vars(nn.Module()).keys() - {"training"} | {"forward"}
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """Return a module's settings and other plain attributes, as a dict from name to value.
 
-    The dict does not include parameters, buffers, submodules and hooks, nor weights that a hook
-    computes before each run, as for weight norm and pruning.
+    The dict does not include parameters, buffers, submodules and hooks. It also does not include
+    weights that a hook computes before each forward pass, as weight norm and pruning do.
     """
     hooks = module._forward_pre_hooks.values()
     computed = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
@@ -90,7 +90,8 @@ class Namespace(NamedTuple):
         name: Name of the module in the model or block.
         values: The dictionary.
         names: Function that returns the keys whose values are saved and restored.
-        written_by: The module, if the dictionary contains buffers that it may write to; else None.
+        written_by: The module whose buffers the dictionary contains, if its forward is expected to
+            write into them; otherwise None.
     """
 
     name: str
@@ -103,9 +104,9 @@ class Namespace(NamedTuple):
         return {name: self.values[name] for name in self.names()}
 
     def write(self, values: dict[str, Any]) -> None:
-        """Replace all keys that `names` returns by those of `values`, and their values.
+        """Replace the entries whose keys `names` returns by the entries of `values`.
 
-        `nn.Module.__setattr__` is not called.
+        The dictionary is changed directly, without a call of `nn.Module.__setattr__`.
         """
         # If keys were added or removed, all are deleted first, so that the order of parameters and
         # buffers is restored, too.

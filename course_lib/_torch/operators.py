@@ -15,10 +15,13 @@ from torch._prims_common import suggest_memory_format as suggest_memory_format
 def written_arguments(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[Any, Any]]:
-    """Return the arguments of a call that the operator writes into.
+    """Return the arguments that an operator changes in place when it is called.
+
+    Args:
+        func, args, kwargs: The operator, and the arguments of the call.
 
     Returns:
-        Pairs (argument in the operator's schema, value in the call).
+        One pair per argument: its description in the operator's schema, and its value in the call.
     """
     arguments = func._schema.arguments
     bound = [

@@ -34,8 +34,7 @@ def is_symbolic(*tensors: Any) -> bool:
 def tracked_device_kind() -> str:
     """Return "cuda" inside `Symbolic(kind="cuda")`, and otherwise "cpu".
 
-    All tensors of this mode report the CPU as their device, but they stand for tensors on a GPU. A
-    memory meter in this mode, for example, excludes tensors that a step on CUDA keeps in host
-    memory.
+    All tensors of this mode report the CPU as their device, so their attribute `device` does not
+    show whether they stand for tensors on a GPU.
     """
     return getattr(detect_fake_mode(), "kind", "cpu")

@@ -63,9 +63,9 @@ class AccumulatedStep:
     batch, and with spectral norms, which change with each micro-batch.
 
     **Several ranks.** With `DistributedDataParallel` or FSDP2, each rank has its own
-    `AccumulatedStep`, and `loss_sum` calls the module that is replicated or sharded. With
-    sync="last", DDP ranks may have different numbers of micro-batches, but each needs at least one.
-    The next micro-batch is taken from the iterable before the current one runs.
+    `AccumulatedStep`, and `loss_sum` must call the DDP or FSDP2 module. With sync="last", DDP ranks
+    may have different numbers of micro-batches, but each needs at least one. To find out which
+    micro-batch is the last, the next one is taken from the iterable before the current one runs.
 
     **Errors on several ranks.** An invalid loss or weight raises an error on all ranks. Any other
     error on one rank leaves the other ranks waiting, as usual with collectives. After such an

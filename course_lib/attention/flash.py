@@ -103,7 +103,7 @@ def flash_attention(
         q: Queries, of shape (batch, heads, n_q, d), in float32, float64, bfloat16 or float16. Any
             strides and dimensions of size 0 are allowed in q, k and v. Other numbers of leading
             dimensions are allowed too, as in (n_q, d), (batch, n_q, d) and (a, b, heads, n_q, d),
-            if k and v have the same leading dimensions as q. Only the number of heads may differ.
+            if k and v have the same leading dimensions as q, except for the number of heads.
             With more than four dimensions, the dimensions before the heads are merged. A tensor
             whose strides do not allow this as a view is copied.
         k: Keys, of shape (batch, kv_heads, n_k, d). kv_heads must divide heads, and query head h

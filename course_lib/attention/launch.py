@@ -236,8 +236,8 @@ def _block_size_error(error: Any, kernel: Any, block_q: int, block_k: int, d: in
 def unsupported_reason(q: Tensor, v: Tensor) -> str | None:
     """Return why the Triton kernels cannot run on tensors like `q` and `v`, or None if they can.
 
-    The function does not check the block sizes, nor the conditions that apply to every backend.
-    Sequences may have any length.
+    The function checks neither the block sizes nor what `flash_attention` requires for every
+    backend, such as equal dtypes. Sequences may have any length.
 
     Args:
         q: Queries, of shape (batch, heads, n_q, d).

@@ -28,7 +28,7 @@ def thread_count(x: Tensor, scores: int, at_once: int) -> int:
 
     The result is 1 if the pass does not run on a CPU, or if it has fewer than
     `MIN_SCORES_FOR_THREADS` scores. The result is also 1 while a dispatch mode, the profiler or the
-    compiler observes this thread, because it would not observe operators in other threads.
+    compiler observes the operators of this thread, because those of other threads are not observed.
 
     Args:
         x: A tensor on the device of the pass.

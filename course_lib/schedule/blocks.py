@@ -53,9 +53,9 @@ def schedule_blocks(
 
     Args:
         model: Model to change in place. Its blocks get a new `forward`.
-        blocks: Names of the blocks, as in `checkpoint_blocks`. If a model has several lists of
-            blocks that do not form one chain, such as an encoder and a decoder, pass the names of
-            one list.
+        blocks: Names of the blocks, such as "layers.*", or None to search the model for lists of
+            blocks (see `checkpoint_blocks`). If a model has several lists that do not form one
+            chain, such as an encoder and a decoder, pass the names of the blocks in one list.
         schedule: A schedule with one stage per block, or a function that returns a schedule for a
             `Chain`, such as `lambda chain: optimal(chain, budget_bytes)`. The chain has the bytes
             of the blocks, and their FLOPs as times. It is measured in the first forward pass, on

@@ -49,12 +49,12 @@ class Stage:
         output_bytes: Bytes of the stage's output, and also of the output's gradient.
         saved_bytes: Bytes of everything that the forward keeps for the backward, including the
             stage's output but not its input.
-        forward_overhead_bytes: Additional bytes that the forward needs while it runs, regardless of
-            what it keeps.
+        forward_overhead_bytes: Bytes that the forward needs while it runs, in addition to the
+            stage's input and `saved_bytes`. They are the same whatever the forward keeps.
         backward_overhead_bytes: Bytes that the backward needs while it runs, in addition to the
-            stage's input, `saved_bytes` and the gradient of the output. They consist of
-            temporaries, of the parameters' gradients, and of a part of the input's gradient: the
-            part that does not fit into the memory that the backward has released by then.
+            stage's input, `saved_bytes` and the gradient of the output. Examples are temporaries
+            and the parameters' gradients. The input's gradient counts only if it is larger than
+            the memory that the backward has released before, and only by the difference.
 
     Raises:
         TypeError, ValueError: A field has the wrong type or is out of range. The message names it.
@@ -157,8 +157,8 @@ class Chain:
             kwargs: Constants that each stage receives as keyword arguments.
             clock: Whether times are measured in seconds, each as the median of `repeats` runs. If
                 False, the time of a forward or backward is the number of FLOPs of its matrix
-                products and convolutions, which is the same in each call. If it has none, its time
-                is the number of elements of the stage's output.
+                products and convolutions, which is the same in each call. Without such operators,
+                the time is the number of elements of the stage's output.
             repeats: Number of timed runs per stage if `clock` is True.
             alike: Whether to measure only one of several equal stages, and to use its result for
                 the others. Stages are equal if they have the same structure and settings, and
@@ -207,11 +207,11 @@ def symbolic_chain(
     """Count the FLOPs and bytes of stages on symbolic tensors, and return them as a chain.
 
     Symbolic tensors have shapes but no values. The result is the same as that of `Chain.profile`
-    with `clock=False` and `alike=True`, so times are FLOPs. Memory meters do not count the call.
+    with `clock=False` and `alike=True`, so times are FLOPs. A `MemoryMeter` that is active during
+    the call does not count its tensors.
 
     Args:
-        name: Name of the first stage or of the model, for error messages such as "layers.0 or a
-            block after it reads values of its data".
+        name: Name of the first stage or of the model, for error messages.
         probe: Tuple or list of the modules and tensors that the stages use. They are copied as
             symbolic tensors, unless a symbolic mode is active already.
         stages_of: Function that receives `probe` or its copy. It returns the arguments `stages` and

@@ -49,18 +49,18 @@ class ScheduledSequential(nn.Sequential):
     attributes had before its first run. Only the first run of a stage changes generators, buffers
     and attributes. With gradients disabled, the stages simply run one after the other.
 
-    **Autocast.** A later run of a stage uses the autocast settings of its first run. There is one
-    difference if several stages use one parameter under autocast. With a schedule, the parameter's
-    gradients are added in the parameter's data type. Without a schedule, they are added in
-    autocast's lower precision, because the stages share one cast copy of the parameter.
+    **Autocast.** A later run of a stage uses the autocast settings of its first run. Gradients
+    differ from those without a schedule only if several stages use one parameter under autocast.
+    With a schedule, the parameter's gradients are added in the parameter's data type. Without one,
+    they are added in autocast's lower precision, because the stages share one cast copy of it.
 
     **Memory.** The live bytes are those that `simulate` counts for the chain of `Chain.profile`,
-    plus the parameters' attributes `grad`, plus some state of stages that run again. This state
-    consists of copies of buffers and of tensors in attributes. All of them are copied for a stage's
-    first run. After this run, a copy is kept only if the run has changed the original. For a stage
-    that draws random numbers, the state also includes the states of the generators (5,056 bytes on
-    the CPU). During its backward, a stage keeps the new gradients of all its parameters, and passes
-    them to autograd at the end. `simulate` counts these new gradients.
+    plus the gradients accumulated in `grad` of the parameters, plus some state of stages that run
+    again. This state consists of copies of buffers and of tensors in attributes. All of them are
+    copied for a stage's first run. After this run, a copy is kept only if the run has changed the
+    original. For a stage that draws random numbers, the state also includes the states of the
+    generators (5,056 bytes on the CPU). The new gradients of a stage's parameters are passed to
+    autograd only when the stage's backward ends. Until then `simulate` counts them.
 
     Args:
         module: The stages: an `nn.Sequential`, or a list of modules and functions. Modules are used
@@ -80,8 +80,8 @@ class ScheduledSequential(nn.Sequential):
             tensor, or several through which gradients flow.
         RuntimeError: A stage changes its input in place, uses a tensor that requires a gradient and
             is neither its input nor its parameter, or returns another shape or dtype when it runs
-            again. The error is also raised if the backward pass runs a second time or is itself
-            differentiated.
+            again. The error is also raised if the backward pass runs a second time, or if second
+            derivatives are computed.
     """
 
     def __init__(self, module: Sequence[Callable], schedule: Schedule):
@@ -133,14 +133,12 @@ def use_forward_runner(runner: Callable) -> Iterator[None]:
 
     Args:
         runner: Function (stage, tensors, settings, compute, detector) -> result of the stage.
-            `tensors` is the list of all tensors that the stage receives. Its parameters and buffers
-            are not among them. `settings` is a tuple of bools on which the result also depends. The
-            runner may call `compute()`, which runs the stage, or return an equal result without
-            running it.
+            `tensors` is the list of all tensors that the stage receives, without its parameters and
+            buffers. `settings` is a tuple of bools on which the result also depends. The runner may
+            call `compute()`, which runs the stage, or return an equal result without running it.
 
-            If `detector` has an attribute `seen`, this attribute is True after a stage has drawn
-            random numbers. A runner that does not call `compute` must set it to True for a stage
-            that draws random numbers.
+            `detector` may have an attribute `seen`. If the stage draws random numbers, `compute()`
+            sets `seen` to True, and a runner that does not call `compute` must do so itself.
     """
     token = _runner.set(runner)
     try:
@@ -193,10 +191,10 @@ class OutputNode(torch.autograd.Function):
 class ChainRun:
     """One forward and backward pass through a chain of stages by a schedule.
 
-    This object has the values and the autograd graphs that are live. The caller calls
-    `run_next_stage` once for each stage and then `finish_forward`. These calls return the outputs
-    of autograd nodes, one per stage. In the backward pass, each node calls `backward` for its
-    stage.
+    This object has the values and the autograd graphs that are live. For the forward pass, call
+    `run_next_stage` once for each stage, and then `finish_forward`, which returns the output. These
+    calls add one autograd node per stage to the caller's graph. In the backward pass, each of these
+    nodes calls `backward` for its stage.
 
     Args:
         stages: The stages, such as layers.
@@ -240,7 +238,8 @@ class ChainRun:
         """Run the schedule's actions up to the first run of the next stage.
 
         Args:
-            link: Result of the previous call. For the first stage, the tensor that is its input.
+            link: Result of the previous call. For the first stage, the `main_tensor` of its input,
+                through which gradients flow.
 
         Returns:
             The output of the stage's autograd node, an empty tensor.
@@ -339,8 +338,8 @@ class ChainRun:
         Args:
             i: Number of the stage.
             value: Input of the stage.
-            detector: Object that detects random operators, for the runner set by
-                `use_forward_runner`. If no runner is set, it is not used.
+            detector: Object that is passed to the runner that `use_forward_runner` has set.
+                Without a runner, it is not used.
         """
         stage = self.stages[i]
         compute = partial(run_stage, i, stage, value, self.kwargs)

@@ -28,10 +28,10 @@ def optimal(chain: Chain, budget_bytes: int) -> Schedule:
     be the least time in which the forwards and backwards of stages s to t can run with m bytes in
     addition to their input x_s. It is the smaller of two options:
 
-    - Keep everything that the backward of stage s needs, and run stages s+1 to t with m minus the
-      stage's `saved_bytes`.
-    - Run from x_s to some x_e and keep x_e. Run stages e to t with m minus the bytes of x_e, and
-      then stages s to e-1 with m bytes.
+    - Run the forward of stage s and keep everything that its backward needs. Stages s+1 to t then
+      run with m minus the `saved_bytes` of stage s, and after them the backward of stage s.
+    - Run the forwards from x_s to some x_e and keep x_e. Then run the forwards and backwards
+      of stages e to t with m minus the bytes of x_e, and those of stages s to e-1 with m bytes.
 
     Time changes only at values of m that are sums of the chain's sizes. A table stores Time for a
     limited number of values of m (levels): 8,000,000 / L**2, but at least 500. If all sums are in

@@ -115,9 +115,9 @@ class Call:
         return all(x.stride(-1) == 1 for x in (*self.inputs, *masks))
 
     def last_strides_are_1_or_one_element(self) -> bool:
-        """Return whether `last_strides_are_1()` holds or the head size of the query is 1.
+        """Return whether `last_strides_are_1()` holds, or the head size of the query is 1.
 
-        With a head size of 1, the mask must have a last stride of 1 nevertheless, if there is one.
+        If the head size is 1, only the mask (if not None) must have a last stride of 1.
         """
         one = self.query.shape[-1] == 1 and (self.mask is None or self.mask.stride(-1) == 1)
         return one or self.last_strides_are_1()
@@ -392,8 +392,8 @@ def kernels_in_order(gpu: Gpu) -> tuple[str, ...]:
     """Return the names of the fused attention kernels in the order in which PyTorch tries them.
 
     cuDNN's kernel comes first on GPUs of compute capability 9.x and 10.x (before torch 2.13, only
-    9.0, 9.3, 10.0 and 10.3). For other GPUs, the result does not contain cuDNN's kernel: PyTorch
-    would try it after the unfused operators, but these can always run.
+    9.0, 9.3, 10.0 and 10.3). On other GPUs, PyTorch would try it only after the unfused operators,
+    which can always run, so the result does not contain it.
 
     Source: cuda/sdp_utils.cpp, `check_prefer_cudnn_attention` and `priority_order`.
     """

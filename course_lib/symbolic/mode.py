@@ -75,8 +75,8 @@ class Symbolic(FakeTensorMode):
 
     Two kinds of symbolic floating-point tensors have known values:
 
-    - Tensors with a single element that is a random number or was computed from real tensors, and
-      results of `torch.linspace` and their views. `item` returns their values, as PyTorch's
+    - Results of `torch.rand` and `torch.linspace`, tensors with a single element that was computed
+      from real tensors, and views of all these. `item` returns their values, as PyTorch's
       `FakeTensorMode` does for `torch.tensor(0.5)`.
     - Results of `torch.ones`, `torch.zeros` and `torch.full`, and their upper or lower triangles,
       until they are written to. Comparing such tensors with each other or with numbers, or
@@ -138,10 +138,11 @@ class Symbolic(FakeTensorMode):
             self._is_decomposing = False
 
     def known_result(self, func, args, kwargs) -> Any:
-        """Return the result of an operator if the same call has run before, or
-        `shape_cache.NOT_FOUND`.
+        """Return the result of an operator from the cache, or `shape_cache.NOT_FOUND`.
 
-        The result is equal to that of `__torch_dispatch__`, but PyTorch's dispatcher is not called.
+        The cache has the result if the operator has run before on equal arguments. Tensors count as
+        equal if they have the same shape, strides, storage offset and dtype. The result is equal to
+        that of `__torch_dispatch__`, but PyTorch's dispatcher is not called.
 
         Args:
             func, args, kwargs: Operator and its arguments, as `__torch_dispatch__` receives them.
