@@ -184,8 +184,8 @@ def _check_framework(
 def lost_updates_warning(given: Namespace, found: Estimates) -> list[str]:
     """Return a warning that small parameter updates are lost by rounding, or an empty list.
 
-    A recipe is a set of memory-saving techniques for a training step. With the precision
-    "bf16-only", it has no fp32 master weights, and bf16 weights round small updates away. The
+    A recipe is a set of memory-saving techniques for a training step. A recipe with the precision
+    "bf16-only" has no fp32 master weights, so small updates of its bf16 weights are lost. The
     warning is returned if the cheapest recipe has this precision and the user did not choose it.
 
     Args:
@@ -257,8 +257,8 @@ def with_spare_memory(found: Estimates, machine: Machine) -> list[Estimate]:
         machine: Device and its memory budget.
 
     Returns:
-        A list with one estimate, which may be in `found`. The list is empty if `found[0]` already
-        leaves 5% unused, or if no recipe leaves 5% unused.
+        A list with one estimate, which may be missing from `found`, because it comes from a new
+        search. The list is empty if `found[0]` already leaves 5% unused, or if no recipe does.
     """
     most = machine.step_budget_bytes - int(SPARE_SHARE * machine.memory)
     if machine.bytes_taken(found[0]) <= most or most < 1:
@@ -326,13 +326,13 @@ def framework_answers(
     A recipe is a set of memory-saving techniques, and its cost is the duration of the training
     step. The answer with the cheapest recipe comes first. Answers without a recipe come last.
 
-    The answer of a framework contains `found` if three conditions hold: the framework can run the
+    A framework's answer is taken from `found` if three conditions hold: the framework can run the
     cheapest recipe in `found`, it has no training step of its own, and the option --config is not
     given. Otherwise the answer comes from a new search with the option --quick.
 
     Args:
         given: Parsed options of the command. If the option --for names a framework, the result has
-            only the answer of that framework, which always contains `found`.
+            only the answer of that framework, which is always taken from `found`.
         model: Model and batch of the step.
         machine: Device and its memory budget.
         found: Result of `search` with the same options.

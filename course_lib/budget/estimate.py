@@ -190,8 +190,8 @@ class Estimate(Table):
         with only a few of the model's blocks, the estimate is used unchanged, and its kind must be
         "cuda".
 
-        If the estimate is of kind "cpu" and `device` is `Rates` without a GPU, only `peak_bytes` is
-        compared with the memory.
+        All of this does not apply if the estimate is of kind "cpu" and `device` is a `Rates` object
+        without a GPU. Only `peak_bytes` is then compared with the memory.
 
         Args:
             device: Name in `RATES`, such as "RTX 4090", or the rates of another device.
@@ -313,9 +313,10 @@ def estimate(
 
     **Existing objects.** An existing model, batch or optimizer is copied to symbolic tensors. The
     estimate changes no weight, gradient, optimizer state or random generator. Hooks of modules run,
-    but hooks of the optimizer do not. If `recipe` is an optimizer, its second step is estimated.
-    Parameters that get no gradient then have no state. If the model stores tensors in a cache or a
-    closure, this place contains symbolic tensors after the estimate, so clear it.
+    but hooks of the optimizer do not. If `recipe` is an optimizer or a function that creates one,
+    the second step is estimated, so parameters that get no gradient have no optimizer state. If the
+    model stores tensors in a cache or a closure, clear them after the estimate, because they are
+    symbolic.
 
     **Accuracy on a CPU.** A real step on a CPU uses the same number of tensor bytes, with one
     exception: in a model with dropout, checkpoint="optimal" also keeps states of random generators,
@@ -345,8 +346,8 @@ def estimate(
 
     **Several ranks.** For a recipe with several `ranks`, the estimate is for the rank that needs
     the most memory, with its share of the batch. From the second step on, the estimate equals what
-    `course_lib.distributed` measures on that rank, except for a few bytes: it leaves out the losses
-    of all micro-batches after the second one.
+    `course_lib.distributed` measures on that rank, except for a few bytes: the losses of all
+    micro-batches after the second one are missing from the estimate.
 
     Args:
         model: Existing model; or function without arguments that returns the model in fp32 and is

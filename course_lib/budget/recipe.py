@@ -86,8 +86,8 @@ class Recipe:
             stands for 1 on a CPU and 2 on CUDA. In an estimate, it stands for 1 with the tier
             "file", and 2 with the tier "host".
         in_flight: Largest number of copies of activations to the lower tier that run at once. None
-            stands for the same numbers as in `prefetch`. A larger number hides longer copies, but
-            needs more memory.
+            stands for 1 or 2, by the same rule as in `prefetch`. A larger number hides longer
+            copies, but needs more memory.
         page_bytes: Size of a page in bytes. Optimizer state in a file, including master weights, is
             updated page by page, and three pages are in memory at once. If the state of one
             parameter is larger than a page, this state is updated as one page. For master weights
@@ -106,7 +106,8 @@ class Recipe:
             `update` is always "fused".
         shard: Tensors that are sharded across the ranks. "ddp" shards no tensors, "zero1" the
             optimizer state, "zero2" also the gradients, and "zero3" also the parameters (see
-            `course_lib.budget.traces.rank_trace`). None leaves the choice to `fit`.
+            `course_lib.budget.traces.rank_trace`). With one rank, it must be None. With several
+            ranks, None makes `fit` try all values, and is an error in `estimate`.
 
     Raises:
         TypeError, ValueError: A field has the wrong type, is out of its range, or cannot be

@@ -87,10 +87,10 @@ def runs_stages(model: nn.Module, recipe: Recipe) -> bool:
 def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, float | Tensor]:
     """Run the functions that the model's method `stages` returns, and compute the loss.
 
-    With checkpoint="segments", the functions run one after the other. All functions between the
-    first and the last one are divided into segments, and every segment except the last one is
-    checkpointed. With checkpoint="optimal", a schedule decides which functions run again in
-    backward.
+    With checkpoint="segments", the functions run one after the other. Those between the first
+    function with parameters and the last function are divided into segments, and every segment
+    except the last one is checkpointed. With checkpoint="optimal", a schedule decides which
+    functions run again in backward.
 
     Args:
         model: Model with a method `stages`.
@@ -239,17 +239,18 @@ def fastest(chain: Chain, budget_bytes: int) -> Schedule:
 def chains_of(model: nn.Module, recipe: Recipe) -> dict[Any, Chain]:
     """Return the dict in which the measured chains of a model are cached.
 
-    A chain contains the times and sizes of stages that run one after the other. These numbers
-    depend on the attention implementation, so there is one dict for each value of
+    A chain contains the FLOPs and the sizes in bytes of stages that run one after the other. These
+    numbers depend on the attention implementation, so there is one dict for each value of
     `recipe.attention`.
     """
     return _chains.setdefault(model, {}).setdefault(recipe.attention, {})
 
 
 def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
-    """Return the times and sizes of the stages that the model's method `stages` returns.
+    """Return the FLOPs and the sizes of the stages that the model's method `stages` returns.
 
-    The stages are measured on symbolic tensors, and the result is cached. Call this function inside
+    The times in the chain are numbers of FLOPs, and the sizes are in bytes. Stages are measured on
+    symbolic tensors, and the result is cached. Call this function inside
     `course_lib.budget.step.apply_techniques`, which applies the recipe's attention and loss head to
     the model.
 

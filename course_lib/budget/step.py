@@ -362,12 +362,11 @@ def apply_techniques(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], 
 def chain_of(
     model: nn.Module, micro_batch: Any, recipe: Recipe, loss_sum: LossSum | None = None
 ) -> Chain:
-    """Return the times and sizes from which the schedule of a recipe is computed.
+    """Return the FLOPs and sizes in bytes from which the schedule of a recipe is computed.
 
     The model is measured for one micro-batch as a chain of stages that run one after the other. The
-    stages come from the model's method `stages` if the step runs it (see `runs_stages`). Otherwise
-    the stages are the model's blocks. They are measured when a forward pass of the model reaches
-    the first block, and the forward pass then stops.
+    times in the chain are numbers of FLOPs. The stages come from the model's method `stages` if the
+    step runs it (see `runs_stages`). Otherwise the stages are the model's blocks.
 
     Args:
         model: Model to train.

@@ -123,7 +123,7 @@ def waterfall(
         names: Names of the bars. By default, the first bar is labeled with the recipe of its step,
             and each later bar with the added techniques.
         labels: Labels for the legend and the budget line, as a mapping from a category of memory,
-            "measured" or "budget" to text. Without an entry, this word is itself the label.
+            "measured" or "budget" to text. A word without an entry is its own label.
         ax: Matplotlib axes to draw on. By default, new axes are created.
 
     Returns:

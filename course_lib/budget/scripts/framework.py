@@ -98,8 +98,8 @@ class Framework:
         """Return a function that makes the model for estimates of the framework's step.
 
         The base class returns `make_model` itself. A framework with its own step returns a function
-        that also sets the model's attribute `_training_code` to the framework.
-        `course_lib.budget.step` then calls the framework's methods `optimizer` and `around_step`.
+        that also marks the model. Estimates of a marked model use the framework's methods
+        `optimizer` and `around_step`.
 
         Args:
             make_model: Function without arguments that returns the model.
@@ -109,12 +109,12 @@ class Framework:
     def optimizer(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], recipe: Recipe, lr: float
     ) -> torch.optim.Optimizer | None:
-        """Return the framework's own optimizer for an estimate of its step, or None.
+        """Return the optimizer that the framework creates for a recipe, for use in estimates.
 
-        None means that the framework uses the recipe's optimizer.
+        The result is None if the framework creates the same optimizer as this library.
 
         Args:
-            model: The model.
+            model: Model to train.
             parameters: Parameters to optimize.
             recipe: Recipe of the step.
             lr: Learning rate.
@@ -122,10 +122,10 @@ class Framework:
         return None
 
     def around_step(self, model: nn.Module, recipe: Recipe) -> AbstractContextManager:
-        """Return a context manager inside which an estimated step runs as the framework runs it.
+        """Return a context manager that changes the model as the framework does during a step.
 
-        The context manager can change the model until it exits. That of the base class changes
-        nothing.
+        An estimate of the framework's step runs inside it. On exit, the model is restored. In the
+        base class, the context manager changes nothing.
 
         Args:
             model: Model to train.

@@ -98,7 +98,7 @@ class Lines:
         return "[p for p in model.parameters() if p.requires_grad]"
 
     def to_device(self, batch: str, dtype: torch.dtype | None = None) -> str:
-        """Return a Python expression that moves a batch to the script's variable `device`.
+        """Return a Python expression that moves a batch to the device in the variable `device`.
 
         Args:
             batch: Python expression for the batch, such as "make_batch()".

@@ -27,9 +27,9 @@ class Loop(Framework):
     """Base class of the frameworks whose script is a training loop in PyTorch.
 
     Attributes:
-        alternatives: Mapping from the name of a field of `Recipe` to a clause that names other code
-            for this field, such as "framework='fsdp2' can run several ranks". If the framework
-            cannot run a value of the field, the error message ends with this clause.
+        alternatives: Mapping from the name of a field of `Recipe` to the last clause of the error
+            message that rejects a value of this field. The clause tells the user what can run the
+            value, as in "framework='fsdp2' can run several ranks".
     """
 
     alternatives: Mapping[str, str] = MappingProxyType({})
@@ -49,9 +49,9 @@ class Loop(Framework):
             return batch_problem(workload.make_batch())
 
     def for_model(self, model: nn.Module) -> Framework:
-        """Return a copy of the framework that allows only values that a script can set in a model.
+        """Return a copy of the framework that rejects what a script cannot set in the model.
 
-        Only the fields `attention` and `checkpoint` are affected.
+        The copy may allow fewer values of the fields `attention` and `checkpoint`.
 
         Args:
             model: Model with symbolic tensors, which have shapes but no values.

@@ -38,9 +38,8 @@ CLASSES: Mapping[str, tuple[str, str]] = {
 class Plain(Loop):
     """Framework whose script is a PyTorch training loop on one device.
 
-    The loop uses the techniques of this library. It cannot run checkpoint="optimal", which chooses
-    the saved activations by the costs of the blocks. The loop would have to measure these costs for
-    each micro-batch.
+    The loop uses the techniques of this library. It cannot run checkpoint="optimal", because it
+    would have to measure the FLOPs and bytes of the blocks for each micro-batch.
     """
 
     name = "torch"

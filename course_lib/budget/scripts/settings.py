@@ -127,9 +127,8 @@ def checkpoint_lines(lines: Lines, sharded: bool = False) -> list[str]:
 
     Args:
         lines: Builder of the script, with the model and the recipe.
-        sharded: Whether FSDP2 has sharded the blocks. Sharding changes the class of a block, so it
-            can no longer be detected whether the block draws random numbers. The script then
-            assumes that the block does, like the library's own step.
+        sharded: Whether FSDP2 has sharded the blocks. If so, the checkpoints always restore the
+            state of the random generators. If not, they do so only if `may_draw(model)` is True.
     """
     recipe, model = lines.recipe, lines.model
     if recipe.checkpoint == "none" or runs_stages(model, recipe):

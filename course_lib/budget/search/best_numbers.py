@@ -52,10 +52,9 @@ def best_in_flight(search: RecipeSearch, family: Recipe) -> Recipe | None:
     The recipes offload activations, and these two fields limit the numbers of copies that run
     during the compute. Larger numbers hide more of the copying, but need more memory.
 
-    `in_flight` does not change the number of bytes that are copied. Therefore the cost of each
-    recipe (the duration of its step) is computed from the estimate of the same recipe with the
-    smallest `in_flight`. Then the recipes are estimated in the order of their costs, until one fits
-    the memory budget.
+    To save time, the cost of each recipe (the duration of its step) is computed from an estimate
+    with the smallest `in_flight`, which copies the same number of bytes. Then the recipes
+    themselves are estimated, the cheapest first, until one fits the memory budget.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
@@ -113,7 +112,7 @@ def first_with_fewest_micro_batches(
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
-        trials: Recipes in this order. Their field `micro_batches` is ignored.
+        trials: Sorted recipes. Their field `micro_batches` is ignored.
 
     Returns:
         A copy of the first recipe that fits, with the fewest micro-batches with which it fits; None
@@ -136,10 +135,10 @@ def first_with_fewest_micro_batches(
 def fewest_segments(search: RecipeSearch, family: Recipe) -> Recipe | None:
     """Return a copy of a recipe with the fewest checkpointed segments with which its step fits.
 
-    A segment consists of consecutive blocks, and only the input of the segment is saved. Up to the
-    square root of the number of blocks, each additional segment saves memory. The smallest number
-    of segments that fits the budget is found among these numbers by bisection. If none of them
-    fits, the recipe has one segment per block.
+    A segment consists of consecutive blocks, and only the input of the segment is saved. The
+    numbers of segments from 2 to the square root of the number of blocks are tried by bisection,
+    because in this range each additional segment saves memory. If none of these numbers fits, the
+    recipe has one segment per block.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
@@ -161,12 +160,11 @@ def fewest_segments(search: RecipeSearch, family: Recipe) -> Recipe | None:
 def fewest_blocks(search: RecipeSearch, one_block: Recipe, most: int) -> Recipe | None:
     """Return a copy of a recipe with the fewest checkpointed blocks with which its step fits.
 
-    Only the first blocks of the model get a checkpoint, and the smallest number of blocks is found
-    by bisection. Bisection requires that the step also fits with every larger number up to `most`.
-    This is the case if the step does not fit the budget without checkpoints, but fits with `most`
-    of them. The reason is that each checkpoint around an equal block changes the live bytes at an
-    operator by the same amount, so that the peak over all operators is a convex function of the
-    number of checkpoints.
+    Only the first blocks of the model get a checkpoint. The smallest number of blocks is found by
+    bisection, which is correct in the following case: the blocks are equal, and the step does not
+    fit without checkpoints, but fits with `most` of them. The peak is then a convex function of the
+    number of checkpoints, so the step also fits with every number between the smallest one that
+    fits and `most`.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
@@ -174,7 +172,8 @@ def fewest_blocks(search: RecipeSearch, one_block: Recipe, most: int) -> Recipe 
         most: Largest number of blocks to checkpoint.
 
     Returns:
-        The recipe; None if the step does not fit with `most` checkpoints.
+        The recipe, also with the fewest micro-batches; None if the step does not fit with `most`
+        checkpoints.
     """
     return first_with_fewest_micro_batches(
         search, [replace(one_block, first_blocks=n) for n in range(1, most + 1)]
@@ -189,9 +188,8 @@ def best_schedule(search: RecipeSearch, family: Recipe) -> Recipe | None:
     of more layers.
 
     The search starts with the largest number of micro-batches, and halves it as long as the step
-    does not get slower. The duration of a step with a schedule follows from the times of the
-    layers. Its peak memory requires an estimate of the step, which takes longer. Therefore a step
-    is estimated only if it may be faster than the fastest step found so far that fits.
+    does not get slower. To save time, the memory of a step is estimated only if the step may be
+    faster than the fastest step found so far that fits.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
@@ -269,8 +267,8 @@ def with_schedule(search: RecipeSearch, recipe: Recipe) -> Recipe | None:
 def fastest_within(search: RecipeSearch, recipe: Recipe, nbytes: int) -> Cost:
     """Return the cost of the fastest schedule whose activations need at most `nbytes` bytes.
 
-    A schedule decides which activations are saved, and which are recomputed. Its cost consists of a
-    time and the peak of the activations in bytes. If no schedule needs at most `nbytes` bytes, the
+    A schedule decides which activations are saved, and which are recomputed. In the result, `time`
+    is a number of FLOPs, and `peak_bytes` is the peak of the activations. If no schedule fits, the
     result is the cost of the schedule that needs the least memory. This function does not estimate
     the training step, so it is fast.
 

@@ -36,8 +36,8 @@ class RecipeSearch:
     """State of a search: the recipes that can be tried for one model and batch, and their costs.
 
     A recipe is a set of memory-saving techniques for a training step, and its cost is the estimated
-    duration of the step. The base recipe, `cache.base`, has the fields that all recipes of the
-    search share.
+    duration of the step. The base recipe, `cache.base`, has the settings that the user has fixed.
+    All recipes of the search share these settings.
 
     Attributes:
         cache: Cache of estimates for this model and batch.
@@ -198,9 +198,8 @@ class RecipeSearch:
         """Return how much of one technique a recipe uses, as a fraction from 0 to 1.
 
         For most techniques, the result is 0 or 1. A graded technique can be used to different
-        degrees, such as the fraction of the optimizer state that is offloaded. For a graded
-        technique, the result is the position of the recipe's value in the list `values(field)`. The
-        position rises evenly from 0 for the first value to 1 for the last value.
+        degrees, such as the fraction of the optimizer state that is offloaded. If a recipe has the
+        value `values(field)[i]` of such a field, the result is i / (len(values(field)) - 1).
 
         Args:
             field: First field of the technique, such as "offload_optimizer".
@@ -268,13 +267,11 @@ class RecipeSearch:
         """Tuple with the attention implementation that needs the least memory, or an empty tuple.
 
         The only element is a value of `Recipe.attention`, such as "flash". The search tries at most
-        two implementations. They are compared by the peaks of the base recipe's step in forward and
-        in backward.
+        two implementations. One of them needs the least memory if neither its peak in forward nor
+        its peak in backward is above that of the other one, in the step of the base recipe.
 
-        The tuple is empty in two cases: if the search tries only one implementation, or if the
-        first implementation has the lower peak in forward and the second one has the lower peak in
-        backward, or the reverse. The value None, which leaves the model's attention unchanged, is
-        never an element, because the search tries no other implementation next to None.
+        The tuple is empty if this holds for neither of the two, or if the search tries only one
+        implementation.
         """
 
         def peaks(attention: str | None) -> tuple[int, int]:

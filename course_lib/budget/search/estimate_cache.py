@@ -188,9 +188,9 @@ class EstimateCache:
     def known_flops(self, recipe: Recipe) -> int | None:
         """Return the FLOPs of a recipe's step if they are known from the cached estimates, or None.
 
-        The fields in `FLOPS_FIELDS` are those that can change the FLOPs of forward and backward.
-        The result is the fewest FLOPs of all cached estimates that have the same values of these
-        fields as `recipe`.
+        They are known if a cached estimate has the same values as `recipe` in all fields that can
+        change the FLOPs of forward and backward (`FLOPS_FIELDS`). If there are several such
+        estimates, the result is their lowest number of FLOPs.
         """
         return self._flops.get(_fields_of_flops(recipe))
 

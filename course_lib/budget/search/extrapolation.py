@@ -59,7 +59,7 @@ UNIFORM_CHECKPOINTS = ("none", "selective", "layers")
 
 @dataclass
 class StepTrace:
-    """Trace of a training step in which one placeholder operator stands for each optimizer update.
+    """Trace of a training step in which a placeholder operator replaces each optimizer update.
 
     `RecordingOptimizer` runs the placeholder. The method `BlockExtrapolator.with_optimizer` later
     adds the memory of the update.
@@ -179,11 +179,11 @@ class BlockExtrapolator:
             yield
 
     def schedule_cost(self, recipe: Recipe) -> Cost:
-        """Return the cost of a recipe's schedule for a micro-batch: time and bytes of activations.
+        """Return the cost of running one micro-batch by a recipe's schedule.
 
-        A schedule decides which activations are saved, and which are recomputed. If the
-        micro-batches run different operators, the result is for the micro-batch that needs the most
-        memory.
+        A schedule decides which activations are saved, and which are recomputed. In the result,
+        `time` is a number of FLOPs, and `peak_bytes` is the peak of the activations. If the
+        micro-batches run different operators, the result is for the one that needs the most memory.
 
         Args:
             recipe: Recipe with checkpoint="optimal".
@@ -215,10 +215,10 @@ class BlockExtrapolator:
     def forward_and_backward(self, recipe: Recipe) -> StepTrace:
         """Return the trace of forward and backward, extrapolated from runs with few blocks.
 
-        If this is not possible for the recipe and the model, all blocks are run. If the recipe
-        checkpoints only the first blocks, the blocks with and without a checkpoint are extrapolated
-        one after the other. This needs up to four runs, as in the following table, in which "few"
-        is a small number of blocks:
+        If the recipe or the model does not allow this, all blocks are run. Usually two runs are
+        enough, one with a small number of blocks and one with one more block. If the recipe
+        checkpoints only the first blocks, there are two kinds of blocks, and up to four runs are
+        needed. In the following table of these runs, "few" is a small number of blocks:
 
             blocks without a checkpoint    few with a checkpoint    few + 1 with a checkpoint
             few                            run                      run
@@ -226,8 +226,7 @@ class BlockExtrapolator:
 
         First, each row of this table is extrapolated to the model's number of blocks with a
         checkpoint. Then the two results are extrapolated to the model's number of blocks without a
-        checkpoint. For any other recipe, all blocks are of one kind, and one row or one column of
-        the table is enough.
+        checkpoint.
         """
         count = len(self.blocks)
         first = recipe.first_blocks or 0
@@ -388,8 +387,7 @@ def blocks_in_flight(recipe: Recipe, tier: str, blocks: int) -> int:
 
     In forward, a storage of a block may still be copied to the lower tier while later blocks run.
     In backward, which runs the last block first, a storage may be fetched while a later block runs.
-    For this reason, steps with few blocks must contain the returned number of additional blocks, so
-    that their memory can be extrapolated.
+    A step with few blocks can be extrapolated only if it has this many additional blocks.
 
     The numbers were found by experiment for up to two copies in each direction, in decoders and in
     chains that add tensors between their blocks. The returned numbers are the smallest ones with
@@ -448,8 +446,8 @@ def highest_cost(
 ) -> Cost:
     """Return the cost of a recipe's schedule for the micro-batch that needs the most memory.
 
-    A schedule decides which activations are saved, and which are recomputed. Its cost consists of a
-    time and the peak of the activations in bytes.
+    A schedule decides which activations are saved, and which are recomputed. In the result, `time`
+    is a number of FLOPs, and `peak_bytes` is the peak of the activations.
 
     Args:
         model: Model to train.

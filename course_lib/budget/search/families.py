@@ -58,9 +58,9 @@ def fit_given_recipes(
 def fit_on_ranks(search: RecipeSearch, base: Recipe) -> tuple[list[Estimate], list[Estimate]]:
     """Find the recipes for several ranks that fit the memory budget of the search.
 
-    The search tries the values of `shard`, `checkpoint` and `attention`, each with the fewest
-    micro-batches with which the step fits. Checkpoints are tried only if the step does not fit
-    without them.
+    The search tries combinations of the fields `shard`, `checkpoint` and `attention`, each with the
+    fewest micro-batches with which the step fits. Checkpoints are tried only if the step does not
+    fit without them.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
@@ -275,11 +275,10 @@ def _add_first_blocks(search: RecipeSearch, found: list[Recipe]) -> None:
 
 
 def max_first_blocks(search: RecipeSearch, one_block: Recipe, cheapest: float) -> int:
-    """Return how many blocks can be checkpointed before the step takes `cheapest` seconds.
+    """Return how many of the first blocks a step of less than `cheapest` seconds can checkpoint.
 
-    The blocks are counted from the first block of the model. If the blocks are equal, each
-    checkpoint adds the same number of recomputed FLOPs. If the blocks are not equal, the result is
-    only an upper bound.
+    At least one block always stays without a checkpoint. If the blocks are not equal, the result is
+    only an upper bound, because their checkpoints can add different numbers of FLOPs.
 
     Args:
         search: Model and batch for which recipes are searched.

@@ -158,8 +158,8 @@ def recomputed_flops(cache: EstimateCache, checkpointed: Recipe) -> int:
     """Return the FLOPs that a recipe's checkpoints add, or 0 if they are not known.
 
     The result is the difference between two cached estimates, one with and one without the
-    checkpoints. Both estimates have the loss head of the base recipe (`cache.base`), because the
-    difference does not depend on the loss head.
+    checkpoints. The FLOPs are not known if one of these estimates is missing. The loss head of
+    `checkpointed` is ignored, because the difference does not depend on it.
 
     Args:
         cache: Cache of estimates for the model and the batch.

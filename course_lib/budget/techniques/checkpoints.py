@@ -229,9 +229,9 @@ def keep_statistics(
     forward pass of a block again. Inside this context, the second update is undone.
 
     The context manager yields a function, to be called after each forward pass. The function stores
-    the statistics, which are restored before the next forward pass and at the end of the `with`
-    block. The function also raises ValueError if the forward pass has changed any other buffer,
-    because the recomputed block might then compute other values.
+    the statistics, which backward may update again. They are restored before the next forward pass
+    and at the end of the `with` block. The function also raises ValueError if the forward pass has
+    changed any other buffer, because the recomputed block might then compute other values.
 
     Args:
         model: Model with checkpointed blocks.

@@ -136,8 +136,8 @@ def head_of(model: nn.Module, chunk: int) -> nn.Module:
     """Return the output head of a model, that is, the module that computes its logits.
 
     If the model or a module inside it has the method `get_output_embeddings`, the output head is
-    the result of this method. Otherwise it is the `nn.Linear` with the most output features outside
-    the model's blocks, or the last of several such layers.
+    the result of this method. Otherwise it is the `nn.Linear` with the most output features among
+    those outside the model's blocks. If several have equally many, the last one is taken.
 
     Args:
         model: The model.

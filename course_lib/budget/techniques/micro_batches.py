@@ -82,8 +82,8 @@ def counts_of_batch(
             micro-batches and `split` is None.
 
     Returns:
-        The numbers in ascending order, and a text for the user. The text states why the batch
-        cannot be split, and is None if it can be split.
+        A pair of the numbers in ascending order and a text for the user. The text states why the
+        batch cannot be split, and is None if it can be split.
     """
     if split is None:
         try:

@@ -39,11 +39,11 @@ class Technique:
             The function raises an error if the value is not allowed.
         around: Code that runs inside the context manager of `apply`: "step" for the whole training
             step, or "forward" for the forward pass of each micro-batch.
-        after: Techniques that are applied to a model before this one, each given by its first
-            field. An example is "head_chunk" for `Checkpoint`, because the output head must be
-            found before the blocks are wrapped. `course_lib.budget.waterfall` also adds techniques
-            to the baseline in this order, cheap techniques first. None means that `apply` is not
-            used, because the technique is part of every step. An example is the precision.
+        after: First fields of the techniques that are applied to a model before this one. An
+            example is ("head_chunk",) for `Checkpoint`, because the output head must be found
+            before the blocks are wrapped. `course_lib.budget.waterfall` adds techniques to the
+            baseline in the same order. None for techniques such as the precision, of which even
+            the baseline has a setting.
         composable: Whether each of several equal blocks of a model adds the same bytes and FLOPs to
             a step with this technique. If so, `course_lib.budget.search.extrapolation` computes an
             estimate from steps with only a few of the blocks. If not, the step is run with all

@@ -42,17 +42,16 @@ def groups_of(
 ) -> list[list[int]]:
     """Return groups of micro-batches that run the same operators, as lists of indices.
 
-    A trace needs to run only one micro-batch per group. Usually, micro-batches are assumed to run
-    the same operators if their tensors have the same shapes. In two cases, this assumption may be
-    wrong. The function then runs the forward pass of each micro-batch, and a group consists of
-    micro-batches with the same shapes whose forward passes run the same operators:
+    A trace needs to run only one micro-batch per group. Usually, micro-batches are in one group if
+    their tensors have the same shapes. Equal shapes are not enough in two cases:
 
     - The forward pass of the first micro-batch, which always runs, reads values of a real tensor,
       for example of an attention mask.
     - The micro-batches contain different objects that are not tensors.
 
-    If there are only one or two micro-batches, each of them is a group of its own, and no forward
-    pass runs.
+    In these cases, the forward pass of every micro-batch runs, and the micro-batches of a group
+    must also run the same operators. If there are only one or two micro-batches, each of them is a
+    group of its own, and no forward pass runs.
 
     Call this function in symbolic mode (`course_lib.symbolic.symbolic`). In this mode, most tensors
     are symbolic: they have shapes but no values. Small tensors of integers or booleans on the CPU

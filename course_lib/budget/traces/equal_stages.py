@@ -44,8 +44,8 @@ class ForwardRun:
             An int64 array of shape (points, categories), with the categories in the order of
             `CATEGORIES`.
         outline: Shape, strides, dtype and device of the output.
-        role: Use of the output's storage, as in the meter's `Record` of this storage.
-        made_in: Pass in which the output's storage was created, as in the same `Record`.
+        role: Attribute `role` of the meter's `Record` of the output's storage.
+        made_in: Attribute `made_in` of the same `Record`, the pass that created the storage.
         born: Point at which the output's storage is created.
         drew: Whether the pass drew random numbers.
         result: Value that the pass stored in `stage.result`. Each replay stores it in the attribute
@@ -70,8 +70,9 @@ class ForwardPassCache:
     meter without running the operators.
 
     Args:
-        tracker: The meter's records of storages.
-        usage: The meter's tracker of the categories of storages, such as "activation".
+        tracker: `StorageTracker` of the memory meter, which records all storages.
+        usage: `CategoryTracker` of the memory meter, which determines the category of each storage,
+            such as "activation".
         kind_of: Function that takes a stage and returns a hashable value. Two stages with the same
             value are equal: they run the same operators for the same input. The value None means
             that no other stage is equal.
@@ -110,8 +111,8 @@ class ForwardPassCache:
                 stage is the last one, whether its input needs a gradient, and whether autocast is
                 on.
             compute: Function without arguments that runs the stage and returns its output.
-            drawing: Object whose attribute `seen` is True after the call if the stage draws random
-                numbers; None if this information is not needed.
+            drawing: Active dispatch mode that sets its attribute `seen` to True when random numbers
+                are drawn. A replay of such a stage sets it too. None if this is not needed.
         """
         key = self._key(stage, given, context)
         if key not in self.cache:

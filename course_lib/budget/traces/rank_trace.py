@@ -253,8 +253,8 @@ def _explain_sharded_parameters(recipe: Recipe) -> Iterator[None]:
 def one_rank_recipe(recipe: Recipe) -> Recipe:
     """Return a copy of a recipe for the step of a single rank, with one micro-batch.
 
-    The precision of the new recipe is "fp32" if FSDP2 shards the parameters. FSDP2 keeps fp32
-    shards, even if it computes in bf16.
+    If FSDP2 shards the parameters (shard="zero2" or "zero3"), the precision of the new recipe is
+    "fp32", because FSDP2 keeps fp32 shards even if it computes in bf16.
     """
     sharded = recipe.shard not in REPLICATED
     return replace(
@@ -268,7 +268,8 @@ def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
     If the parameters are in bf16, their fp32 master weights are included.
 
     Args:
-        shapes: Shapes of the model's parameters.
+        shapes: Shapes of the model's parameters, as `course_lib.distributed.shapes_of` returns
+            them.
         recipe: Recipe with several ranks.
     """
     each = 12 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 8
@@ -286,7 +287,8 @@ def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
     the optimizer step.
 
     Args:
-        shapes: Shapes of the model's parameters.
+        shapes: Shapes of the model's parameters, as `course_lib.distributed.shapes_of` returns
+            them.
         recipe: Recipe with several ranks.
     """
     ranks = 1 if recipe.shard in REPLICATED else recipe.ranks
