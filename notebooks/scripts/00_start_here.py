@@ -13,7 +13,7 @@
 #
 # `CUDA out of memory` (OOM) usually means that at some point, the training step needed more memory than the GPU has. The small decoder on this page has eight layers and 27.5 MB of weights. Its training step needs up to 277.7 MB of memory. This maximum is called the **peak**.
 #
-# If you wrap each layer in one function call, the peak falls, but every bit of the gradients stays the same. How far does the peak fall, and at what cost? You guess the new peak and its cost, then measure both, with or without a GPU.
+# If you wrap each layer in one function call, the peak falls, but every bit of the gradients stays the same. How far does the peak fall, and how much computation does this add? You guess both numbers, then measure them, with or without a GPU.
 #
 # </div>
 # <div lang="zh">
@@ -41,7 +41,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# <span class="lab-only">上面的三个按钮用来切换语言。清除输出以后，按钮会随之消失。重新运行第一个代码单元格，按钮就会回来。</span>
+# <span class="lab-only">上面的三个按钮用来切换语言。清除输出以后，按钮会消失。重新运行第一个代码单元格，按钮就会回来。</span>
 #
 # **本课内容**（31 分钟）：试用第一种技术，做第一道练习，再选一条路线。
 #
@@ -122,12 +122,12 @@ my_flops = None
 # %% [markdown]
 # <div lang="en">
 #
-# Do both models compute the same gradients?
+# Do the models with and without checkpoints compute the same gradients?
 #
 # </div>
 # <div lang="zh">
 #
-# 先检查两个模型算出的梯度是否一样：
+# 先检查有无检查点的两个模型梯度是否一样：
 #
 # </div>
 
@@ -178,16 +178,16 @@ figures.peak_table(meters)
 # %% [markdown]
 # <div lang="en">
 #
-# Each position on the horizontal axis is one operator. In the upper timeline, the activations (green) grow until forward ends. The peak comes at the start of backward, before any gradient exists. In the lower timeline, each tooth of the curve is one layer, whose activations are recomputed, used and released.
+# Each position on the horizontal axis is one operator. In the upper timeline, the activations (green) grow until forward ends. The peak comes at the start of backward, before any weight has a gradient. In the lower timeline, each tooth of the curve is one layer, whose activations are recomputed, used and released.
 #
-# With checkpoints, the peak is near the end of backward, when 23.2 MB of gradients are in memory. Each tooth rises by about the same number of bytes, but starts higher than the tooth before it. The reason is that backward adds each layer's gradients and releases only the layer's input, which is smaller.
+# With checkpoints, the peak is near the end of backward, when 23.2 MB of gradients are in memory. Each tooth rises by about the same number of bytes, but starts higher than the tooth before it. The reason is that the gradients that each layer adds are larger than the input that it releases.
 #
 # </div>
 # <div lang="zh">
 #
-# 时间线的横轴上，一格是一个算子。上图中，绿色的激活值一路增加，到前向结束为止。紧接着反向开始，梯度还没有产生，内存就达到了峰值。下图曲线的每个锯齿对应一层，反向把这一层的激活值重新算出来，用完就释放。
+# 时间线的横轴上，一格是一个算子。上图中，绿色的激活值一路增加，到前向结束为止。反向一开始，内存就达到峰值，这时权重都还没有梯度。下图曲线的每个锯齿对应一层，反向把这一层的激活值重新算出来，用完就释放。
 #
-# 用上检查点，峰值移到了反向快结束的时候，那一刻内存里已有 23.2 MB 的梯度。各个锯齿上升的幅度差不多，但越靠后的锯齿起点越高，因为反向每处理完一层，新增的梯度都比释放的那份输入大。
+# 用上检查点，峰值移到了反向快结束的时候，那一刻内存里已有 23.2 MB 的梯度。各个锯齿上升的幅度差不多，但越靠后的锯齿起点越高，因为反向每处理完一层，留下的梯度都比释放的这层输入大。
 #
 # </div>
 
@@ -212,7 +212,7 @@ table(["", "your guess", "measured"], shown)
 # </div>
 # <div lang="zh">
 #
-# 峰值降到基线的 0.48 倍，FLOPs 升到基线的 1.21 倍。FLOPs 为什么没有翻倍？前向的每次矩阵乘法，到了反向要做两次，一次求输入的梯度，一次求权重的梯度。因此基线一步的 FLOPs 约相当于三次前向。用检查点要多做一次前向，FLOPs 约增加三分之一。
+# 峰值降到基线的 0.48 倍，FLOPs 升到基线的 1.21 倍。FLOPs 为什么没有翻倍？前向每做一次矩阵乘法，反向就要做两次，一次求输入的梯度，一次求权重的梯度。因此基线一步的 FLOPs 约相当于三次前向。用检查点要多做一次前向，FLOPs 约增加三分之一。
 #
 # 在这个解码器上，重计算增加的 FLOPs 还不到三分之一，原因有两个。一是输出头（产生 logits 的最后一次矩阵乘法）不用重计算。二是反向用不到每一层最后一次矩阵乘法的结果，所以重计算在这次乘法之前就停下（提前终止）。
 #
@@ -234,7 +234,7 @@ table(["", "your guess", "measured"], shown)
 # </div>
 # <div lang="zh">
 #
-# 刚才的顺序，也是每一课的顺序。你先**预测**一个数，再把想法**实现**出来。测量之前先验证梯度**相等**，因为改变了结果的技术没有用处。最后才**测量**。从第 01 课起，每课还有一张表，逐条检验你可能在别处读到的**说法**。术语和公式里的字母，都可以在[术语表](GLOSSARY.md)里查到。
+# 每一课都按刚才的顺序进行。你先**预测**一个数，再把想法**实现**出来。测量之前先验证梯度**相等**，因为改变了结果的技术没有用处。最后才**测量**。从第 01 课起，每课还有一张表，逐条检验你可能在别处读到的**说法**。术语和公式里的字母，都可以在[术语表](GLOSSARY.md)里查到。
 #
 # **练习**是一个有空缺的单元格，空缺处常写着 `None` 或 `0`。填上你的答案，再运行这个单元格，程序就会检查答案。参考答案折叠在单元格下方，点一下<span class="lab-only">那三个点</span>就能展开。
 #
@@ -271,7 +271,7 @@ figures.peak_table(steps, heading="layers with a checkpoint, MB at the peak")
 # %% [markdown] slide={"en": "Four of eight checkpoints bring more than half of the reduction.\n\nThe step has two high points. The peak is the higher one.", "zh": "八层中只给四层加检查点，峰值的降幅就已过半。\n\n一步里有两个高点，峰值是其中较高的一个。"}
 # <div lang="en">
 #
-# Checkpoints on four of the eight layers already bring more than half of the reduction that eight checkpoints bring. The reason is that the memory of this step has two high points, and the peak is the higher point.
+# Four checkpoints already bring more than half of the reduction that eight checkpoints bring. The reason is that the memory of this step has two high points, and the peak is the higher one.
 #
 # - The first high point is at the start of backward. There each checkpoint saves 19.93 MB, so four checkpoints lower this point from 277.7 MB to 197.9 MB. With four checkpoints, the first point is the peak.
 # - The second high point is near the end of backward. It is 134.0 MB, both with four and with eight checkpoints. With eight checkpoints, the second point is the peak. So the last four checkpoints lower the peak by only 63.9 MB.
@@ -281,7 +281,7 @@ figures.peak_table(steps, heading="layers with a checkpoint, MB at the peak")
 # </div>
 # <div lang="zh">
 #
-# 只给八层中的四层加检查点，峰值的降幅就已超过八层都加时的一半。原因是这一步的内存有两个高点，峰值是其中较高的一个。
+# 只给四层加检查点，峰值的降幅就已超过八层都加时降幅的一半。原因是这一步的内存有两个高点，峰值是其中较高的一个。
 #
 # - 第一个高点在反向开始时。每个检查点让它降低 19.93 MB，所以加四个检查点，它就从 277.7 MB 降到 197.9 MB。加四个检查点时，峰值就是第一个高点。
 # - 第二个高点在反向快结束时。无论加四个还是八个检查点，它都是 134.0 MB。加八个检查点时，峰值就是第二个高点，所以后加的四个检查点只让峰值再降低 63.9 MB。
@@ -293,7 +293,7 @@ figures.peak_table(steps, heading="layers with a checkpoint, MB at the peak")
 # %% [markdown] slide={"en": "Every lesson uses this step again.\n\nThe course's **ledger**: the peak of this step, one row per technique.", "zh": "每一课都会再用到这个训练步。\n\n课程的**账本**：这个训练步的峰值，每种技术占一行。"}
 # <div lang="en">
 #
-# Every lesson uses this training step, and adds a row to the course's **ledger**. The row states the peak of the step with only that lesson's technique. The first row is the baseline:
+# Every lesson uses this training step, and adds a row to the course's **ledger**. The row states the step's peak if only that lesson's technique is used. The first row is the baseline:
 #
 # </div>
 # <div lang="zh">
@@ -376,14 +376,14 @@ figures.course_map()
 # | 更多时间 | 从 00 到 09 依次学完，并做练习 |
 # | 一个今天就得装进显存的模型 | 先运行下面的命令，再做[项目](10_your_model.ipynb)。如果眼前有报错信息，请看[显存不足怎么办](../docs/out_of_memory.zh.md) |
 #
-# 在课程目录里输入下面的命令，就能知道一个 3B 参数的解码器能不能在 24 GiB（25.8 GB）的卡上训练。这里的批次有 4 个样本，每个样本 2048 个 token。
+# 在课程目录里输入下面的命令，就能知道一个 3B 参数的解码器能不能在 24 GiB（25.8 GB）的卡上训练。批次有 4 个样本，每个样本 2048 个 token。
 #
 # ```
 # COURSE_LANG=zh .venv/bin/python -m course_lib.budget --parameters 3B --sequence 2048 --batch 4 \
 #   --device "RTX 4090" --quick
 # ```
 #
-# 这条命令不需要 GPU。它逐一加上各种技术，直到训练步装得下为止：
+# 这条命令不需要 GPU。它逐一加上各种技术，直到显存装得下训练步为止：
 #
 # | 训练步 | 峰值（MB） | FLOPs（基线的倍数） | 搬运（GB） |
 # |---|---:|---:|---:|
@@ -407,7 +407,7 @@ figures.course_map()
 # </div>
 # <div lang="zh">
 #
-# 在[第 01 课](01_memory_bottleneck.ipynb)里，你会弄清训练步的字节都用在哪里，并学会怎样预测。
+# 在[第 01 课](01_memory_bottleneck.ipynb)里，你会弄清训练步的字节都用在哪里，并学会预测字节数。
 #
 # **出处**：Chen et al. 2016，*Training Deep Nets with Sublinear Memory Cost*，arXiv:1604.06174。
 #

@@ -134,7 +134,7 @@ exercises.check_training_state(mine)
 # </div>
 # <div lang="zh">
 #
-# Adam 的状态在第一步里才建立，所以我们跑两步，用计量器测量第二步。下表是第二步结束时留在内存里的字节数。
+# Adam 的状态在第一步里才建立，所以我们跑两步，测量第二步。下表是第二步结束时留在内存里的字节数。
 #
 # </div>
 
@@ -206,11 +206,11 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 # </div>
 # <div lang="zh">
 #
-# 张量的字节在它的**存储区**（storage）里，视图与原张量共用一个存储区。算子返回的存储区如果不属于传给它的任何一个参数，就是新的。计量器遇到新的存储区，就加上它的字节，等存储区释放时再减掉。
+# 张量的字节在它的**存储区**（storage）里，视图与原张量共用一个存储区。算子返回的存储区，如果不属于传入的任何一个张量，就是新的。计量器遇到新的存储区，就加上它的字节，等存储区释放时再减掉。
 #
-# PyTorch 的每个算子都要经过**分发器**（dispatcher）。如果启用了 `TorchDispatchMode`，分发器就改为调用这个模式，再由模式去调用算子，因此模式能看到参数和结果。`exercises.storages(values)` 返回一个字典，列出 `values` 中全部张量的存储区，键是地址，值是存储区。`weakref.finalize(storage, function, argument)` 在存储区释放时调用 `function(argument)`。
+# PyTorch 的每个算子都要经过**分发器**（dispatcher）。如果启用了 `TorchDispatchMode`，分发器就改为调用这个模式，再由模式去调用算子，因此模式能看到算子的输入和结果。`exercises.storages(values)` 返回一个字典，列出 `values` 中全部张量的存储区，键是地址，值是存储区。`weakref.finalize(storage, function, argument)` 在存储区释放时调用 `function(argument)`。
 #
-# **练习 2。** 下面的计量器缺一个条件。请把 `None` 换掉，让计量器统计新的存储区，而且只统计新的。检查会试四种情形，即视图、原地算子、写入 `out=` 的算子，以及中途释放的张量。
+# **练习 2。** 下面的计量器缺一个条件。请把 `None` 换掉，让计量器只统计新的存储区。检查会试四种情形，即视图、原地算子、写入 `out=` 的算子，以及中途释放的张量。
 #
 # </div>
 
@@ -296,7 +296,7 @@ table(["tensor", "elements", "bytes of storage"], rows)
 # </div>
 # <div lang="zh">
 #
-# 这个损失只有一个数，占的字节却与它的输入一样多，因为 PyTorch 先把全部差的平方写进结果的存储区，再求平均。如果训练循环把这样的损失收进一个列表，每一步就要多占 4.2 MB。换成 `loss.detach()` 也没有用，因为它与损失共用同一个存储区，仍占着全部 4,194,304 字节。应当收集 `loss.item()` 或 `loss.detach().clone()`。在这里的 CPU 上，`smooth_l1_loss`、`binary_cross_entropy` 和 `soft_margin_loss` 也保留与输入一样大的存储区（用 `reduction="sum"` 时也一样），`cross_entropy` 则不会。
+# 这个损失只有一个数，占的字节却与它的输入一样多，因为 PyTorch 先把每个差的平方写进结果的存储区，再求平均。如果训练循环把这样的损失收进一个列表，每一步就要多占 4.2 MB。换成 `loss.detach()` 也没有用，因为它与损失共用同一个存储区，仍占着全部 4,194,304 字节。应当收集 `loss.item()` 或 `loss.detach().clone()`。在这里的 CPU 上，`smooth_l1_loss`、`binary_cross_entropy` 和 `soft_margin_loss` 也保留与输入一样大的存储区（用 `reduction="sum"` 时也一样），`cross_entropy` 则不会。
 #
 # </div>
 
@@ -305,7 +305,7 @@ table(["tensor", "elements", "bytes of storage"], rows)
 #
 # <div lang="en">
 #
-# Many online memory calculators add up weights, gradients, optimizer state and activations. Here weights, gradients and optimizer state take 110.0 MB, and the activations take at most 178.4 MB. The sum is 288.4 MB, but the measured peak is only 277.7 MB:
+# Many online memory calculators add up weights, gradients, optimizer state and activations. Here weights, gradients and optimizer state take 110.0 MB, and activations at most 178.4 MB. The sum is 288.4 MB, but the measured peak is only 277.7 MB:
 #
 # </div>
 # <div lang="zh">
@@ -360,12 +360,12 @@ table(["vocabulary", "peak (MB)", "share of the logits", "kinds added up (MB)"],
 # %% [markdown]
 # <div lang="en">
 #
-# With 2048 words, the sum of the kinds is 4% above the peak. With 32768 words, it is 28% below the peak. The sum is wrong because it adds gradients and activations that are never in memory together, and leaves out the temporaries. With 32768 words, the three tensors of the logits' size take more than half of the peak. (Lesson 02 computes the loss in chunks.)
+# With 2048 words, the sum of the kinds is 4% above the peak. With 32768 words, it is 28% below the peak. The sum is wrong because it adds gradients and activations that are never in memory together, and leaves out the temporaries. With 32768 words, the three tensors of the logits' size take more than half of the peak. (Lesson 02 computes the loss in chunks, which makes these tensors smaller.)
 #
 # </div>
 # <div lang="zh">
 #
-# 词表为 2048 时，各类之和比峰值多 4%。词表为 32768 时，各类之和却比峰值少 28%。这是因为求和时漏掉了临时张量，又把梯度与激活值加在一起，而这些梯度和激活值绝不会同时在内存里。词表为 32768 时，那三个与 logits 一样大的张量占峰值的一半以上。（第 02 课会把损失分成小段计算。）
+# 词表为 2048 时，各类之和比峰值多 4%。词表为 32768 时，各类之和却比峰值少 28%。这是因为求和时漏掉了临时张量，又把梯度与激活值加在一起，而这些梯度和激活值绝不会同时在内存里。词表为 32768 时，那三个与 logits 一样大的张量占峰值的一半以上。（第 02 课把损失分成小段计算，这些张量就会变小。）
 #
 # </div>
 
@@ -461,7 +461,7 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (50 minutes). You can now measure the bytes of each kind in a step, the operator at the peak, and the tensors that autograd keeps. The second sitting asks *why* autograd keeps these tensors. At its end, you compute the whole peak by hand.
+# **End of the first sitting** (50 minutes). You can now measure the bytes of each kind in a step, and find the operator at the peak and the tensors that autograd keeps. The second sitting asks *why* autograd keeps these tensors. Then you compute the whole peak by hand.
 #
 # </div>
 # <div lang="zh">
@@ -489,15 +489,15 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 #
 # - $y = x W$：$dW = x^\top dy$ 和 $dx = dy\, W^\top$ 要用 $x$ 和权重矩阵，不用 $y$。
 # - $P = \mathrm{softmax}(S)$：$dS = P \odot (dP - \ldots)$，要用 $P$，不用 $S$。
-# - $y = x + z$ 只把梯度传下去，不用任何张量，$z$ 是掩码时也一样。除以一个普通的数（例如 `/ d**0.5`）同样不保存张量。（如果除数是要求梯度的张量，那么被除数和除数都要保存。）
-# - GELU 求导时要用自己的输入。LayerNorm 要用它的输入，外加每个 token 的两个数，即均值和标准差的倒数。
+# - $y = x + z$ 只把梯度传下去，不用任何张量，$z$ 是掩码时也不用。除以一个普通的数（例如 `/ d**0.5`）同样不保存张量。（如果除数是要求梯度的张量，那么被除数和除数都要保存。）
+# - GELU 求导时要用自己的输入。LayerNorm 要用它的输入，外加每个 token 的两个数，一个是均值，一个是标准差的倒数。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# A layer consists of these eight lines. Its input is $b$ sequences of $s$ tokens. Per sequence and per head, the attention scores $S$ and the probabilities $P$ have $s \times s$ numbers each, and there are $a$ heads:
+# A layer consists of these eight lines. Its input is $b$ sequences of $s$ tokens. The layer has $a$ heads. Per sequence and head, the attention scores $S$ and the probabilities $P$ have $s \times s$ numbers each:
 #
 # ```python
 # y = norm1(x)             # LayerNorm
@@ -528,7 +528,7 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 # x = x + down(gelu(u))    # Linear: 4h → h
 # ```
 #
-# **练习 3。** 这样的一层保存多少字节？请补全这个函数，让它对任意的 $b$、$s$、$h$、$a$ 都成立。前两行已经写好：`norms` 是两个 LayerNorm 的输入，`statistics` 是它们的均值和标准差倒数。其余三行由你来写。`attention` 统计从 `y` 起、到 `out` 这个线性层的输入为止所保存的张量，但不含 P。`probabilities` 统计 P。`feed-forward` 统计从 `z` 起所保存的全部张量。权重不算。
+# **练习 3。** 一层保存多少字节？请补全这个函数，让它对任意的 $b$、$s$、$h$、$a$ 都成立。前两行已经写好：`norms` 是两个 LayerNorm 的输入，`statistics` 是它们的均值和标准差倒数。其余三行由你来写。`attention` 统计从 `y` 起、到 `out` 这个线性层的输入为止所保存的张量，但不含 P。`probabilities` 统计 P。`feed-forward` 统计从 `z` 起所保存的全部张量。权重不算。
 #
 # </div>
 
@@ -626,7 +626,7 @@ figures.draw_lengths(saved_by_one_layer, my_length)
 # </div>
 # <div lang="zh">
 #
-# P 与其余部分的两条线在 $s = 16 h / a = 512$ 处相交，也就是头维度（这里是 32）的十六倍。许多大模型的头维度是 128，交点就在 2048 个 token。序列更长时，如果保存 P，P 就占一层激活值的大部分。
+# P 与其余各项的两条线在 $s = 16 h / a = 512$ 处相交，这个长度是头维度（这里是 32）的十六倍。许多大模型的头维度是 128，交点就在 2048 个 token。序列更长时，如果保存 P，P 就占一层激活值的大部分。
 #
 # </div>
 
@@ -651,7 +651,7 @@ figures.draw_lengths(saved_by_one_layer, my_length)
 #
 # - **RMSNorm** 把每个 token 除以它的均方根，没有均值，也没有偏置。
 # - **分组查询注意力**（GQA）里，K 和 V 的头比 Q 少，$a$ 个查询头共用 $n$ 个键值头。
-# - **`scaled_dot_product_attention`**（SDPA）用一个融合算子完成整个注意力（第 06 课）。它保存 Q、K、V 和输出，但不保存 P。它改为给每个头的每个查询保存一个 fp32 数，这个数叫做 LSE（log-sum-exp，指数和的对数）。（在 CPU 上用 dropout 时，它仍然保存 P。）
+# - **`scaled_dot_product_attention`**（SDPA）用一个融合算子完成整个注意力（第 06 课）。它保存 Q、K、V 和输出，不保存 P，而是为每个头的每个查询保存一个 fp32 数，叫做 LSE（log-sum-exp，指数和的对数）。（在 CPU 上用 dropout 时，它仍然保存 P。）
 # - **SwiGLU** 是有三个矩阵的前馈（feed-forward）网络，它把两个宽度为 $f$ 的投影逐元素相乘。
 #
 # 下面就是 Hugging Face 的 `transformers` 里的这一层。它比 Llama 3 8B 的小，但 $f = 3.5 h$、$a = 4 n$ 这两个比例相同，其中 $h = 256$，$a = 8$。**先猜**：对这一层，在 128 和 2048 个 token 时，你的公式差多少？
@@ -680,7 +680,7 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Your formula is 11% too low for the short sequences. For the long sequences, it gives more than three times the measured bytes. The layer consists of these lines:
+# Your formula is 11% too low for the short sequences. For the long sequences, it gives more than three times the measured bytes. Llama's layer consists of these lines:
 #
 # ```python
 # m = x * rsqrt(mean(x**2))     # RMSNorm: keeps x, and the result of rsqrt
@@ -767,7 +767,7 @@ predictions([(f"s = {s}", llama[s], measured[s]) for s in measured], unit="bytes
 #
 # <div lang="en">
 #
-# Section 1.3 showed one part of the peak of lesson 00's decoder: **three tensors of the logits' size**, one activation and two temporaries. Token IDs and targets are not part of the peak. The batch existed before the meter started, and the loss released its own copy of the targets before the peak.
+# Section 1.3 showed one part of the peak of lesson 00's decoder: **three tensors of the logits' size**, one activation and two temporaries. Token IDs and targets do not count. The batch existed before the meter started, and the loss released its own copy of the targets before the peak.
 #
 # **Exercise 5.** Fill in the four parts of the peak, in bytes. `state` is the bytes that existed before the step, and `layers` is what the eight layers keep in total. `norm and head` is what the last LayerNorm and the head keep, except the logits. `logits` is all tensors of the logits' size.
 #
@@ -891,12 +891,12 @@ figures.claims_table(meter, autocast, stays)
 #
 # <div lang="en">
 #
-# The ledger gets its second row. The next table names the lessons that reduce each part of the baseline's peak.
+# The ledger gets its second row. The second table below names the lessons that reduce each part of the baseline's peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 本课在账本里添上第二行。接下来的表把基线的峰值分成几个部分，并写明每个部分由哪几课来减少。
+# 本课在账本里添上第二行。下面第二张表把基线的峰值分成几个部分，并写明每个部分由哪几课来减少。
 #
 # </div>
 
@@ -949,7 +949,7 @@ figures.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# **Exercise 6.** Write the whole meter of section 1.2, without `exercises.storages`. `tree_leaves(values)` lists what is in nested lists, tuples and dictionaries. `tensor.untyped_storage()` is a tensor's storage, and `_cdata` is its address, which is the same for every view. The check also tries results that share a storage, and a result that does not fill its storage.
+# **Exercise 6.** Write the whole meter of section 1.2, without `exercises.storages`. `tree_leaves(values)` lists what is in nested lists, tuples and dictionaries. `tensor.untyped_storage()` is a tensor's storage, and `_cdata` is the storage's address, which is the same for every view. The check also tries results that share a storage, and a result that does not fill its storage.
 #
 # </div>
 # <div lang="zh">
@@ -1015,7 +1015,7 @@ exercises.check_meter(WholeMeter)
 # 计量器的结果可能与分配器的不同，原因有两个：
 #
 # - 算子运行时可能还要申请**工作区**，返回之前就会释放。卷积可能要用很大的工作区，大小因机器而异。
-# - **测量会扰动被测对象**。一个张量收到几个梯度时，autograd 把后来的每个梯度原地加到第一个梯度上。但只要有分发模式在起作用，autograd 就会新建一个张量来存放相加的结果。`MemoryMeter` 会作修正，按未启用分发模式时的情形来统计，`TinyMeter` 则不作修正。（Linear 的权重梯度是转置的视图，求和时无论如何都要新建张量，1.3 节就是这样。）
+# - **测量会扰动被测对象**。一个张量收到几个梯度时，autograd 把后来的每个梯度原地加到第一个梯度上。但只要有分发模式在起作用，autograd 就会新建一个张量来存放相加的结果。`MemoryMeter` 会作修正，按未启用分发模式时的情形来统计，`TinyMeter` 则不作修正。（Linear 的权重梯度是转置的视图，求和时无论如何都要新建张量，例如 1.3 节的峰值处。）
 #
 # `measure` 把同一个函数运行两次。第一次用计量器，第二次不启用任何分发模式，只读取 CPU 分配器的峰值。
 #
@@ -1060,7 +1060,7 @@ table(["step", *headings], rows)
 # </div>
 # <div lang="zh">
 #
-# 在 `symbolic()` 里，训练步的全部算子都照常运行，只是张量没有数据（用的是 PyTorch 的 `FakeTensorMode`），计量器统计这些张量本应占用的字节。先增加层数。每一层各存各的张量，所以保存的字节数随层数线性增长。这条直线的斜率是你为一层算出的总和，截距是一层都没有时也要保存的字节。它包括最后一个归一化和输出头的输入、统计量、log-softmax 的结果，还有 token 编号、目标和损失保存的一个标量，最后这三项共 16,452 字节。
+# 在 `symbolic()` 里，训练步的全部算子都照常运行，只是张量没有数据（用的是 PyTorch 的 `FakeTensorMode`），计量器统计这些张量本应占用的字节。先增加层数。每一层各存各的张量，所以保存的字节数随层数线性增长。这条直线的斜率是你为一层算出的总和，截距是一层都没有时也要保存的字节，包括最后一个归一化和输出头的输入、统计量、log-softmax 的结果，还有 token 编号、目标和损失保存的一个标量，最后这三项共 16,452 字节。
 #
 # </div>
 
@@ -1122,14 +1122,14 @@ table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak
 # %% [markdown]
 # <div lang="en">
 #
-# You derived your formula from a model of 6.9 million parameters, and it also gives the 8.8 GB of activations of a model with 6.6 billion parameters. But these activations add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer's step. Apart from 16 bytes per parameter, the peak contains only three fp32 temporaries, each as large as the largest parameter tensor. In the 1 B model, the peak is still in backward, while activations are in memory. (This holds for one sequence, and for Adam in a loop over the parameters. Try `batch=8`.)
+# You derived your formula from a model of 6.9 million parameters, and it also gives the 8.8 GB of activations of a model with 6.6 billion parameters. But these activations add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer's step. Apart from 16 bytes per parameter, the peak contains only three fp32 temporaries, each as large as the largest parameter tensor. In the 1 B model, the peak is still in backward, while activations are in memory. (These results hold for one sequence, and for Adam in a loop over the parameters. Try `batch=8`.)
 #
 # **Exercise 7.** Lesson 00's decoder is trained with Adam, and the peak of its step must be at most 1,300 MB. What is the largest batch of 128-token sequences? Two measurements determine a line, if both peaks are at the same place in the step (section 1.3). (`answer`: number of sequences.)
 #
 # </div>
 # <div lang="zh">
 #
-# 你的公式是从 690 万参数的小模型推出来的，用到 66 亿参数的模型上，照样算准了那 8.8 GB 的激活值。但这些激活值没有增加峰值，因为最后几个梯度还没算出来，激活值就已释放，而峰值要到优化器更新时才出现。除了每个参数的 16 字节，峰值里只多了三个 fp32 临时张量，每个都与最大的参数张量一样大。表里写作 1 B 的模型则不同，它的峰值仍在反向，那时激活值还在内存里。（这个结论只适用于一条序列、Adam 逐个参数更新的情形。可以试试 `batch=8`。）
+# 你的公式是从 690 万参数的小模型推出来的，用到 66 亿参数的模型上，照样算准了那 8.8 GB 的激活值。但这些激活值没有增加峰值，因为最后几个梯度还没算出来，激活值就已释放，而峰值要到优化器更新时才出现。除了每个参数的 16 字节，峰值里只多了三个 fp32 临时张量，每个都与最大的参数张量一样大。表里写作 1 B 的模型则不同，它的峰值仍在反向，那时激活值还在内存里。（这些结论只适用于一条序列、Adam 逐个参数更新的情形。可以试试 `batch=8`。）
 #
 # **练习 7。** 第 00 课的解码器用 Adam 训练，训练步的峰值不得超过 1,300 MB。批次最多能有多少条长度为 128 的序列？测两次就能定出一条直线，前提是两次的峰值出现在训练步的同一时刻（1.3 节）。（`answer`：序列条数。）
 #
@@ -1183,7 +1183,7 @@ table(["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequenc
 #
 # With one sequence, `foreach` moves the peak into the optimizer's step and raises it by a fifth.
 #
-# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations shrink. With one sequence, they do not shrink either. If the weights are in bf16 too, all bytes are halved here. But without fp32 master weights, rounding removes small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes all weights, and trains **adapters**, pairs of thin matrices next to chosen layers. Here the chosen layers are both Linears of each attention. So hardly any gradients and optimizer state remain. Most activations are still kept. Only Linears without an adapter no longer keep their inputs, because such an input is needed only for the gradient of the Linear's weight.
+# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations can shrink, and with one sequence they do not. If the weights are in bf16 too, all bytes are halved here. But without fp32 master weights, rounding removes small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes all weights, and trains **adapters**, pairs of thin matrices next to chosen layers. Here we choose the two Linears of each layer's attention. So hardly any gradients and optimizer state remain. Most activations are still kept. Only Linears without an adapter no longer keep their inputs, because such an input is needed only for the gradient of the Linear's weight.
 #
 # </div>
 # <div lang="zh">
@@ -1235,7 +1235,7 @@ predictions(rows, unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# **练习 8。** 一个 70 亿参数的模型冻结不训练，权重存为 bf16。另用 Adam 训练共 2000 万个参数的适配器，全部用 fp32。权重、梯度和优化器状态共占多少字节？（`answer`，以字节计。）
+# **练习 8。** 一个模型的 70 亿个参数全部冻结，存为 bf16。另用 Adam 训练共 2000 万个参数的适配器，全部用 fp32。权重、梯度和优化器状态共占多少字节？（`answer`，以字节计。）
 #
 # </div>
 
@@ -1443,12 +1443,12 @@ claims.older_claims(grown, fair, kept[512][0], inputs, (forward, meter.peak_byte
 # %% [markdown]
 # <div lang="en">
 #
-# If you have a GPU, this cell measures on it. Otherwise it shows the numbers recorded on an H100 and an H200. The bytes are the same on both GPUs. The meter's peak of the training step is 3,931.7 MB, and the allocator's peak is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB allocated. The thread that runs forward and the thread that runs backward use 32 MiB each, and matrix products with a bias use 1 MiB. The CUDA context took 806 MB on the H200 after a few steps of training. The bytes that a layer keeps in bf16 equal the formula of section 1.14 plus the LayerNorm statistics.
+# The next cell trains a larger decoder on your GPU, or shows the numbers recorded on an H100 and an H200. The bytes are the same on both. The meter's peak of the training step is 3,931.7 MB, and the allocator's peak is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB allocated. The thread that runs forward and the thread that runs backward use 32 MiB each, and matrix products with a bias use 1 MiB. The CUDA context took 806 MB on the H200 after a few steps of training. The bytes that a layer keeps in bf16 equal the formula of section 1.14 plus the LayerNorm statistics.
 #
 # </div>
 # <div lang="zh">
 #
-# 有 GPU 时，这个单元格会现场测量。没有 GPU 时，就显示 H100 和 H200 的记录，两块卡测得的字节数完全相同。训练步的峰值按计量器是 3,931.7 MB，分配器报告的还要高 0.8 MB。从第一步起，cuBLAS 一直占着 65 MiB：前向的线程占 32 MiB，反向的线程占 32 MiB，带偏置的矩阵乘法再占 1 MiB。训练几步以后，H200 上的 CUDA 上下文占了 806 MB。一层在 bf16 下保存的字节数，恰好等于 1.14 节的公式加上 LayerNorm 的统计量。
+# 下一个单元格训练一个更大的解码器。没有 GPU 时，就显示 H100 和 H200 的记录，两块卡的字节数完全相同。训练步的峰值按计量器是 3,931.7 MB，分配器报告的还要高 0.8 MB。从第一步起，cuBLAS 一直占着 65 MiB：前向的线程占 32 MiB，反向的线程占 32 MiB，带偏置的矩阵乘法再占 1 MiB。训练几步以后，H200 上的 CUDA 上下文占了 806 MB。一层在 bf16 下保存的字节数，恰好等于 1.14 节的公式加上 LayerNorm 的统计量。
 #
 # </div>
 

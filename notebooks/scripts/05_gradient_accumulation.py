@@ -11,14 +11,14 @@
 #
 # <div lang="en">
 #
-# If a step computes eight sequences at once, its peak is 277.7 MB. The step can also compute one sequence at a time and add up the gradients. Then its peak is lower, with no more FLOPs. This is **gradient accumulation**, and each part of the batch is a **micro-batch**.
+# If lesson 00's step computes all eight sequences at once, its peak is 277.7 MB. The step can also compute one sequence at a time and add up the gradients. Then its peak is lower, with no more FLOPs. This is **gradient accumulation**, and each part of the batch is a **micro-batch**.
 #
-# Is the result the gradient of the whole batch? In the autumn of 2024, Unsloth and Hugging Face wrote that their trainers computed a different gradient. With bf16 parameters, the gradient may be off even if the loop is right (section 5.5).
+# Is the result the gradient of the whole batch? In autumn 2024, Unsloth and Hugging Face wrote that their trainers computed a different gradient. With bf16 parameters, the gradient may be off even if the loop is right (section 5.5).
 #
 # </div>
 # <div lang="zh">
 #
-# 八条序列一起算，峰值是 277.7 MB。训练步也可以一次只算一条序列，再把各条的梯度加起来。这样峰值更低，FLOPs 也不增加。这就是**梯度累积**（gradient accumulation），从批次中拆出的每一部分叫**微批次**（micro-batch）。
+# 第 00 课的训练步把八条序列一起算，峰值是 277.7 MB。它也可以一次只算一条序列，再把各条的梯度加起来。这样峰值更低，FLOPs 也不增加。这就是**梯度累积**（gradient accumulation），从批次中拆出的每一部分叫**微批次**（micro-batch）。
 #
 # 这样算出的梯度，与整个批次一起算的一样吗？2024 年秋，Unsloth 和 Hugging Face 先后撰文指出，自己的训练器做梯度累积时算错了梯度。另外，如果参数是 bf16，即使循环写对了，梯度也可能有偏差（5.5 节）。
 #
@@ -77,7 +77,7 @@ from course_lib.teaching import predictions, table
 #
 # <div lang="en">
 #
-# Backward **adds** each gradient to `.grad`. So the loop runs forward and backward for each micro-batch in turn. Then it divides the gradients by the batch's number of tokens, and updates the weights once. Only one micro-batch's activations are live at a time. The decoder and the step are the same as in lesson 00. A micro-batch has $m$ of the batch's eight sequences.
+# Backward **adds** each gradient to `.grad`. So a loop can run forward and backward for each micro-batch in turn, then divide the gradients by the batch's number of tokens, and update the weights once. Only one micro-batch's activations are live at a time. The decoder and the step are those of lesson 00. A micro-batch has $m$ of the batch's eight sequences.
 #
 # **Guess first:** if each micro-batch has 2 sequences instead of 4, is the peak halved? Which bytes do not depend on $m$?
 #
@@ -171,9 +171,9 @@ predictions([(f"m = {m}", predicted_peak(m), meters[m].peak_bytes) for m in mete
 # </div>
 # <div lang="zh">
 #
-# 直线的常数项是 110,010,776 字节，这就是峰值的**下限**。不论批次怎样拆，下限都不变。用 fp32 的 Adam 时，下限的绝大部分是**每个参数 16 字节**（权重、梯度，以及 Adam 的两个矩）。另外 408 字节是 Adam 的 100 个步数计数、一个损失，以及这个损失的梯度。
+# 直线的常数项是 110,010,776 字节，这就是峰值的**下限**。不论批次怎样拆，下限都不变。用 fp32 的 Adam 时，下限的绝大部分是**每个参数 16 字节**（权重、梯度，以及 Adam 的两个矩）。另外 408 字节是 Adam 的 100 个步数、一个损失和它的梯度。
 #
-# $m = 8$ 时，预测的峰值比实测高 27,502,592 字节；$m = 1$ 时，预测比实测低 393,216 字节。这几个峰值各出现在训练步的什么时刻？
+# $m = 8$ 时，预测的峰值比实测高 27,502,592 字节；$m = 1$ 时，预测比实测低 393,216 字节。各种微批次大小下，峰值各出现在训练步的什么时刻？
 #
 # </div>
 
@@ -183,16 +183,16 @@ results.peak_compositions({m: meters[m] for m in (8, 2, 1)})
 # %% [markdown]
 # <div lang="en">
 #
-# Your line describes one point of the step, softmax's backward. There, the activations, the gradients of earlier micro-batches and two tensors as large as the logits are live. With $m = 8$ the only micro-batch is the whole batch. The peak is at the same operator, but lacks the earlier gradients, which are as large as the weights.
+# Your line describes one point of the step, softmax's backward. There, the activations, the gradients of earlier micro-batches and two tensors as large as the logits are live. With $m = 8$ the peak is at the same operator, but no earlier micro-batch has left its gradients in memory. Such gradients would be as large as the weights.
 #
-# The activations and these two tensors shrink with $m$, so at $m = 1$ the peak is elsewhere, in the backward of the last layer. There, the gradients of two **weight tensors** are not yet added to `.grad`, and these gradients do not shrink with $m$. The output head's gradient (2.1 MB) waits for the embedding's gradient, because both layers share one matrix (lesson 01). The other gradient (1.0 MB) belongs to an MLP. As in lesson 02, a formula for one point fails when the peak is elsewhere.
+# The activations and these two tensors shrink with $m$, so at $m = 1$ the peak is elsewhere, in the backward of the last layer. There, the gradients of two **weight tensors** are not yet added to `.grad`, and these gradients do not shrink with $m$. One of them, the output head's gradient (2.1 MB), waits for the embedding's gradient, because both layers share one matrix (lesson 01). The other (1.0 MB) belongs to an MLP. As in lesson 02, a formula for one point fails when the peak is elsewhere.
 #
 # </div>
 # <div lang="zh">
 #
 # 你的直线只描述训练步里的一个时刻，即 softmax 的反向。此时内存里有激活值、前面各微批次累加的梯度，以及两个与 logits 一样大的张量。$m = 8$ 时，峰值也出现在这一时刻。但这时整个批次就是唯一的微批次，前面没有累加的梯度，所以峰值里少了全部参数的梯度，这些梯度与权重一样大。
 #
-# 激活值和那两个张量都随 $m$ 缩小，所以到 $m = 1$ 时，峰值移到了另一个时刻，即最后一层的反向。此时有两个**权重张量**的梯度还没有加进 `.grad`，而这两个梯度的大小与 $m$ 无关。一个是输出头的梯度（2.1 MB）。输出头与嵌入层共用一个矩阵（见第 01 课），所以 autograd 要留着这个梯度，等算出嵌入层的梯度再相加。另一个是某个 MLP 的梯度（1.0 MB）。与第 02 课一样，公式只描述一个时刻，如果峰值出现在别的时刻，公式就不成立了。
+# 激活值和那两个张量都随 $m$ 缩小，所以到 $m = 1$ 时，峰值移到了另一个时刻，即最后一层的反向。此时有两个**权重张量**的梯度还没有加进 `.grad`，而这两个梯度的大小与 $m$ 无关。一个是输出头的梯度（2.1 MB）。输出头与嵌入层共用一个矩阵（见第 01 课），所以 autograd 要留着这个梯度，等算出嵌入层的梯度再相加。另一个是某个 MLP 的梯度（1.0 MB）。与第 02 课一样，公式只描述一个时刻，如果峰值出现在别的时刻，公式就不成立。
 #
 # </div>
 
@@ -202,7 +202,7 @@ figures.draw_peaks(meters, predicted_peak)
 # %% [markdown] slide={"en": "Llama 3 8B, with a checkpoint per layer. A micro-batch is one sequence of 8192 tokens.\n\nWhich tensors are the largest at the peak?", "zh": "Llama 3 8B，每层加检查点。一个微批次是一条 8192 个 token 的序列。\n\n峰值时哪些张量最大？"}
 # <div lang="en">
 #
-# Our vocabulary has 2048 words, and the vocabulary of Llama 3 8B has 128,256 words. The next cell measures a model of Llama's shape on symbolic tensors, with bf16 weights and a checkpoint per layer. Each of the two micro-batches is **one sequence** of 8192 tokens. Apart from weights and gradients, which tensors are largest at the peak?
+# Our vocabulary has 2048 words, but that of Llama 3 8B has 128,256. The next cell measures a model of Llama's shape on symbolic tensors, with bf16 weights and a checkpoint per layer. Each of the two micro-batches is **one sequence** of 8192 tokens. Apart from weights and gradients, which tensors are largest at the peak?
 #
 # </div>
 # <div lang="zh">
@@ -244,14 +244,14 @@ results.largest_at_peak(meter)
 #
 # The sequences of section 5.1 had equal lengths, unlike real text. Here a sample is a line of code or a paragraph from the course, cut at 128 characters. Each character is a token. A batch has 16 samples. (`mean_of_means.loss_sum` is the `loss_sum` above, but ignores padding.)
 #
-# Many loops divide the **mean** loss of each micro-batch by the number of micro-batches. The result is a mean of means. Other loops add up the summed losses and divide once by the number of all tokens. **Guess first:** how far apart are the two loops' gradients with one sample per micro-batch, and with eight samples?
+# Many loops divide the **mean** loss of each micro-batch by the number of micro-batches. The result is a mean of means. Other loops sum all losses and divide once by the batch's number of tokens. **Guess first:** how far apart are the two loops' gradients with one sample per micro-batch, and with eight samples?
 #
 # </div>
 # <div lang="zh">
 #
 # 5.1 节的随机序列长度都一样，真实文本却长短不一。这一节用课程自带的文本，一个样本是一行代码或一段文字，最多取 128 个字符，每个字符是一个 token。一个批次有 16 个样本。（`mean_of_means.loss_sum` 与 5.1 节的 `loss_sum` 相同，只是不计填充。）
 #
-# 许多循环先求每个微批次的**平均**损失，再除以微批次数，得到的是“平均的平均”。另一种做法是把各微批次的损失总和加起来，最后用这个总和除以全部 token 数，只除一次。**先猜**：每个微批次只有一个样本时，两种做法算出的梯度相差多少？有八个样本时呢？
+# 许多循环先求每个微批次的**平均**损失，再除以微批次数，得到的是“平均的平均”。另一种做法是把全部损失加起来，最后除以全部 token 数，只除一次。**先猜**：每个微批次只有一个样本时，两种做法算出的梯度相差多少？有八个样本时呢？
 #
 # </div>
 
@@ -293,14 +293,14 @@ figures.draw_say(lengths, off)
 # %% [markdown]
 # <div lang="en">
 #
-# Without dropout, BatchNorm (5.15) and bf16 (5.5), the gradient of summed losses is right up to rounding, however the batch is split. With one sample per micro-batch, the gradient of the mean of means is off by 15% to 25%. With eight samples of mixed lengths, it is off by 0.1% to 10%. The reason is that each micro-batch has the same weight, whatever its length. With one sample per micro-batch, a character in a 14-character line has nearly seven times its proper weight. A character in a long paragraph has three quarters of its proper weight. If the micro-batches have equal token counts, both loops agree. So tests with such data cannot find this bug.
+# Without dropout, BatchNorm (5.15) and bf16 (5.5), the gradient is right up to rounding if the losses are summed, however the batch is split. With one sample per micro-batch, the gradient of the mean of means is off by 15% to 25%. With eight samples of mixed lengths, it is off by 0.1% to 10%. The reason is that all micro-batches count equally, whatever their lengths. With one sample per micro-batch, a character in a 14-character line has nearly seven times its proper weight. A character in a long paragraph has three quarters of its proper weight. If the micro-batches have equal token counts, both loops agree. Tests with such data cannot find this bug.
 #
 # A mean of means can also be a **choice**. Some reinforcement-learning fine-tuning methods average the loss within each answer, then over the answers. Even then, the result should not depend on the split.
 #
 # </div>
 # <div lang="zh">
 #
-# 如果没有 dropout 和 BatchNorm（5.15 节），也不用 bf16（5.5 节），那么只要对损失求总和，不论批次怎样拆，梯度就只有舍入误差。如果求平均的平均，每个微批次只有一个样本时，梯度的误差是 15% 到 25%，有八个长短不一的样本时，误差是 0.1% 到 10%。原因是，不论微批次里有多少 token，每个微批次在平均里所占的比重都一样。以每个微批次一个样本为例，如果样本是一行只有 14 个字符的代码，其中每个字符的比重就接近应有比重的七倍。在长段落里，每个字符的比重只有应有比重的四分之三。如果各微批次的 token 数相等，两种循环的结果就一致，所以用这样的数据做测试发现不了这个错误。
+# 如果没有 dropout 和 BatchNorm（5.15 节），也不用 bf16（5.5 节），那么只要对损失求总和，不论批次怎样拆，梯度就只有舍入误差。求平均的平均则不同。每个微批次只有一个样本时，梯度的误差是 15% 到 25%。有八个长短不一的样本时，误差是 0.1% 到 10%。原因是，不论微批次里有多少 token，每个微批次在平均里所占的比重都一样。以每个微批次一个样本为例，在只有 14 个字符的一行代码里，每个字符的比重接近应有比重的七倍。在长段落里，每个字符的比重只有应有比重的四分之三。如果各微批次的 token 数相等，两种循环的结果就一致，所以用这样的数据做测试发现不了这个错误。
 #
 # 求平均的平均也可能是有意的**选择**。有些强化学习微调方法先在每个回答内取平均，再对各个回答取平均。即使如此，批次怎样拆也不应当影响结果。
 #
@@ -309,7 +309,7 @@ figures.draw_say(lengths, off)
 # %% [markdown] slide={"en": "The bug of 2024: a small Llama, labels of −100, micro-batches of two.\n\n**Guess first.** By how much is the gradient off?", "zh": "2024 年的那个错误：一个小的 Llama，标签里有 −100，每个微批次两条。\n\n**先猜**：梯度差多少？"}
 # <div lang="en">
 #
-# **The bug of 2024.** The next cell reproduces this bug in the library where it was found, on the small Llama of section 2.9. In fine-tuning, prompt tokens have the label −100, which the loss ignores, so samples differ in their number of targets. By default, the model returns the mean loss of a micro-batch's targets, and trainers divided this mean by the number of micro-batches. With `num_items_in_batch`, the number of targets in the batch, the model divides the summed loss by this number instead. **Guess first:** by how much is the gradient off without `num_items_in_batch`?
+# **The bug of 2024.** The next cell reproduces this bug in the library where it was found, on the small Llama of section 2.9. In fine-tuning, prompt tokens have the label −100, which the loss ignores, so samples differ in their number of targets. By default, the model returns the mean loss of a micro-batch's targets, and trainers divided this mean by the number of micro-batches. If you pass `num_items_in_batch`, the number of targets in the batch, the model divides the summed loss by this number instead. **Guess first:** by how much is the gradient off without `num_items_in_batch`?
 #
 # </div>
 # <div lang="zh">
@@ -366,12 +366,12 @@ table(["", "error of the gradient", "below 1e-6"], rows)
 #
 # <div lang="en">
 #
-# With DDP, each device runs a process, called a **rank**, on its own samples. Each backward gives all gradients to **all-reduce**, which replaces them by their mean over the ranks. `no_sync` skips this reduction. **Guess first:** how many of eight micro-batches need the reduction? If each rank divides by its own number of tokens, the mean over ranks is a mean of means again. To avoid this, what must the last two lines of the code below do?
+# With DDP, each device runs a process, called a **rank**, on its own samples. Each backward gives all gradients to **all-reduce**, which replaces them by their mean over the ranks. `no_sync` skips this reduction. **Guess first:** how many of a rank's eight micro-batches need the reduction? If each rank divides by its own number of tokens, the mean over ranks is a mean of means again. To avoid this, what must the last two lines below do?
 #
 # </div>
 # <div lang="zh">
 #
-# 用 DDP 时，每台设备运行一个进程（**rank**），每个进程处理自己的样本。每次反向都把全部梯度交给 **all-reduce** 归约，也就是对各进程的梯度取平均。`no_sync` 可以跳过这次归约。**先猜**：八个微批次里，有几个需要归约梯度？如果每个进程先除以自己的 token 数，再对各进程取平均，得到的又是平均的平均。为避免这一点，下面代码的最后两行要做什么？
+# 用 DDP 时，每台设备运行一个进程（**rank**），每个进程处理自己的样本。每次反向都把全部梯度交给 **all-reduce** 归约，也就是对各进程的梯度取平均。`no_sync` 可以跳过这次归约。**先猜**：每个进程有八个微批次，其中几个需要归约梯度？如果每个进程先把梯度除以自己的 token 数，再对各进程取平均，得到的又是平均的平均。为避免这一点，下面代码的最后两行要做什么？
 #
 # </div>
 
@@ -405,14 +405,14 @@ results.bytes_reduced(ranks, micro_batches=8)
 # </div>
 # <div lang="zh">
 #
-# 八次归约里只需要一次。虽然第二个进程的 token 更少，算出的梯度仍与单个进程处理全部 token 时相等。（实际发送了多少字节，第 08 课再统计。）用 FSDP 时正好相反，建议每个微批次都归约。这是因为在 FSDP 里，每个进程归约之后只需保留自己那一份梯度，不归约就要保留**全部**梯度。以我们的解码器为例，如果分到 8 个进程上，按公式计算，每个进程归约后只保留 3.4 MB 的梯度，不归约则要保留 27.5 MB。
+# 八次归约里只需要一次。虽然第二个进程的 token 更少，算出的梯度仍与单个进程由全部 token 算出的相等。（实际发送了多少字节，第 08 课再统计。）用 FSDP 时正好相反，建议每个微批次都归约。这是因为在 FSDP 里，每个进程归约之后只需保留自己那一份梯度，不归约就要保留**全部**梯度。以我们的解码器为例，如果分到 8 个进程上，按公式计算，每个进程归约后只保留 3.4 MB 的梯度，不归约则要保留 27.5 MB。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (50 minutes). Your loop has a lower peak, and computes the gradient of the whole batch, on one process or on two processes. The second sitting asks what else goes wrong in such loops, and how inexact bf16 sums are.
+# **End of the first sitting** (50 minutes). Your loop has a lower peak, and computes the gradient of the whole batch, on one or two processes. The second sitting asks what else goes wrong in such loops, and how inexact bf16 sums are.
 #
 # </div>
 # <div lang="zh">
@@ -426,9 +426,9 @@ results.bytes_reduced(ranks, micro_batches=8)
 #
 # <div lang="en">
 #
-# The loop below contains five common bugs. One bug is a wrong divisor. The loop's parts:
+# The loop below contains five common bugs. One is a wrong divisor. The loop has these parts:
 #
-# - A **scaler** multiplies the loss before backward, so that small gradients do not become zero in fp16. `scaler.unscale_(optimizer)` divides the gradients by the same factor. Without this call, `scaler.step` divides them.
+# - A **scaler** multiplies the loss by a factor before backward, so that small gradients do not become zero in fp16. `scaler.unscale_(optimizer)` divides the gradients by the same factor. Without this call, `scaler.step` divides them.
 # - **Clipping** scales the whole batch's gradient down if its norm exceeds `max_norm`.
 # - The **scheduler** sets the learning rate for the optimizer's next step.
 # - `every` is the number of micro-batches per optimizer step. An epoch's last step may have fewer.
@@ -506,7 +506,7 @@ figures.five_bugs()
 # </div>
 # <div lang="zh">
 #
-# 表中每一行的循环各有一处错误，也只有对应的那项检查报错。如果先裁剪各微批次的梯度再相加，总梯度的方向就错了。如果忘了还原缩放，裁剪前的梯度就是真实梯度的 1024 倍，裁剪会把它的范数缩小到 `max_norm`。随后 `scaler.step` 再把梯度除以 1024，梯度就几乎变成零了。
+# 表中每一行的循环各有一处错误，也只有对应的那项检查报错。如果先裁剪各微批次的梯度再相加，总梯度的方向就错了。如果忘了还原缩放，裁剪前的梯度就是真实梯度的 1024 倍，裁剪会把它的范数缩小到 `max_norm`。随后 `scaler.step` 再把梯度除以 1024，梯度就几乎变成零。
 #
 # 库里的 `AccumulatedStep` 没有这五处错误，更新后的权重与你的循环得到的相同。
 #
@@ -591,26 +591,26 @@ figures.draw_sums(errors)
 #
 # With bf16 sums, the error rises with the number of micro-batches. With one micro-batch, the error comes from forward and backward in bf16. With more micro-batches, each addition also rounds the sum to 8 bits, which loses part of the much smaller added gradient. With fp32 sums, the curve stays flat. Here, with 256 micro-batches, bf16 sums have more than three times the error of fp32 sums.
 #
-# The plot covers the layers' Linear weight tensors, with 90% of the decoder's parameters. Most other parameters are embeddings, and only 0.6% of all parameters belong to LayerNorms. With one micro-batch, the LayerNorms' gradients are off by 6% with two threads and 11% with one thread, because their backward on a CPU sums over all rows in bf16.
+# The plot covers the layers' Linear weight tensors, which hold 90% of the decoder's parameters. Most other parameters are embeddings, and only 0.6% of all parameters belong to LayerNorms. With one micro-batch, the LayerNorms' gradients are off by 6% with two threads and 11% with one thread, because their backward on a CPU sums over all rows in bf16.
 #
 # </div>
 # <div lang="zh">
 #
 # 用 bf16 求和时，微批次越多，误差越大。只有一个微批次时，误差全部来自用 bf16 计算的前向和反向。微批次多了以后，每做一次加法，还要把总和舍入到 8 位精度。这时总和比新加进来的梯度大得多，舍入就会丢掉新梯度的一部分。用 fp32 求和时，曲线一直是平的。在这次运行里，分成 256 个微批次时，用 bf16 求和的误差是用 fp32 求和的三倍多。
 #
-# 图中只画了各层 Linear 权重张量的梯度误差，这些权重占全部参数的 90%。其余的参数大部分属于嵌入层，LayerNorm 的参数只占全部参数的 0.6%。只有一个微批次时，LayerNorm 的梯度误差用两个线程时是 6%，用一个线程时是 11%。这是因为在 CPU 上，LayerNorm 的反向用 bf16 对所有行求和。
+# 图中只画了各层 Linear 权重张量的梯度误差，这些权重占全部参数的 90%。其余的参数大部分属于嵌入层，LayerNorm 的参数只占全部参数的 0.6%。只有一个微批次时，LayerNorm 的梯度误差与线程数有关，两个线程是 6%，一个线程是 11%。这是因为在 CPU 上，LayerNorm 的反向用 bf16 对所有行求和。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# An fp32 sum takes 4 bytes per parameter, and a bf16 gradient takes 2 bytes. With its weight, master weight and moments, a parameter takes 18 bytes instead of 16. `AccumulatedStep(…, accumulate="fp32")` sums in fp32. While it casts the mean gradient to bf16, both gradients exist, and a parameter takes 20 bytes.
+# An fp32 sum takes 4 bytes per parameter, and a bf16 gradient takes 2 bytes. Including weight, master weight and moments, a parameter takes 18 bytes instead of 16. `AccumulatedStep(…, accumulate="fp32")` sums in fp32. While it casts the mean gradient to bf16, this gradient exists in both dtypes, and a parameter takes 20 bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# 用 fp32 求和的代价是，每个参数要用 4 字节存放梯度之和，而 bf16 的梯度只要 2 字节。连同权重、主权重和矩，每个参数占用的字节从 16 增加到 18。`AccumulatedStep(…, accumulate="fp32")` 正是这样求和的。最后要把平均梯度转成 bf16，转换前和转换后的梯度会短暂并存，这时每个参数一共占 20 字节。
+# 用 fp32 求和的代价是，每个参数要用 4 字节存放梯度之和，而 bf16 的梯度只要 2 字节。连同权重、主权重和矩，每个参数占用的字节从 16 增加到 18。`AccumulatedStep(…, accumulate="fp32")` 就用 fp32 求和。最后要把平均梯度转成 bf16，转换前和转换后的梯度会短暂并存，这时每个参数一共占 20 字节。
 #
 # </div>
 
@@ -619,7 +619,7 @@ figures.draw_sums(errors)
 #
 # <div lang="en">
 #
-# The effective (or global) batch size is micro-batch size × accumulation steps × ranks. Only the loss of the first row was run (section 5.2).
+# The effective (or global) batch size is micro-batch size × accumulation steps × ranks. Only the loss of the table's first row was run (section 5.2).
 #
 # | where | what to write |
 # |---|---|
@@ -634,7 +634,7 @@ figures.draw_sums(errors)
 # </div>
 # <div lang="zh">
 #
-# 等效（全局）批次大小 = 微批次大小 × 累积步数 × 进程数。第一行的损失计算在 5.2 节运行过，其余各行没有在本课运行。
+# 等效（全局）批次大小 = 微批次大小 × 累积步数 × 进程数。表中第一行的损失计算在 5.2 节运行过，其余各行没有在本课运行。
 #
 # | 框架 | 写法 |
 # |---|---|
@@ -670,7 +670,7 @@ figures.claims_table(off, errors, exact, meters)
 #
 # <div lang="en">
 #
-# `AccumulatedStep` runs the step of lesson 00 in eight micro-batches. It keeps the eight losses, so it needs 28 more bytes than your loop:
+# `AccumulatedStep` runs lesson 00's step in eight micro-batches. It keeps the eight losses, so it needs 28 more bytes than your loop:
 #
 # </div>
 # <div lang="zh">
@@ -703,10 +703,10 @@ ledger("05", "eight micro-batches", row)
 # </div>
 # <div lang="zh">
 #
-# - 在这个解码器上，峰值等于下限加上微批次里各条序列占用的字节，每条序列占用的字节数是固定的。fp32 下，用 Adam 时下限是每个受训练的参数 16 字节，用不带动量的 SGD 时是 8 字节。只有一个微批次时，峰值里没有参数的梯度，除非设 `set_to_none=False`，把上一步的梯度张量留在内存里。token 很少时，峰值可能出现在优化器更新当中（`foreach=True`），甚至可能比整个批次一起算的峰值更高（7.16 节）。词表很大时，一条序列的 logits 可能占激活值的大部分。
+# - 在这个解码器上，峰值等于下限加上微批次里各条序列占用的字节，每条序列占用的字节数是固定的。fp32 下，用 Adam 时下限是每个参与训练的参数 16 字节，用不带动量的 SGD 时是 8 字节。只有一个微批次时，峰值里没有参数的梯度，除非设 `set_to_none=False`，把上一步的梯度张量留在内存里。token 很少时，峰值可能出现在优化器更新当中（`foreach=True`），甚至可能比整个批次一起算的峰值更高（7.16 节）。词表很大时，一条序列的 logits 可能占激活值的大部分。
 # - 对损失求总和，最后只除一次，除数是这一步在所有进程上的 token 总数。
 # - 每步各做一次：还原缩放、裁剪、优化器更新、缩放器更新、调度器更新、梯度清零。
-# - 用 bf16 求和，误差随微批次数增长。用 fp32 求和，误差不会增长，但每个参数的总和要占 4 字节。
+# - 用 bf16 求和，误差随微批次数增长。用 fp32 求和，误差不会增长，但每个参数的梯度之和要占 4 字节。
 # - 用 DDP 时，只在最后一个微批次归约梯度（`no_sync`）。
 #
 # **下一步**：在[第 06 课](06_flash_attention.ipynb)里，我们改写注意力算子，让它自己少保存一些字节。
@@ -782,7 +782,7 @@ figures.draw_training()
 # </div>
 # <div lang="zh">
 #
-# **打包**（packing）把几篇文档放进同一行，这样就不必计算填充的部分，但目标 token 也会随之改变。下面把 5.2 节的 16 个样本分成两个微批次，共计算四次，其中一次用填充，另外三次各用一种打包方法。每次都先对损失求和，再除以 `num_items_in_batch`，也就是目标数：
+# **打包**（packing）把几篇文档放进同一行，这样就不必计算填充的部分，但目标 token 也会随之改变。下面把 5.2 节的 16 个样本分成两个微批次，用四种方法各算一次梯度，一种填充，三种打包。每次都先对损失求和，再除以 `num_items_in_batch`，也就是目标数：
 #
 # </div>
 
@@ -834,12 +834,12 @@ table(["", "targets", "error of the gradient"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Packing adds 14 targets, because the last token of a document now predicts the first token of the next document. The label −100 removes these targets. But the tokens still attend to earlier documents in their row, so the gradient of this untrained Llama remains far off. `DataCollatorWithFlattening` also returns position numbers that start at 0 in each document. With these numbers, `transformers` 5.23 separates the documents in its attention (sdpa here), and the gradient equals the gradient of the padded batch. Packing changes the targets, so count them after packing.
+# Packing adds 14 targets, because the last token of a document now predicts the next document's first token. The label −100 removes these targets. But the tokens still attend to earlier documents in their row, so the gradient of this untrained Llama remains far off. `DataCollatorWithFlattening` also returns position numbers that start at 0 in each document. With these numbers, `transformers` 5.23 separates the documents in its attention (sdpa here), and the gradient equals the gradient of the padded batch. Packing changes the targets, so count them after packing.
 #
 # </div>
 # <div lang="zh">
 #
-# 打包之后多出 14 个目标，因为一篇文档的最后一个 token 现在要预测下一篇的第一个 token。把标签设成 −100，就能去掉这些目标。可是计算注意力时，token 仍会用到同一行里前面的文档，所以这个未经训练的 Llama 的梯度还是差得很远。`DataCollatorWithFlattening` 还会返回位置编号，每篇文档都从 0 开始编号。`transformers` 5.23 的注意力（这里是 sdpa）根据这些编号把各篇文档分开计算，梯度就与填充时相等。打包会改变目标，因此目标数要在打包之后再统计。
+# 打包之后多出 14 个目标，因为一篇文档的最后一个 token 现在要预测下一篇的第一个 token。把标签设成 −100，就能去掉这些目标。可是计算注意力时，token 仍会用到同一行里前面的文档，所以这个未经训练的 Llama 的梯度误差还是很大。`DataCollatorWithFlattening` 还会返回位置编号，每篇文档都从 0 开始编号。`transformers` 5.23 的注意力（这里是 sdpa）根据这些编号把各篇文档分开计算，梯度就与填充时相等。打包会改变目标，因此目标数要在打包之后再统计。
 #
 # </div>
 
@@ -908,7 +908,7 @@ exercises.check_micro_batch(choose)
 # %% [markdown]
 # <div lang="en">
 #
-# The size of the **batch** is another question, because it changes the training. If the global batch keeps its size, the learning rate can stay the same. A batch $k$ times as large has a less noisy gradient, so the learning rate is usually raised. With SGD, the **linear scaling rule** of Goyal et al. 2017 multiplies the rate by $k$, for batches of up to 8192 images. A warmup raises the rate gradually to this value. With Adam, the **square-root rule** of Malladi et al. 2022 multiplies the rate by $\sqrt{k}$ and $1 - \beta$ by $k$, and divides ε by $\sqrt{k}$. Beyond some size, a larger batch hardly reduces the number of steps (McCandlish et al. 2018).
+# The size of the **batch** is another question, because it changes the training. If the global batch keeps its size, the learning rate can stay the same. A batch $k$ times as large has a less noisy gradient, so the learning rate is usually raised. With SGD, the **linear scaling rule** of Goyal et al. 2017 multiplies the rate by $k$, for batches of up to 8192 images. A warmup raises the rate gradually to this value. With Adam, the **square-root rule** of Malladi et al. 2022 multiplies the rate by $\sqrt{k}$, multiplies $1 - \beta$ by $k$, and divides ε by $\sqrt{k}$. Beyond some size, a larger batch hardly reduces the number of steps (McCandlish et al. 2018).
 #
 # </div>
 # <div lang="zh">
@@ -1050,7 +1050,7 @@ table(["", "error of the gradient"], rows)
 #
 # <div lang="en">
 #
-# A contrastive loss compares each pair of embeddings with all other pairs in the batch. A micro-batch has fewer pairs to compare with. **GradCache** first computes all embeddings without a graph, then the loss and its gradient with respect to each embedding. Then it computes each micro-batch's embeddings again, with a graph and the same dropout masks, and runs backward from these gradients. (This network has no dropout.)
+# A contrastive loss compares each pair of embeddings with all other pairs in the batch. A micro-batch has fewer pairs to compare with. **GradCache** first computes all embeddings without a graph, then the loss and its gradient with respect to each embedding. Then it computes each micro-batch's embeddings again, with a graph and the same dropout masks, and runs backward from the embeddings' gradients. (The network below has no dropout.)
 #
 # </div>
 # <div lang="zh">
