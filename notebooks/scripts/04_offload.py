@@ -6,19 +6,19 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "Every activation goes to a lower tier until backward needs it, and nothing is computed twice.\n\nWhen does a copy cost nothing?", "zh": "每份激活值都先挪到下一级存储，反向用到时再取回，什么也不用重计算。\n\n拷贝什么时候没有代价？"}
+# %% [markdown] slide={"en": "Every activation goes to a lower tier until backward needs it, and nothing is computed twice.\n\nWhen does a copy cost nothing?", "zh": "每份激活值都先挪到下一级存储，反向用到时再取回，不需要重计算。\n\n拷贝什么时候没有代价？"}
 # # 4 What if we move bytes to a lower tier instead? (offload) / 不忘掉，而是挪到下一级存储呢？（卸载）
 #
 # <div lang="en">
 #
-# Move every activation of a step to a lower tier, such as the host's memory, and fetch it when backward needs it. Nothing is computed twice. A copy should add no time if it takes no longer than the computation that runs meanwhile.
+# **Offload** moves every activation of a step to a lower tier, such as the host's memory, and fetches it when backward needs it. Nothing is computed twice. A copy should add no time if it takes no longer than the computation that runs meanwhile.
 #
-# The figure shows recorded times of an eight-layer decoder on an H200. This technique, **offload**, lowers the peak from 11.2 GB to 4.2 GB.
+# The figure shows recorded times of an eight-layer decoder's step on an H200. Offload lowers the peak from 11.2 GB to 4.2 GB.
 #
 # </div>
 # <div lang="zh">
 #
-# 把一步里的每份激活值都移到下一级存储（例如主机内存），反向用到时再取回，什么也不用重计算。这叫做**卸载**（offload），与“卸载软件”无关。拷贝与计算同时进行，所以，只要拷贝不比同时进行的计算更久，这一步就不应变慢。
+# 把一步里的每份激活值都移到下一级存储（例如主机内存），反向用到时再取回，不需要重计算。这种技术叫做**卸载**（offload），与“卸载软件”无关。拷贝与计算同时进行，所以，只要拷贝不比同时进行的计算更久，这一步就不应变慢。
 #
 # 下图显示八层解码器的一步在 H200 上用了多久，数据是事先记录的。卸载把峰值从 11.2 GB 降到 4.2 GB。
 #
@@ -46,11 +46,11 @@ figures.draw_recorded()
 # %% [markdown] slide={"en": "**Guess first.** Copies and computation run at the same time. Why does the step with offload take 33% longer?", "zh": "**先猜**：拷贝与计算同时进行，为什么加了卸载，这一步还是多花 33% 的时间？"}
 # <div lang="en">
 #
-# **Guess first:** why does the step with offload still take 33% longer? Write down a reason. Section 4.9 tests your reason.
+# **Guess first:** why does the step with offload still take 33% longer? Write down a reason, which section 4.9 tests.
 #
 # **Goals** (118 minutes, in two sittings):
 #
-# - Write a formula for the time of a step with copies, and write activation offload from nothing.
+# - Write a formula for the time of a step with copies, and activation offload from nothing.
 # - Name the two operations that each wait puts in order.
 # - Decide when to combine offload with checkpoints.
 # - Explain the 33%.
@@ -78,7 +78,7 @@ figures.draw_recorded()
 #
 # <div lang="en">
 #
-# Data may be on several **tiers**: on the chip, in the device's memory, in the host's memory, or on a disk. A **lower tier** is farther from the arithmetic units. The figure's numbers are from an H100's data sheet and a typical server. Each bandwidth counts one direction.
+# Data may be on several **tiers**: on the chip, in the device's memory, in host memory, or on a disk. A **lower tier** is farther from the arithmetic units. The figure's numbers are from an H100's data sheet and a typical server. Each bandwidth counts one direction.
 #
 # </div>
 # <div lang="zh">
@@ -93,12 +93,12 @@ figures.draw_tiers()
 # %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\nHow many FLOPs per byte does a copy need to hide?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n每搬一个字节，至少要做多少 FLOPs，拷贝才能被掩盖？"}
 # <div lang="en">
 #
-# A copy can hide behind the matrix products that run at the same time, if the copy takes no longer than these products. So the network must do enough FLOPs per byte that it moves. The smallest sufficient number is the machine's **threshold**: the device's FLOPs per second, divided by the link's bytes per second. The network's FLOPs per byte are its **arithmetic intensity** towards the lower tier. The table shows the thresholds of an H100 with 989 TFLOP/s (dense bf16):
+# A copy can hide behind the matrix products that run at the same time, if it takes no longer than these products. So the network must do enough FLOPs per byte that it moves. The smallest sufficient number of FLOPs per byte is the machine's **threshold**: the device's FLOPs per second, divided by the link's bytes per second. The network's FLOPs per byte are its **arithmetic intensity** towards the lower tier. The table shows the thresholds of an H100 with 989 TFLOP/s (dense bf16):
 #
 # </div>
 # <div lang="zh">
 #
-# 一次拷贝只要不比同时进行的矩阵乘法更久，就能被掩盖。所以网络每搬一个字节，至少要做一定数量的 FLOPs。这个数量叫做**阈值**，由机器决定，等于设备每秒的 FLOPs 除以链路每秒的字节数。网络每搬一个字节实际做多少 FLOPs，则叫做网络相对于下一级存储的**算术强度**。下表是一块 H100（稠密 bf16，989 TFLOP/s）用不同链路时的阈值。
+# 一次拷贝只要不比同时进行的矩阵乘法更久，就能被掩盖。所以网络每搬一个字节，至少要做一定数量的 FLOPs。这个最小数量叫做**阈值**，由机器决定，等于设备每秒的 FLOPs 除以链路每秒的字节数。网络每搬一个字节实际做多少 FLOPs，则叫做网络相对于下一级存储的**算术强度**。下表是一块 H100（稠密 bf16，989 TFLOP/s）用不同链路时的阈值。
 #
 # </div>
 
@@ -113,7 +113,7 @@ table(["link", "FLOPs per byte"], rows)
 #
 # <div lang="en">
 #
-# The threshold says only that copies *can* hide. Do copies really hide? A `SimulatedDevice` works like a GPU. One stream computes, one engine copies to the host (D2H, as profilers write), and another engine copies to the GPU (H2D). Its clock counts only the FLOPs of matrix products and the bytes on the links, so GELU takes no time.
+# The threshold says only that copies *can* hide. Do copies really hide? A `SimulatedDevice` works like a GPU. One stream computes, one engine copies to the host (D2H, as profilers write), and another copies to the GPU (H2D). The device's clock counts only the FLOPs of matrix products and the bytes on the links, so GELU takes no time.
 #
 # The network has sixteen layers of Linear and GELU. A layer's forward takes $f$ seconds, and its backward takes $g = 2 f$. Each layer keeps two storages of $B$ = 2.048 MB each for backward, the inputs of Linear and of GELU. Copying one storage takes $c$ seconds. The link is exactly at the threshold: a layer's two copies take as long as its forward, $2 c = f$.
 #
@@ -147,7 +147,7 @@ def step_on_device(p, link, in_flight=2):
 # %% [markdown] slide={"en": "Two copies take as long as a layer's forward.\n\n**Guess first.** Each storage is fetched when it is needed. How much longer is the step?", "zh": "两次拷贝与一层的前向一样久。\n\n**先猜**：轮到某个算子，才换入它要用的那份存储区。这一步会久多少？"}
 # <div lang="en">
 #
-# Without copies the step takes 12.3 ms. Let backward fetch each storage only when the operator that uses the storage is next. **Guess first:** how long does the step take with the copies?
+# Without copies the step takes 12.3 ms. Suppose that backward fetches each storage only when the next operator needs it. **Guess first:** how long does the step take with the copies?
 #
 # </div>
 # <div lang="zh">
@@ -165,7 +165,7 @@ figures.draw_steps({0: runs[0]}, plain)
 # %% [markdown] slide={"en": "When backward begins to use storage 5, the fetch of storage $5 + p$ starts.\n\nHow long is the step with $p$ = 1, 2?", "zh": "反向刚用到第 5 份存储区时，启动第 $5 + p$ 份的换入。\n\n$p$ = 1、2 时各要多久？"}
 # <div lang="en">
 #
-# In forward, copies to the host run at the same time as matrix products. In backward, compute waits for every copy to the GPU, so these copies must start earlier. Number the storages from 0 in the order in which backward uses them. When backward begins to use storage $i$, the fetch of storage $i + p$ starts. With $p = 2$ (`prefetch=2`), the fetch of storage 7 starts when backward begins to use storage 5:
+# In forward, copies to the host run at the same time as matrix products. In backward, compute waits for every copy to the GPU, so each copy must start earlier. Number the storages from 0 in the order in which backward uses them. When backward begins to use storage $i$, the fetch of storage $i + p$ starts. With $p = 2$ (`prefetch=2`), the fetch of storage 7 starts when backward begins to use storage 5:
 #
 # </div>
 # <div lang="zh">
@@ -180,16 +180,16 @@ figures.draw_steps({p: runs[p] for p in (1, 2)}, plain)
 # %% [markdown]
 # <div lang="en">
 #
-# With $p = 2$ the step takes only 1% longer than without copies. Storages 0 to $p$ stay on the device, because backward would fetch them at once. So with $p$ = 0, 1 and 2, only 31, 30 and 29 of 32 storages are copied.
+# With $p = 2$ the step takes only 1% longer than without copies. Storages 0 to $p$ stay on the device, because backward would fetch them immediately. So with $p$ = 0, 1 and 2, only 31, 30 and 29 of 32 storages are copied.
 #
 # **Exercise 1.** How many seconds do forward and backward take together, for $L$ layers and $p$ = 0, 1, 2? Now $f$, $g$ or $c$ may be the longest. In backward, a layer first needs GELU's storage, then the Linear's storage for its matrix products ($g$). Copies in one direction run one after the other. (Errors up to 9% are allowed, because the first and last layers differ.)
 #
 # </div>
 # <div lang="zh">
 #
-# $p = 2$ 时，这一步只比不拷贝时多花 1% 的时间。第 0 份到第 $p$ 份存储区留在设备上，因为即使搬走，反向一开始又要把它们换入。所以 $p$ = 0、1、2 时，32 份存储区里分别只拷贝 31、30、29 份。
+# $p = 2$ 时，这一步只比不拷贝时多花 1% 的时间。第 0 份到第 $p$ 份存储区留在设备上，因为即使搬走，反向一开始又要换入。所以 $p$ = 0、1、2 时，32 份存储区里分别只拷贝 31、30、29 份。
 #
-# **练习 1。** 写出 $L$ 层的前向加反向共要多少秒，$p$ = 0、1、2 都要对。现在 $f$、$g$、$c$ 三者中，哪个最长都有可能。反向时，一层先要 GELU 的存储区，再要 Linear 的存储区，然后做矩阵乘法（$g$）。同一方向的拷贝一个接一个。（容许 9% 的误差，因为头几层和末几层与中间的层略有不同。）
+# **练习 1。** 写出 $L$ 层的前向加反向共要多少秒，$p$ 可以是 0、1、2。现在 $f$、$g$、$c$ 三者中，任何一个都可能最长。反向时，一层先要 GELU 的存储区，再要 Linear 的存储区，然后做矩阵乘法（$g$）。同一方向的拷贝一个接一个。（容许 9% 的误差，因为头几层和末几层与中间的层略有不同。）
 #
 # </div>
 
@@ -220,12 +220,12 @@ exercises.check_step_time(step_time)
 #
 # <div lang="en">
 #
-# An activation is freed when nothing refers to it any more. So a function that merely copies its input to the lower tier frees nothing (section 4.16), because autograd still keeps the input. With lesson 02's two hooks, autograd keeps only what the first hook returns. Follow four rules:
+# An activation is freed when nothing refers to it. So a function that merely copies its input to the lower tier frees nothing (section 4.16), because autograd still keeps the input. With lesson 02's two hooks, autograd keeps only what the first hook returns. Your hooks must follow four rules:
 #
-# - A **parameter** never moves, because the model keeps it anyway. A Linear keeps `weight.t()`, a view, so compare storages and not tensors.
-# - A **storage** moves once, even if several operators keep it. If it has been changed in place since then, like an input buffer that each batch overwrites, it moves again. `tensor._version` counts the changes.
+# - A **parameter** never moves, because the model keeps it anyway. A Linear keeps `weight.t()`, a view of the parameter, so compare storages, not tensors.
+# - A **storage** moves once, even if several operators keep it. If the storage has since been changed in place, like an input buffer that each batch overwrites, it moves again. `tensor._version` counts the changes.
 # - The second hook returns the **view** that the first hook got, with its shape, stride and offset.
-# - When backward no longer needs an activation, its copy in the lower tier is **released**, too.
+# - When backward no longer needs an activation, its copy in the lower tier is **released**.
 #
 # </div>
 # <div lang="zh">
@@ -233,7 +233,7 @@ exercises.check_step_time(step_time)
 # 只有当一个激活值不再被任何地方引用时，它的内存才会释放。所以，一个函数如果只是把输入拷贝到下一级存储，就什么也没有释放（4.16 节），因为 autograd 仍然保存着这个输入。用了第 02 课的两个钩子，autograd 只保存第一个钩子的返回值，激活值因此得以释放。写钩子要遵守四条规则：
 #
 # - **参数**一律不搬，因为模型反正要留着它。Linear 保存的是参数的视图 `weight.t()`，所以要比较存储区而不是张量。
-# - 一份**存储区**只搬一次，哪怕有几个算子都保存了它。上次搬走之后如果又被原地修改过，就要再搬一次。例如，每批数据都会覆盖的输入缓冲区就是这样。`tensor._version` 记着修改了几次。
+# - 一份**存储区**只搬一次，哪怕有几个算子都保存了它。上次搬走之后如果又被原地修改过，就要再搬一次。例如，每批数据都会覆盖的输入缓冲区就是这样。`tensor._version` 记着修改次数。
 # - 第二个钩子必须返回第一个钩子收到的那个**视图**，形状、步长、偏移都一样。
 # - 反向不再需要某个激活值时，它在下一级存储里的副本也要**释放**。
 #
@@ -245,7 +245,7 @@ exercises.check_step_time(step_time)
 # The code uses these names:
 #
 # - `store` is the lower tier, `stay` is the set of storages that must not move, and `whole(tensor)` returns all of a tensor's storage as one row of numbers.
-# - `room = store.put(row)` copies a row to the lower tier. `room.get()` starts the copy back and returns a function. `room.get()()` waits for the row and returns it. When nothing refers to `room` any more, its bytes in the lower tier are free again.
+# - `room = store.put(row)` copies a row to the lower tier. `room.get()` starts copying the row back and returns a function. `room.get()()` waits for the row and returns it. When nothing refers to `room` any more, its bytes in the lower tier are free.
 # - `rooms` maps each storage to its version and its room. When a storage is freed, its entry disappears. (An address cannot be the key, because a later tensor may get the same address.)
 #
 # **Exercise 2.** Fill in the two hooks. `pack` gets a tensor and returns what the graph keeps instead. `unpack` gets what `pack` returned and returns the tensor, as `row.as_strided(shape, stride, offset)`, where `row` comes from the lower tier.
@@ -253,13 +253,13 @@ exercises.check_step_time(step_time)
 # </div>
 # <div lang="zh">
 #
-# 用到的名字：
+# 代码用到的名字：
 #
 # - `store` 代表下一级存储，`stay` 是不能搬走的存储区的集合，`whole(tensor)` 把张量的整份存储区排成一行数。
 # - `room = store.put(row)` 把一行数换出到下一级存储。`room.get()` 启动换入并返回一个函数。`room.get()()` 等换入完成，再返回这一行数。`room` 不再被引用时，它在下一级存储里占的字节随之释放。
-# - `rooms` 记录每份存储区的版本和它的 `room`。存储区释放之后对应的记录会自动消失。（不能用地址作键，因为同一个地址可能再分给后来的张量。）
+# - `rooms` 记录每份存储区的版本和它的 `room`。存储区释放之后，对应的记录自动消失。（不能用地址作键，因为同一个地址可能再分给后来的张量。）
 #
-# **练习 2。** 写出两个钩子。`pack` 接收一个张量，它的返回值由计算图保存，用来代替这个张量。`unpack` 接收 `pack` 的返回值，用 `row.as_strided(shape, stride, offset)` 恢复出张量并返回，其中 `row` 是从下一级存储换入的那一行数。
+# **练习 2。** 写出两个钩子。`pack` 接收一个张量，它的返回值由计算图保存，用来代替这个张量。`unpack` 接收 `pack` 的返回值，用 `row.as_strided(shape, stride, offset)` 恢复出张量并返回，其中 `row` 是从下一级存储换入的一行数。
 #
 # </div>
 
@@ -348,14 +348,14 @@ table([*columns, "peak above the start (in units of B)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# With one copy in flight, the step takes 16% longer than without copies. GELU takes no time. So GELU's input and its output, which the next Linear keeps, are saved directly one after the other. When the output's copy starts, compute waits for the whole copy of the input, $c = f/2$. This happens in each of the 14 layers that copy both storages. So a step needs both settings, $p$ and `in_flight`.
+# With one copy in flight, the step takes 16% longer than without copies. Because GELU takes no time, its input and its output (which the next Linear keeps) are saved directly one after the other. When the output's copy starts, compute waits for the whole copy of the input, $c = f/2$. This happens in each of the 14 layers that copy both storages. So a step needs both settings, $p$ and `in_flight`.
 #
-# These settings cost memory. With two copies in flight, the peak here is $(p + 4)\,B$ higher than the memory at the start. The additional bytes are the last $p + 1$ storages, two storages in flight, and one storage that is being computed.
+# These settings cost memory. With two copies in flight, the peak here is $(p + 4)\,B$ higher than the memory at the start. The additional bytes are the last $p + 1$ storages, two in flight, and one that is being computed.
 #
 # </div>
 # <div lang="zh">
 #
-# 只允许一次换出在途时，这一步比不拷贝时多花 16% 的时间。GELU 不花时间，所以它的输入和输出几乎同时保存下来（输出由下一个 Linear 保存）。输出的换出一启动，计算就停下来等输入的换出从头到尾完成，也就是等 $c = f/2$ 那么久。两份存储区都要拷贝的 14 层里都有这样一次等待。所以 $p$ 和 `in_flight` 这两项设置缺一不可。
+# 只允许一次换出在途时，这一步比不拷贝时多花 16% 的时间。GELU 不花时间，所以它的输入和输出几乎同时保存下来（输出由下一个 Linear 保存）。输出的换出一启动，计算就停下来等输入的换出从头到尾完成，也就是等 $c = f/2$ 那么久。有 14 层的两份存储区都要拷贝，每层都有这样一次等待。所以 $p$ 和 `in_flight` 这两项设置缺一不可。
 #
 # 这两项设置的代价是多占内存。两次换出同时在途时，这里的峰值比开始时多 $(p + 4)\,B$，包括最后的 $p + 1$ 份存储区、换出还没有完成的两份，以及正在计算的一份。
 #
@@ -366,7 +366,7 @@ table([*columns, "peak above the start (in units of B)"], rows)
 #
 # <div lang="en">
 #
-# The host starts operations and goes on without waiting for their results. A **stream** executes its operations one after the other. Operations on two streams may run in any order, unless one stream waits for an **event** of the other stream. An event marks the end of all operations given to its stream so far. `device.wait(event)` makes the current stream wait for the event, and `device.finish(event)` makes the host wait. This function of the library starts a copy, on any device:
+# The host starts operations and goes on without waiting for their results. A **stream** executes its operations one after the other. Operations on two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all operations given to its stream so far. `device.wait(event)` makes the current stream wait for the event, and `device.finish(event)` makes the host wait. This function of the library starts a copy, on any device:
 #
 # </div>
 # <div lang="zh">
@@ -422,7 +422,7 @@ figures.draw_order()
 # </div>
 # <div lang="zh">
 #
-# 直接用 `torch.cuda` 时，同样的操作写法如下。课程库的 `Cuda` 类在内部也是这样调用 `torch.cuda` 的（`course_lib/offload/device.py`）。
+# 直接用 `torch.cuda` 时，同样的操作写法如下。课程库的 `Cuda` 类也是这样写的（`course_lib/offload/device.py`）。
 #
 # | 课程库 | `torch.cuda` | 含义 |
 # |---|---|---|
@@ -440,7 +440,7 @@ figures.draw_order()
 #
 # <div lang="en">
 #
-# If a wait is missing, the simulated device reports a **race**: two accesses to the same memory in an order that nothing determines. The numbers may still be right, but only by luck. Two modes remove this luck. In mode `late` each copy runs as late as the waits allow, and in mode `early` every operation runs as early as the waits allow. The program in the figure has no wait. It makes $y = 2$, copies $y$ to the host, reuses the memory of $y$ for 100, and reads the copy on the host. At first all memory contains 0.
+# If a wait is missing, the simulated device reports a **race**: two accesses to the same memory in an order that nothing determines. The numbers may still be right, but only by luck. Two modes of the device remove this luck. In mode `late` each copy runs as late as the waits allow, and in mode `early` every operation runs as early as the waits allow. The program in the figure has no wait. It makes $y = 2$, copies $y$ to the host, reuses the memory of $y$ for 100, and reads the copy on the host. At first all memory contains 0.
 #
 # </div>
 # <div lang="zh">
@@ -457,12 +457,12 @@ figures.draw_modes()
 # %% [markdown] slide={"en": "One wait is missing.\n\n**Guess first.** Is the gradient wrong?", "zh": "少了一处等待。\n\n**先猜**：梯度会错吗？"}
 # <div lang="en">
 #
-# In each row of the table, a network of five layers is offloaded without one of the waits. (The first row has all waits.) **Guess first:** in which rows is the gradient wrong?
+# In each row of the table except the first, a network of five layers is offloaded without one of the waits. **Guess first:** in which rows is the gradient wrong?
 #
 # </div>
 # <div lang="zh">
 #
-# 下表每一行都卸载一个五层的网络，并去掉一处等待（第一行除外）。**先猜**：哪几行的梯度是错的？
+# 下表每一行都卸载一个五层的网络，除第一行外，每行都去掉一处等待。**先猜**：哪几行的梯度是错的？
 #
 # </div>
 
@@ -472,12 +472,12 @@ simulation.without_waits()
 # %% [markdown]
 # <div lang="en">
 #
-# In the normal mode, the gradient is right in every row. Pull request 13502 of diffusers reports a missing wait, a `wait_stream` between copying weights to the GPU and using them. A minimal program, run on five GPUs of the same type, gave wrong numbers in about 98% of iterations. With the wait, no iteration gave wrong numbers.
+# In the normal mode, the gradient is right in every row. Pull request 13502 of diffusers reports a missing wait, a `wait_stream` between copying weights to the GPU and using them. A minimal program without this wait, run on five GPUs of the same type, gave wrong numbers in about 98% of iterations. With the wait, no iteration did.
 #
 # </div>
 # <div lang="zh">
 #
-# 照常运行时，每一行的梯度都对。diffusers 的合并请求 13502 讲的就是这种错误，权重换入 GPU 之后、使用之前，少了一处 `wait_stream`。有人写了一个最小的程序，在五块同一型号的 GPU 上运行，约 98% 的迭代给出错误的数，补上等待后一次也没有错。
+# 照常运行时，每一行的梯度都对。diffusers 的合并请求 13502 报告了这样的错误，即权重换入 GPU 之后、使用之前，少了一处 `wait_stream`。用一个最小的程序重现，在五块同一型号的 GPU 上运行，约 98% 的迭代给出错误的数，补上等待后一次也没有错。
 #
 # </div>
 
@@ -553,12 +553,12 @@ exercises.check_waits((read, use, let_go))
 # %% [markdown]
 # <div lang="en">
 #
-# Without its wait, `read` is a classic mistake. It is like `y.to("cpu", non_blocking=True)` whose result is read at once. PyTorch raises no error. The host reads numbers that were in its memory before the copy, as in the figure's modes `late` and `early`.
+# Without its wait, `read` makes a classic mistake. It is like reading the result of `y.to("cpu", non_blocking=True)` at once. PyTorch raises no error. The host reads numbers that were in its memory before the copy, as in the figure's modes `late` and `early`.
 #
 # </div>
 # <div lang="zh">
 #
-# `read` 少了等待，这是一个经典错误，相当于调用 `y.to("cpu", non_blocking=True)` 之后马上读取结果。程序不报任何错，主机读到的却是那块内存在拷贝之前存放的数，与图中 `late` 和 `early` 两种模式一样。
+# `read` 少了等待，这是一个经典错误，相当于调用 `y.to("cpu", non_blocking=True)` 之后马上读取结果。程序不报错，主机读到的却是那块内存在拷贝之前存放的数，与图中 `late` 和 `early` 两种模式一样。
 #
 # </div>
 
@@ -567,7 +567,7 @@ exercises.check_waits((read, use, let_go))
 #
 # <div lang="en">
 #
-# Does offload leave the decoder's gradients unchanged, bit by bit? On a CPU the lower tier is a file. The cell tests your hooks and the library's `offload_activations`, which does not move storages smaller than `min_bytes`.
+# Does offload leave the gradients of the course's decoder unchanged, bit by bit? On a CPU the lower tier is a file. The cell tests your hooks and the library's `offload_activations`, which does not move storages smaller than `min_bytes`.
 #
 # </div>
 # <div lang="zh">
@@ -629,16 +629,16 @@ timelines(two, title=title, panel_height=1.9)
 # %% [markdown] slide={"en": "Offload: 124.8 MB. Offload and checkpoints: 134.0 MB, a **higher** peak.\n\nAt that point, moved inputs are already freed, and a whole layer is recomputed.", "zh": "只卸载，峰值 124.8 MB。再加检查点，134.0 MB，反而**更高**。\n\n峰值那一刻，搬走的输入本来就已经释放，而整整一层又重新算了出来。"}
 # <div lang="en">
 #
-# With both techniques, the peak is 134,006,104 bytes, the same as with checkpoints alone, and 9 MB higher than with offload alone. This peak is near the end of backward. By then the inputs of later layers have been freed, whether or not they were moved. Backward now needs the activations of the **first** layer. Offload alone copies these activations back one by one, but a checkpoint recomputes all of them at once.
+# With both techniques, the peak is 134,006,104 bytes, the same as with checkpoints alone, and 9 MB higher than with offload alone. This peak occurs near the end of backward. By then the inputs of later layers have been freed, whether or not they were moved. Backward now needs the activations of the **first** layer. Offload alone copies these activations back one by one, but a checkpoint recomputes all of them at once.
 #
-# Is it a mistake to use both? For each layer, backward frees one input of $4 h$ bytes per token, and creates $4 \cdot 12 h^2$ bytes of gradients. So with fewer than $12 h$ tokens per step, the gradients at the end of backward are larger than the inputs at its start. The course's step has $4 h$ tokens. The table varies tokens and layers, on tensors without values (`symbolic`):
+# When do both together lower the peak? For each layer, backward frees one input of $4 h$ bytes per token, and creates $4 \cdot 12 h^2$ bytes of gradients. So with fewer than $12 h$ tokens per step, the gradients at the end of backward are larger than the inputs at its start. The course's step has $4 h$ tokens. The table varies tokens and layers, on tensors without values (`symbolic`):
 #
 # </div>
 # <div lang="zh">
 #
-# 两者合用时，峰值是 134,006,104 字节，与只用检查点时一字节不差，比只卸载还高 9 MB。这个峰值出现在反向快结束时。此刻，后面各层的输入无论有没有搬走过，都已经用完并释放。反向现在要用的是**第一层**的激活值。只卸载时，这些激活值逐个换入，检查点则把它们一次全部重新算出来。
+# 两者合用时，峰值是 134,006,104 字节，与只用检查点时完全相同，比只卸载还高 9 MB。这个峰值出现在反向快结束时。此刻，后面各层的输入无论有没有搬走，都已经用完并释放。反向现在要用的是**第一层**的激活值。只卸载时，这些激活值逐个换入，检查点则把它们一次全部重新算出来。
 #
-# 那么，两者合用是不是错了？反向每走过一层，就释放这一层的输入（每个 token 是 $4 h$ 字节），同时产生这一层的梯度（共 $4 \cdot 12 h^2$ 字节）。因此，一步里的 token 少于 $12 h$ 个时，反向结束时的梯度比反向开始时的输入还大。课程用的这个训练步有 $4 h$ 个 token。下面改变 token 数和层数，用没有数值的张量（`symbolic`）运行前向与反向。
+# 那么，两者合用什么时候能降低峰值？反向每走过一层，就释放这一层的输入（每个 token 是 $4 h$ 字节），同时产生这一层的梯度（共 $4 \cdot 12 h^2$ 字节）。因此，一步里的 token 少于 $12 h$ 个时，反向结束时的梯度比反向开始时的输入还大。课程的训练步有 $4 h$ 个 token。下面改变 token 数和层数，用没有数值的张量（`symbolic`）运行前向与反向。
 #
 # </div>
 
@@ -656,14 +656,14 @@ table(["layers", "tokens per h", *columns], rows)
 # %% [markdown] slide={"en": "Both together move 1/18 of the bytes that offload alone moves.\n\nHow fast must the link be?", "zh": "合用时搬的字节是只卸载时的 1/18。\n\n链路到底要多快？"}
 # <div lang="en">
 #
-# If a step has 16 or 32 times $h$ tokens, adding offload to checkpoints lowers the peak by 7% to 29%. The peak falls more with 32 layers than with 8. With 4 times $h$ tokens, the peak stays the same, unless most weights are frozen and have no gradients, as with LoRA. With frozen layers, the peak falls by 15% with 8 layers, and by 21% with 32.
+# If a step has 16 or 32 times $h$ tokens, adding offload to checkpoints lowers the peak by 7% to 29%. The peak falls more with 32 layers than with 8. With 4 times $h$ tokens, the peak stays the same, unless most weights are frozen and have no gradients, as with LoRA. If the layers are frozen, the peak falls by 15% with 8 layers, and by 21% with 32.
 #
-# The second reason to use both is the link. Offload alone moves 168.8 MB. Both together move only 9.4 MB, 1/18 of these bytes. The table shows the step on the simulated device at $10^{12}$ FLOP/s, with two copies in flight. Here $p$ is 2 instead of 1, so one more storage stays on the device:
+# The second reason to use both is the link. Offload alone moves 168.8 MB. Both together move 9.4 MB, 1/18 of these bytes. The table shows the step on the simulated device at $10^{12}$ FLOP/s, with two copies in flight. Here $p$ is 2 instead of 1, so one more storage stays on the device:
 #
 # </div>
 # <div lang="zh">
 #
-# 一步的 token 数是 $h$ 的 16 倍或 32 倍时，在检查点之上再卸载，峰值降低 7% 到 29%，32 层比 8 层降得更多。token 数只有 $h$ 的 4 倍时，峰值不变，除非像 LoRA 那样冻结多数权重，让这些权重没有梯度。冻结各层之后，8 层时峰值降低 15%，32 层时降低 21%。
+# 一步的 token 数是 $h$ 的 16 倍或 32 倍时，加了检查点之后再卸载，峰值降低 7% 到 29%，32 层比 8 层降得更多。token 数只有 $h$ 的 4 倍时，峰值不变，除非像 LoRA 那样冻结多数权重，让这些权重没有梯度。冻结各层之后，8 层时峰值降低 15%，32 层时降低 21%。
 #
 # 合用的另一个理由是链路。只卸载要搬 168.8 MB，合用只搬 9.4 MB，是前者的 1/18。下表是课程的训练步在模拟设备上的结果，算力为 $10^{12}$ FLOP/s，同时有两次拷贝在途。这里的 $p$ 从 1 改成 2，所以多一份存储区留在设备上。
 #
@@ -675,12 +675,12 @@ simulation.link_table()
 # %% [markdown]
 # <div lang="en">
 #
-# If all activations move, forward does 90 FLOPs per moved byte. By the rule of section 4.1, a link of 11 GB/s is enough on this device. On that link the step still takes 14% longer than without copies, for a reason that section 4.9 finds. From 17 GB/s on, the copies add at most 5% to the step's time. At 2 GB/s, a step with offload alone takes almost four times the baseline's time. A step with offload and checkpoints takes 1.23 times the baseline's time, and 0.21 of the additional 0.23 is recomputation.
+# If all activations move, forward does 90 FLOPs per moved byte. By the rule of section 4.1, a link of 11 GB/s is enough on this device. On that link the step still takes 14% longer than without copies (section 4.9 finds the reason). At 17 GB/s or more, the copies add at most 5% to the step's time. At 2 GB/s, a step with offload alone takes almost four times the baseline's time. A step with offload and checkpoints takes 1.23 times the baseline's time, and 0.21 of the additional 0.23 is recomputation.
 #
 # </div>
 # <div lang="zh">
 #
-# 如果换出全部激活值，前向每搬一个字节做 90 FLOPs。按 4.1 节的规则，在这个设备上 11 GB/s 的链路已经够了。可是在这样的链路上一步仍比不拷贝时多花 14% 的时间，原因见 4.9 节。链路达到 17 GB/s 以后，拷贝最多使一步多花 5% 的时间。链路只有 2 GB/s 时，如果只卸载，一步的用时将近基线的四倍。如果卸载与检查点合用，用时就是基线的 1.23 倍，多出的 0.23 里有 0.21 是重计算。
+# 如果换出全部激活值，前向每搬一个字节做 90 FLOPs。按 4.1 节的规则，在这个设备上 11 GB/s 的链路已经够了。可是用这样的链路，一步仍比不拷贝时多花 14% 的时间，原因见 4.9 节。链路达到 17 GB/s 以后，拷贝最多使一步多花 5% 的时间。链路只有 2 GB/s 时，如果只卸载，一步的用时将近基线的四倍。如果卸载与检查点合用，用时是基线的 1.23 倍，多出的 0.23 倍里有 0.21 倍是重计算。
 #
 # </div>
 
@@ -689,12 +689,12 @@ simulation.link_table()
 #
 # <div lang="en">
 #
-# PyTorch has such hooks in one line, `save_on_cpu` (on a GPU with `pin_memory=True`). `save_on_cpu` fetches nothing ahead. On a CPU it copies nothing, because `.cpu()` of a CPU tensor returns that tensor. So the cell counts what `save_on_cpu` would copy from a GPU, which is every saved tensor:
+# PyTorch has hooks for offload in one line, `save_on_cpu` (on a GPU with `pin_memory=True`). `save_on_cpu` fetches nothing ahead. On a CPU it copies nothing, because `.cpu()` of a CPU tensor returns that tensor. So the cell counts what `save_on_cpu` would copy from a GPU, which is every saved tensor:
 #
 # </div>
 # <div lang="zh">
 #
-# PyTorch 里有现成的钩子 `save_on_cpu`，只要一行代码（在 GPU 上加 `pin_memory=True`）。`save_on_cpu` 不会提前取回。在 CPU 上它什么也不拷贝，因为 CPU 张量的 `.cpu()` 返回的就是这个张量自己。所以下面统计它在 GPU 上要拷贝多少字节，也就是所有保存的张量的字节数。
+# PyTorch 里有现成的卸载钩子 `save_on_cpu`，只要一行代码（在 GPU 上加 `pin_memory=True`）。`save_on_cpu` 不会提前取回张量，在 CPU 上则什么也不拷贝，因为 CPU 张量的 `.cpu()` 返回的就是这个张量自己。所以下面统计它在 GPU 上要拷贝多少字节，也就是所有保存的张量的字节数。
 #
 # </div>
 
@@ -757,12 +757,12 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 #
 # <div lang="en">
 #
-# We return to the step on the H200. The decoder has eight layers, $h = 2048$, fp32 numbers, and 8,192 tokens per step. `count_forward` runs the forward on symbolic tensors. It counts FLOPs outside of attention, and the bytes that offload and `save_on_cpu` copy to the host. The cell adds the time of all copies to the baseline's time, as if no copy were hidden.
+# In the step on the H200, the decoder has eight layers, $h = 2048$, fp32 numbers, and 8,192 tokens. `count_forward` runs the forward on symbolic tensors. It counts FLOPs outside of attention, and the bytes that offload and `save_on_cpu` copy to the host. The cell adds the time of all copies to the baseline's time, as if no copy were hidden.
 #
 # </div>
 # <div lang="zh">
 #
-# 回到 H200 上的那一步。解码器有八层，$h = 2048$，fp32，一步有 8,192 个 token。`count_forward` 用符号张量运行前向，统计注意力以外的 FLOPs，以及卸载和 `save_on_cpu` 各换出多少字节。下面再把全部拷贝的时间加到基线的时间上，也就是假设没有一次拷贝被掩盖。
+# 回到 H200 上的那一步。解码器有八层，$h = 2048$，fp32，一步有 8,192 个 token。`count_forward` 用符号张量运行前向，统计注意力以外的 FLOPs，以及卸载和 `save_on_cpu` 各换出多少字节。下面再把全部拷贝的时间加到基线的时间上，即假设没有一次拷贝被掩盖。
 #
 # </div>
 
@@ -780,12 +780,12 @@ table(["step", "copied to the host (GB)", "added up (s)", "recorded (s)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The step with `save_on_cpu` takes even slightly longer than the sum, so none of its copies are hidden. Offload hides half of the time of its copies. Is the link too slow to hide all of them? The threshold of section 4.1 decides:
+# The step with `save_on_cpu` takes even slightly longer than the sum, so none of its copies are hidden. Offload hides half of the time of its copies. Is the link too slow to hide all copies? The threshold of section 4.1 decides:
 #
 # </div>
 # <div lang="zh">
 #
-# `save_on_cpu` 的一步比相加的结果还略长一点，可见它的拷贝一次也没有被掩盖。卸载则掩盖了一半的拷贝时间。是不是因为链路太慢，所以掩盖不了全部拷贝？下面把算术强度与阈值比一比（4.1 节）。
+# 用 `save_on_cpu` 时，实测的一步比相加的结果还略长，可见拷贝一次也没有被掩盖。卸载则掩盖了一半的拷贝时间。是不是因为链路太慢，所以掩盖不了全部拷贝？下面把算术强度与阈值比一比（4.1 节）。
 #
 # </div>
 
@@ -802,7 +802,7 @@ table(["", "FLOPs per byte"], [*rows, ("forward of this decoder", round(flops / 
 # </div>
 # <div lang="zh">
 #
-# 这一步的算术强度几乎正好等于阈值，与 4.2 节的网络一样。在那个网络里，$p$ = 2、两次拷贝在途时，这一步只比不拷贝时多花 1% 的时间。不过那个网络的存储区全都一样大。下图是这个解码器的两层在模拟设备上的情形，算力和链路取 H200 的值。
+# 这一步的算术强度几乎正好等于阈值，与 4.2 节的网络一样。在那个网络里，$p$ = 2、两次拷贝在途时，这一步只比不拷贝时多花 1% 的时间。不过那个网络的存储区都一样大。下图是这个解码器的两层在模拟设备上的情形，算力和链路取 H200 的值。
 #
 # </div>
 
@@ -813,7 +813,7 @@ figures.draw_layers(decoder_runs[2])
 # %% [markdown]
 # <div lang="en">
 #
-# Nearly all bytes of a layer are in storages that are 1 to 4 times as large as the layer's input. `prefetch` and `in_flight` count storages, not bytes. When a copy to the host starts, all copies except the last two must be complete. So compute waits for large storages. Is the step faster with more storages in flight?
+# Nearly all bytes of a layer are in storages 1 to 4 times as large as the layer's input. `prefetch` and `in_flight` count storages, not bytes. When a copy to the host starts, all copies except the last two must be complete. So compute waits while a large storage is copied. Is the step faster with more storages in flight?
 #
 # </div>
 # <div lang="zh">
@@ -832,14 +832,14 @@ table(["in flight, and fetched ahead", "simulated time (× baseline)", "peak (GB
 # %% [markdown]
 # <div lang="en">
 #
-# With two storages in flight, the simulated step takes 37% longer than the baseline. The H200's step took 33% longer. With eight storages in flight, the simulated step takes 1% longer, for 0.4 GB more memory. This setting was not run on a GPU. Compare this explanation with your guess.
+# With two storages in flight, the simulated step takes 37% longer than the baseline. The H200's step took 33% longer. With eight storages in flight, the simulated step takes 1% longer, but needs 0.4 GB more memory. Eight storages were not tried on a GPU. Compare this explanation with your guess.
 #
-# Another network, whose storages have equal sizes, was run on an H200 with nine settings. It has eight layers of 8,192 units. The link is twice as fast as this network requires. The table compares the recorded times (× baseline) with the simulated device's clock and your formula of exercise 1. With one copy in flight, the table adds another $c$ per layer to your formula.
+# Another network, whose storages have equal sizes, was run on an H200 with nine settings. It has eight layers of 8,192 units. The link is twice as fast as this network requires. The table compares the recorded times (× baseline) with the simulated device's clock and your formula of exercise 1. In rows with one copy in flight, the table adds another $c$ per layer to your formula.
 #
 # </div>
 # <div lang="zh">
 #
-# 在途和提前取回都是两份时，模拟的一步比基线多花 37% 的时间，H200 上实际多花 33%。都是八份时，模拟的一步只多花 1%，代价是多占 0.4 GB 内存。八份的设置没有在 GPU 上运行过。现在回头看看，你最初猜对了吗？
+# 在途和提前取回的存储区都是两份时，模拟的一步比基线多花 37% 的时间，H200 上实际多花 33%。两者都是八份时，模拟的一步只多花 1%，代价是多占 0.4 GB 内存。八份的设置没有在 GPU 上运行过。你最初猜对了吗？
 #
 # 再看另一个网络，它的各份存储区都一样大，九种设置都在 H200 上运行过。这个网络有八层，每层 8,192 个单元，链路比这个网络所需的快一倍。下表把记录的用时（基线的倍数）与模拟设备的时钟和你在练习 1 写的公式放在一起比较。在只允许一次换出在途的几行里，表中的值是你的公式的结果再加上每层一个 $c$。
 #
@@ -851,7 +851,7 @@ simulation.settings_table(step_time)
 # %% [markdown]
 # <div lang="en">
 #
-# The simulated device's clock differs from the H200 by at most 0.016 of the baseline's time. Your formula differs from the H200 by at most 0.04 of that time.
+# The simulated device's clock differs from the H200 by at most 0.016 of the baseline's time. Your formula differs by at most 0.04 of that time.
 #
 # </div>
 # <div lang="zh">
@@ -882,12 +882,12 @@ figures.claims_table(steps, times)
 #
 # <div lang="en">
 #
-# This lesson's row moves all activations to a file and fetches one storage ahead.
+# In this lesson's row, all activations move to a file, with one storage fetched ahead.
 #
 # </div>
 # <div lang="zh">
 #
-# 本课的这一行把全部激活值移到文件，并提前取回一份存储区。
+# 在本课的这一行里，全部激活值都移到文件，并提前取回一份存储区。
 #
 # </div>
 
@@ -902,10 +902,10 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# - A copy can hide if the FLOPs per byte reach the machine's threshold, if the copy starts early enough, and if enough copies are in flight. `prefetch` hides copies to the GPU (H2D), and `in_flight` hides copies to the host (D2H). Both settings count storages. In a decoder, two storages are too few, because their sizes differ.
+# - A copy can hide if the FLOPs per byte reach the machine's threshold, if the copy starts early enough, and if enough copies are in flight. `prefetch` hides copies to the GPU (H2D), and `in_flight` hides copies to the host (D2H). Both settings count storages. Two storages are too few in a decoder, because its storages differ in size.
 # - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and moves a storage as often as it is saved for backward.
 # - Only a wait orders two streams. If a wait is missing, the result is right only by luck.
-# - Offload combined with checkpoints can use a far slower link than offload alone. In the decoders here, adding offload to checkpoints lowers the peak further only with more than about $12 h$ tokens per step, or with frozen weights.
+# - Offload combined with checkpoints can use a far slower link than offload alone. In the decoders here, adding offload to checkpoints lowers the peak only with more than about $12 h$ tokens per step, or with frozen weights.
 #
 # **Next:** [lesson 05](05_gradient_accumulation.ipynb) splits the batch into micro-batches.
 #
@@ -915,7 +915,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # - 只有每搬一个字节所做的 FLOPs 达到机器的阈值，拷贝开始得够早，在途的拷贝也够多，拷贝才能被掩盖。`prefetch` 掩盖换入（H2D），`in_flight` 掩盖换出（D2H），两者数的都是存储区的份数。解码器的存储区大小不一，所以只设两份太少。
 # - 两个钩子不搬参数，其余存储区的每个版本也只搬一次，取回时得到的仍是原来的视图。`save_on_cpu` 则连参数也搬，而且一份存储区为反向保存几次，就搬几次。
 # - 流与流之间谁先谁后，只由等待来规定。少了一处等待，结果即使对，也只是碰巧。
-# - 先加检查点再卸载，链路即使比只卸载时所需的慢得多，计算也能掩盖拷贝。在本课的解码器上，一步里的 token 超过约 $12 h$ 个，或者权重冻结时，峰值才会进一步降低。
+# - 检查点与卸载合用时，链路可以比只卸载时慢得多。在本课的解码器上，只有一步里的 token 超过约 $12 h$ 个，或者权重冻结时，合用的峰值才会比只用检查点更低。
 #
 # **下一步**：[第 05 课](05_gradient_accumulation.ipynb)把批次拆成微批次。
 #
@@ -1140,7 +1140,7 @@ ratio, kept
 # %% [markdown]
 # <div lang="en">
 #
-# The gradient is exactly doubled, because the function passes it on unchanged, and adds it again through the "restored" activation. And no memory is freed, because the next operator, `sin`, keeps the same storage. The table below tests four claims from the teaching documents from which the course grew. The first claim is about this function:
+# The gradient is exactly doubled, because the function passes it on unchanged, and adds it again through the "restored" activation. And no memory is freed, because the next operator, `sin`, keeps the same storage. The table below tests four claims of the teaching documents on which this course is based. The first claim is about this function:
 #
 # </div>
 # <div lang="zh">
@@ -1222,7 +1222,7 @@ except RuntimeError as refused:
 # %% [markdown]
 # <div lang="en">
 #
-# On CUDA, a tensor's memory must not be reused while a side stream still copies the tensor (section 4.5). Two ways are safe. With `record_stream`, the memory is marked as used by the side stream, and the program can drop the tensor at once. When PyTorch's allocator gets this memory back, it records an event on the side stream. The memory can be reused only after the host finds this event complete at a later allocation. But the host starts layers long before the GPU runs them, and at that time hardly any event is complete. FSDP2, torchtune and TRL use the second way: they hold a reference to the tensor. A few tensors later, the compute stream waits for the copy's event, and the reference is dropped. So the host does not have to check events.
+# On CUDA, a tensor's memory must not be reused while a side stream still copies the tensor (section 4.5). Two ways are safe. With `record_stream`, the memory is marked as used by the side stream, and the program can drop the tensor at once. When PyTorch's allocator gets this memory back, it records an event on the side stream. The memory can be reused only after the host finds this event complete at a later allocation. But the host starts layers long before the GPU runs them, and at that time hardly any event is complete. FSDP2, torchtune and TRL use the second way: they hold a reference to the tensor. A few tensors later, the compute stream waits for the copy's event, and the reference is dropped. So the host need not check events.
 #
 # </div>
 # <div lang="zh">
@@ -1312,7 +1312,7 @@ figures.draw_taken(taken)
 #
 # <div lang="en">
 #
-# Adam keeps 8 bytes of state per parameter and uses this state only once per step. `OffloadedOptimizer` keeps the state in the lower tier. On a CPU the state returns to memory in **pages**, each with the state of some parameter tensors. While one page is updated, the next page is read and the previous page is written. Between two steps, the live bytes are 55.0 MB lower. **Guess first:** by how much is the peak of `step()` lower?
+# Adam keeps 8 bytes of state per parameter and uses this state only once per step. `OffloadedOptimizer` keeps the state in the lower tier. On a CPU the state returns to memory in **pages**, each with the state of some parameter tensors. While one page is updated, the next page is read and the previous page is written. `OffloadedOptimizer` lowers the live bytes between two steps by 55.0 MB. **Guess first:** by how much is the peak of `step()` lower?
 #
 # </div>
 # <div lang="zh">
@@ -1481,7 +1481,7 @@ predictions([*rows, ("peak with offloaded state", above - 8 * parameters, below)
 # %% [markdown]
 # <div lang="en">
 #
-# The prefetcher makes the next batch while the current batch is used. So the time per batch is not the sum of the time to make a batch and the time to use a batch, but only the longer of both times. No time is hidden if making a batch and using a batch need the same CPU core, or the GIL:
+# The prefetcher makes the next batch while the current batch is used. So the time per batch is not the sum of the time to make a batch and the time to use a batch, but only the longer of both times. No time is hidden if making and using a batch need the same CPU core, or the GIL:
 #
 # </div>
 # <div lang="zh">

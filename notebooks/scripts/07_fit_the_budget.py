@@ -83,9 +83,9 @@ def make_batch():
 #
 # <div lang="en">
 #
-# A meter with `budget_bytes` stops the step at the operator that exceeds the budget. Run the baseline's first step under such a meter. When this step starts, Adam has no state.
+# A meter with `budget_bytes` stops the step at the operator that exceeds the budget. Run the baseline's first step under such a meter. Before this step, Adam has no state.
 #
-# **Guess first:** where does the step stop? In the forward pass, in the backward pass, or in the optimizer? In which of the eight layers?
+# **Guess first:** where does the step stop? In the forward pass, the backward pass, or the optimizer? In which of the eight layers?
 #
 # </div>
 # <div lang="zh">
@@ -139,14 +139,14 @@ table(["parameters", "from the second step on (MB)"], rows)
 #
 # <div lang="en">
 #
-# You want the peak of a step that a device of 60 MB cannot run. Symbolic tensors have shapes and storages but no memory (lesson 01), and the meter counts their bytes.
+# You want the peak of a step that a device of 60 MB cannot run. Symbolic tensors have shapes and storages but no memory (lesson 01), and the meter counts the bytes that real tensors would take.
 #
 # **Exercise 1.** Write `peak_of_step(make_model, make_batch)`. On symbolic tensors, it runs two Adam steps of the baseline and returns the peak of the **second** step, in bytes. Use `torch.optim.Adam(parameters, foreach=False)`. The model has a method `loss(batch)`.
 #
 # </div>
 # <div lang="zh">
 #
-# 60 MB 的设备跑不完基线的一步，怎样知道这一步需要多少内存？符号张量有形状、有存储区，但不占内存（第 01 课），而计量器照样能统计符号张量的字节数。
+# 60 MB 的设备跑不完基线的一步，怎样知道这一步需要多少内存？符号张量有形状、有存储区，但不占内存（第 01 课），而计量器能统计出真实张量要占的字节数。
 #
 # **练习 1。** 写出 `peak_of_step(make_model, make_batch)`，用符号张量求出基线（优化器为 Adam）**第二步**的峰值，返回字节数。优化器用 `torch.optim.Adam(parameters, foreach=False)`，模型有 `loss(batch)` 方法。
 #
@@ -351,7 +351,7 @@ figures.what_fills(more, [found[name] for name in more], guesses=[my_guess])
 # %% [markdown]
 # <div lang="en">
 #
-# The peak is 64.2 MB, no lower than before, but other tensors fill the peak now. The gradients have been released. Without micro-batches, however, the recomputation restores the activations of a whole layer for eight sequences (21 MB). In addition, the checkpoints keep the inputs of 7 layers. The recipe in the second row also offloads these inputs. Its peak of 57.9 MB fits into the budget.
+# The peak is 64.2 MB, no lower than before, but other tensors fill the peak now. The gradients have been released. Without micro-batches, however, the recomputation restores the activations of a whole layer for eight sequences (21 MB). The checkpoints also keep the inputs of 7 layers. The recipe in the second row also offloads these inputs. Its peak of 57.9 MB fits into the budget.
 #
 # The next cell runs every recipe. A meter stops the last recipe if it exceeds 60 MB.
 #
@@ -383,7 +383,7 @@ figures.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, titl
 #
 # <div lang="en">
 #
-# The step fits now. Take the **checkpoints out** again. Then every saved tensor goes to the lower tier as soon as it is made, and nothing is computed twice.
+# The step fits now. Take the **checkpoints out**. Then every saved tensor goes to the lower tier as soon as it is made, and nothing is computed twice.
 #
 # **Guess first:** without checkpoints, what is the peak?
 #
@@ -464,7 +464,7 @@ figures.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"]
 # </div>
 # <div lang="zh">
 #
-# 与第 04 课一样，这里也有一个阈值。如果机器在拷贝一个字节的时间里能做 30.3 FLOPs，两个配方就一样快。`RATES` 里的 `laptop` 算力是 100 GFLOP/s，磁盘速率是 1 GB/s，拷贝一个字节的时间能做 100 FLOPs，所以在这样的机器上，用检查点更快。如果换成处理器慢、磁盘快的机器，拷贝一个字节的时间只能做 20 FLOPs，那么不用检查点更快。不说明是什么机器，“哪个配方最好”就没有答案。
+# 与第 04 课一样，这里也有一个阈值。如果机器在拷贝一个字节的时间里能做 30.3 FLOPs，两个配方就一样快。`RATES` 里的 `laptop` 算力是 100 GFLOP/s，磁盘速率是 1 GB/s，拷贝一个字节的时间里能做 100 FLOPs，所以在这样的机器上，用检查点更快。如果换成处理器慢、磁盘快的机器，这段时间里只能做 20 FLOPs，那么不用检查点更快。不说明是什么机器，“哪个配方最好”就没有答案。
 #
 # </div>
 
@@ -508,9 +508,9 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 # The table does not show the following:
 #
 # - **Updates in backward** happen before the norm of all gradients is known. They cannot be combined with clipping by that norm, a loss scaler that skips steps, or micro-batches.
-# - **Offloaded optimizer state**: if the lower tier is host memory, the host's processor does the update. It reads and writes 28 bytes per parameter. For real devices, estimated times include this update (`RATES`).
+# - **Offloaded optimizer state**: if the lower tier is host memory, the host's processor does the update. It reads and writes 28 bytes per parameter. For the real devices in `RATES`, estimated times include this update.
 # - **Micro-batches**: a matrix product over one sequence may run at a lower rate than over eight sequences. The table assumes equal rates.
-# - **Flash attention** is not used here. At 128 tokens it saves only 25 MB of 278 MB without checkpoints, and only 3 MB with checkpoints. At 4096 tokens it is the first technique to use (lesson 06).
+# - **Flash attention** is not used in these recipes. At 128 tokens it saves only 25 MB of 278 MB without checkpoints, and 3 MB with checkpoints. At 4096 tokens it is the first technique to use (lesson 06).
 #
 # </div>
 # <div lang="zh">
@@ -520,7 +520,7 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 # - **在反向之中更新**时，还不知道全部梯度的范数，所以不能按这个范数裁剪，也不能让损失缩放器跳过某一步。此外，这种技术不能与微批次合用。
 # - **卸载优化器状态**：如果下一级存储是主机内存，更新就由主机的处理器来做，每个参数要读写 28 字节。按 `RATES` 里的真实设备估计出的用时，已经把这一项计算在内。
 # - **微批次**：只算一条序列时，矩阵乘法的速率可能比八条序列一起算时低。表里假定两者的速率相同。
-# - **flash 注意力**在这里没有用。序列长 128 个 token 时，单用 flash 注意力只能从 278 MB 里省下 25 MB，加在检查点之上则只省 3 MB。序列长 4096 个 token 时，flash 注意力就是首选的技术（第 06 课）。
+# - **flash 注意力**：表中各个配方都没有采用。序列长 128 个 token 时，单用 flash 注意力只能从 278 MB 里省下 25 MB，加在检查点之上则只省 3 MB。序列长 4096 个 token 时，flash 注意力就是首选的技术（第 06 课）。
 #
 # </div>
 
@@ -529,12 +529,12 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 #
 # <div lang="en">
 #
-# You have looked for a recipe by hand. A search proposes recipes, estimates them, and lists those that fit, fastest first. Two lines of code sort the recipes of this lesson:
+# A search proposes recipes, estimates them, and lists those that fit, fastest first. Two lines of code sort the recipes of this lesson:
 #
 # </div>
 # <div lang="zh">
 #
-# 刚才是手工找配方。搜索则要做三件事，先提出配方，再逐个估计内存和用时，最后把装得下的配方按用时排序。排序只要两行代码。下面先给本课试过的配方排序：
+# 用搜索找配方分三步，先提出配方，再逐个估计内存和用时，最后把装得下的配方按用时排序。下面用两行代码给本课试过的配方排序：
 #
 # </div>
 
@@ -550,7 +550,7 @@ searched
 # %% [markdown]
 # <div lang="en">
 #
-# The recipe of 7.4 comes first, with 0.676 s at these rates. The recipe without checkpoints has the lowest peak, but comes last. `fit` has estimated 123 recipes. It skips other recipes by three rules:
+# The last recipe of 7.4 comes first, with 0.676 s on the laptop. The recipe without checkpoints has the lowest peak, but comes last. `fit` has estimated 123 recipes. It skips other recipes by three rules:
 #
 # - Skip a recipe if the tensors that exist before the first operator, or those of the optimizer step alone, exceed the budget.
 # - If a recipe fits, skip recipes that add another technique to it, because they cost more. There are two exceptions. With offloaded activations, a checkpoint can save time because fewer bytes are moved. Adding flash attention can reduce the FLOPs (7.18).
@@ -559,10 +559,10 @@ searched
 # </div>
 # <div lang="zh">
 #
-# 第一行就是 7.4 节的配方，按这些速率计算，用时 0.676 秒。不用检查点的配方峰值最低，却排在最后。`fit` 估计了 123 个配方，其余的配方按三条规则跳过：
+# 第一行就是 7.4 节的最后一个配方，按笔记本电脑的速率计算，用时 0.676 秒。不用检查点的配方峰值最低，却排在最后。`fit` 估计了 123 个配方，其余的配方按三条规则跳过：
 #
 # - 如果第一个算子运行之前就有的张量已经超出预算，或者光是优化器更新时要用的张量就超出预算，就跳过这个配方。
-# - 如果一个配方装得下，就跳过在它之上再加技术的配方，因为后者代价更大。例外有两个。一是激活值已经卸载时，再加检查点可以少搬运一些字节，反而可能更快。二是加上 flash 注意力以后，FLOPs 可能更少（7.18 节）。
+# - 如果一个配方装得下，就跳过在它的基础上再加技术的配方，因为后者代价更大。例外有两个。一是激活值已经卸载时，再加检查点可以少搬运一些字节，反而可能更快。二是加上 flash 注意力以后，FLOPs 可能更少（7.18 节）。
 # - 如果只给第一层加检查点就已经比目前最好的配方慢，就跳过给更多层加检查点的配方。
 #
 # </div>
@@ -570,16 +570,16 @@ searched
 # %% [markdown]
 # <div lang="en">
 #
-# `fit` finds the number of micro-batches by bisection. On twelve small models, `tests/tools/brute_force_fit.py` compares `fit` with all recipes of a grid. All 441 results agreed.
+# `fit` finds the number of micro-batches by bisection. On twelve small models, `tests/tools/brute_force_fit.py` compares the result of `fit` with the best recipe of a grid. All 441 results agreed.
 #
-# Other tools find the exact optimum among fewer choices. For a chain of stages, rotor finds the best checkpoints by dynamic programming (lesson 03). Alpa divides operators among devices by integer linear programming, and layers among stages by dynamic programming. PyTorch's compiler decides by a minimum cut of the graph which tensors to save for backward.
+# Other tools find the exact optimum among fewer choices. For a chain of stages, rotor finds the best checkpoints by dynamic programming (lesson 03). Alpa divides operators among devices by integer linear programming, and layers among pipeline stages by dynamic programming. PyTorch's compiler decides by a minimum cut of the graph which tensors to save for backward.
 #
 # If no recipe fits, `fit` raises an error that states the lowest peak:
 #
 # </div>
 # <div lang="zh">
 #
-# `fit` 用二分法求微批次的个数。`tests/tools/brute_force_fit.py` 在十二个小模型上，把 `fit` 的结果与网格里的全部配方作了比较，441 次搜索的结果全部一致。
+# `fit` 用二分法求微批次的个数。`tests/tools/brute_force_fit.py` 在十二个小模型上，把 `fit` 的结果与网格里最好的配方作了比较，441 次搜索全部一致。
 #
 # 其他工具的搜索范围较小，但能求出精确的最优解。rotor 用动态规划，在由若干级组成的链上找出检查点的最佳位置（第 03 课）。Alpa 用整数线性规划把算子分到各台设备，再用动态规划把各层分成流水线的级。PyTorch 的编译器求计算图的最小割，由此决定为反向保存哪些张量。
 #
@@ -617,14 +617,14 @@ figures.recipes_playground(grid.stored_estimates())
 #
 # <div lang="en">
 #
-# Find a recipe for each of two budgets. The check estimates your recipe. If the recipe does not fit, the check shows what fills the peak. Section 7.15 has a third budget, 50 MB.
+# Find a recipe for each of two budgets. The check estimates your recipe. If it does not fit, the check shows what fills the peak. Section 7.15 has a third budget, 50 MB.
 #
 # **Exercise 3.** Use at most 160 MB, no more FLOPs than the baseline, and move no bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面请为两个预算各找一个配方。检查程序会估计你的配方要多少内存。如果装不下，检查程序还会写出峰值里什么最多。第三个预算是 50 MB，放在 7.15 节。
+# 下面请为两个预算各找一个配方。检查程序会估计你的配方要多少内存。如果装不下，还会写出峰值里什么最多。第三个预算是 50 MB（7.15 节）。
 #
 # **练习 3。** 峰值不超过 160 MB，FLOPs 不得超过基线，也不能搬运任何字节。
 #
@@ -706,12 +706,12 @@ exercises.check_adapted_layer(adapted)
 # %% [markdown] slide={"en": "Adam in fp32 with checkpoints: 134.0 MB.\n\n**Guess first.** LoRA in bf16? In fp32? With two micro-batches? With eight?", "zh": "fp32 的 Adam 加检查点要 134.0 MB。\n\n**先猜**：LoRA 用 bf16 要多少？用 fp32 呢？分成两个微批次呢？八个呢？"}
 # <div lang="en">
 #
-# `with_adapters` adds such adapters of rank 8 to the two projections of each attention. LoRA then trains only 98,304 of 6.9 million numbers. In the table, LoRA in bf16 follows Adam, because most people start with this variant. All rows except the last have one checkpoint per layer. **Guess first:** Adam needs 134.0 MB. How much does LoRA need in bf16, in fp32, in fp32 with two micro-batches, and in fp32 with eight?
+# `with_adapters` adds such adapters of rank 8 to the two projections of each attention. LoRA then trains only 98,304 of 6.9 million numbers. In the next table, LoRA in bf16 follows Adam, because most people start with this variant. All rows except the last have one checkpoint per layer. **Guess first:** Adam needs 134.0 MB. How much does LoRA need in bf16, in fp32, in fp32 with two micro-batches, and in fp32 with eight?
 #
 # </div>
 # <div lang="zh">
 #
-# `with_adapters` 给每层注意力的两个投影加上秩为 8 的适配器，于是在 690 万个数中只训练 98,304 个。多数人一开始用的是 bf16 的 LoRA，所以在表中，bf16 的 LoRA 紧跟在 Adam 之后。除最后一行外，各行都是每层一个检查点。**先猜**：Adam 要 134.0 MB。LoRA 用 bf16 要多少？用 fp32 呢？用 fp32 并分成两个微批次呢？分成八个呢？
+# `with_adapters` 给每层注意力的两个投影加上秩为 8 的适配器，于是在 690 万个数中只训练 98,304 个。多数人一开始用的是 bf16 的 LoRA，所以在下表中，bf16 的 LoRA 紧跟在 Adam 之后。除最后一行外，各行都是每层一个检查点。**先猜**：Adam 要 134.0 MB。LoRA 用 bf16 要多少？用 fp32 呢？用 fp32 并分成两个微批次呢？分成八个呢？
 #
 # </div>
 
@@ -823,7 +823,7 @@ table(["variant", "peak (GB)", "weights (GB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Without offloading, LoRA and QLoRA fit on a card of 24 GB, but training all weights does not. Does each adapter still get the right gradient? A model with two layers is enough to check this.
+# Without offloading, LoRA and QLoRA fit on a card of 24 GB, but training all weights does not. Does each adapter still get the right gradient? A two-layer model is enough to check this.
 #
 # </div>
 # <div lang="zh">
@@ -861,7 +861,7 @@ smaller.compare_gradients(two_layers, make_batch)
 # - **8-bit Adam**: each number of a moment takes 1 byte, the index of one of 256 levels, and every 256 numbers share an fp32 scale. **Paged** moments also move to the host when GPU memory is short.
 # - **Muon** keeps one moment instead of two for the matrices of the layers, in fp32.
 #
-# The next recipes again use one checkpoint per layer:
+# The next recipes use one checkpoint per layer:
 #
 # </div>
 # <div lang="zh">
@@ -900,7 +900,7 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# In bf16 without master weights, all numbers are half as large as those of Adam in fp32. The row *paged* was not run, because bitsandbytes does not move moments on a CPU. This row estimates a GPU step with all moments on the host.
+# In bf16 without master weights, all numbers take half as many bytes as with Adam in fp32. The row *paged* was not run, because bitsandbytes does not move moments on a CPU. This row estimates a GPU step with all moments on the host.
 #
 # A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away. Two remedies need no fp32 weights. **Stochastic rounding** rounds up or down at random, so that the mean is right. **Kahan summation** stores the part that rounding removes (2 more bytes per parameter, in bf16), and adds it to the next update. Each function below returns the new weights and the part for the next update.
 #
@@ -954,7 +954,7 @@ smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_p
 #
 # <div lang="en">
 #
-# This lesson's search is also available as a command. `--config` takes the `config.json` of a model, `--lora 8 --base nf4` adds adapters to it, and `--plot out.png` draws how the peak falls:
+# This lesson's search is also available as a command. `--config` takes the `config.json` of a model, `--lora 8 --base nf4` adds adapters to the model, and `--plot out.png` draws how the peak falls:
 #
 # ```
 # python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
@@ -1240,7 +1240,7 @@ table(["recipe", "peak (MB)", "moved (MB)"], rows)
 #
 # <div lang="en">
 #
-# Now train two decoders, one with 6.6 billion and one with 64.7 billion parameters. Both use bf16 with fp32 master weights, Adam, and one sequence of 4096 tokens. The optimizer state stays in host memory, where the host does the update (lesson 04).
+# Train two decoders, one with 6.6 billion and one with 64.7 billion parameters. Both use bf16 with fp32 master weights, Adam, and one sequence of 4096 tokens. The optimizer state stays in host memory, where the host does the update (lesson 04).
 #
 # **Guess first:** how much memory does a device need to train the smaller model? How much does it need for the larger model?
 #
@@ -1288,7 +1288,7 @@ table(["model", "recipe", "peak (GB)", "your guess", *devices, *price], rows)
 #
 # The smaller model trains on a device of 24 GB, with 79 GB of state on the host and 26 GB moved per step. The larger model trains on an H200 (nominally 141 GB, in fact 150.1 GB). The peak is 137 GB, and 777 GB of state are on the host.
 #
-# A step that fits may still be too slow to be useful. On the H200, copies and the host's update take two thirds of the larger model's step. The peak of 137 GB also leaves only 9% of the device's memory for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
+# A step that fits may still be too slow to be useful. On the H200, copies and the host's update take two thirds of the larger model's step time. The peak of 137 GB also leaves only 9% of the device's memory for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
 #
 # </div>
 # <div lang="zh">

@@ -95,26 +95,26 @@ print(*exercises.LLAMA.items(), sep="\n")
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 1.** Write `parameters(config)`: how many parameters does a Llama have?
+# **Exercise 1.** Write `parameters(config)`, which returns the number of a Llama's parameters.
 #
 # - No matrix has a bias.
 # - Each layer has attention (queries, keys, values, output), a gated network of three matrices, and two norms.
 # - One more norm follows the last layer.
 # - The embedding and the head may be one matrix.
 #
-# The check tries larger configurations, too.
+# The check tries larger configurations.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 1。** 写出 `parameters(config)`：一个 Llama 有多少参数？
+# **练习 1。** 写出 `parameters(config)`，返回一个 Llama 的参数个数。
 #
 # - 所有矩阵都没有偏置。
 # - 每层有注意力（查询、键、值、输出）、一个由三个矩阵组成的门控网络，以及两个归一化层。
 # - 最后一层之后还有一个归一化层。
 # - 嵌入和输出头可能是同一个矩阵。
 #
-# 检查还会用更大的配置来测试你的函数。
+# 检查还会测试更大的配置。
 #
 # </div>
 
@@ -224,7 +224,7 @@ practice.guesses(zip([*ways][1:5], my_guesses, saved[1:5], strict=True))
 #
 # 峰值里占得最多的是 Adam 的状态，共 249 MB，所以卸载状态省得最多。检查点是最有名的技术，在这里却只省下 92 MB。单用“在反向中更新”等于没省，因为峰值出现在反向刚开始的时候，那时几乎还没有梯度。加了检查点之后，峰值移到反向的末尾，这时梯度已经全部算出，提早释放梯度才有用。
 #
-# 第 07 课分析另一个模型时也得到了同样的结论，即先看峰值里什么最多，再选技术。检查点、状态卸载和在反向中更新合用，峰值就降到 171.6 MB。
+# 第 07 课分析另一个模型时，结论相同，即先看峰值里什么最多，再选技术。检查点、状态卸载和在反向中更新合用，峰值就降到 171.6 MB。
 #
 # </div>
 
@@ -233,7 +233,7 @@ practice.guesses(zip([*ways][1:5], my_guesses, saved[1:5], strict=True))
 #
 # <div lang="en">
 #
-# A saving only counts if the training stays the same. So run the same steps twice, on passages of half the length: first as the baseline, then with all three techniques. **Guess first:** are the weights equal to the last bit? In lesson 07, the weights were equal.
+# A saving only counts if the training stays the same. Run the same steps twice, on passages of half the length: first as the baseline, then with all three techniques. **Guess first:** are the weights equal to the last bit? In lesson 07 they were equal.
 #
 # </div>
 # <div lang="zh">
@@ -264,28 +264,28 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 # %% [markdown]
 # <div lang="en">
 #
-# With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not equal. Why? A step must divide the losses or gradients by the number of tokens. The baseline divides the gradients after backward. The step with updates in backward divides the loss before backward. 4 × 63 = 252 is not a power of 2, so the division rounds, and dividing earlier changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, so the division rounds nothing.
+# With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not equal. Why? A step must divide the losses or gradients by the number of tokens. The baseline divides the gradients after backward. With updates in backward, the loss is divided before backward. 4 × 63 = 252 is not a power of 2, so the division rounds, and dividing earlier changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, so the division rounds nothing.
 #
-# With 252 tokens, the weights differ by less than a two-thousandth of the update, the change of the weights in training. On this CPU, both recipes train equally well.
+# With 252 tokens, the weights differ by less than a two-thousandth of the update (the change of the weights in training). On this CPU, both recipes train equally well.
 #
 # </div>
 # <div lang="zh">
 #
-# 预测 256 个 token 时，两遍得到的权重相等。如果每段文本少取一个字符，两遍的权重就不相等了。为什么？训练步要把损失之和或梯度除以 token 数。基线先做反向，最后才把各个梯度除以 token 数。在反向中更新时，要先把损失除以 token 数，再做反向。4 × 63 = 252 不是 2 的幂，做除法时要舍入，所以先除和后除得到的末几位数字不一样。4 × 64 = 256 是 2 的幂，第 07 课的 1024 也是，所以没有舍入。
+# 预测 256 个 token 时，两遍得到的权重相等。如果每段文本少取一个字符，两遍的权重就不相等了。为什么？训练步要把损失之和或梯度除以 token 数。基线先做反向，最后才把各个梯度除以 token 数。在反向中更新时，要先把损失除以 token 数，再做反向。4 × 63 = 252 不是 2 的幂，做除法时要舍入，所以先除和后除得到的末几位数字不一样。4 × 64 = 256 和第 07 课的 1024 都是 2 的幂，所以没有舍入。
 #
-# 预测 252 个 token 时，两遍的权重相差不到更新量（训练前后权重之差）的两千分之一，所以在这个 CPU 上，可以认为两遍训练一样好。
+# 预测 252 个 token 时，两遍的权重相差不到更新量（训练前后权重之差）的两千分之一，所以在这个 CPU 上，可以认为两个配方的训练一样好。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (35 minutes). You have predicted the peak of a new model's step. With three techniques, the training has the same result as the baseline. In the second sitting, you write a recipe for 200 MB. Then a vision transformer, LoRA, and a model of 8 billion parameters follow.
+# **End of the first sitting** (35 minutes). You have predicted the peak of a new model's step. With three techniques, the training has the same result as the baseline, up to rounding. In the second sitting, you write a recipe for 200 MB. Then a vision transformer, LoRA, and a model of 8 billion parameters follow.
 #
 # </div>
 # <div lang="zh">
 #
-# **第一次学习到此结束**（35 分钟）。你已经预测出新模型训练一步的峰值，也看到用上三种技术之后，训练结果仍与基线一样。第二次学习里，你要写一个配方，让峰值不超过 200 MB，再来看视觉 Transformer、LoRA 和一个有 80 亿参数的模型。
+# **第一次学习到此结束**（35 分钟）。你已经预测出新模型训练一步的峰值，也看到用上三种技术之后，除了舍入误差，训练结果仍与基线一样。第二次学习里，你要写一个配方，让峰值不超过 200 MB，再来看视觉 Transformer、LoRA 和一个有 80 亿参数的模型。
 #
 # </div>
 
@@ -294,7 +294,7 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 #
 # <div lang="en">
 #
-# **Exercise 2.** Write a recipe for 200 MB other than checkpoints, offloaded state and steps in backward. Fewer checkpoints, or checkpoints of another size, do not count as another set of techniques. Still use fp32, Adam and one device. Section 7.2 of lesson 07 lists the fields of `Recipe`.
+# **Exercise 2.** Write a recipe for 200 MB that is not the combination of checkpoints, offloaded state and steps in backward. Fewer checkpoints, or checkpoints of another size, do not count as another set of techniques. Still use fp32, Adam and one device. Section 7.2 of lesson 07 lists the fields of `Recipe`.
 #
 # </div>
 # <div lang="zh">
@@ -318,7 +318,7 @@ exercises.check_recipe(recipe)
 # %% [markdown]
 # <div lang="en">
 #
-# Now run the step under a meter that would stop it at 200 MB:
+# Run the step under a meter that would stop it at 200 MB:
 #
 # </div>
 # <div lang="zh">
@@ -336,7 +336,7 @@ predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 # %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找代价最小的配方。\n\n那三种技术里，还有什么可以不用？"}
 # <div lang="en">
 #
-# Which recipe is the cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, so each gradient must be released right after its use. The optimizer state also takes 249 MB and must be offloaded. With checkpoints as the third technique, 28 MB of the 200 MB are still unused. **Guess first:** what can still be left out of this recipe?
+# Which recipe is cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, so each gradient must be released right after its use. The optimizer state also takes 249 MB and must be offloaded. With checkpoints as the third technique, 28 MB of the 200 MB are still unused. **Guess first:** what can still be left out of this recipe?
 #
 # </div>
 # <div lang="zh">
@@ -354,14 +354,14 @@ fit(make_llama, llama_batch, BUDGET, base=forced, progress=False)
 #
 # Two of the eleven checkpoints can be left out. Backward begins with the last layers, so their saved tensors are soon released, and the peak comes later. Therefore the search leaves the last two layers without checkpoints. The step then computes 0.118 TFLOPs instead of 0.123.
 #
-# The second recipe of the table uses a schedule to choose which activations to keep (lesson 03). The last recipe is the sample solution of exercise 2. It needs no more FLOPs than the baseline, but moves nearly twice as many bytes as the other recipes. The best recipe depends on the machine, as exercise 2 of lesson 07 shows.
+# The second recipe of the table uses a schedule to choose which activations to keep (lesson 03). The last recipe is the sample solution of exercise 2. It needs no more FLOPs than the baseline, but moves nearly twice as many bytes as any other recipe. The best recipe depends on the machine, as exercise 2 of lesson 07 shows.
 #
 # </div>
 # <div lang="zh">
 #
 # 十一个检查点里，有两个可以不用。反向从最后几层开始，这几层保存的张量很快就用完并释放了，而峰值在这之后才出现。所以在搜索得到的配方里，最后两层不加检查点，这样一步的计算量就从 0.123 TFLOPs 降到 0.118 TFLOPs。
 #
-# 表中第二个配方用调度（第 03 课）来决定保留哪些激活值。最后一个配方就是练习 2 的参考答案，FLOPs 不比基线多，但搬运的字节数将近其他各配方的两倍。哪个配方最好，取决于机器，怎样计算，见第 07 课的练习 2。
+# 表中第二个配方用调度（第 03 课）来决定保留哪些激活值。最后一个配方就是练习 2 的参考答案，FLOPs 不比基线多，但搬运的字节数将近其他各配方的两倍。哪个配方最好取决于机器，计算方法见第 07 课的练习 2。
 #
 # </div>
 
@@ -465,7 +465,7 @@ practice.run_predicted(make_lora, llama_batch, peaks, guess=my_guess)
 #
 # <div lang="en">
 #
-# Now take Llama 3 8B from its published configuration. The step has 4096 tokens and uses bf16, fp32 master weights and Adam. At 16 bytes per parameter, weights, gradients and optimizer state take 128 GB. **Guess first:** can the whole model be trained with the host's memory and one card of 80 GB? And with a card of 24 GB? One shell command answers this:
+# Take Llama 3 8B from its published configuration. The step has 4096 tokens and uses bf16, fp32 master weights and Adam. At 16 bytes per parameter, weights, gradients and optimizer state take 128 GB. **Guess first:** can the whole model be trained with the host's memory and one card of 80 GB? And with a card of 24 GB? One shell command answers this:
 #
 # ```
 # python -m course_lib.budget --config llama_3_8b.json --sequence 4096 --batch 1 --device H100 --quick
@@ -489,7 +489,7 @@ _ = budget_command([*sizes, "--device", "H100", "--quick"])
 # %% [markdown] slide={"en": "**Guess first.** Llama 3 8B by QLoRA: how many bytes are the weights in NF4? The adapters of rank 8? Their gradients and state?", "zh": "**先猜**：用 QLoRA 训练 Llama 3 8B，NF4 的权重占多少字节？秩为 8 的适配器呢？适配器的梯度和状态呢？"}
 # <div lang="en">
 #
-# The step takes 49 GB, and two fifths of the card's memory stay free, because 96.4 GB of optimizer state are in host memory. On an RTX 4090 of 25.8 GB (24 GiB), the same command finds a recipe that offloads the activations, too. Its tensors take 22.4 GB, the allocator reserves 24.4 GB, and CUDA's own memory leaves 0.8 GB. With `--lora 8 --base nf4`, the command searches for recipes of QLoRA, which freezes the weights in 4 bits and trains adapters.
+# The step takes 49 GB, and two fifths of the card's memory stay free, because 96.4 GB of optimizer state are in host memory. On an RTX 4090 of 25.8 GB (24 GiB), the same command finds a recipe that offloads the activations, too. Its tensors take 22.4 GB, the allocator reserves 24.4 GB, and CUDA also takes memory, so 0.8 GB remain. With `--lora 8 --base nf4`, the command searches for recipes of QLoRA, which freezes the weights in 4 bits and trains adapters.
 #
 # **Exercise 3.** Write `qlora_bytes(config, rank)`. It predicts how many bytes stay in memory between steps when QLoRA trains a Llama.
 #
@@ -569,7 +569,7 @@ figures.on_a_card(large)
 # %% [markdown]
 # <div lang="en">
 #
-# Full training keeps 96.4 GB of optimizer state in host memory, and during a step up to 42.4 GB of other offloaded data. So a host with 128 GB is too small. Full training also moves 84.9 GB per step. LoRA needs no host memory and moves no data. Its frozen weights have no gradients, no moments and no master weights, and checkpoints reduce the activations enough. With NF4 (QLoRA), the weights take 10.0 GB less than in bf16.
+# Full training keeps 96.4 GB of optimizer state in host memory, and during a step up to 42.4 GB of other offloaded data. So a host with 128 GB is too small. Full training also moves 84.9 GB per step. LoRA needs no host memory and moves no data. Its frozen weights have no gradients, moments or master weights, and checkpoints reduce the activations enough. With NF4 (QLoRA), the weights take 10.0 GB less than in bf16.
 #
 # A step fits if its *reserved* memory and CUDA's own memory fit on the GPU together. CUDA leaves 25.3 GB of the card free, and full training reserves 24.4 GB of these. If LoRA in bf16 computes the whole output head at once, it has 23.8 GB of tensors, but the allocator reserves 25.9 GB, which do not fit. So LoRA and QLoRA compute the head in chunks of 512 tokens.
 #
@@ -592,7 +592,7 @@ figures.on_a_card(large)
 # </div>
 # <div lang="zh">
 #
-# 这些训练步都没有在 GPU 上运行过。在 H200 上运行过 169 个较小的训练步，其中 158 个的张量所占的字节数与估计一字节不差，其余训练步的张量最多比估计少 12 kB。有 21 个训练步还对照了分配器预留的显存，实测值最多比预测值少 11%，最多比预测值多 9%（`docs/exact.md`）。用 NF4 的训练步还没有在 GPU 上对照过。如果给命令加上 `--device this --check`，就能在你自己的 GPU 上验证。
+# 这些训练步都没有在 GPU 上运行过。在 H200 上运行过 169 个较小的训练步，其中 158 个的张量所占的字节数与估计一字节不差，其余训练步的张量最多比估计少 12 kB。在 21 个训练步上还对照了已预留的显存，实测值最多比预测值少 11%，最多多 9%（`docs/exact.md`）。用 NF4 的训练步还没有在 GPU 上对照过。如果给命令加上 `--device this --check`，就能在你自己的 GPU 上验证。
 #
 # 你在练习 3 里的预测与估计相差多少？
 #
@@ -646,7 +646,7 @@ whole_ledger()
 # <div lang="en">
 #
 # - The step of a Llama was predicted to the byte from nine lines of configuration. The steps of a ViT and of LoRA were also predicted to the byte, on this CPU.
-# - The largest part of the peak depends on the model: optimizer state for the small Llama, activations for the ViT and for LoRA. So the best first technique differs, too.
+# - The largest part of the peak depends on the model: optimizer state for the small Llama, activations for the ViT and for LoRA. So the best first technique differs.
 # - A peak of 171.6 MB instead of 609.1 MB is a saving only if the weights are equal.
 # - Full training of an 8B model on a card of 24 GB needs up to 138.8 GB of host memory. LoRA needs no host memory, and QLoRA takes 9.0 GB on the card.
 # - Reserved memory must fit on the card, with room to spare.

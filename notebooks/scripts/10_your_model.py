@@ -13,12 +13,12 @@
 #
 # How much memory does a training step of *your* model need, and how much can you save without changing the gradients? In this project you find out, for a model that you train or want to train. You complete four fill-ins and run eight sections. The sections fill in a sheet, which you hand in.
 #
-# The fill-ins already contain a small model, so you can run everything immediately. Read the project through once, then replace the small model with yours. If your model breaks a rule of the course's library, the section that needs this rule prints a sentence about it, and the other sections still run.
+# The fill-ins already contain a small model, so you can run everything. Read the project through once, then replace the small model with yours. If your model breaks a rule of the course's library, the section that needs this rule prints a sentence about it, and the other sections still run.
 #
 # </div>
 # <div lang="zh">
 #
-# **你的**模型，一个训练步要多少内存？在梯度不变的前提下，最低能降到多少？在这个项目里，请用一个你正在训练或打算训练的模型来回答这两个问题。先做好四处填空，再依次运行八节的代码。各节会把结果填进同一张表，最后把这张表交上来。
+# **你的**模型，一个训练步要多少内存？在梯度不变的前提下，最低能降到多少？在这个项目里，请用一个你正在训练或打算训练的模型来回答这两个问题。先做好四处填空，再依次运行八节的代码。各节会把结果填进同一张表，最后交上这张表。
 #
 # 四处填空里事先放了一个小模型，打开就能运行。请先从头到尾看一遍，再换成你自己的模型。如果你的模型不符合课程库的某条规则，用到这条规则的那一节会用一句话说明，其余各节照样运行。
 #
@@ -74,9 +74,9 @@ from course_lib.lessons.lesson_10.project import Sheet
 # - `make_model()` returns a new model in fp32, with the same weights in each call.
 # - `make_batch(step)` returns the batch of a step: one tensor, or tensors in tuples and dictionaries.
 # - `loss_sum(model, batch)` returns the sum of the losses and their number. Lesson 05 showed why a mean is not enough. Write `loss_sum = None` for a Hugging Face model that computes its own loss.
-# - `BUDGET` is the largest number of bytes that the step is allowed to take. The cell below the fill-ins prints the peak. Begin with a third of this peak.
+# - `BUDGET` is the largest number of bytes that the step is allowed to take. The cell below the fill-ins prints the peak. Begin with a budget of a third of this peak.
 #
-# Begin with a small version of your model, whose step takes less than half of this machine's memory. To get this version, use fewer layers or a smaller batch. Later, in the larger model, each technique saves the same kind of memory.
+# Begin with a small version of your model, whose step takes less than half of this machine's memory. To get it, use fewer layers or a smaller batch. In the larger model, each technique saves the same kind of memory.
 #
 # </div>
 # <div lang="zh">
@@ -86,7 +86,7 @@ from course_lib.lessons.lesson_10.project import Sheet
 # - `loss_sum(model, batch)` 返回损失之和，以及损失的个数。第 05 课讲过为什么只返回平均值还不够。如果用的是 Hugging Face 模型，并且模型自己会计算损失，就写 `loss_sum = None`。
 # - `BUDGET` 是这一步最多可以占用的字节数。填空下面的单元格会打印峰值，可以先把预算设成这个峰值的三分之一。
 #
-# 请先减少层数或减小批次，把你的模型改小，使它占用的内存不到这台机器的一半。以后换回原来的大模型，每种技术省下的仍是同一类内存。
+# 请先减少层数或减小批次，把你的模型改小，使一步占用的内存不到这台机器的一半。以后换回原来的大模型，每种技术省下的仍是同一类内存。
 #
 # </div>
 
@@ -212,7 +212,7 @@ with sheet.part("10.3"):
 # </div>
 # <div lang="zh">
 #
-# 梯度相等，省下的内存才算数。每种技术都用第 0 步的批次运行一步，再把得到的梯度与基线的梯度相比，误差等于两者之差的范数除以基线梯度的范数。重计算和卸载的误差应当是 0。用微批次时，求和的顺序不同，所以梯度的最后几位数字会有差别。
+# 梯度相等，省下的内存才算数。每种技术都用第 0 步的批次运行一步，再把得到的梯度与基线的梯度相比。误差等于两者之差的范数除以基线梯度的范数。重计算和卸载的误差应当是 0。用微批次时，求和的顺序不同，所以梯度的最后几位数字会有差别。
 #
 # </div>
 
