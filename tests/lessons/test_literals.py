@@ -100,10 +100,10 @@ CLAIMS = [
     ("stores # of the steps", "存有其中 # 个训练步", CSV_ROWS),
     ("repeats all #", "重新运行全部 # 个", ALL),
     ("RTX 4090 of # GB", "换成 # GB 的 RTX 4090", gb(RATES["RTX 4090"].memory_bytes)),
-    ("the device's # GB", "设备共有 # GB", gb(RATES["H200"].memory_bytes)),
+    ("in fact # GB", "实际内存 # GB", gb(RATES["H200"].memory_bytes)),
     (
         "has # GFLOP/s and a disk of # GB/s",
-        "算力是 # GFLOP/s，磁盘是 # GB/s",
+        "算力是 # GFLOP/s，磁盘速率是 # GB/s",
         f"{SPEED / 1e9:.0f}",
         f"{DISK / 1e9:.0f}",
     ),

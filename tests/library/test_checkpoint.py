@@ -316,6 +316,17 @@ def test_comparison_raises_if_saved_dropout_precedes_recomputed_dropout():
             output.backward()
 
 
+def test_handle_check_raises_until_block_runs_with_gradients_enabled():
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Tanh())), torch.ones(2, 3)
+    handle = checkpoint_blocks(model, "0")
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(ValueError, match=r"blocks \(0\) ran with gradients enabled"):
+        handle.check()
+    model(x)
+    handle.check()
+
+
 # ---- torch.func
 
 
