@@ -35,7 +35,7 @@ language()
 # **Goals** (120 minutes, in two sittings):
 #
 # - Decide from two numbers whether another plan beats a checkpoint around each layer of your model.
-# - Predict the peak for any division into segments, and write the one with the lowest peak.
+# - Predict the peak for any division into segments, and write the division with the lowest peak.
 # - Give the compiler a memory budget, and check its result.
 # - Write the recurrence that finds the fastest schedule within a limit of bytes, and then get below the lowest peak of such schedules.
 #
@@ -110,7 +110,7 @@ print(layer_cuts(8), layer_cuts(8, group=2), sep="\n")
 # - **Loss in chunks:** lesson 02's loss, 128 tokens at a time, and no checkpoint elsewhere.
 # - **Compiler's budget:** `torch.compile` chooses what to keep, up to half of the bytes that it usually keeps (section 3.5). The compiler needs real tensors, so it runs with 8 layers only. The other ways use symbolic tensors.
 #
-# **On this page**, a peak counts all live activations, including the model's input. It does not count weights, gradients and optimizer state. These exist before forward begins, as in every micro-batch after the first (lesson 05).
+# **On this page**, a peak counts all live activations, including the model's input. Weights, gradients and optimizer state are not counted. They exist before forward begins, as in every micro-batch after the first (lesson 05).
 #
 # **Guess first.** Which way has the lowest peak with 8 layers, and which with 48? With 8 layers, which ways add less than 5% to the FLOPs of a step without checkpoints?
 #
@@ -164,9 +164,9 @@ own_model.draw_ways({8: eight, 48: deep})
 # %% [markdown]
 # <div lang="en">
 #
-# Why are pairs of layers better in the deeper model? Let a layer keep $A$ bytes for its backward, and let its input take $B$ bytes. With $L$ layers in groups of $g$, the step keeps the inputs of $L / g$ groups, and recomputes one whole group. This takes $\frac{L}{g} B + g A$ bytes. Compared with single layers, pairs keep $\frac{L}{2} B$ fewer bytes for inputs, but $A$ more bytes. So pairs need less memory **from $L = 2 A / B$ layers on**. In this decoder $A$ is 20 times $B$, which gives 40 layers.
+# Why are pairs of layers better in the deeper model? Let a layer keep $A$ bytes for its backward, and let its input take $B$ bytes. With $L$ layers in groups of $g$, the step keeps the inputs of $L / g$ groups, and recomputes one whole group. This takes $\frac{L}{g} B + g A$ bytes. Pairs keep $\frac{L}{2} B$ fewer bytes for inputs than single layers, but $A$ more for the recomputed group. So pairs need less memory **from $L = 2 A / B$ layers on**. In this decoder $A$ is 20 times $B$, which gives 40 layers.
 #
-# The table shows one layer of two models in bf16, for a sequence of 4096 tokens:
+# The table shows one layer of each of two models, in bf16, for 4096 tokens:
 #
 # </div>
 # <div lang="zh">
@@ -189,14 +189,14 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 # %% [markdown]
 # <div lang="en">
 #
-# In both models, pairs need less memory from about 49 layers on. (In the 8B model, a layer keeps 825 MB, 134 MB of them for float32 copies in norms. With fused norms, fewer layers are enough.) The 8B model has only 32 layers. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
+# In both models, pairs need less memory from about 49 layers on. (In the 8B model, a layer keeps 825 MB, 134 MB of them for float32 copies in norms. Fused norms make no such copies, so pairs then need less memory from fewer layers on.) The 8B model has only 32 layers, too few for pairs. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
 #
-# In other training steps the gradients arrive during backward. In these two models a layer's gradients take far more bytes than its input, so the peak is at the end of backward. The inputs are released by then, so groups do not lower the peak.
+# In other training steps the gradients arrive during backward. In these two models a layer's gradients take far more bytes than its input, so the peak is at the end of backward, after the inputs are released. Groups do not lower this peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 在这两个模型里，两层一组都要从大约 49 层起才更省内存。（8B 模型的一层保存 825 MB，其中 134 MB 是 Hugging Face 的归一化留下的 float32 副本。改用融合的归一化，所需的层数会少一些。）8B 模型只有 32 层。70B 模型有 80 层，所以，如果梯度在反向之前就已存在（本课就是这样），或者是分片的（第 08 课），两层一组就能降低峰值。
+# 在这两个模型里，两层一组都要从大约 49 层起才更省内存。（8B 模型的一层保存 825 MB，其中 134 MB 是 Hugging Face 的归一化留下的 float32 副本。改用融合的归一化就没有这些副本，更少的层就够了。）8B 模型只有 32 层，两层一组不划算。70B 模型有 80 层，所以，如果梯度在反向之前就已存在（本课就是这样），或者是分片的（第 08 课），两层一组就能降低峰值。
 #
 # 在其他训练步里，梯度在反向中陆续产生。这两个模型里，一层的梯度都远大于它的输入，所以峰值出现在反向快结束时。那时各组的输入都已释放，因此分组并不能降低峰值。
 #
@@ -207,7 +207,7 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 #
 # <div lang="en">
 #
-# If each layer keeps few bytes, groups of layers save memory even in shallow networks. A group is called a **segment**. From here to section 3.5 the network is a chain of 100 equal layers, each a Linear and a GELU, with activations of 1000 × 25 numbers. A boundary between segments keeps one activation, $B$ = 100,000 bytes. A layer keeps $A = 2B$, because the Linear and the GELU each keep their input.
+# If each layer keeps few bytes, groups of layers save memory even in shallow networks. Such a group is a **segment**. From here to section 3.5 the network is a chain of 100 equal layers, each a Linear and a GELU, with activations of 1000 × 25 numbers. A boundary between segments keeps one activation, $B$ = 100,000 bytes. A layer keeps $A = 2B$, because the Linear and the GELU each keep their input.
 #
 # `checkpoint_sequential` cuts such a network into $k$ segments, and puts a checkpoint around each segment except the last. Do the gradients stay the same?
 #
@@ -232,7 +232,7 @@ table(["gradients equal"], [[figures.equal_gradients(hundred, x, plain, tenths)]
 # %% [markdown] slide={"en": "$k B + \\frac{L}{k} A + B$ is a smooth curve.\n\n**Guess first.** Will the measured points be smooth, too?", "zh": "$k B + \\frac{L}{k} A + B$ 是一条平滑的曲线。\n\n**先猜**：测得的点也会连成平滑的曲线吗？"}
 # <div lang="en">
 #
-# How does the peak depend on the number $k$ of segments? The inputs of $k$ segments take $k B$. The $L/k$ layers of one segment add $\frac{L}{k} A - B$, because the first layer's input is the segment's input, which is counted already. Backward adds two gradients, of one layer's output and input, which take $2 B$. The sum $k B + \frac{L}{k} A + B$ is a smooth curve. **Guess first:** will the measured points be smooth, too?
+# How does the peak depend on the number $k$ of segments? The inputs of $k$ segments take $k B$. The $L/k$ layers of one segment add $\frac{L}{k} A - B$, because the first layer's input is the segment's input, which is counted already. Backward adds the gradients of one layer's output and input, together $2 B$. The sum $k B + \frac{L}{k} A + B$ is a smooth curve. **Guess first:** will the measured points be smooth, too?
 #
 # </div>
 # <div lang="zh">
@@ -250,16 +250,16 @@ figures.draw_sweep(100, sweep, marked=(50, 51))
 # %% [markdown]
 # <div lang="en">
 #
-# The points are not smooth. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment, but **all remaining layers into the last one**. For $k = 51$, fifty segments have one layer each, and the last has fifty. While a segment runs backward, the activations of all its layers are in memory.
+# The points do not form a smooth curve. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment except the last, and **all remaining layers into the last**. For $k = 51$, fifty segments have one layer each, and the last has fifty. While a segment runs backward, the activations of all its layers are in memory.
 #
 # **Exercise 1.** Cuts form a list such as `[0, 40, 70, 100]`. While segment $j$ (counted from 0) runs backward, which segments' inputs are still kept, how many bytes do its layers keep, and which gradients exist? Count every tensor once. Return the peak in bytes, from `A` and `B`.
 #
 # </div>
 # <div lang="zh">
 #
-# 测得的点并不平滑。`checkpoint_sequential` 给每段 $\lfloor L/k \rfloor$ 层，**余下的全归最后一段**。$k = 51$ 时，有五十段各一层，最后一段却有五十层。一段做反向时，整段的激活值都在内存里。
+# 测得的点没有连成平滑的曲线。`checkpoint_sequential` 给其他各段都是 $\lfloor L/k \rfloor$ 层，**余下的全归最后一段**。$k = 51$ 时，有五十段各一层，最后一段却有五十层。一段做反向时，整段的激活值都在内存里。
 #
-# **练习 1。** 切口写成列表，例如 `[0, 40, 70, 100]`。第 $j$ 段（从 0 数起）做反向时，还保留着哪几段的输入？这一段的各层保存多少？内存里还有哪些梯度？每个张量只算一次。用 `A` 和 `B` 算出峰值，返回字节数。
+# **练习 1。** 切口写成列表，例如 `[0, 40, 70, 100]`。第 $j$ 段（从 0 数起）做反向时，还保留着哪几段的输入？这一段的各层保存多少字节？内存里还有哪些梯度？每个张量只算一次。用 `A` 和 `B` 算出峰值，返回字节数。
 #
 # </div>
 
@@ -303,7 +303,7 @@ predictions(rows, unit="bytes")
 #
 # The measured peaks are 8 bytes above the predictions, which leave out the loss and its gradient. In the sum for equal segments, $k B$ grows with $k$, and $\frac{L}{k} A$ falls.
 #
-# **Exercise 2.** For which number of segments $k$ is the sum of these two terms least? Write a formula for any $L$, $A$ and $B$. The result may be fractional. If you round it, choose the whole number with the smaller sum.
+# **Exercise 2.** For which number of segments $k$ is the sum of these two terms least? Write a formula for any $L$, $A$ and $B$. The result may be fractional, or rounded to the whole number with the smaller sum.
 #
 # </div>
 # <div lang="zh">
@@ -337,14 +337,14 @@ exercises.check_best_count(best_count)
 # %% [markdown]
 # <div lang="en">
 #
-# The sum is least for $k^* = \sqrt{L \cdot A / B}$, where the peak is $2 \sqrt{L A B} + B$. The well-known $\sqrt L$ is right only if $A = B$. Here $A = 2B$, so 14 segments are best, not 10. With 14 segments the peak is $29.3 B$. With 10 segments it is only a little higher, $31 B$, because the curve is flat near its minimum. `checkpoint_sequential` with 14 segments peaks at $33 B$, because its last segment is longer.
+# The sum is least for $k^* = \sqrt{L \cdot A / B}$, where the peak is $2 \sqrt{L A B} + B$. The well-known $\sqrt L$ is right only if $A = B$. Here $A = 2B$, so 14 segments are best, not 10. The formula's peak with 14 segments is $29.3 B$. With 10 segments it is only a little higher, $31 B$, because the curve is flat near its minimum. But `checkpoint_sequential` with 14 segments peaks at $33 B$, because its last segment is longer.
 #
-# For the 32 layers of Llama 3 8B, $k^* = \sqrt{32 \cdot 24.6} = 28$, which is nearly one segment per layer.
+# For the 32 layers of Llama 3 8B, $k^* = \sqrt{32 \cdot 24.6} = 28$, nearly one segment per layer.
 #
 # </div>
 # <div lang="zh">
 #
-# 段数为 $k^* = \sqrt{L \cdot A / B}$ 时，两项之和最小，此时的峰值是 $2 \sqrt{L A B} + B$。常说的 $\sqrt L$，只有当 $A = B$ 时才对。这里 $A = 2B$，所以最好的段数是 14，不是 10。分 14 段时峰值是 $29.3 B$，分 10 段时是 $31 B$，差别很小，因为曲线在最低点附近很平。把余下的层全归最后一段，影响反而更大。例如 `checkpoint_sequential` 分 14 段时，峰值是 $33 B$。
+# 段数为 $k^* = \sqrt{L \cdot A / B}$ 时，两项之和最小，此时的峰值是 $2 \sqrt{L A B} + B$。常说的 $\sqrt L$，只有当 $A = B$ 时才对。这里 $A = 2B$，所以最好的段数是 14，不是 10。按公式，分 14 段时峰值是 $29.3 B$，分 10 段时是 $31 B$，差别很小，因为曲线在最低点附近很平。但 `checkpoint_sequential` 分 14 段时，峰值是 $33 B$，因为最后一段更长。
 #
 # 对 Llama 3 8B 的 32 层，$k^* = \sqrt{32 \cdot 24.6} = 28$，几乎就是一层一段。
 #
@@ -355,15 +355,15 @@ exercises.check_best_count(best_count)
 #
 # <div lang="en">
 #
-# While the **last** segment runs backward, the inputs of all segments are kept. While the **first** segment runs backward, all other inputs have been released, so the first segment can be longer. Let every segment need the same $R$ bytes, not counting the last $B$ of the sum in section 3.2. A segment with $j$ inputs before its own has $R - (j + 1) B$ bytes left for its layers.
+# While the **last** segment runs backward, the inputs of all segments are kept. While the **first** segment runs backward, all other inputs have been released, so the first segment can be longer. Let every segment need the same $R$ bytes, not counting the last $B$ of the sum in section 3.2. A segment that follows $j$ others has $R - (j + 1) B$ bytes left for its layers.
 #
-# Each segment has $B / A$ fewer layers than the segment before it. If you draw the segments as columns, they form a triangle that is $R / B$ segments long and $R / A$ layers high. Its area is the number of layers:
+# Each segment has $B / A$ fewer layers than the segment before it. Drawn as columns, the segments form a triangle that is $R / B$ segments long and $R / A$ layers high. Its area is the number of layers:
 #
 # $$L \approx \frac{R^2}{2 A B}, \qquad R \approx \sqrt{2 L A B}$$
 #
 # Equal segments need $2 \sqrt{L A B}$, and $R$ is $1 / \sqrt 2$ of that.
 #
-# **Exercise 3.** The formula gives fractional segment sizes, but segments have whole numbers of layers. Write `tapered(depth, kept)`, where a layer keeps `kept` times the bytes of a boundary, $A$ = `kept` · $B$. It returns the cuts. For example, `[0, 4, 6, 7]` are segments of 4, 2 and 1 layers. Your cuts must have the lowest possible peak.
+# **Exercise 3.** The formula gives fractional segment sizes, but segments have whole numbers of layers. Write `tapered(depth, kept)`, where a layer keeps `kept` times the bytes of a boundary, $A$ = `kept` · $B$. It returns cuts, such as `[0, 4, 6, 7]` for segments of 4, 2 and 1 layers. Your cuts must have the lowest possible peak.
 #
 # </div>
 # <div lang="zh">
@@ -376,7 +376,7 @@ exercises.check_best_count(best_count)
 #
 # 等分时需要 $2 \sqrt{L A B}$，而 $R$ 只有这个值的 $1 / \sqrt 2$。
 #
-# **练习 3。** 公式给出的段长带有小数，而一段的层数必须是整数。写出 `tapered(depth, kept)`，其中一层保存的字节是一个边界的 `kept` 倍，即 $A$ = `kept` · $B$。函数返回切口，例如 `[0, 4, 6, 7]` 表示各段有 4、2、1 层。要求其他任何切法的峰值都不比它低。
+# **练习 3。** 公式给出的段长带有小数，而一段的层数必须是整数。写出 `tapered(depth, kept)`，其中一层保存的字节是一个边界的 `kept` 倍，即 $A$ = `kept` · $B$。函数返回切口，例如 `[0, 4, 6, 7]` 表示各段有 4、2、1 层。要求任何切法的峰值都不比你的更低。
 #
 # </div>
 
@@ -435,7 +435,7 @@ figures.draw_budgets({name: arms[name] for name in ("10 equal segments", "tapere
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (60 minutes). You can predict the peak for any segments, and your `tapered` finds the best cuts of equal layers. In the second sitting, you compare such cuts with a compiler and with a search that you write. At the end your peak is below $22 B$.
+# **End of the first sitting** (60 minutes). You can predict the peak for any segments, and your `tapered` finds the best cuts of equal layers. In the second sitting, you compare such cuts with a compiler and with your own search, and finally get below $22 B$.
 #
 # </div>
 # <div lang="zh">
@@ -451,14 +451,14 @@ figures.draw_budgets({name: arms[name] for name in ("10 equal segments", "tapere
 #
 # `torch.compile` traces forward and backward as one graph and cuts the graph in two. The results that cross the cut are saved, and backward computes the other results again. A **budget**, a number between 0 and 1, limits the saved bytes. The default, 1, minimizes the run time. With 0, only the graph's inputs are saved, as with one checkpoint around everything. With 0.5, the compiler saves the inputs and at most half of the other bytes that it saves with 1.
 #
-# Torch 2.13 has a prototype of a context manager for the budget. The context must cover the whole forward pass of a compiled graph, and raises an error outside of the compiler (section 3.16). Section 3.1 used the older private setting, `torch._functorch.config.activation_memory_budget`.
+# Torch 2.13 has a prototype of a context manager for the budget. The context must cover the whole forward pass of a compiled graph (section 3.16). Section 3.1 used the older private setting, `torch._functorch.config.activation_memory_budget`.
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.compile` 把前向和反向追踪成一张图，再切成两半。跨过切口的结果要保存，其余的结果在反向里重新计算。**预算**是 0 到 1 之间的一个比例，限制保存的字节。默认值是 1，此时运行时间最短。预算为 0 时只保存图的输入，相当于给整个模型加一个检查点。预算为 0.5 时，除了输入，还可以保存其他结果，但最多保存预算为 1 时的一半（输入不计，按字节算）。
+# `torch.compile` 把前向和反向追踪成一张图，再切成两半。跨过切口的结果要保存，其余的结果在反向里重新计算。**预算**是 0 到 1 之间的一个比例，限制保存的字节。默认值是 1，此时运行时间最短。预算为 0 时只保存图的输入，相当于给整个模型加一个检查点。预算为 0.5 时，除了输入，还可以保存其他结果，但这些结果的字节数至多是预算为 1 时的一半。
 #
-# torch 2.13 有一个上下文管理器可以设置预算，目前还是原型。这个上下文必须包住一张编译图的整个前向，在编译器之外使用则会报错（3.16 节）。3.1 节用的是更早的私有设置 `torch._functorch.config.activation_memory_budget`。
+# torch 2.13 有一个上下文管理器可以设置预算，目前还是原型。这个上下文必须包住一张编译图的整个前向（3.16 节）。3.1 节用的是更早的私有设置 `torch._functorch.config.activation_memory_budget`。
 #
 # </div>
 
@@ -478,14 +478,14 @@ def in_region(module, x, budget):
 # %% [markdown]
 # <div lang="en">
 #
-# This backend runs the two graphs with PyTorch's usual kernels. On a GPU, leave `backend` out. The default backend generates kernels, and reorders operators to lower the peak (not run here).
+# The backend `aot_eager` runs both graphs with PyTorch's usual kernels. On a GPU, omit `backend`. The default backend generates kernels, and reorders operators to lower the peak (not run here).
 #
 # **Guess first.** On the first 16 layers of our chain the saved bytes fall with the budget. Does the peak fall, too?
 #
 # </div>
 # <div lang="zh">
 #
-# 这个后端用 PyTorch 平常的核函数来运行这两张图。在 GPU 上不必写 `backend`，默认的后端会生成核函数，还会调整算子的顺序以降低峰值（这里没有运行）。
+# `aot_eager` 后端用 PyTorch 平常的核函数来运行这两张图。在 GPU 上不必写 `backend`，默认的后端会生成核函数，还会调整算子的顺序以降低峰值（这里没有运行）。
 #
 # **先猜**：在我们这条链的前 16 层上，预算越小，保存的字节越少。峰值也会随之降低吗？
 #
@@ -499,16 +499,16 @@ own_model.budget_table(layers16, x, tried)
 # %% [markdown]
 # <div lang="en">
 #
-# The private setting gives the same numbers. At 0.75 the peak falls and the FLOPs do not grow, because only GELUs run again, and FLOPs count only matrix products. With smaller budgets the saved bytes fall further, but the peak **rises**: at 0 it is as high as with everything kept. The compiler's solver considers the bytes of each result and the FLOPs to recompute it, but not how long a recomputed result stays in memory. At 0.25, the solver keeps the results of the first seven Linears and nothing of the last nine layers. So backward begins by recomputing these nine layers at once. Section 3.16 shows this, and halves the peak.
+# The private setting gives the same numbers. At a budget of 0.75 the peak falls and the FLOPs do not grow, because only GELUs run again, and FLOPs count only matrix products. With smaller budgets the saved bytes fall further, but the peak **rises**: at 0 it is as high as with everything kept. The compiler's solver considers the bytes of each result and the FLOPs to recompute it, but not how long a recomputed result stays in memory. At 0.25, the solver keeps the results of the first seven Linears and nothing of the last nine layers. So backward begins by recomputing these nine layers at once. Section 3.16 shows this choice, and halves the peak.
 #
-# On our decoder, 0.5 was good. So start with 0.5, and measure your model's peak, because fewer saved bytes do not mean a lower peak. With four segments, the same 16 layers peak at $13 B$ (section 3.13).
+# On our decoder, a budget of 0.5 worked well. So start with 0.5, and measure your model's peak, because fewer saved bytes do not mean a lower peak. Cut into four segments, the same 16 layers peak at $13 B$ (section 3.13).
 #
 # </div>
 # <div lang="zh">
 #
 # 改用私有设置，得到的数相同。预算为 0.75 时，峰值降低，FLOPs 却不变，因为重计算的只有 GELU，而 FLOPs 只计矩阵乘法。预算再小一些，保存的字节继续减少，峰值却**升高**，预算为 0 时与全部保留时一样高。负责选择的求解器会考虑每个结果占多少字节、重计算要多少 FLOPs，却不考虑重计算出来的结果会在内存里留多久。预算为 0.25 时，求解器保留前七个 Linear 的结果，最后九层什么也不保留，于是反向一开始就要把这九层一起重计算。3.16 节会展示求解器的选择，并把峰值减半。
 #
-# 在解码器上，预算 0.5 是个好选择。换成你的模型，不妨也从 0.5 开始，但一定要实测峰值，因为保存的字节少，不等于峰值低。还是这 16 层，如果切成四段，峰值是 $13 B$（3.13 节）。
+# 在解码器上，预算 0.5 是个好选择。换成你的模型，不妨也从 0.5 开始，但一定要实测峰值，因为保存的字节少，不等于峰值低。这 16 层如果切成四段，再加检查点，峰值是 $13 B$（3.13 节）。
 #
 # </div>
 
@@ -541,7 +541,7 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 #
 # The second schedule runs stages 0 and 1 forward twice to lower the peak.
 #
-# Let $T_{i..n}(R)$ be the least time for forward and backward of stages $i$ to $n$ within $R$ bytes. The input of stage $i$ exists already and is not counted. We assume that schedules never discard a kept tensor before its backward, and that no output is larger than the output before it. Stage $i$ keeps $A_i$ bytes, its output takes $B_i$ bytes, its forward takes time $f_i$, and its backward takes time $g_i$. A schedule can begin in two ways:
+# Let $T_{i..n}(R)$ be the least time for forward and backward of stages $i$ to $n$ within $R$ bytes. The input of stage $i$ exists already and is not counted. We assume that schedules never discard a kept tensor before the backward that needs it, and that no output is larger than the output before it. Stage $i$ keeps $A_i$ bytes, its output takes $B_i$ bytes, its forward takes time $f_i$, and its backward takes time $g_i$. A schedule can begin in two ways:
 #
 # - **Keep all** of stage $i$. These $A_i$ bytes and the output's gradient must fit: $A_i + B_i \le R$. The time is $f_i + T_{i+1..n}(R - A_i) + g_i$.
 # - **Run on** to a later stage $e$, keep its input, and come back to $i$ when stages $e$ to $n$ are done. This takes the forwards of stages $i$ to $e - 1$. Which two parts remain, and how many bytes can each part use?
@@ -565,12 +565,12 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 4.** The code computes the first way's time and the minimum. For the second way, which runs on to stage `e`, write the times of the two remaining parts. `stages` is a tuple that begins with stage $i$: `stages[:e]` have run forward, and `stages[e:]` come later. A stage has `forward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$). A stage's output is the next stage's input. The check tries all schedules of this kind on four such chains.
+# **Exercise 4.** The code computes the first way's time and the minimum. For the second way, which runs on to stage `e`, write the times of the two remaining parts. `stages` is a tuple that begins with stage $i$: `stages[:e]` have run forward, and `stages[e:]` come later. A stage has `forward_time`, `saved_bytes` ($A_i$) and `output_bytes` ($B_i$). A stage's output is the next stage's input. On four chains, the check compares your times with the best of all such schedules.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 第一种做法和取最小值的代码已经写好。第二种做法往前跑到第 `e` 级，请写出剩下的两部分各要多少时间。`stages` 是一个元组，从第 $i$ 级开始，所以 `stages[:e]` 是已经做过前向的级，`stages[e:]` 是后面的级。每一级有 `forward_time`、`saved_bytes`（$A_i$）和 `output_bytes`（$B_i$），它的输出就是下一级的输入。检查会在四条这样的链上穷举所有这类调度，用最短的时间与你的结果比较。
+# **练习 4。** 第一种做法和取最小值的代码已经写好。第二种做法往前跑到第 `e` 级，请写出剩下的两部分各要多少时间。`stages` 是一个元组，从第 $i$ 级开始，所以 `stages[:e]` 是已经做过前向的级，`stages[e:]` 是后面的级。每一级有 `forward_time`、`saved_bytes`（$A_i$）和 `output_bytes`（$B_i$），它的输出就是下一级的输入。检查会在四条链上穷举所有这类调度，把最短的时间与你的结果比较。
 #
 # </div>
 
@@ -628,14 +628,14 @@ exercises.check_recurrence(fastest)
 #
 # While stages $e$ to $n$ run, the kept input takes $B_{e-1}$ of the $R$ bytes. Then this input is released, so stages $i$ to $e - 1$ can use all of $R$ again.
 #
-# The library's `optimal` is your recurrence for long chains, and returns the schedule itself. `optimal` also checks that each forward fits into the remaining bytes, so it handles chains in which a stage's output is larger than its input. `ScheduledSequential` runs a schedule under autograd (section 3.14). Here the limit is half of the decoder's peak without checkpoints. Are the gradients equal, and is the peak as simulated?
+# The library's `optimal` applies your recurrence to long chains, and returns the schedule itself. It also checks that each forward fits into the remaining bytes, so it handles chains in which a stage's output is larger than its input. `ScheduledSequential` runs a schedule under autograd (section 3.14). Here the limit is half of the decoder's peak without checkpoints. Are the gradients equal, and is the peak as simulated?
 #
 # </div>
 # <div lang="zh">
 #
 # 做第 $e$ 到第 $n$ 级时，保留的那份输入要占去 $R$ 中的 $B_{e-1}$ 字节。做完之后，这份输入就释放了，所以第 $i$ 到第 $e - 1$ 级又可以用全部的 $R$。
 #
-# 库里的 `optimal` 就是你的递推式，但它能用于长链，并且返回调度本身。它还检查每次前向时剩余的字节够不够用，所以即使有的级输出比输入大，也能处理。`ScheduledSequential` 在 autograd 里运行一个调度（3.14 节）。如果解码器的峰值只能是不用检查点时的一半，梯度还相等吗？峰值与模拟的一样吗？
+# 库里的 `optimal` 就是你的递推式，但它能用于长链，并且返回调度本身。它还检查每次前向时剩余的字节够不够用，所以即使有的级输出比输入大，也能处理。`ScheduledSequential` 在 autograd 里运行一个调度（3.14 节）。下面把解码器的峰值限制在不用检查点时的一半。梯度还相等吗？峰值与模拟的一样吗？
 #
 # </div>
 
@@ -663,7 +663,7 @@ predictions([("half", simulate(halved, chain).peak_bytes, half[0])], unit="bytes
 # %% [markdown] slide={"en": "The schedule for half the bytes takes 1.17 times the FLOPs.\n\n**Guess first.** Are the checkpoints and the compiler's budget of section 3.1 above the frontier, or below it?", "zh": "字节减半的调度，FLOPs 是基线的 1.17 倍。\n\n**先猜**：3.1 节的各种检查点和编译器的预算，在前沿的上方还是下方？"}
 # <div lang="en">
 #
-# The gradients are equal, and the measured peak is 8 bytes above the simulated peak. With half the bytes, the step takes 1.17 times the FLOPs. `frontier` finds the best schedules for all budgets. They form the **Pareto frontier**: a schedule of this kind that needs fewer bytes than one of them takes more time.
+# The gradients are equal, and the measured peak is 8 bytes above the simulated peak. With half the bytes, the step takes 1.17 times the baseline's FLOPs. `frontier` finds the best schedules for all budgets. They form the **Pareto frontier**: a schedule of this kind can need fewer bytes than one of them only if it takes more time.
 #
 # **Guess first:** are the checkpoints and the compiler's budget of section 3.1 above the decoder's frontier, or below it?
 #
@@ -690,7 +690,7 @@ frontiers.draw_frontier(title, lines, arms, xlim=(20, 205))
 # %% [markdown] slide={"en": "On the decoder the search loses against the compiler.\n\nAnd on a pyramid, whose stages shrink from 32 to 1 MB?", "zh": "在解码器上，搜索输给了编译器。\n\n那么在金字塔上呢？它的各级从 32 MB 缩小到 1 MB。"}
 # <div lang="en">
 #
-# **On this transformer the search loses.** At a peak of 104.9 MB, the compiler's budget takes 1.02 times the baseline's FLOPs, and the search takes 1.16 times. The compiler and "products kept" recompute single operators, but the search recomputes whole stages. Even a checkpoint around each layer lies below the frontier. It takes 1.21 times the FLOPs, and at the same peak the search takes 1.31 times, because a checkpoint's recomputation stops early (lesson 02) and skips each segment's last matrix product. A search that can also stop early finds the second frontier.
+# **On this transformer the search loses.** At a peak of 104.9 MB, the compiler's budget takes 1.02 times the baseline's FLOPs, and the search takes 1.16 times. The compiler and "products kept" recompute single operators, but the search recomputes whole stages. Even a checkpoint around each layer lies below the frontier. It takes 1.21 times the FLOPs. At the same peak the search takes 1.31 times, because a checkpoint's recomputation stops early (lesson 02) and skips each segment's last matrix product. A search that can also stop early finds the second frontier.
 #
 # Now take a pyramid, a chain of 12 stages whose outputs shrink from 32 MB to 1 MB, as in a convolutional network.
 #
@@ -699,7 +699,7 @@ frontiers.draw_frontier(title, lines, arms, xlim=(20, 205))
 #
 # **在这个 Transformer 上，搜索输给了编译器。** 峰值为 104.9 MB 时，用编译器的预算，FLOPs 只有基线的 1.02 倍，用搜索却要 1.16 倍。这是因为编译器和“保留乘积”能重计算单个算子，而搜索只能重计算整个级。就连每层一个检查点也在前沿下方。它只要 1.21 倍的 FLOPs，而峰值相同时，前沿要 1.31 倍。这是因为检查点的重计算会提前终止（第 02 课），每段都省去最后一次矩阵乘法。如果允许搜索也提前终止，得到的就是图上的第二条前沿。
 #
-# 再看一条 12 级的链，它像卷积网络那样，输出从 32 MB 缩小到 1 MB，称为金字塔。
+# 再看一座“金字塔”，也就是一条 12 级的链，像卷积网络那样，各级的输出从 32 MB 缩小到 1 MB。
 #
 # </div>
 
@@ -748,7 +748,7 @@ min(cost.peak_bytes for cost in frontier(links) if cost.time <= 300 + 99)
 #
 # 没有。在这类调度里，**$22 B$ 就是最优**。不过，这个最优有一个前提，即调度把一层当作一级。
 #
-# **练习 5。** 请在段内再加检查点，把峰值降到 $22 B$ 以下。`inside` 运行一段里的各层，每一层是一对 Linear 和 GELU。怎样才能既不多做矩阵乘法，又让一层只保存 $B$ 而不是 $2B$？这时最好的切法又是什么？`options` 是 `nested` 的局部变量，所以在 `inside` 里调用 `checkpoint` 时，要自己传入 `use_reentrant=False, preserve_rng_state=False`。要求梯度相等，每个 Linear 的前向最多运行两次。检查还会换一条更短、更窄的链再试。
+# **练习 5。** 请在段内再加检查点，把峰值降到 $22 B$ 以下。`inside` 运行一段里的各层，每一层是一对 Linear 和 GELU。怎样才能既不多做矩阵乘法，又让一层只保存 $B$ 而不是 $2B$？这时最好的切法又是什么？`options` 是 `nested` 的局部变量，所以在 `inside` 里调用 `checkpoint` 时，要自己传入 `use_reentrant=False, preserve_rng_state=False`。梯度必须相等，每个 Linear 的前向最多运行两次。检查还会换一条更短、更窄的链再试。
 #
 # </div>
 
@@ -802,16 +802,16 @@ table(["cut", "gradients equal", "measured (units of B)", "FLOPs (× baseline)"]
 # %% [markdown] slide={"en": "**A proof of optimality holds only under its assumptions.**\n\n22 B was optimal for whole layers. Nested checkpoints: 17 B, at the same FLOPs.", "zh": "**最优性的证明只在它的假设之下成立。**\n\n以整层为单位，22 B 是最优。嵌套的检查点：17 B，FLOPs 相同。"}
 # <div lang="en">
 #
-# The peak falls to $17.03 B$ at the same 1.331 times the baseline's FLOPs, and the gradients are equal to the last bit. Each inner checkpoint contains a GELU and the next Linear. The checkpoint keeps only its input, the output of the Linear before the GELU, so a layer keeps $1 B$. In backward only the GELU runs again, because early stop skips the Linear, so no matrix product is added. With the best cuts, the first segment has 14 layers, and the last has 1.
+# The peak falls to $17.03 B$ at the same 1.331 times the baseline's FLOPs, and the gradients are equal to the last bit. Each inner checkpoint contains a GELU and the next Linear. The checkpoint keeps only its input, the output of the Linear before the GELU, so a layer keeps $1 B$. In backward only the GELU runs again, because early stop skips the Linear, so no matrix product is added. The best cuts give the first segment 14 layers and the last 1.
 #
-# **A proof of optimality holds only under its assumptions.** The proof for $22 B$ considers only whole layers. The compiler beat the search because it chose among single operators.
+# **A proof of optimality holds only under its assumptions.** The proof for $22 B$ considers only whole layers.
 #
 # </div>
 # <div lang="zh">
 #
 # 峰值降到 $17.03 B$，FLOPs 同样是基线的 1.331 倍，梯度逐比特相等。每个内层检查点包住一个 GELU 和下一个 Linear，只保存 GELU 的输入，也就是前一个 Linear 的输出，所以每层保存 $1 B$。反向时只有 GELU 再运行一次，因为提前终止省去了 Linear，所以没有多出矩阵乘法。最好的切法里，第一段有 14 层，最后一段只有 1 层。
 #
-# **最优性的证明只在它的假设之下成立。** 证明 $22 B$ 最优时，假设了调度以整层为单位。编译器能胜过搜索，也是因为它在算子之间做选择。
+# **最优性的证明只在它的假设之下成立。** 证明 $22 B$ 最优时，假设了调度以整层为单位。
 #
 # </div>
 
@@ -867,7 +867,7 @@ own_code.measured_lines(lines=lines)
 #
 # <div lang="en">
 #
-# The last row above has a checkpoint around every second layer only, so its numbers lie between the other rows' numbers.
+# In the last row above, only every second layer has a checkpoint, so the numbers lie between those of the other rows.
 #
 # The next table tests three claims from public pages.
 #
@@ -894,12 +894,12 @@ figures.claims_table(measured_peak, tapered, groups)
 #
 # <div lang="en">
 #
-# The ledger shows the step of the other lessons, with Adam and a schedule limited to half of the bytes. Gradients arrive during backward.
+# The ledger shows the step of the other lessons, with Adam and section 3.7's schedule for half of the activations. Gradients arrive during backward.
 #
 # </div>
 # <div lang="zh">
 #
-# 训练步与其他各课相同，用 Adam，梯度在反向中陆续产生。这里用的是激活值减半的那个调度。
+# 训练步与其他各课相同，用 Adam，梯度在反向中陆续产生。这里用 3.7 节那个激活值减半的调度。
 #
 # </div>
 
@@ -922,7 +922,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # </div>
 # <div lang="zh">
 #
-# 峰值由 97.6 MB 的激活值和 82.5 MB 的权重与优化器状态组成。第 02 课那一行的峰值只有 134.0 MB，代价是 FLOPs 为基线的 1.21 倍，而这里是 1.17 倍。
+# 峰值由 97.6 MB 的激活值和 82.5 MB 的权重与优化器状态组成。第 02 课那一行的峰值只有 134.0 MB，代价是 FLOPs 为基线的 1.21 倍，而本课这一行是 1.17 倍。
 #
 # </div>
 
@@ -941,7 +941,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # | a large vocabulary | the loss in chunks, in addition |
 # | stages that differ much, and a limit in bytes | the recurrence: the fastest schedule of whole stages that discards nothing early |
 #
-# These optima hold for schedules of whole stages. Nested checkpoints beat such an optimum on our chain, and the compiler beat one on the decoder.
+# This lesson's optima hold only for schedules of whole stages. Nested checkpoints beat such an optimum on our chain, and the compiler beat one on the decoder.
 #
 # **Next:** [lesson 04](04_offload.ipynb) moves bytes elsewhere instead of forgetting them.
 #
@@ -958,7 +958,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 # | 词表很大 | 再加上损失分小段 |
 # | 各级相差很大，又有字节数的上限 | 递推式：在以整级为单位、保留的张量不提前丢弃的调度里，找出最快的调度 |
 #
-# 这里说的最优，都只在以整级为单位的调度中成立。在我们的链上，嵌套的检查点的峰值比这样的最优调度还低。在解码器上，编译器的预算也胜过这样的调度。
+# 本课说的最优，都只在以整级为单位的调度中成立。在我们的链上，嵌套的检查点峰值更低。在解码器上，编译器的预算也胜过这样的调度。
 #
 # **下一步**：[第 04 课](04_offload.ipynb)不忘掉字节，而是把它们搬到别处。
 #
@@ -995,7 +995,7 @@ ledger("03", "optimal schedule, half the activations", meter, flops=half[1])
 #
 # <div lang="en">
 #
-# The picture shows the measurements of section 3.2 again for 16, 36 and 64 layers. The dots are your predictions for every $k$. The table adds 50 layers. This number is not a square, but $k^* = \sqrt{2 \cdot 50} = 10$ divides it.
+# The picture repeats the measurements of section 3.2 for 16, 36 and 64 layers. The dots are your predictions for every $k$. The table adds 50 layers. This number is not a square, but $k^* = \sqrt{2 \cdot 50} = 10$ divides it.
 #
 # </div>
 # <div lang="zh">
@@ -1065,7 +1065,7 @@ exercises.check_gives_up_early(actions)
 # %% [markdown]
 # <div lang="en">
 #
-# The new schedule takes 70 units of time, because stage 0 runs forward one time less. The forward to stages 2 and 3 starts from $x_1$, the input of stage 1, which is then released, so everything that both stages keep fits within the limit. This schedule lies *below* the frontier that the library computes, because the library, like the program of Beaumont et al., considers only **persistent** schedules, which discard nothing early.
+# The new schedule takes 70 units of time, because stage 0 runs forward one time less. The second forward to stages 2 and 3 starts from $x_1$, the input of stage 1, which is then released, so everything that both stages keep fits within the limit. This schedule lies *below* the frontier that the library computes, because the library, like the program of Beaumont et al., considers only **persistent** schedules, which discard nothing early.
 #
 # </div>
 # <div lang="zh">
@@ -1129,7 +1129,7 @@ table(["gradients equal"], [[equal]])
 #
 # <div lang="en">
 #
-# A **recursive** schedule keeps the input of the middle stage. It runs the later half of the chain, then the earlier half, and divides each half the same way. About $\log_2 L$ inputs are live, and a stage runs forward $\frac12 \log_2 L$ more times on average. Until the picture below, each stage keeps one activation, $A = B$.
+# A **recursive** schedule keeps the input of the middle stage. It runs the later half of the chain, then the earlier half, and divides each half the same way. About $\log_2 L$ inputs are live, and a stage runs forward $\frac12 \log_2 L$ more times on average. Until the picture below, we assume that each stage keeps one activation, $A = B$.
 #
 # </div>
 # <div lang="zh">
@@ -1158,7 +1158,7 @@ table(["L", "store all", "√L segments", "recursive", "forwards per stage", "pr
 #
 # $$\beta(c, r) = \binom{c + r}{c}$$
 #
-# stages. The program of Griewank and Walther (2000), called revolve, finds such a schedule with the fewest forwards. Where should the next input be kept? The recurrence tries every place. The stages after this place then have one slot less. This is your recurrence of section 3.6, with slots instead of bytes:
+# stages. The program of Griewank and Walther (2000), called revolve, finds such a schedule with the fewest forwards. Where should the next input be kept? The recurrence below tries every place. The stages after this place then have one slot less. This is your recurrence of section 3.6, with slots instead of bytes:
 #
 # </div>
 # <div lang="zh">
@@ -1212,7 +1212,7 @@ table(["slots c", "r = 1", "r = 2", "r = 3", "β(c, r)"], rows)
 #
 # With four slots and three runs ahead per stage, a schedule can run backward through $\binom{7}{4} = 35$ stages. With 1000 stages and 32 slots, a stage runs forward 2.4 more times on average than when all is kept.
 #
-# The picture shows three schedules for 16 stages. Each stage keeps two activations. All three schedules peak at $8 B$. Time runs to the right, and stage 0 is the lowest row. Each dark box is an action. A green box is a forward that keeps all, and a blue box is a forward that keeps its input. A gray box is a forward that keeps nothing, and a red box is a backward. The pale band to the right of a box lasts as long as its tensors are kept.
+# The picture shows three schedules for 16 stages. Each stage keeps two activations. All three schedules peak at $8 B$. Time runs to the right, and stage 0 is the lowest row. Each dark box is an action: a forward that keeps all (green), only its input (blue) or nothing (gray), or a backward (red). The pale band to the right of a box lasts as long as its tensors are kept.
 #
 # </div>
 # <div lang="zh">
@@ -1243,7 +1243,7 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# In section 3.5 the peak rose while the saved bytes fell. If a minimal cut of the graph does not meet the budget, as there with budgets 0.5 and 0.25, a knapsack solver chooses the results to keep. The cell prints the solver's choice for 0.25. Then the cell compiles with another choice, the results of seven evenly spaced Linears out of the sixteen.
+# With the compiler's budget, the peak rose while the saved bytes fell. If a minimal cut of the graph does not meet the budget, as in section 3.5 with budgets 0.5 and 0.25, a knapsack solver chooses the results to keep. The cell prints the solver's choice for 0.25. Then the cell compiles with another choice, the results of seven evenly spaced Linears out of the sixteen.
 #
 # </div>
 # <div lang="zh">
@@ -1291,12 +1291,12 @@ evenly
 # %% [markdown]
 # <div lang="en">
 #
-# The context manager of section 3.5 must cover the whole forward pass of a graph, so a model with two budgets needs two graphs. Outside of the compiler it raises an error:
+# The context manager of section 3.5 must cover the whole forward pass of a graph, so a model with two budgets needs two graphs. Outside of the compiler, the context manager raises an error:
 #
 # </div>
 # <div lang="zh">
 #
-# 3.5 节的上下文管理器必须包住一张图的整个前向，所以要用两个预算，就要有两张图。在编译器之外使用则会报错：
+# 3.5 节的上下文管理器必须包住一张图的整个前向，所以要用两个预算，就要有两张图。在编译器之外使用这个上下文管理器则会报错：
 #
 # </div>
 
@@ -1319,12 +1319,12 @@ own_model.outcomes({**runs, "two graphs, two budgets": compiled}, x)
 # %% [markdown]
 # <div lang="en">
 #
-# `checkpoint_sequential` has two traps, shown on a network of six pairs of Linear and GELU, cut into 3 segments. First, if you pass a list of the Linears only, it runs them without a warning and without the GELUs. Second, in the reentrant mode a segment whose input needs no gradient does not train. Then only the last segment, which has no checkpoint, gets gradients.
+# `checkpoint_sequential` has two traps, shown on a network of six pairs of Linear and GELU, cut into 3 segments. First, if you pass a list of the Linears only, it runs them without a warning and without the GELUs. Second, in the reentrant mode a segment whose input needs no gradient does not train, and its output needs no gradient either. So only the last segment, which has no checkpoint, gets gradients.
 #
 # </div>
 # <div lang="zh">
 #
-# `checkpoint_sequential` 有两个陷阱，下面把六个 Linear 加 GELU 分成 3 段来演示。第一，如果只把各个 Linear 放进一个列表传给它，它照样运行，没有任何警告，但 GELU 没有运行。第二，在可重入模式下，一段的输入如果不需要梯度，这一段就得不到训练，只有没有检查点的最后一段得到梯度。
+# `checkpoint_sequential` 有两个陷阱，下面把六个 Linear 加 GELU 分成 3 段来演示。第一，如果只把各个 Linear 放进一个列表传给它，它照样运行，没有任何警告，但 GELU 没有运行。第二，在可重入模式下，一段的输入如果不需要梯度，这一段就得不到训练，输出也不需要梯度，所以只有不加检查点的最后一段得到梯度。
 #
 # </div>
 
@@ -1368,7 +1368,7 @@ claims.older_claims(*measured)
 #
 # <div lang="en">
 #
-# `ScheduledSequential` runs on CUDA without a change. Here each stage's cost is in seconds. Without a GPU, the cell shows the numbers recorded on an H100 and an H200. Each measured peak is 8 bytes above the predicted peak. The limit of one schedule is half of the memory that keeping everything takes, and the limit of the other schedule is a quarter of that memory. The weights' gradients are not counted. With half of the memory, the step takes 15% longer on the H200 and 16% longer on the H100. With a quarter, it takes 27% longer on both GPUs. The two GPUs get different schedules for a quarter, because the same stage takes different times on them.
+# `ScheduledSequential` runs on CUDA without a change. In this section, a stage's cost is in seconds. Without a GPU, the cell shows the numbers recorded on an H100 and an H200. Each measured peak is 8 bytes above the predicted peak. The two schedules are limited to half and to a quarter of the memory that keeping everything takes. Neither limit counts the weights' gradients. With half of the memory, the step takes 15% longer on the H200 and 16% longer on the H100. With a quarter, it takes 27% longer on both GPUs. The two GPUs get different schedules for a quarter, because the same stage takes different times on them.
 #
 # </div>
 # <div lang="zh">

@@ -113,7 +113,7 @@ table(["one device", "peak (bytes)"], [(name, sum(peak.values())) for name, peak
 #
 # <div lang="en">
 #
-# With DDP, each of $N$ ranks holds the same 16 bytes per parameter. **ZeRO** (Zero Redundancy Optimizer, Rajbhandari et al. 2020) cuts these bytes into $N$ **shards**, one per rank. ZeRO 1 shards Adam's state, ZeRO 2 also the gradients, and ZeRO 3 also the weights. PyTorch's FSDP2 is ZeRO 3. In mixed precision, FSDP2 casts a shard to bf16 when it gathers a weight, and computes in bf16. It reduces the gradients in fp32, and Adam updates the fp32 shards.
+# With DDP, all $N$ ranks hold the same weights, gradients and Adam's state, 16 bytes per parameter. **ZeRO** (Zero Redundancy Optimizer, Rajbhandari et al. 2020) cuts these bytes into $N$ **shards**, one per rank. ZeRO 1 shards Adam's state, ZeRO 2 also the gradients, and ZeRO 3 also the weights. PyTorch's FSDP2 is ZeRO 3. In mixed precision, FSDP2 casts a shard to bf16 when it gathers a weight, and computes in bf16. It reduces the gradients in fp32, and Adam updates the fp32 shards.
 #
 # </div>
 # <div lang="zh">
@@ -177,7 +177,7 @@ exercises.check_held(held)
 #
 # Below, `launch` runs this command and reads what the ranks print about the second step. The mode `fsdp-bf16` gives FSDP2 the policy `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
 #
-# **Guess first.** One device with 4 sequences peaks at 180.1 MB, at the start of the backward pass. Weights and Adam's state take 82.5 MB, everything else takes 97.6 MB, and no gradient exists yet. What is the peak of a DDP rank with 4 sequences? Compared with this rank, a ZeRO 1 rank holds 27.5 MB less of Adam's state. An FSDP2 rank holds 41.3 MB less of weights and state. What are the peaks of these two ranks, and what is FSDP2's peak in bf16?
+# **Guess first.** One device with 4 sequences peaks at 180.1 MB, at the start of the backward pass. Weights and Adam's state take 82.5 MB, everything else takes 97.6 MB, and no gradient exists yet. What is the peak of a DDP rank with 4 sequences? Compared with this rank, a ZeRO 1 rank holds 27.5 MB less of Adam's state. An FSDP2 rank holds 41.3 MB less of weights and state. What are the peaks of these two ranks, and FSDP2's peak in bf16?
 #
 # </div>
 # <div lang="zh">
@@ -211,7 +211,7 @@ def difference(run):  # between the losses of the ranks and those of one process
 columns = ["`mode`", "losses within 0.00001", "losses within 0.001"]
 table(columns, [(f"`{m}`", difference(r) < 1e-5, difference(r) < 1e-3) for m, r in two.items()])
 
-# %% [markdown] slide={"en": "In fp32, all three reproduce the losses of the single process.\n\nWhat does a rank hold, and was your formula right?", "zh": "用 fp32 时，三种做法的损失都与单个进程相等。\n\n那么每个进程占用多少内存？你的公式对吗？"}
+# %% [markdown] slide={"en": "In fp32, all three reproduce the losses of the single process.\n\nWhat does a rank hold, and was your formula right?", "zh": "用 fp32 时，三种做法的损失都与单个进程的损失相等。\n\n那么每个进程占用多少内存？你的公式对吗？"}
 # <div lang="en">
 #
 # In fp32, all three modes reproduce the losses of one process to within 0.00001. The last bits of the losses differ, because two ranks add in another order. In bf16 a number has only 8 significant bits, and the losses agree to within 0.001. Now compare your formulas with what each rank holds during its optimizer update.
@@ -219,7 +219,7 @@ table(columns, [(f"`{m}`", difference(r) < 1e-5, difference(r) < 1e-3) for m, r 
 # </div>
 # <div lang="zh">
 #
-# 用 fp32 时，三种做法的损失都与单个进程相等，误差在 0.00001 以内。由于两个进程求和的顺序与单个进程不同，结果做不到逐比特相等。bf16 只有 8 位有效位，因此损失的误差要放宽到 0.001 以内。现在看优化器更新时每个进程占用多少内存，并与你的公式对照。
+# 用 fp32 时，三种做法的损失与单个进程的损失相差不到 0.00001。由于两个进程求和的顺序与单个进程不同，结果做不到逐比特相等。bf16 只有 8 位有效位，因此损失的误差要放宽到 0.001 以内。现在看优化器更新时每个进程占用多少内存，并与你的公式对照。
 #
 # </div>
 
@@ -235,12 +235,12 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Adam also stores a step count of 4 bytes for each of 100 tensors, so DDP and FSDP2 hold 400 bytes more than predicted. ZeRO 1 differs by 22,596 bytes, because PyTorch assigns whole tensors to ranks and the two shares are not equal. FSDP2 cuts every tensor along its first dimension, here into equal halves. In bf16, FSDP2 holds the same number of bytes, because its shards, their gradients and Adam's state stay in fp32.
+# Adam also stores a step count of 4 bytes for each of 100 tensors, so DDP and FSDP2 hold 400 bytes more than predicted. ZeRO 1 differs from its prediction by 22,596 bytes, because PyTorch assigns whole tensors to ranks and the two shares are not equal. FSDP2 cuts every tensor along its first dimension, here into equal halves. In bf16, FSDP2 holds the same number of bytes, because its shards, their gradients and Adam's state stay in fp32.
 #
 # </div>
 # <div lang="zh">
 #
-# Adam 还为 100 个张量各存一个步数，每个 4 字节，所以 DDP 和 FSDP2 的实测值比预测值多 400 字节。ZeRO 1 相差 22,596 字节，因为 PyTorch 不切开张量，而是把每个张量整个分给某一个进程，两个进程分到的字节数并不相等。FSDP2 则沿第一维切开每个张量，这里正好切成两半。用 bf16 时，FSDP2 持有的字节数不变，因为分片、分片的梯度和 Adam 的状态都仍是 fp32。
+# Adam 还为 100 个张量各存一个步数，每个 4 字节，所以 DDP 和 FSDP2 的实测值比预测值多 400 字节。ZeRO 1 的实测值与预测值相差 22,596 字节，因为 PyTorch 不切开张量，而是把每个张量整个分给某一个进程，两个进程分到的字节数并不相等。FSDP2 则沿第一维切开每个张量，这里正好切成两半。用 bf16 时，FSDP2 持有的字节数不变，因为分片、分片的梯度和 Adam 的状态都仍是 fp32。
 #
 # </div>
 
@@ -286,14 +286,14 @@ figures.draw_peaks(at_peak, title)
 #
 # **DDP** 的峰值是 207.6 MB。此时一个梯度都还没有算出来，DDP 却已经为全部梯度占用了 27.5 MB。原因是 DDP 在第一步之前就建好了**桶**（bucket），反向传播把梯度写进桶里。一个桶写满了就发送，同时继续写下一个桶。一步结束之后，桶也不释放，留给下一步用。（本课设置了 `gradient_as_bucket_view=True`。默认情况下，梯度和桶各占一块内存。）
 #
-# **ZeRO 1** 的峰值是 180.1 MB，与单独一台设备处理这 4 条序列时一样高。ZeRO 1 确实省下了 27.5 MB 的 Adam 状态，但 PyTorch 的 ZeRO 1 只是给 DDP 换了一个优化器，所以也有 DDP 的桶，桶又占去 27.5 MB。有两个进程时，省下的字节与桶占用的字节恰好抵消。有四个进程时，Adam 的状态能省下 41.3 MB，而桶仍占 27.5 MB。
+# **ZeRO 1** 的峰值是 180.1 MB，与单独一台设备处理这 4 条序列时一样高。ZeRO 1 确实省下了 27.5 MB 的 Adam 状态，但 PyTorch 的 ZeRO 1 只是给 DDP 换了一个优化器，所以也有 DDP 的桶，桶又占去 27.5 MB。有两个进程时，两者恰好抵消。有四个进程时，Adam 的状态能省下 41.3 MB，而桶仍占 27.5 MB。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and each rank keeps only its shard. Its peak is 66.5 MB below DDP's. Your formulas predicted a difference of only 55.0 MB.
+# **FSDP2** has no buckets. It reduces a block's gradients as soon as they are computed, and each rank keeps only its shard. Its peak is 66.5 MB below DDP's, but your formulas predicted only 55.0 MB.
 #
 # **bf16** does not change what an FSDP2 rank holds, but it lowers the peak by 43.6 MB, because the activations take half as many bytes. (The log-probabilities that the loss saves stay in fp32.)
 #
@@ -397,7 +397,7 @@ exercises.check_sharded_step(sharded_step)
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (54 minutes). Your formulas predict what a rank holds, and you have written the step of ZeRO 1. The second sitting shards the weights as well, counts the communicated bytes, and computes when a second machine makes the step faster.
+# **End of the first sitting** (54 minutes). Your formulas predict what a rank holds, and you have written the step of ZeRO 1. The second sitting shards the weights as well, counts the communicated bytes, and computes when a second machine pays.
 #
 # </div>
 # <div lang="zh">
@@ -420,7 +420,7 @@ exercises.check_sharded_step(sharded_step)
 #
 # 在 ZeRO 3 中，每个进程只持有每层权重的一个分片，用之前收集完整的权重，用完就释放。`F.linear(x, wire.all_gather(shard))` 的输出是对的，但完整的权重没有释放。这是因为反向传播要用到权重（第 01 课），autograd 会把整个权重保存下来。解决办法与第 02 课相同，只保存很小的分片，反向时再收集一次完整的权重。
 #
-# **练习 3。** 从一个进程的角度写出这一层。`shard` 是权重中属于本进程的那些行。`wire.all_gather(shard)` 返回完整的权重，`wire.reduce_scatter(tensor)` 把各进程的张量加起来，返回和中属于本进程的分片。`forward` 返回 $x W^\top$。`backward` 返回 `x` 和 `shard` 的梯度，最后一个参数的位置返回 `None`。在前向与反向之间，内存里只能留下本进程的那个权重分片。
+# **练习 3。** 从一个进程的角度写出这一层。`shard` 是权重中属于本进程的那些行。`wire.all_gather(shard)` 返回完整的权重，`wire.reduce_scatter(tensor)` 把各进程的张量加起来，返回和中属于本进程的分片。`forward` 返回 $x W^\top$。`backward` 返回 `x` 和 `shard` 的梯度，最后一个参数的位置返回 `None`。从前向到反向，权重只能留下本进程的那个分片。
 #
 # </div>
 
@@ -466,7 +466,7 @@ exercises.check_gathered_linear(GatheredLinear)
 #
 # <div lang="en">
 #
-# FSDP2 works like your layer. `fully_shard(block)` gathers all weights of a block together, for the forward pass and again for the backward pass, and reduce-scatters the gradients. The **root** (the 557,568 parameters outside the blocks) stays gathered from forward to backward.
+# FSDP2 works like your layer. `fully_shard(block)` gathers all weights of a block together, for forward and again for backward, and reduce-scatters the gradients. The **root** (the 557,568 parameters outside the blocks) stays gathered from forward to backward.
 #
 # The **communication volume** of a rank is the number of bytes that it gives to collectives. The bytes of an all-reduce count twice, those of other collectives once. In fp32, DDP's volume is $8\Psi$ bytes if the model has no buffers, which DDP would also send.
 #
@@ -526,7 +526,7 @@ predictions([(name, my_sent[name], sent[mode]) for name, mode in modes.items()],
 #
 # 你的公式统计的是交给集合通信的字节数。真正从一个进程发出去的字节数，未必与公式算出的相同。下表列出两个进程时的数据，最后三行各对一个 4 MB 的张量做一次集合通信。
 #
-# - “通信量”一列按上面的定义计算。
+# - “通信量”是交给集合通信的字节数。
 # - “按环算法应发送”是通信量的 $(N-1)/N$，也就是各进程连成环时，一个进程发送的字节数。
 # - “线路上实际传输”是使用 gloo 时 Linux 内核统计的字节数，这里用的是事先的记录（`python -m course_lib.lessons.lesson_08.loopback`）。
 #
@@ -562,7 +562,7 @@ table(["2 ranks", *columns], rows)
 #
 # <div lang="en">
 #
-# A device has 60 MB, and no host memory to offload to. With the techniques of lessons 02 and 05, the step can process one sequence at a time, with a checkpoint around every layer. A meter stops the step at the first operator that would exceed 60 MB.
+# A device has 60 MB, and no host memory for offloading. With the techniques of lessons 02 and 05, the step can process one sequence at a time, with a checkpoint around every layer. A meter stops the step at the first operator that would exceed 60 MB.
 #
 # </div>
 # <div lang="zh">
@@ -642,14 +642,14 @@ figures.draw_ranks(predicted, [*drawn, *four.values()])
 # %% [markdown]
 # <div lang="en">
 #
-# From two ranks to four, sharded memory halves. All other parts stay the same. With any number of ranks, a DDP rank holds 110.0 MB, and a ZeRO 1 rank at least 55.0 MB. The communication volume of a rank does not change. (The hollow point shows `fsdp-keep` in bf16, which is PyTorch's closest equivalent of ZeRO 2.)
+# From two ranks to four, only sharded memory halves. With any number of ranks, a DDP rank holds 110.0 MB, and a ZeRO 1 rank at least 55.0 MB. The communication volume of a rank does not change. (The hollow point shows `fsdp-keep` in bf16, PyTorch's closest equivalent of ZeRO 2.)
 #
 # Can the peak be predicted as well? `predict` runs one rank with symbolic tensors and a process group that sends nothing.
 #
 # </div>
 # <div lang="zh">
 #
-# 从两个进程增加到四个，分片的部分减半，没有分片的部分不变。例如不论有多少个进程，DDP 的每个进程都持有 110.0 MB，ZeRO 1 的每个进程都至少持有 55.0 MB。每个进程的通信量也不变。（PyTorch 没有与 ZeRO 2 完全一致的实现，最接近的是 `fsdp-keep`，空心点是它用 bf16 时的实测值。）
+# 从两个进程增加到四个，只有分片的部分减半。例如不论有多少个进程，DDP 的每个进程都持有 110.0 MB，ZeRO 1 的每个进程都至少持有 55.0 MB。每个进程的通信量也不变。（PyTorch 没有与 ZeRO 2 完全一致的实现，最接近的是 `fsdp-keep`，空心点是它用 bf16 时的实测值。）
 #
 # 峰值也能预测吗？`predict` 只运行其中一个进程，用的是符号张量，进程组也不真正发送数据。
 #
@@ -676,7 +676,7 @@ table(["4 ranks in bf16", *columns], rows)
 #
 # <div lang="en">
 #
-# A machine's GPUs exchange data over NVLink, and machines exchange data over slower network cards. In a ring, each rank sends only to the next rank. The cell below simulates one all-gather or reduce-scatter step by step, and counts the bytes that go to another machine.
+# A machine's GPUs exchange data over NVLink, and machines over slower network cards. In a ring, each rank sends only to the next. The cell below simulates one all-gather or reduce-scatter step by step, and counts the bytes that go to another machine.
 #
 # **Guess first.** Two machines have 8 GPUs each. All 16 GPUs gather 1 GB of weights, of which each GPU holds a sixteenth. How many GB leave each machine?
 #
@@ -715,7 +715,7 @@ table(["machines", "GPUs per machine", "out of each machine (GB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# If the 8 GPUs of a machine are neighbors in the ring, only one GPU sends to another machine. It passes on $N-1$ of $N$ shards. So $(N-1)/N$ of the gathered bytes leave each machine, however many GPUs it has. NCCL makes several rings, which leave a machine through different cards. (A ring does not send the fewest possible bytes. With two machines, each machine lacks only 0.5 GB of the weights.)
+# If the 8 GPUs of a machine are neighbors in the ring, only one GPU sends to another machine. It passes on $N-1$ of $N$ shards. So $(N-1)/N$ of the gathered bytes leave each machine, however many GPUs it has. NCCL makes several rings, which leave a machine through different cards. (A ring does not send the fewest possible bytes: each of two machines lacks only 0.5 GB of weights.)
 #
 # </div>
 # <div lang="zh">
@@ -727,7 +727,7 @@ table(["machines", "GPUs per machine", "out of each machine (GB)"], rows)
 # %% [markdown] slide={"en": "Two machines compute in half of the time, but their ring passes through network cards.\n\n**From how many tokens on are they faster?**", "zh": "两台机器的计算时间减半，但它们组成的环要经过网卡。\n\n**从多少 token 起，两台机器更快？**"}
 # <div lang="en">
 #
-# Let one machine with $g$ GPUs train on $T$ tokens per step, in one micro-batch, with FSDP2 in bf16. Two machines share the same tokens, and their GPUs form one ring. A step computes 6 FLOPs per parameter and token (2 in the forward pass, 4 in the backward pass), and communicates about 8 bytes per parameter (exercise 4). Computation and communication overlap, so a step takes the longer of the two times. On one machine, computation takes longer than communication.
+# Let one machine with $g$ GPUs train on $T$ tokens per step, in one micro-batch, with FSDP2 in bf16. Two machines share the same tokens, and their GPUs form one ring. A step computes 6 FLOPs per parameter and token (2 in forward, 4 in backward), and communicates about 8 bytes per parameter (exercise 4). Computation and communication overlap, so a step takes the longer of the two times. On one machine, computation takes longer than communication.
 #
 # **Exercise 5.** What is the smallest $T$ for which a step on two machines takes no longer than on one? Each GPU computes `rate` FLOPs per second, and `network` bytes per second leave a machine, through all of its cards together.
 #
@@ -804,7 +804,7 @@ large.draw_machines(step_seconds, {8: dgx, 1: one_card}, pays)
 #
 # With one card per GPU, two DGX are not slower than one if a step has at least 9,890 tokens. At 19,780 tokens or more, they take half the time, if all communication overlaps with computation. With one card per machine, two machines need 79,120 tokens to be as fast as one. If all weights of a dense model are trained, the model's size does not matter, because computation and communication are proportional to it. (Below 8,205 tokens, even communication over NVLink takes longer than computation.)
 #
-# Does another way to split the model send less to other machines? Take a model of 65 billion parameters on 64 GPUs in 8 machines, one sequence of 2048 tokens per GPU, in bf16. The computation takes 2.0 s.
+# Does another way to split the model send less to other machines? Take a model of 65 billion parameters on 64 GPUs in 8 machines, one sequence of 2048 tokens per GPU, in bf16. A step's computation takes 2.0 s.
 #
 # </div>
 # <div lang="zh">
@@ -876,7 +876,7 @@ large.compare_splits(seventy, dgx.network_bytes)
 #
 # <div lang="en">
 #
-# For the second claim, the cell compares one device with one of two FSDP2 ranks, with 4 sequences each, in fp32. For the third claim, it uses DDP on a single rank.
+# For the second claim, the cell compares one device with one of two FSDP2 ranks, with 4 sequences each, in fp32. The third claim is tested with DDP on one rank.
 #
 # </div>
 # <div lang="zh">
@@ -897,7 +897,7 @@ figures.claims_table(two, half, spared)
 #
 # <div lang="en">
 #
-# This lesson's row shows one of four ranks with FSDP2. This rank processes a quarter of the batch, in fp32. The column of bytes moved contains its communication volume.
+# This lesson's row shows one of four FSDP2 ranks, with a quarter of the batch, in fp32. The column of bytes moved contains its communication volume.
 #
 # </div>
 # <div lang="zh">
@@ -915,12 +915,12 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # <div lang="en">
 #
-# - Data parallelism divides the activations of a fixed batch. ZeRO shards the optimizer state, the gradients and the weights. In fp32, a DDP rank holds $16\Psi$ bytes, and ZeRO 1 to 3 hold $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$ and $16\Psi/N$.
+# - Data parallelism divides the activations of a fixed batch, and ZeRO shards optimizer state, gradients and weights. In fp32, a DDP rank holds $16\Psi$ bytes, and ZeRO 1 to 3 hold $8\Psi + 8\Psi/N$, $4\Psi + 12\Psi/N$ and $16\Psi/N$.
 # - DDP's buckets always take memory for all gradients, here 27.5 MB.
 # - An all-reduce equals a reduce-scatter followed by an all-gather. ZeRO 1 and 2 can update between the two, and then send no more than DDP. With one micro-batch in fp32, ZeRO 3 sends up to 50% more than DDP.
-# - A quarter of the batch peaks at 131.3 MB instead of 277.7 MB. With shards, checkpoints and bf16, each of four ranks needs 37.8 MB.
+# - With a quarter of the batch, the peak is 131.3 MB instead of 277.7 MB. With shards, checkpoints and bf16, each of four ranks needs 37.8 MB.
 # - Mixed precision does not change what an FSDP2 rank holds. It halves activations and gathered bytes.
-# - In a ring, $(N-1)/N$ of the bytes leave each machine if its ranks are neighbors. With bf16 FSDP2 and at least 9,890 tokens per step, two DGX H100 are not slower than one.
+# - In a ring, $(N-1)/N$ of the communicated bytes leave each machine if its ranks are neighbors. With bf16 FSDP2 and at least 9,890 tokens per step, two DGX H100 are not slower than one.
 #
 # **Next:** [lesson 09](09_your_own_model.ipynb), models that the course did not write.
 #
@@ -929,7 +929,7 @@ ledger("08", "FSDP2, one rank of four", rank, moved_bytes=rank.sent_bytes)
 #
 # - 批次固定时，数据并行分摊激活值。DDP 的每个进程都持有完整的权重、梯度和优化器状态，ZeRO 则把这三者分片。用 fp32 时，DDP 的每个进程持有 $16\Psi$ 字节，ZeRO 1 到 3 的每个进程依次持有 $8\Psi + 8\Psi/N$、$4\Psi + 12\Psi/N$ 和 $16\Psi/N$ 字节。
 # - DDP 的桶始终按全部梯度的大小占用内存，在这里使峰值高出 27.5 MB。
-# - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 可以在两者之间更新权重，这样一来，发送的字节数不比 DDP 多。用 fp32、只有一个微批次时，ZeRO 3 的通信量比 DDP 至多高出 50%。
+# - 一次 all-reduce 等于一次 reduce-scatter 加一次 all-gather。ZeRO 1 和 2 可以在这两次通信之间更新权重，因此发送的字节数不比 DDP 多。用 fp32、只有一个微批次时，ZeRO 3 的通信量比 DDP 至多高出 50%。
 # - 每台设备只处理批次的四分之一，峰值就从 277.7 MB 降到 131.3 MB。再加上分片、检查点和 bf16，四个进程各自只需 37.8 MB。
 # - 用混合精度时，FSDP2 的每个进程持有的字节数不变，但激活值和收集权重的字节数都减半。
 # - 在环里，只要一台机器的进程彼此相邻，每台机器发出的字节数就是通信量的 $(N-1)/N$。用 bf16 的 FSDP2 时，每步只要有 9,890 个 token，两台 DGX H100 就不比一台慢。
@@ -990,7 +990,7 @@ schemes.parallelisms()
 #
 # <div lang="en">
 #
-# A layer has two pairs of matrices. For the first matrix of a pair, each rank gets some columns of $W^\top$, and for the second, some rows. So the ranks need not add up their outputs until after the second matrix. In PyTorch, this is:
+# A layer has two pairs of matrices. For the first matrix of a pair, each rank gets some columns of $W^\top$, and for the second, some rows. So the ranks add up their outputs only after the second matrix. In PyTorch, the plan is:
 #
 # ```
 # parallelize_module(model, mesh, {
@@ -1036,7 +1036,7 @@ table(["`mode`", "losses equal", "gradients equal"], rows)
 # </div>
 # <div lang="zh">
 #
-# 损失和梯度都与单个进程相等。下面用公式预测持有的字节数和通信量，再用符号张量运行其中一个进程，由此预测峰值：
+# 损失和梯度都与单个进程算出的相等。下面用公式预测持有的字节数和通信量，再用符号张量运行其中一个进程，由此预测峰值：
 #
 # </div>
 
@@ -1071,7 +1071,7 @@ predictions([(f"`{mode}`", paper[mode], kept[mode]) for mode in paper], unit="by
 # %% [markdown]
 # <div lang="en">
 #
-# With tensor parallelism, the kept bytes equal the formula's prediction. With sequence parallelism, PyTorch keeps 1,048,576 bytes more per layer, because the inputs of two matrices are gathered, and autograd saves them whole. According to the paper, Megatron-LM gathers these inputs again in the backward pass.
+# With tensor parallelism, the kept bytes equal the formula's prediction. With sequence parallelism, PyTorch keeps 1,048,576 bytes more per layer than predicted, because the inputs of two matrices are gathered, and autograd saves them whole. According to the paper, Megatron-LM gathers these inputs again in the backward pass.
 #
 # </div>
 # <div lang="zh">
@@ -1131,7 +1131,7 @@ table(["gradients differ by", "losses differ by"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# A rank peaks at 163.5 MB. It holds all weights and Adam's state, 82.5 MB, and half of the activations, but no attention scores. Rank 0 has the first part of each sequence and rank 1 the second part. So rank 0 attends to one part, and rank 1 to both parts.
+# A rank peaks at 163.5 MB. It holds all weights and Adam's state, 82.5 MB, and half of the activations, but no attention scores. Rank 0 has the first part of each sequence, and attends only to this part. Rank 1 attends to both parts.
 #
 # PyTorch has its own `context_parallel`, which also balances this work. On a CPU, this function of PyTorch 2.13 raises `NotImplementedError` for causal attention, so the following lines are not run here. The course's test for machines with two GPUs has not been run yet.
 #
@@ -1163,7 +1163,7 @@ table(["gradients differ by", "losses differ by"], rows)
 #
 # <div lang="en">
 #
-# Rank 0 has the embedding and the first two layers, and rank 1 has the last two layers and the head. Micro-batches of one sequence pass through both ranks. (The launch above also ran seven such steps. To make them short, this decoder has only 4 layers, sequences of 32 tokens and a vocabulary of 512 words.) In PyTorch, this is:
+# Rank 0 has the embedding and the first two layers, and rank 1 has the last two layers and the head. Micro-batches of one sequence pass through both ranks. (The launch in section 8.16 also ran seven such steps. To make them short, this decoder has only 4 layers, sequences of 32 tokens and a vocabulary of 512 words.) In PyTorch, the pipeline is:
 #
 # ```
 # stage = PipelineStage(my_layers, rank, ranks, device)
@@ -1176,7 +1176,7 @@ table(["gradients differ by", "losses differ by"], rows)
 # </div>
 # <div lang="zh">
 #
-# 进程 0 有嵌入层和两个解码器层，进程 1 有两个解码器层和输出头。每个微批次是一条序列，依次经过两个进程。（前面启动两个进程时，还一起运行了七个这样的训练步，所以这里的解码器只有 4 层，每条序列 32 个 token，词表有 512 个词。）在 PyTorch 里这样写：
+# 进程 0 有嵌入层和两个解码器层，进程 1 有两个解码器层和输出头。每个微批次是一条序列，依次经过两个进程。（8.16 节启动两个进程时，还运行了七个这样的训练步。为了省时间，这里的解码器只有 4 层，每条序列 32 个 token，词表有 512 个词。）在 PyTorch 里这样写：
 #
 # ```
 # stage = PipelineStage(my_layers, rank, ranks, device)
@@ -1294,7 +1294,7 @@ table(["schedule", "micro-batches", "idle", "(p − 1)/(m + p − 1)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 无论哪种调度，每个进程的空闲时间都占 $(p-1)/(m+p-1)$，只有增加微批次才能减少这个**气泡**（bubble）。也就是说，1F1B 并不更快，只是峰值更低，因此容得下更多的微批次。
+# 无论哪种调度，每个进程的空闲时间都占总时间的 $(p-1)/(m+p-1)$，只有增加微批次才能减少这个**气泡**（bubble）。也就是说，1F1B 并不更快，只是峰值更低，因此容得下更多的微批次。
 #
 # </div>
 
@@ -1308,7 +1308,7 @@ table(["schedule", "micro-batches", "idle", "(p − 1)/(m + p − 1)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 在 Mixtral 8x7B 的每一层里，路由器把每个 token 送给 8 个专家中的 2 个，专家占全部参数的 97%。在 8 块 GPU 中的 $e$ 块之间做专家并行时，每块 GPU 只计算 $8/e$ 个专家。每个 token 要发给对应的两个专家，结果再传回来，发出和传回各用一次 all-to-all，前向和反向都要这样做一遍。其余的参数由 FSDP2 在全部 8 块 GPU 之间分片。同样的专家由 $8/e$ 块 GPU 负责，FSDP2 只在这几块 GPU 之间给这些专家分片。下面用 bf16，每块 GPU 有 4096 个 token，并假设 token 平均分给各个专家：
+# 在 Mixtral 8x7B 的每一层里，路由器把每个 token 送给 8 个专家中的 2 个，专家占全部参数的 97%。在 8 块 GPU 中的 $e$ 块之间做专家并行时，每块 GPU 只计算 $8/e$ 个专家。每个 token 要发给对应的两个专家，结果再传回来，发出和传回各用一次 all-to-all，前向和反向都要这样做一遍。其余的参数由 FSDP2 在全部 8 块 GPU 之间分片。同一组专家由 $8/e$ 块 GPU 负责，FSDP2 只在这几块 GPU 之间给这些专家分片。下面用 bf16，每块 GPU 有 4096 个 token，并假设 token 平均分给各个专家：
 #
 # </div>
 
@@ -1343,12 +1343,12 @@ table(["e", "held per GPU (GB)", "FSDP2 communicates (GB)", "all-to-all (GB)"], 
 #
 # <div lang="en">
 #
-# If a batch is divided into micro-batches (lesson 05), gradients have to be reduced only in the last micro-batch. The other micro-batches skip the reduction with `no_sync()` (DDP) or `set_requires_gradient_sync(False)` (FSDP2). With `gradient_as_bucket_view=True` and `zero_grad(set_to_none=False)`, DDP adds up gradients in its buckets. In a prediction, the argument `in_buckets=True` stands for this. The table has predictions for two ranks with two micro-batches each:
+# If a batch is divided into micro-batches (lesson 05), gradients have to be reduced only in the last micro-batch. The other micro-batches skip the reduction with `no_sync()` (DDP) or `set_requires_gradient_sync(False)` (FSDP2). With `gradient_as_bucket_view=True` and `zero_grad(set_to_none=False)`, DDP adds up gradients in its buckets. In a prediction, the argument `in_buckets=True` stands for these two settings. The table has predictions for two ranks with two micro-batches each:
 #
 # </div>
 # <div lang="zh">
 #
-# 使用微批次时（第 05 课），只有最后一个微批次需要归约梯度。其余的微批次用 `no_sync()`（DDP）或 `set_requires_gradient_sync(False)`（FSDP2）跳过归约。设置 `gradient_as_bucket_view=True` 和 `zero_grad(set_to_none=False)` 之后，DDP 就在桶里累加梯度，预测时用 `in_buckets=True` 表示这种做法。有两个进程、每个进程两个微批次时，预测如下：
+# 使用微批次时（第 05 课），只有最后一个微批次需要归约梯度。其余的微批次用 `no_sync()`（DDP）或 `set_requires_gradient_sync(False)`（FSDP2）跳过归约。设置 `gradient_as_bucket_view=True` 和 `zero_grad(set_to_none=False)` 之后，DDP 就在桶里累加梯度，预测时用 `in_buckets=True` 表示这两项设置。有两个进程、每个进程两个微批次时，预测如下：
 #
 # </div>
 
@@ -1365,12 +1365,12 @@ large.sync_table(taken)
 # %% [markdown]
 # <div lang="en">
 #
-# For DDP, `no_sync()` halves the communication volume and costs no memory. FSDP2 communicates 17% fewer bytes, but holds 13.8 MB more, because gradients stay unsharded until the last micro-batch.
+# For DDP, `no_sync()` halves the communication volume and costs no memory. With only one reduction, FSDP2 communicates 17% fewer bytes, but holds 13.8 MB more, because gradients stay unsharded until the reduction.
 #
 # </div>
 # <div lang="zh">
 #
-# 对 DDP 来说，`no_sync()` 能让通信量减半，又不多占内存。FSDP2 少归约一次，通信量就少 17%，但每个进程要多持有 13.8 MB，因为梯度在归约之前必须完整保留。
+# 对 DDP 来说，`no_sync()` 能让通信量减半，又不多占内存。FSDP2 少归约一次，通信量少 17%，但每个进程要多持有 13.8 MB，因为梯度在归约之前必须完整保留。
 #
 # </div>
 
@@ -1412,6 +1412,6 @@ exercises.check_seven_billion(answer)
 # </div>
 # <div lang="zh">
 #
-# 如果每个进程有一块 GPU，8.3 节的命令会使用 NCCL，还可以选择 `fsdp-cpu`。与 CPU 相比，只有峰值可能不同。根据 PyTorch 2.13 的代码（**没有实测**），峰值里可能多出两个收集好的块和一个块的梯度。
+# 如果每个进程有一块 GPU，8.3 节的命令会使用 NCCL，还多一种模式 `fsdp-cpu`。与 CPU 相比，只有峰值可能不同。根据 PyTorch 2.13 的代码（**没有实测**），峰值里可能多出两个收集好的块和一个块的梯度。
 #
 # </div>
