@@ -6,21 +6,21 @@
 #     name: python3
 # ---
 
-# %% [markdown] slide={"en": "One line of code: the peak falls from 277.7 to 134.0 MB.\n\nIn the decoder's eight layers alone, the line saves nothing around one layer. Which layer?", "zh": "一行代码，峰值从 277.7 MB 降到 134.0 MB。\n\n只看解码器的八层，有一层加上这行代码，内存一点也不省。是哪一层？"}
+# %% [markdown] slide={"en": "One line of code: the peak falls from 277.7 to 134.0 MB.\n\nIn the decoder's eight layers alone, the line saves no memory at one of the layers. Which layer?", "zh": "一行代码，峰值从 277.7 MB 降到 134.0 MB。\n\n只看解码器的八层，有一层加上这行代码，内存一点也不省。是哪一层？"}
 # # 2 What if we forget activations and compute them again? (activation checkpointing) / 把激活值忘掉，用时再算，会怎样？（激活检查点、重计算）
 #
 # <div lang="en">
 #
-# In the step of lesson 01, the decoder's eight layers keep 168 MB of activations. One line of code makes the decoder forget these activations and compute them again in backward. The peak falls from 277.7 MB to 134.0 MB, and the gradients are equal to the last bit.
+# In the training step of lesson 01, the decoder's eight layers keep 168 MB of activations. One line of code makes the decoder forget these activations and compute them again in backward. The peak falls from 277.7 MB to 134.0 MB, and no bit of the gradients changes.
 #
-# Now take the eight layers alone, without embedding and head, and apply the same line of code to one of the layers only. For one of the eight layers, the line does not reduce the peak at all. Which layer is it, and why?
+# Now take the eight layers alone, without embedding and head, and apply the line to only one layer. At one of the eight layers, the line does not reduce the peak at all. Which layer is it, and why?
 #
 # </div>
 # <div lang="zh">
 #
-# 在第 01 课的训练步里，解码器的八层一共保存 168 MB 的激活值。只要加一行代码，解码器就会忘掉这些激活值，到反向时再重新计算。这样，峰值从 277.7 MB 降到 134.0 MB，而梯度逐比特相等。
+# 在第 01 课的训练步里，解码器的八层一共保存 168 MB 的激活值。只要加一行代码，解码器就会忘掉这些激活值，到反向时再重新计算。这样，峰值从 277.7 MB 降到 134.0 MB，而梯度与原来逐比特相等。
 #
-# 再把这八层单独拿出来，去掉嵌入层和输出头，只给其中一层加这行代码。其中有一层，即使加上这行代码，峰值也一点不降。是哪一层？为什么？
+# 再把这八层单独拿出来，去掉嵌入层和输出头，只给一层加这行代码。八层里有一层，加上这行代码，峰值一点也不降。是哪一层？为什么？
 #
 # </div>
 
@@ -37,9 +37,9 @@ language()
 # - Write a checkpoint yourself, and predict the peak of a checkpointed step.
 # - Learn which blocks are worth a checkpoint.
 # - Write a policy that decides what to keep, and compute the loss in chunks.
-# - Apply all of this to a Llama from Hugging Face Transformers.
+# - Apply all of this to a Llama from Hugging Face.
 #
-# **What to know before**: lesson 01, that is, what a layer keeps for backward, storages, and the timeline of a step.
+# **What to know before**: lesson 01 (what a layer keeps for backward, storages, and the timeline of a step).
 #
 # </div>
 # <div lang="zh">
@@ -76,7 +76,7 @@ from course_lib.teaching import predictions, table, timelines
 #
 # Autograd keeps the tensors that backward will need. **Activation checkpointing** keeps only the **input** of a block. When backward arrives at the block, the block's forward runs once more. (The technique is also called gradient checkpointing or activation recomputation. Such a checkpoint is not a file of weights.)
 #
-# In PyTorch you write `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`; section 2.3 explains `use_reentrant`. In the next cell, each block reports when it runs. **Guess first:** in which order do three checkpointed blocks a, b and c run, in forward and in backward?
+# In PyTorch you write `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`; section 2.3 explains `use_reentrant`. In the next cell, each block records its name when it runs. **Guess first:** in which order do three checkpointed blocks a, b and c run, in forward and in backward?
 #
 # </div>
 # <div lang="zh">
@@ -110,7 +110,7 @@ figures.draw_order(heard)
 # %% [markdown]
 # <div lang="en">
 #
-# First, all three blocks run forward. Then backward arrives at c, runs the forward of c again, and finishes c before it goes on to b. Besides the blocks' inputs, the activations of only one block are in memory at a time.
+# First, all three blocks run forward. Then backward arrives at c, runs the forward of c again, and finishes c before it goes on to b. At any time, memory holds the blocks' inputs and the activations of only one block.
 #
 # </div>
 # <div lang="zh">
@@ -129,7 +129,7 @@ figures.draw_order(heard)
 # - `context.save_for_backward(x)` keeps a tensor, and `context.saved_tensors` returns it in backward.
 # - Inside a Function, no graph is recorded. `torch.enable_grad()` turns recording on.
 # - `x.detach().requires_grad_()` returns a tensor that shares the data of x and begins a new graph.
-# - `torch.autograd.backward(output, gradient)` goes backward through that graph, and leaves gradients in `.grad`.
+# - `torch.autograd.backward(output, gradient)` goes backward from the output through its graph, and leaves gradients in `.grad`.
 #
 # </div>
 # <div lang="zh">
@@ -139,7 +139,7 @@ figures.draw_order(heard)
 # - `context.save_for_backward(x)` 保存一个张量，反向时从 `context.saved_tensors` 取回。
 # - Function 内部不记录计算图，`torch.enable_grad()` 可以把记录打开。
 # - `x.detach().requires_grad_()` 与 x 共用数据，并成为一张新计算图的起点。
-# - `torch.autograd.backward(output, gradient)` 沿这张图做反向，梯度放进 `.grad`。
+# - `torch.autograd.backward(output, gradient)` 从输出开始做反向，梯度放进 `.grad`。
 #
 # </div>
 
@@ -148,7 +148,7 @@ figures.draw_order(heard)
 #
 # **Exercise 1.** Write both functions. `forward` returns the block's output and records no graph. `backward` returns two values: `None` as the gradient of `block`, and the gradient of `x`.
 #
-# The check compares the gradients of the input and of the weight, and counts how often the block runs. The check also looks at the bytes that are live between forward and backward. Then it runs two blocks in a row.
+# The check compares the gradients of the input and of the weight, counts how often the block runs, and looks at the bytes that are live between forward and backward. Then it runs two blocks in a row.
 #
 # </div>
 # <div lang="zh">
@@ -204,9 +204,9 @@ exercises.check_checkpoint(MyCheckpoint)
 #
 # <div lang="en">
 #
-# Your checkpoint is PyTorch's older mode, `use_reentrant=True`, in which autograd runs inside autograd. The newer mode, `use_reentrant=False`, records the graph as usual, and takes the tensors out of the graph with the two hooks of lesson 01. In forward, the first hook keeps a number instead of each tensor. In backward, the second hook receives the number. At its first call, the second hook runs the block again and collects the tensors that this run saves. You can write this mode in section 2.13.
+# Your checkpoint is PyTorch's older mode, `use_reentrant=True`, in which autograd runs inside autograd. The newer mode, `use_reentrant=False`, records the graph as usual, and takes the tensors out of the graph with the two hooks of lesson 01. In forward, the first hook keeps a number instead of each tensor. In backward, the second hook receives the number. At its first call, the second hook runs the block again, collects the tensors that this run saves, and returns the one with this number. You can write this mode in section 2.13.
 #
-# A block's input needs a gradient if it is an activation. Input data need no gradient. **Guess first:** you pass data to a block with 12 parameters, and a head follows the block. How many of the 12 parameters get a gradient with your checkpoint? How many get a gradient with PyTorch's checkpoint, if you leave out `use_reentrant`?
+# A block's input needs a gradient if the input is an activation, but not if it is data. **Guess first:** you pass data to a block with 12 parameters, and a head follows the block. How many of the 12 parameters get a gradient with your checkpoint? How many get a gradient with PyTorch's checkpoint, if you leave out `use_reentrant`?
 #
 # </div>
 # <div lang="zh">
@@ -246,16 +246,16 @@ table(["`use_reentrant`", "gradients equal", "trained from data", "warnings"], r
 # %% [markdown] slide={"en": "If the input needs no gradient, the older mode trains **0 of 12** parameters.\n\nIf you leave out the option, you get the older mode.", "zh": "输入不需要梯度时，用旧模式，12 个参数里有 **0** 个得到训练。\n\n不写这个选项，用的就是旧模式。"}
 # <div lang="en">
 #
-# If no input tensor of a Function needs a gradient, the output has no graph. Therefore the head gets gradients, but the block gets none. PyTorch's older mode warns about this, but your checkpoint gives no warning. If you leave out `use_reentrant`, PyTorch 2.13 still uses the older mode, and gives a second warning, which is printed above. According to this warning, such a call raises an error in version 2.9 and later, but version 2.13 raises none. Always write `use_reentrant=False`.
+# If no input tensor of a Function needs a gradient, the output has no graph. Therefore the head gets gradients, but the block gets none. PyTorch's older mode warns about this, but your checkpoint gives no warning. If you leave out `use_reentrant`, PyTorch 2.13 still uses the older mode, and gives a second warning (printed above). According to this warning, such a call raises an error in version 2.9 and later, but version 2.13 raises none. Always write `use_reentrant=False`.
 #
-# In both modes, a block must compute the same results twice. PyTorch repeats its own random numbers and the `autocast` settings, so dropout draws the same mask. PyTorch does not repeat Python's random numbers, and does not reset your module's counters (section 2.16). So the second result may differ, which may raise a `CheckpointError` (section 2.14).
+# In both modes, a block must compute the same results twice. PyTorch repeats its own random numbers and the `autocast` settings, so dropout draws the same mask. PyTorch does not repeat Python's random numbers, and does not reset your module's counters (section 2.16). So the second run's result may differ, which may raise a `CheckpointError` (section 2.14).
 #
 # </div>
 # <div lang="zh">
 #
-# 如果 Function 的输入张量都不需要梯度，输出就不带计算图，所以输出头照常训练，块却得不到训练。你的检查点对此毫无提示，PyTorch 的旧模式会发出警告。如果不写 `use_reentrant`，PyTorch 2.13 仍用旧模式，并且多发一条警告（上面打印的就是）。警告里说，从 2.9 版起，这样调用会报错，其实 2.13 版也不报错。所以一定要写 `use_reentrant=False`。
+# 如果 Function 的输入张量都不需要梯度，输出就不带计算图，所以输出头照常训练，块却得不到训练。你的检查点对此毫无提示，PyTorch 的旧模式会发出警告。如果不写 `use_reentrant`，PyTorch 2.13 仍用旧模式，并且多发一条警告，已打印在上面。警告里说，从 2.9 版起，这样调用会报错，但 2.13 版其实不报错。所以一定要写 `use_reentrant=False`。
 #
-# 无论用哪种模式，一个块都要运行两遍，两遍的结果必须相同。PyTorch 会恢复自己的随机数状态和 `autocast` 设置，所以 dropout 的掩码不变。Python 的随机数和模块自己的计数器，PyTorch 都不会恢复（2.16 节），因此两遍的结果可能不同，引起 `CheckpointError`（2.14 节）。
+# 无论用哪种模式，一个块都要运行两遍，两遍的结果必须相同。PyTorch 会恢复自己的随机数状态和 `autocast` 设置，所以 dropout 的掩码不变。Python 的随机数和模块自己的计数器，PyTorch 都不会恢复（2.16 节），因此两遍的结果可能不同，这时可能抛出 `CheckpointError`（2.14 节）。
 #
 # </div>
 
@@ -264,7 +264,7 @@ table(["`use_reentrant`", "gradients equal", "trained from data", "warnings"], r
 #
 # <div lang="en">
 #
-# `checkpoint_blocks(model, "layers.*")` puts a checkpoint around every block whose name matches, in any model that calls its blocks as modules. As in lesson 01, we measure the second step with Adam. All gradients are released before this step, so gradients **arrive during backward**. (Section 2.17 is an exception.)
+# `checkpoint_blocks(model, "layers.*")` puts a checkpoint around every block whose name matches the pattern, in any model that calls its blocks as modules. As in lesson 01, we measure the second step with Adam. All gradients are released before this step, so gradients **arrive during backward**, except in section 2.17.
 #
 # </div>
 # <div lang="zh">
@@ -289,14 +289,14 @@ timelines(
 # %% [markdown] slide={"en": "A layer keeps 20,987,904 bytes. A checkpoint keeps its input and 5,056 bytes.\n\n**Guess first.** Peak without checkpoints: 277,682,584 bytes. With $k$ checkpoints?", "zh": "一层保存 20,987,904 字节，检查点只保存这一层的输入和 5,056 字节。\n\n**先猜**：不加检查点时，峰值是 277,682,584 字节。加 $k$ 个检查点呢？"}
 # <div lang="en">
 #
-# Each tooth is one layer whose activations are in memory again. A checkpoint keeps the layer's input, $b s h$ numbers, and 5,056 bytes for the state of the random number generator. Without a checkpoint, a layer keeps 20,987,904 bytes (your sum in lesson 01). When backward starts, a checkpointed layer still keeps only its input and the generator's state. At this point, the step without checkpoints has its peak, 277,682,584 bytes.
+# Each tooth is one layer whose activations are in memory again. A checkpoint keeps the layer's input, $b s h$ numbers, and 5,056 bytes for the state of the random number generator. Without a checkpoint, a layer keeps 20,987,904 bytes (your sum in lesson 01). When backward starts, a checkpointed layer still keeps only its input and the generator's state. The step without checkpoints has its peak, 277,682,584 bytes, at this point.
 #
 # **Exercise 2.** The first $k$ of the eight layers have a checkpoint. What is the peak, in bytes?
 #
 # </div>
 # <div lang="zh">
 #
-# 图中的每个锯齿对应一层，这时这一层的激活值又回到了内存里。检查点保存这一层的输入，共 $b s h$ 个数，另用 5,056 字节保存随机数发生器的状态。不加检查点时，一层保存 20,987,904 字节（第 01 课你算出的总和）。反向开始时，加了检查点的层只保存着输入和上述状态。没有检查点时，训练步的峰值 277,682,584 字节正好出现在反向开始的这一刻。
+# 图中的每个锯齿对应一层，这时这一层的激活值又回到了内存里。检查点保存这一层的输入，共 $b s h$ 个数，另用 5,056 字节保存随机数发生器的状态。不加检查点时，一层保存 20,987,904 字节（第 01 课你算出的总和）。反向开始时，加了检查点的层只保存着输入和上述状态。没有检查点时，训练步的峰值 277,682,584 字节正好出现在这一刻。
 #
 # **练习 2。** 给八层中的前 $k$ 层加检查点，峰值是多少字节？
 #
@@ -331,7 +331,7 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 # %% [markdown]
 # <div lang="en">
 #
-# Your formula is exact to the byte for $k = 0$ and $7$, and 16 MB too low for $k = 8$. The formula describes one point of the step, the start of backward. The eighth checkpoint lowers the memory at this point so far that the peak moves to the end of backward. There, one layer's activations and nearly all gradients are in memory.
+# Your formula is exact to the byte for $k = 0$ and $7$, and 16 MB too low for $k = 8$. The formula describes one point of the step, the start of backward. The eighth checkpoint lowers the memory at this point so far that the peak moves to the end of backward. Then one layer's activations and nearly all gradients are in memory.
 #
 # </div>
 # <div lang="zh">
@@ -343,7 +343,7 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (58 minutes). You have written a checkpoint. You have also predicted, to the byte, the peak of a decoder that has checkpoints around up to seven of its layers. The second sitting asks which layer is worth a checkpoint and what a checkpoint should keep. It treats the loss as a block, and ends with a Llama from Hugging Face Transformers.
+# **End of the first sitting** (58 minutes). You have written a checkpoint. You have also predicted, to the byte, the peak of a decoder with up to seven checkpointed layers. The second sitting asks which layer is worth a checkpoint and what a checkpoint should keep. It treats the loss as a block, and ends with a Llama from Hugging Face.
 #
 # </div>
 # <div lang="zh">
@@ -357,14 +357,14 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 #
 # <div lang="en">
 #
-# We place one checkpoint in each of two networks: the eight layers alone, with a mean of squares as loss, and the decoder with its head. (Without Adam's 55.0 MB, the decoder's peak is 222.7 MB.)
+# We place one checkpoint in each of two networks: the eight layers alone, with a mean of squares as loss, and the decoder with its head. (Without checkpoints and Adam's 55.0 MB, the decoder's peak is 222.7 MB.)
 #
 # **Exercise 3.** Guess before you measure. In the eight layers alone, around which layer does a checkpoint not reduce the peak? Does a checkpoint around the same layer reduce the decoder's peak? Write the layer's number, from 0 to 7, and `True` or `False`.
 #
 # </div>
 # <div lang="zh">
 #
-# 假设只能用一个检查点。我们来看两个网络，一个只有这八层，损失是输出平方的均值，另一个是带输出头的解码器。（不计 Adam 的 55.0 MB，这个解码器的峰值是 222.7 MB。）
+# 假设只能用一个检查点。我们来看两个网络，一个只有这八层，损失是输出平方的均值，另一个是带输出头的解码器。（不加检查点，也不计 Adam 的 55.0 MB，这个解码器的峰值是 222.7 MB。）
 #
 # **练习 3。** 先猜，再测量。在只有八层的网络里，检查点加在哪一层上，峰值不会降低？在解码器里，给同一层加检查点，峰值会降低吗？填写层的编号（0 到 7），以及 `True`（会）或 `False`（不会）。
 #
@@ -388,14 +388,14 @@ figures.draw_which_block(alone, whole)
 # %% [markdown] slide={"en": "A checkpoint saves the bytes that it keeps out of memory **at the peak**.\n\nAsk when the peak is, and what is live then.", "zh": "一个检查点能省多少，要看**峰值那一刻**，有哪些字节因为它而不在内存里。\n\n先问峰值在何时，再问那一刻内存里有什么。"}
 # <div lang="en">
 #
-# A checkpoint reduces the peak by the tensors that it removes from memory **at the peak**. Backward begins with the last layer, so the last layer is recomputed while all other layers' activations are still in memory. In the eight layers alone, a checkpoint around the last layer saves nothing, and costs 5,056 bytes for the generator's state. A checkpoint around one of layers 0 to 5 saves the layer's activations except its input. Around layer 6, a checkpoint saves 2.1 MB less, because the peak comes later. Then 3.2 MB of layer 7's gradients are in memory, but one layer input (1.0 MB) fewer.
+# A checkpoint reduces the peak by the bytes that it removes from memory **at the peak**. Backward begins with the last layer, so the last layer is recomputed while all other layers' activations are still in memory. In the eight layers alone, a checkpoint around the last layer saves nothing, and costs 5,056 bytes for the generator's state. A checkpoint around one of layers 0 to 5 saves the layer's activations except its input. Around layer 6, a checkpoint saves 2.1 MB less, because the peak comes later. By then, memory has gained layer 7's gradients (3.2 MB) and lost one layer input (1.0 MB).
 #
-# In the decoder, a checkpoint around the last layer also reduces the peak, because this peak comes earlier, in the loss's backward. At that point, three tensors as large as the logits (25 MB together) are in memory.
+# In the decoder, a checkpoint around the last layer also reduces the peak, because the decoder's peak comes earlier, in the loss's backward. Then three tensors as large as the logits (25 MB together) are in memory.
 #
 # </div>
 # <div lang="zh">
 #
-# 一个检查点能省多少，要看**峰值那一刻**，有哪些张量因为它而不在内存里。反向从最后一层开始，所以最后一层重新算出来时，其余各层的激活值都还在内存里。在只有八层的网络里，给最后一层加检查点，峰值不会降低，还要多占 5,056 字节来保存随机数发生器的状态。给第 0 到第 5 层中的一层加检查点，省下的是这一层的激活值减去它的输入。给第 6 层加检查点要少省 2.1 MB，因为峰值来得更晚，那时内存里多了第 7 层 3.2 MB 的梯度，少了一份层输入（1.0 MB）。
+# 一个检查点能省多少，要看**峰值那一刻**，有哪些张量因为它而不在内存里。反向从最后一层开始，所以重新计算最后一层时，其余各层的激活值都还在内存里。在只有八层的网络里，给最后一层加检查点，峰值不会降低，还要多占 5,056 字节来保存随机数发生器的状态。给第 0 到第 5 层中的一层加检查点，省下的是这一层的激活值减去它的输入。给第 6 层加检查点要少省 2.1 MB，因为峰值来得更晚，那时内存里多出第 7 层的梯度（3.2 MB），少了一份层输入（1.0 MB）。
 #
 # 在解码器里，给最后一层加检查点也能降低峰值，因为解码器的峰值出现得更早，是在损失的反向里。那一刻内存里有三个 logits 大小的张量，共 25 MB。
 #
@@ -406,12 +406,12 @@ figures.draw_which_block(alone, whole)
 #
 # <div lang="en">
 #
-# **Selective checkpointing** keeps the results of some operators and recomputes the others. PyTorch calls a **policy** after each operator of the forward pass. The policy returns `MUST_SAVE` or `PREFER_RECOMPUTE` for the result. The checkpoint takes a `context_fn`, a function that makes a new policy for each checkpoint. The policy below keeps the matrix products of the linear layers. A Linear calls `addmm` if it has a bias, and `mm` otherwise.
+# **Selective checkpointing** keeps the results of some operators and recomputes the others. PyTorch calls a **policy** after each operator of the forward pass. The policy returns `MUST_SAVE` or `PREFER_RECOMPUTE`. The checkpoint's argument `context_fn` is a function that makes a new policy for each checkpoint. The policy below keeps the matrix products of the linear layers. A Linear calls `addmm` if it has a bias, and `mm` otherwise.
 #
 # </div>
 # <div lang="zh">
 #
-# 检查点不一定要忘掉一切。**选择性检查点**保留一部分算子的结果，其余的重新计算，由一个**策略**（policy）函数决定保留哪些结果。前向里每运行一个算子，PyTorch 就调用一次策略，策略返回 `MUST_SAVE`（保留）或 `PREFER_RECOMPUTE`（重计算）。检查点的参数 `context_fn` 是一个函数，它为每个检查点新建一个策略。下面的策略保留线性层的矩阵乘积。带偏置的 Linear 调用 `addmm`，不带偏置的 Linear 调用 `mm`。
+# **选择性检查点**保留一部分算子的结果，其余的重新计算，由一个**策略**（policy）函数决定保留哪些结果。前向里每运行一个算子，PyTorch 就调用一次策略，策略返回 `MUST_SAVE`（保留）或 `PREFER_RECOMPUTE`（重计算）。检查点的参数 `context_fn` 是一个函数，它为每个检查点新建一个策略。下面的策略保留线性层的矩阵乘积。带偏置的 Linear 调用 `addmm`，不带偏置的 Linear 调用 `mm`。
 #
 # </div>
 
@@ -432,16 +432,16 @@ def keep_products():
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 4.** Besides attention's results, torchtitan's selective mode keeps only every second matrix product. Write `every_second` in the form of `keep_products`. It keeps the first, third, fifth ... matrix product of the linear layers. Count `addmm` and `mm` together, and start from one in each checkpoint.
+# **Exercise 4.** Besides attention's results, torchtitan's selective mode keeps only every second matrix product. Write `every_second` in the form of `keep_products`. The new policy keeps the first, third, fifth ... matrix product of the linear layers. Count `addmm` and `mm` together, and start from one in each checkpoint.
 #
-# PyTorch 2.13 calls the policy only in forward. Older versions such as 2.9 call it again in the recomputation, with `context.is_recompute` true. There the policy must count the recomputation's products separately.
+# PyTorch 2.13 calls the policy only in forward. Older versions such as 2.9 call it again in the recomputation, with `context.is_recompute` true, so the policy must count the recomputation's products separately.
 #
 # </div>
 # <div lang="zh">
 #
 # **练习 4。** torchtitan 的选择性模式保留注意力的结果，此外，每两个矩阵乘积只保留一个。请照 `keep_products` 的样子写出 `every_second`，保留线性层的第一、第三、第五……个矩阵乘积。`addmm` 和 `mm` 合在一起数，每个检查点都从一数起。
 #
-# PyTorch 2.13 只在前向里调用策略。较早的版本（例如 2.9）在重计算时还会再调用一遍策略，那时 `context.is_recompute` 为真，策略要把前向和重计算的乘积分开来数。
+# PyTorch 2.13 只在前向里调用策略。较早的版本（例如 2.9）在重计算时还会再调用策略，这时 `context.is_recompute` 为真。在这些版本里，前向和重计算的乘积要分开来数。
 #
 # </div>
 
@@ -478,12 +478,12 @@ exercises.check_policy(every_second)
 #
 # <div lang="en">
 #
-# The same step now runs without checkpoints and with five kinds of checkpoints. **Guess first:** by what fraction does one more forward pass raise a step's FLOPs? For each matrix product in forward, backward computes two: one for the input's gradient and one for the weight's gradient.
+# The same step now runs without checkpoints and with five kinds of checkpoints. **Guess first:** by what fraction does one more forward pass raise a step's FLOPs? For each matrix product in forward, backward computes two: one for the input's gradient and one for the weight's.
 #
 # </div>
 # <div lang="zh">
 #
-# 现在用五种加检查点的做法，把同一个训练步各运行一次，再与不用检查点的基线比较。**先猜**：多做一次前向，会让整个训练步的 FLOPs 增加几分之几？提示：前向每做一次矩阵乘法，反向就要做两次，一次求输入的梯度，一次求权重的梯度。
+# 现在用五种加检查点的做法，把同一个训练步各运行一次，再与不用检查点的基线比较。**先猜**：多做一次前向，会让整个训练步的 FLOPs 增加几分之几？前向每做一次矩阵乘法，反向就要做两次，一次求输入的梯度，一次求权重的梯度。
 #
 # </div>
 
@@ -507,10 +507,10 @@ arms = {"plain": figures.measured_step(make_decoder)}  # peak and FLOPs of a sym
 arms |= {name: figures.measured_step(decoder_with, **own) for name, own in ways.items()}
 figures.draw_policies(arms)
 
-# %% [markdown] slide={"en": "If all weights are trained, another forward adds about a third. Here: 1.21 times.\n\nAll matrix products kept: 2% more FLOPs. Every second: 5%.", "zh": "全部权重都训练时，多一次前向，FLOPs 约增加三分之一。这里是 1.21 倍。\n\n保留全部矩阵乘积，FLOPs 多 2%。每两个保留一个，多 5%。"}
+# %% [markdown] slide={"en": "If all weights are trained, another forward adds about a third to the FLOPs. Here, the step needs 1.21 times the FLOPs.\n\nAll matrix products of the linear layers kept: 2% more FLOPs. Every second one kept: 5%.", "zh": "全部权重都训练时，多一次前向，FLOPs 约增加三分之一。这里是基线的 1.21 倍。\n\n保留线性层的全部矩阵乘积，FLOPs 多 2%。每两个保留一个，多 5%。"}
 # <div lang="en">
 #
-# If all weights are trained, one more forward pass adds about a third to the step's FLOPs. Here, a step with checkpoints around each layer needs only 1.21 times the FLOPs, for two reasons. First, the head is not recomputed. Second, a recomputation stops as soon as the last saved tensor exists (**early stop**), so each checkpoint skips its last matrix product. With frozen weights, backward needs fewer FLOPs, and another forward pass can add about half.
+# If all weights are trained, one more forward pass adds about a third to the step's FLOPs. Here, a checkpoint around each layer needs only 1.21 times the baseline's FLOPs, for two reasons. First, the head is not recomputed. Second, a recomputation stops as soon as the last saved tensor exists (**early stop**), so each checkpoint skips its last matrix product. With frozen weights, backward needs fewer FLOPs, and another forward pass can add about half to the FLOPs.
 #
 # </div>
 # <div lang="zh">
@@ -522,7 +522,7 @@ figures.draw_policies(arms)
 # %% [markdown]
 # <div lang="en">
 #
-# Keeping all matrix products reduces the baseline's peak by 84 MB for 2% more FLOPs. (With 2048 tokens per sequence, it costs 18% more FLOPs, because the matrix products inside attention run again.) Your policy reduces the peak by 101 MB for 5% more FLOPs. If your policy kept the second and fourth of a layer's four matrix products, the FLOPs would rise by 19%. The second product is small, and early stop skips the fourth anyway. Keeping every operator's result needs 429.8 MB, more than the step without checkpoints needs.
+# Keeping all matrix products of the linear layers reduces the baseline's peak by 84 MB for 2% more FLOPs. (With 2048 tokens per sequence, it costs 18% more, because attention's own matrix products run again and are larger.) Your policy reduces the peak by 101 MB for 5% more FLOPs. If your policy kept the second and fourth of a layer's four products, the FLOPs would rise by 19%. The second product is small, and early stop skips the fourth anyway. Keeping every operator's result needs 429.8 MB, more than the step without checkpoints.
 #
 # One checkpoint around all eight layers costs the most FLOPs and reduces the peak by only 19 MB.
 #
@@ -531,7 +531,7 @@ figures.draw_policies(arms)
 # </div>
 # <div lang="zh">
 #
-# 保留全部矩阵乘积，峰值降低 84 MB，FLOPs 只比基线多 2%。（每条序列有 2048 个 token 时要多 18%，因为注意力内部的矩阵乘法要再做一遍。）你的策略让峰值降低 101 MB，FLOPs 多 5%。这里每层有四个矩阵乘积，如果改为保留第二和第四个，FLOPs 多 19%，因为第二个乘积较小，而第四个由于提前终止，本来就不用重新计算。如果保留每个算子的结果，就需要 429.8 MB，比不用检查点时还多。
+# 保留线性层的全部矩阵乘积，峰值降低 84 MB，FLOPs 只比基线多 2%。（每条序列有 2048 个 token 时要多 18%，因为注意力内部的矩阵乘法要再做一遍，序列越长，这部分越大。）你的策略让峰值降低 101 MB，FLOPs 多 5%。每层的线性层有四个矩阵乘积，如果改为保留第二和第四个，FLOPs 多 19%，因为第二个乘积较小，而第四个由于提前终止，本来就不用重新计算。如果保留每个算子的结果，就需要 429.8 MB，比不用检查点时还多。
 #
 # 八层合用一个检查点时，FLOPs 增加得最多，峰值却只降低 19 MB。
 #
@@ -544,16 +544,16 @@ figures.draw_policies(arms)
 #
 # <div lang="en">
 #
-# The head with its loss is a block, too, often the largest block. At the peak it needs three tensors as large as the logits. For 1024 tokens and a vocabulary of 32,000, each tensor takes 131 MB. If you divide the tokens into **chunks** and put a checkpoint around each chunk, the logits never exist as a whole.
+# The head with its loss is a block, too, often the largest. At the peak it needs three tensors as large as the logits. For 1024 tokens and a vocabulary of 32,000, each takes 131 MB. If you divide the tokens into **chunks** and put a checkpoint around each, the logits never exist as a whole.
 #
-# **Exercise 5.** Write this loss in about eight lines. It must equal `F.cross_entropy(hidden @ weight.T, targets)`, even if the last chunk is shorter. `chunk` is the number of tokens per chunk. The loss is the mean over the targets that count. A target of −100 does not count (`ignore_index`). In fine-tuning, prompts and padding have this target.
+# **Exercise 5.** Write this loss in about eight lines. It must equal `F.cross_entropy(hidden @ weight.T, targets)`, even if the last chunk is shorter. `chunk` is the number of tokens per chunk. The loss is the mean over all targets except those of −100 (`ignore_index`). In fine-tuning, prompts and padding have this target.
 #
 # </div>
 # <div lang="zh">
 #
-# **输出头与损失**合在一起也是一个块，而且常常是最大的一块。峰值时，它需要三个 logits 大小的张量。例如 1024 个 token，词表 32,000，每个这样的张量占 131 MB。把 token 分成**小段**（chunk），每个小段加一个检查点，完整的 logits 就不会出现在内存里。
+# **输出头与损失**合在一起也是一个块，而且常常是最大的一块。峰值时，它需要三个 logits 大小的张量。如果有 1024 个 token，词表为 32,000，每个这样的张量占 131 MB。只要把 token 分成**小段**（chunk），给每个小段加一个检查点，完整的 logits 就不会出现在内存里。
 #
-# **练习 5。** 用八行左右写出这个损失。它必须等于 `F.cross_entropy(hidden @ weight.T, targets)`，最后一个小段较短时也一样。`chunk` 是每个小段的 token 数。损失是对所有计入的目标求的均值。值为 −100 的目标不计入（`ignore_index`），微调时，提示词和填充的 token 就用这个目标值。
+# **练习 5。** 用八行左右写出这个损失。它必须等于 `F.cross_entropy(hidden @ weight.T, targets)`，最后一个小段较短时也一样。`chunk` 是每个小段的 token 数。损失是均值，不计目标值为 −100 的 token（`ignore_index`）。微调时，提示词和填充的目标值就是 −100。
 #
 # </div>
 
@@ -585,12 +585,12 @@ exercises.check_loss_in_pieces(loss_in_pieces)
 # %% [markdown]
 # <div lang="en">
 #
-# With small chunks, the peak no longer comes from the logits, but from three tensors as large as the head's weight matrix (33 MB each). Section 2.17 shows two ways that need only two such tensors. Fused losses such as Liger's compute the gradients of a chunk in forward, so they recompute nothing.
+# With small chunks, the peak no longer comes from the logits, but from three tensors as large as the head's weight matrix (33 MB each). Section 2.17 shows two ways with only two such tensors. Fused losses such as Liger's compute the gradients of a chunk in forward, so they recompute nothing.
 #
 # </div>
 # <div lang="zh">
 #
-# 小段足够小时，决定峰值的不再是 logits，而是三个与输出头的权重矩阵一样大的张量，每个 33 MB。2.17 节会测量这些张量，并给出两种只需两个张量的做法。Liger 等融合损失在前向里就算好了每一小段的梯度，所以不用重新计算。
+# 小段足够小时，决定峰值的不再是 logits，而是三个与输出头的权重矩阵一样大的张量，每个 33 MB。2.17 节会测量这些张量，并给出两种只需两个这样的张量的做法。Liger 等融合损失在前向里就算好了每一小段的梯度，所以不用重新计算。
 #
 # </div>
 
@@ -599,14 +599,14 @@ exercises.check_loss_in_pieces(loss_in_pieces)
 #
 # <div lang="en">
 #
-# From a configuration, `own_code.llama` makes a small Llama of Hugging Face Transformers: 4 layers, hidden size 256. The vocabulary of 8,192 is 32 times the hidden size, about as in Llama 3 8B. Forward and backward of 8 sequences of 128 tokens need 215.2 MB. Prompt tokens have the label −100.
+# `own_code.llama` builds a small Llama of Hugging Face Transformers with 4 layers and hidden size 256. The vocabulary of 8,192 is 32 times the hidden size, a ratio near that of Llama 3 8B. Forward and backward of 8 sequences of 128 tokens need 215.2 MB. Prompt tokens have the label −100.
 #
 # **Exercise 6.** Write `in_chunks`, the last row of the table below. Checkpoint the layers with `model.activation_checkpointing_enable()`, and compute the loss in chunks. `model.model(tokens).last_hidden_state` contains the hidden states before the head, `model.lm_head.weight` is the head's weight matrix, and position $t$ predicts the label of position $t + 1$. The loss and the gradients must equal the model's own, and the peak must be at most 80 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# `own_code.llama` 用一份配置生成一个小的 Hugging Face Llama 模型，有 4 层，隐藏维度 256。词表为 8,192，是隐藏维度的 32 倍，与 Llama 3 8B 相近。8 条序列各有 128 个 token，前向加反向需要 215.2 MB。提示词的各个 token，标签都是 −100。
+# `own_code.llama` 生成一个小的 Hugging Face Llama 模型，有 4 层，隐藏维度 256。词表为 8,192，是隐藏维度的 32 倍，这个倍数与 Llama 3 8B 相近。8 条序列各有 128 个 token，前向加反向需要 215.2 MB。提示词的各个 token，标签都是 −100。
 #
 # **练习 6。** 写出 `in_chunks`，也就是下表的最后一行。用 `model.activation_checkpointing_enable()` 给各层加检查点，并把损失分成小段计算。`model.model(tokens).last_hidden_state` 是输出头之前的隐藏状态，`model.lm_head.weight` 是输出头的权重矩阵，位置 $t$ 预测位置 $t + 1$ 的标签。损失和梯度要与模型自己算出的相同，峰值不超过 80 MB。
 #
@@ -637,12 +637,12 @@ exercises.check_in_chunks(in_chunks)
 # %% [markdown]
 # <div lang="en">
 #
-# Each line below runs on a new model. Three lines use a policy. In the line with `compile()`, the compiler saves at most half of its usual bytes. `enable()` stands for `model.activation_checkpointing_enable()`. **Guess first:** do `keep_addmm` and `keep_mm` need fewer FLOPs than `enable()`?
+# Each line below runs on a new model. Three lines use a policy. In the `compile()` line, the compiler saves at most half as many bytes as usual. `enable()` stands for `model.activation_checkpointing_enable()`. **Guess first:** do `keep_addmm` and `keep_mm` need fewer FLOPs than `enable()`?
 #
 # </div>
 # <div lang="zh">
 #
-# 下面每一行都在一个新的模型上运行。其中三行用了策略。`compile()` 那一行由编译器选择保存什么，最多保存平时字节数的一半。`enable()` 代表 `model.activation_checkpointing_enable()`。**先猜**：`keep_addmm` 和 `keep_mm` 用的 FLOPs 会比 `enable()` 少吗？
+# 下面比较几行代码，每行都用一个新的模型，有三行用了策略。`compile()` 那一行由编译器选择保存什么，最多保存平时字节数的一半。`enable()` 代表 `model.activation_checkpointing_enable()`。**先猜**：`keep_addmm` 和 `keep_mm` 用的 FLOPs 会比 `enable()` 少吗？
 #
 # </div>
 
@@ -682,22 +682,22 @@ own_code.compare_costs(costs)
 # %% [markdown]
 # <div lang="en">
 #
-# `enable()` lowers the peak by 79 MB. Most scripts use an older name, but a warning says that `transformers` 6 will remove this name. Without `use_reentrant`, `transformers` 5.23 uses the newer mode. The older mode never stops early, so it needs more FLOPs.
+# `enable()` lowers the peak by 79 MB. Most scripts use the method's older name, which `transformers` 6 will remove, as a warning says. Without `use_reentrant`, `transformers` 5.23 uses the newer mode. The older mode never stops early, so it needs more FLOPs.
 #
-# `keep_addmm` changes nothing. A Llama's Linears have no bias, so they call `mm`, and everything is recomputed without a warning. (`checkpoint_blocks` would warn.) With `keep_mm`, no matrix product is computed twice. Your policy lies between these two policies.
+# `keep_addmm` has no effect. A Llama's Linears have no bias, so they call `mm`, and everything is recomputed without a warning. (`checkpoint_blocks` would warn.) With `keep_mm`, no matrix product is computed twice. In FLOPs, your policy lies between these two policies.
 #
-# The compiler's budget limits the bytes kept for backward, not the peak (lesson 03). `compile()` needs about as many FLOPs as `enable()`, but lowers the peak less. Outside a `with` block, the budget would hold for all later compilations. On a GPU, write `model.compile()`; its default backend needs a C++ compiler.
+# The compiler's budget limits the bytes kept for backward, not the peak (lesson 03). `compile()` needs about as many FLOPs as `enable()`, but lowers the peak less. Set outside a `with` block, the budget would hold for all later compilations. On a GPU, write `model.compile()`; its default backend needs a C++ compiler.
 #
-# The loss in chunks has the lowest peak, because the peak of `enable()` was mostly logits. Section 2.18 runs the lines for the Trainer, peft, DDP and FSDP2.
+# The loss in chunks has the lowest peak, because the peak of `enable()` came mostly from the logits. Section 2.18 runs the lines for the Trainer, peft, DDP and FSDP2.
 #
 # </div>
 # <div lang="zh">
 #
-# `enable()` 让峰值降低 79 MB。多数脚本里写的还是旧名称，现在用旧名称会收到警告，说 `transformers` 6 将删除它。不写 `use_reentrant` 时，`transformers` 5.23 用的是新模式。旧模式不会提前终止，所以在这里计算量更大。
+# `enable()` 让峰值降低 79 MB。多数脚本里写的还是这个方法的旧名称，运行时会收到警告，说 `transformers` 6 将删除旧名称。不写 `use_reentrant` 时，`transformers` 5.23 用的是新模式。旧模式不会提前终止，所以在这里计算量更大。
 #
-# `keep_addmm` 什么也没有改变，因为 Llama 的 Linear 没有偏置，调用的是 `mm`，所以策略一个结果也没有保留，全部都要重新计算，而且没有任何警告。（换成 `checkpoint_blocks` 就会警告。）用 `keep_mm` 时，任何矩阵乘法都只做一遍。你的策略介于这两种策略之间。
+# `keep_addmm` 不起作用，因为 Llama 的 Linear 没有偏置，调用的是 `mm`。策略一个结果也没有保留，全部都要重新计算，而且没有任何警告。（换成 `checkpoint_blocks` 就会警告。）用 `keep_mm` 时，任何矩阵乘法都只做一遍。你的策略的 FLOPs 介于这两种策略之间。
 #
-# 编译器的预算限制的是为反向保存的字节，不是峰值（见第 03 课）。在这里，`compile()` 的 FLOPs 与 `enable()` 差不多，峰值却降低得较少。如果不用 `with` 块来设置预算，以后的每次编译都会用这个预算。有 GPU 时写 `model.compile()` 即可，它默认的后端需要 C++ 编译器。
+# 编译器的预算限制的是为反向保存的字节，不是峰值（见第 03 课）。在这里，`compile()` 的 FLOPs 与 `enable()` 差不多，峰值却降低得较少。如果不用 `with` 块来设置预算，以后的每次编译都会用这个预算。有 GPU 时写 `model.compile()`，它默认的后端需要 C++ 编译器。
 #
 # 把损失分成小段计算时，峰值最低，因为 `enable()` 的峰值大部分来自 logits。2.18 节会运行 Trainer、peft、DDP 和 FSDP2 的写法。
 #
@@ -742,10 +742,10 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 #
 # <div lang="en">
 #
-# - A checkpoint keeps a block's input and recomputes the block's activations in backward. Always write `use_reentrant=False`.
-# - A checkpoint reduces the peak by the tensors that it removes from memory at the peak. Without a head, a checkpoint around the last layer does not reduce the peak. A formula for one point of the step fails if memory is higher at another point.
+# - A checkpoint keeps a block's input and recomputes its activations in backward. Always write `use_reentrant=False`.
+# - A checkpoint reduces the peak by the bytes that it removes from memory at the peak. Without a head, a checkpoint around the last layer does not reduce the peak. A formula for one point of the step fails if memory is higher at another.
 # - One more forward pass adds about a third to a step's FLOPs if all weights are trained, and less with early stop. A policy that keeps the linear layers' matrix products adds 2% here, and more with longer sequences.
-# - The loss is a block, too. Here, if computed in small chunks, it needs two to three times the bytes of the head's weight matrix.
+# - The loss is a block, too. Computed in small chunks, it needs here two to three times the bytes of the head's weight matrix.
 #
 # **Next:** [lesson 03](03_sqrt_schedule.ipynb) asks which blocks to forget.
 #
@@ -879,12 +879,12 @@ gaps(runs)
 # %% [markdown]
 # <div lang="en">
 #
-# Until the block's backward is done, `with_hooks` keeps everything that it has recomputed. PyTorch and the course's library release each tensor after its use. The last column is `course_lib.checkpoint.readable`, a file of 350 lines that is written to be read and contains both modes.
+# Until the block's backward is done, `with_hooks` keeps everything that it has recomputed. PyTorch and the course's library release each tensor after its use. The last column shows `course_lib.checkpoint.readable`, a file of 350 lines that contains both modes in readable code.
 #
 # </div>
 # <div lang="zh">
 #
-# `with_hooks` 把重新算出来的张量一直留到整个块的反向做完，而 PyTorch 和课程库每用完一个张量就释放一个。最后一列是 `course_lib.checkpoint.readable`，这个文件共 350 行，实现了两种模式，代码写得便于阅读。
+# `with_hooks` 把重新算出来的张量一直留到整个块的反向做完，而 PyTorch 和课程库每用完一个张量就释放一个。最后一列是 `course_lib.checkpoint.readable`，这个文件共 350 行，实现了两种模式，代码便于阅读。
 #
 # </div>
 
@@ -929,12 +929,12 @@ def gradient_of(block, **options):
 # %% [markdown]
 # <div lang="en">
 #
-# **Read the first lines of the error.** They give the number of saved tensors in both runs, or the first tensor that differs. With `debug=True` the message lists all operators of both runs, each with its stack traces, over hundreds of lines. You only need the operators that differ. The hooks of the recomputation call `detach`, so we leave `detach` out of these lists. (For a checkpoint in a library, use `set_checkpoint_debug_enabled(True)`.)
+# **Read the first lines of the error.** They give the number of saved tensors in both runs, or the first tensor that differs. With `debug=True` the message lists all operators of both runs, each with its stack traces, over hundreds of lines. You only need the operators that differ. The hooks of the recomputation call `detach`, so we leave `detach` out of these lists. (If a library calls the checkpoint, use `set_checkpoint_debug_enabled(True)`.)
 #
 # </div>
 # <div lang="zh">
 #
-# **先看错误信息的前几行**，那里写着两遍保存的张量各有几个，或者第一个不同的张量是哪个。加上 `debug=True`，信息里会列出两遍的所有算子，每个算子都带着调用栈，共有几百行，而你只需要两遍不同的那些算子。重计算的钩子会调用 `detach`，所以这里不列 `detach`。（检查点写在库里面时，用 `set_checkpoint_debug_enabled(True)`。）
+# **先看错误信息的前几行**，那里写着两遍保存的张量各有几个，或者第一个不同的张量是哪个。加上 `debug=True`，信息里会列出两遍的所有算子，每个算子都带着调用栈，共有几百行，只需要看两遍不同的那些算子。重计算的钩子会调用 `detach`，所以这里不列 `detach`。（检查点由库调用时，用 `set_checkpoint_debug_enabled(True)`。）
 #
 # </div>
 
@@ -958,14 +958,14 @@ for name in ("`eval()` before backward", "a cache that grows"):
 # %% [markdown]
 # <div lang="en">
 #
-# In the first block the four operators of dropout are missing from the second run, so the mode of the module has changed. In the second block, `repeat` is the first operator whose result has another shape, so look at what `repeat` reads. The later differences follow from this difference. An operator at the end may be missing only because of early stop.
+# In the first block, the four operators of dropout are missing from the second run, so the module is now in evaluation mode. In the second block, `repeat` is the first operator whose result has another shape, so look at what `repeat` reads. The later differences follow from this difference. An operator at the end may be missing only because of early stop.
 #
-# **`determinism_check="none"` repairs nothing.** It only leaves out the comparison of shapes and dtypes:
+# **`determinism_check="none"` repairs nothing.** It only skips the comparison of shapes and dtypes:
 #
 # </div>
 # <div lang="zh">
 #
-# 第一个块里，第二遍少了 dropout 的四个算子，可见模块的模式变了。第二个块里，第一个结果形状不同的算子是 `repeat`，后面的不同都由它引起，所以要看它读取了什么。如果缺少的是排在末尾的算子，也可能只是因为提前终止，这些算子才没有运行。
+# 第一个块里，第二遍少了 dropout 的四个算子，可见模块已切换到评估模式。第二个块里，从 `repeat` 起，结果的形状与第一遍不同，后面的差别都由此引起，所以要看 `repeat` 读取了什么。如果缺少的是排在末尾的算子，也可能只是由于提前终止而没有运行。
 #
 # **`determinism_check="none"` 什么也修不好。** 它只是不再比较形状和 dtype：
 #
@@ -990,22 +990,22 @@ table(["what has changed", "default", '`determinism_check="none"`'], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The first two blocks still raise an error. The block with the slice now gives a wrong gradient without an error, because its shorter recomputed tensor can be broadcast to the shape of the gradient. For the last two blocks, PyTorch never notices that the two runs differ, because both runs save the same number of tensors, with the same shapes. (`checkpoint_blocks` raises an error for both of these blocks, see section 2.16.) In all five cases the remedy is to make both runs equal:
+# The first two blocks still raise an error. The block with the slice now gives a wrong gradient without an error, because its shorter recomputed tensor can be broadcast to the shape of the gradient. For the last two blocks, PyTorch never notices that the two runs differ, because both runs save the same number of tensors, with the same shapes. (`checkpoint_blocks` raises an error for both, see section 2.16.) In all five cases the remedy is to make both runs equal:
 #
 # - Call `eval()` after backward.
 # - Do not cache during training. Hugging Face's encoder-decoders need `use_cache=False`.
-# - Pass a counter or a random number to the block as an argument, or draw it from PyTorch's generator. Section 2.16 has an option for the module's own state.
+# - Pass a counter or a random number to the block as an argument, or draw the random number from PyTorch's generator. Section 2.16 has an option for the module's own state.
 #
 # If the second run saves more tensors than the first, early stop hides the difference. `set_checkpoint_early_stop(False)` around forward is the stricter check:
 #
 # </div>
 # <div lang="zh">
 #
-# 前两个块照样报错。取切片的那个块，重新算出的张量变短了，却可以广播成梯度的形状，所以现在不报错，梯度却错了。最后两个块，两遍的结果也不同，PyTorch 却始终发现不了，因为张量的形状和个数都相同。（`checkpoint_blocks` 对最后这两个块都会报错，见 2.16 节。）五种情形的补救办法都是让两遍相同：
+# 前两个块照样报错。取切片的那个块不再报错，梯度却是错的，因为重新算出的张量虽然较短，仍可以广播成梯度的形状。最后两个块的两遍也不同，PyTorch 却始终发现不了，因为两遍保存的张量个数相同，形状也相同。（`checkpoint_blocks` 对这两个块都会报错，见 2.16 节。）五种情形的补救办法都是让两遍相同：
 #
 # - 反向之后再调用 `eval()`。
 # - 训练时不用缓存，Hugging Face 的编码器–解码器模型要设 `use_cache=False`。
-# - 把计数器或随机数作为参数传给块，或者改用 PyTorch 的随机数发生器。对于模块自己的状态，2.16 节有一个选项可用。
+# - 把计数器或随机数作为参数传给块，随机数也可以由 PyTorch 的发生器生成。对于模块自己的状态，2.16 节有一个选项可用。
 #
 # 如果第二遍保存的张量比第一遍多，提前终止会掩盖这个差别。用 `set_checkpoint_early_stop(False)` 包住前向，检查更严格：
 #
@@ -1022,12 +1022,12 @@ table(["early stop", "no early stop"], [(outcome(longer), stricter)])
 #
 # <div lang="en">
 #
-# How can a recomputation *skip* a matrix product? A dispatch mode sees every operator (lesson 01). In the first run the mode keeps the results of the chosen operators. In the second run it returns these results in the same order, and the operators do not run. `context_fn` returns the contexts of both runs.
+# How can a recomputation *skip* a matrix product? A dispatch mode sees every operator (lesson 01). In the first run the mode keeps the results of the chosen operators. In the second run it returns these results in the same order, and the operators do not run. `context_fn` returns one context per run.
 #
 # </div>
 # <div lang="zh">
 #
-# 重计算怎么能**跳过**一次矩阵乘法？分发模式能看到每一个算子（第 01 课）。第一遍里，这个模式保留选中的算子的结果。第二遍里，它按同样的顺序返回这些结果，算子就不再运行。`context_fn` 返回的是两遍各自的上下文。
+# 重计算怎么能**跳过**一次矩阵乘法？分发模式能看到每一个算子（第 01 课）。第一遍里，分发模式保留选中的算子的结果。第二遍里，它按同样的顺序返回这些结果，算子就不再运行。`context_fn` 返回的是两遍各自的上下文。
 #
 # </div>
 
@@ -1087,7 +1087,7 @@ in_depth.repeats()
 # </div>
 # <div lang="zh">
 #
-# BatchNorm 的输出没有错，但同一个批次让它的滑动统计量更新了两次。补救的办法，是让统计量在重计算时保持不变：
+# BatchNorm 的输出没有错，但同一个批次让它的滑动统计量更新了两次。因此要让统计量在重计算时保持不变：
 #
 # </div>
 
@@ -1104,7 +1104,7 @@ in_depth.statistics_after(run_twice)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 8.** Write a checkpoint for blocks with dropout. The second run of each block must draw the same mask as its first run. This must also hold if other random numbers are drawn before the first run or between the two runs. Later random numbers must not change. `careful_checkpoint` is a function of `block` and `x`, or a Function.
+# **Exercise 8.** Write a checkpoint for blocks with dropout. The second run of each block must draw the same mask as its first run. This must also hold if other random numbers are drawn before the first run or between the two. Later random numbers must not change. `careful_checkpoint` is a function of `block` and `x`, or a Function.
 #
 # </div>
 # <div lang="zh">
@@ -1146,12 +1146,12 @@ exercises.check_dropout_checkpoint(Careful.apply)
 #
 # <div lang="en">
 #
-# **Layers per checkpoint.** In section 2.7, two layers per checkpoint needed more memory and FLOPs than one layer per checkpoint. These pairs of layers can need less memory if the gradients exist from the start, as in the later micro-batches of gradient accumulation (lesson 05). With pairs, one more layer is recomputed at a time, but only half of the inputs are kept. A layer keeps 20 times the bytes of its input. **Guess first:** from which depth on do pairs need less memory? (Here, all sizes are a quarter of the sizes in the decoder.)
+# **Layers per checkpoint.** In section 2.7, two layers per checkpoint needed more memory and FLOPs than one layer per checkpoint. These pairs of layers can need less memory if the gradients exist from the start, as in the later micro-batches of gradient accumulation (lesson 05). With pairs, one more layer is recomputed at a time, but only half of the inputs are kept. A layer keeps 20 times the bytes of its input. **Guess first:** from which depth on do pairs need less memory? (Here, all sizes are a quarter of the decoder's.)
 #
 # </div>
 # <div lang="zh">
 #
-# **每个检查点包几层。** 在 2.7 节里，两层合用一个检查点，比每层一个检查点用的内存和 FLOPs 都更多。但如果梯度从一开始就存在，例如梯度累积（第 05 课）中后面的微批次，两层合用就可能更省内存。两层合用时，每次要多算一层，但只需保存一半的输入。一层保存的字节数是一份输入的 20 倍。**先猜**：从多少层起，两层合用更省内存？（下面各种尺寸都缩到解码器的四分之一。）
+# **每个检查点包几层。** 在 2.7 节里，两层合用一个检查点，比每层一个检查点用的内存和 FLOPs 都更多。但如果梯度从一开始就存在，例如在梯度累积（第 05 课）的第一个微批次之后，两层合用就可能更省内存。两层合用时，每次要多算一层，但只需保存一半的输入。一层保存的字节数是一份输入的 20 倍。**先猜**：从多少层起，两层合用更省内存？（下面各种尺寸都缩到解码器的四分之一。）
 #
 # </div>
 
@@ -1162,24 +1162,24 @@ table(["layers", "each layer (MB)", "two layers per checkpoint (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# With 8 layers, pairs need more memory than single layers. With 48 layers, pairs need less. Both peaks are linear in the depth, and the lines cross at 40 layers. (Here the checkpoints don't keep the random state, because `preserve_rng_state=False`. If they keep it, pairs need less from 37 layers on.) In our usual step, pairs need more memory at any depth. The reason is that backward creates gradients, which take more memory than the inputs that it releases.
+# With 8 layers, pairs need more memory than single layers, and with 48 layers less. Both peaks are linear in the depth, and the lines cross at 40 layers. (Here the checkpoints don't keep the random state, because `preserve_rng_state=False`. If they keep it, pairs need less from 37 layers on.) In our usual step, pairs need more memory at any depth, because backward creates gradients, which take more memory than the inputs that it releases.
 #
 # </div>
 # <div lang="zh">
 #
-# 8 层时，两层合用比每层一个检查点更费内存。48 层时，两层合用更省内存。两个峰值都随层数线性增长，两条直线在 40 层处相交。（这里的检查点不保存随机数状态，即 `preserve_rng_state=False`。如果保存，从 37 层起两层合用就更省。）而在通常的训练步里，梯度在反向中陆续产生，新产生的梯度比释放的输入占得更多，所以这个网络无论有多少层，两层合用都更费内存。
+# 8 层时，两层合用比每层一个检查点更费内存，48 层时则更省。两个峰值都随层数线性增长，两条直线在 40 层处相交。（这里的检查点不保存随机数状态，即 `preserve_rng_state=False`。如果保存，从 37 层起两层合用就更省。）而在通常的训练步里，反向中新产生的梯度比释放的输入占得更多，所以无论有多少层，两层合用都更费内存。
 #
 # </div>
 
 # %% [markdown]
 # <div lang="en">
 #
-# **Tokens per chunk.** If one backward pass goes through all chunks, memory holds three tensors as large as the head's weight matrix (33 MB). They are the sum of the gradients so far, the gradient of the next chunk, and their new sum. The reason is that PyTorch cannot add the gradient of a transposed matrix in place. If you write the logits as `(weight @ rows.T).T`, this gradient is not transposed. You can also call backward after each chunk. Then the gradient is added in place too, and no checkpoint is needed. Then backward through the layers starts from `hidden.grad`.
+# **Tokens per chunk.** If one backward pass goes through all chunks, memory holds three tensors as large as the head's weight matrix (33 MB). They are the sum of the gradients so far, the gradient of the next chunk, and their new sum. The reason is that PyTorch cannot add the gradient of a transposed matrix in place. If you write the logits as `(weight @ rows.T).T`, this gradient is not transposed. You can also call backward after each chunk. Then the gradient is added in place too, and no checkpoint is needed. At the end, `hidden.grad` is the gradient that backward through the layers starts from.
 #
 # </div>
 # <div lang="zh">
 #
-# **每个小段几个 token。** 如果所有小段合在一次反向里，输出头的权重矩阵的梯度（33 MB）会同时有三份，即目前的累加和、下一小段的梯度，以及两者相加的结果。这是因为梯度如果是转置的矩阵，PyTorch 就不能原地累加。一种解决办法是把 logits 写成 `(weight @ rows.T).T`，这时梯度不是转置的。另一种办法是每个小段算完就做反向，这样梯度也能原地累加，而且不再需要检查点。前面各层的反向再从 `hidden.grad` 继续。
+# **每个小段几个 token。** 如果所有小段合在一次反向里，输出头的权重矩阵的梯度（33 MB）会同时有三份，即目前的累加和、下一小段的梯度，以及两者相加的结果。这是因为梯度如果是转置的矩阵，PyTorch 就不能原地累加。一种解决办法是把 logits 写成 `(weight @ rows.T).T`，这时梯度不是转置的。另一种办法是每个小段算完就做反向，这样梯度也能原地累加，而且不再需要检查点。最后得到的 `hidden.grad` 是输出头输入的梯度，前面各层的反向由此开始。
 #
 # </div>
 
@@ -1220,7 +1220,7 @@ table(["tokens in a chunk", "one backward", "`(weight @ rows.T).T`", "a backward
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 9.** The loss of section 2.8 has one backward pass for all chunks, and its peak must be at most 150 MB. How many tokens can a chunk have at most, if this number is a power of 2? Three tensors as large as a chunk's logits and one gradient of the weight matrix are in memory at once.
+# **Exercise 9.** The loss of section 2.8 has one backward pass for all chunks, and its peak must be at most 150 MB. How many tokens can a chunk have at most, if this number is a power of 2? At the peak, memory holds three tensors as large as a chunk's logits and one gradient of the weight matrix.
 #
 # </div>
 # <div lang="zh">
@@ -1268,14 +1268,14 @@ table(["as in PyTorch"], [[answers == modes(checkpoint)]])
 #
 # `torch.func.grad` forbids hooks on saved tensors, so the non-reentrant mode fails. In the first row, no input needs a gradient, and the block's output is the loss itself. So in the reentrant mode, backward finds no graph.
 #
-# **peft.** With LoRA the base model is frozen, so the input of the first layer needs no gradient, as in section 2.3. Therefore, no adapter gets a gradient in the older mode. `enable_input_require_grads()` makes the embedding's output require a gradient. If the checkpoints are Hugging Face's own, `peft` 0.21 calls this method for you. If they are PyTorch's, as in FSDP scripts, you must call it:
+# **peft.** With LoRA the base model is frozen, so the input of the first layer needs no gradient, as in section 2.3. Therefore, no adapter gets a gradient in the older mode. `enable_input_require_grads()` makes the embedding's output require a gradient. If the checkpoints are Hugging Face's own, `peft` 0.21 calls this method for you. If they are PyTorch's, as in FSDP scripts, you must call it yourself:
 #
 # </div>
 # <div lang="zh">
 #
-# `torch.func.grad` 不允许给保存的张量挂钩子，所以非可重入模式会报错。第一行里，输入不需要梯度，块的输出又正好就是损失，所以可重入模式的反向找不到计算图。
+# `torch.func.grad` 不允许给保存的张量挂钩子，所以非可重入模式会报错。第一行里，输入不需要梯度，块的输出又正好是损失，所以可重入模式的反向找不到计算图。
 #
-# **peft。** 用 LoRA 时，基础模型是冻结的，所以第一层的输入不需要梯度，与 2.3 节的情形相同。因此用旧模式时，所有适配器都得不到梯度。`enable_input_require_grads()` 让嵌入层的输出需要梯度。如果检查点是 Hugging Face 自己加的，`peft` 0.21 会替你调用这个方法。如果是 PyTorch 的检查点，例如在 FSDP 的脚本里，就要自己调用：
+# **peft。** 用 LoRA 时，基础模型是冻结的，所以第一层的输入不需要梯度，与 2.3 节的情形相同。因此用旧模式时，所有适配器都得不到梯度。`enable_input_require_grads()` 让嵌入层的输出需要梯度。如果检查点是 Hugging Face 自己加的，`peft` 0.21 会替你调用这个方法。如果是 PyTorch 的检查点，例如在 FSDP 的脚本里，就要自己调用这个方法：
 #
 # </div>
 
@@ -1323,7 +1323,7 @@ table(["checkpoint", "adapters trained", "with `enable_input_require_grads()`"],
 # </div>
 # <div lang="zh">
 #
-# **DDP** 把梯度分成若干个桶（bucket），一个桶里的梯度都算好时，就对这个桶做通信。在这里，DDP 只有一个进程。
+# **DDP** 把梯度分成若干个桶（bucket），一个桶里的梯度都算好时，就对这个桶做通信。这里 DDP 只有一个进程。
 #
 # </div>
 
@@ -1358,16 +1358,16 @@ table(["checkpoint", "option", "gradients equal"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# With `find_unused_parameters=True`, the older mode raises an error. After forward, the graph of the older mode contains no parameters. So DDP assumes that the parameters are unused, and marks them as ready. Backward marks them a second time. With `static_graph=True`, DDP learns in the first step which parameters are used. This works if all steps use the same parameters.
+# With `find_unused_parameters=True`, the older mode raises an error. After forward, the graph of the older mode contains no parameters. So DDP assumes that the parameters are unused, and marks them as ready. Backward marks them a second time, which raises the error. With `static_graph=True`, DDP learns in the first step which parameters are used. This works if all steps use the same parameters.
 #
-# **FSDP2 and the Trainer.** `checkpoint_wrapper` comes before `fully_shard`. The Trainer has arguments for Hugging Face's own checkpoints, and the older names of these arguments still work:
+# **FSDP2 and the Trainer.** Call `checkpoint_wrapper` before `fully_shard`. The Trainer has arguments for Hugging Face's own checkpoints, and the older names of these arguments still work:
 #
 # </div>
 # <div lang="zh">
 #
-# 加上 `find_unused_parameters=True`，旧模式会报错。这是因为前向之后，旧模式的计算图里没有参数，DDP 以为这些参数没有用到，就把它们标记为就绪，到了反向又标记一次。用 `static_graph=True` 时，DDP 在第一步里记下用到了哪些参数，只要每一步用到的参数相同，就能正常工作。
+# 加上 `find_unused_parameters=True`，旧模式会报错。前向之后，旧模式的计算图里没有参数，DDP 以为这些参数没有用到，就把它们标记为就绪，到了反向又标记一次，于是报错。用 `static_graph=True` 时，DDP 在第一步里记下用到了哪些参数，只要每一步用到的参数相同，就能正常工作。
 #
-# **FSDP2 与 Trainer。** `checkpoint_wrapper` 写在 `fully_shard` 之前。Trainer 可以用参数打开 Hugging Face 自己的检查点，这些参数的旧名称也还能用：
+# **FSDP2 与 Trainer。** 先调用 `checkpoint_wrapper`，再调用 `fully_shard`。Trainer 可以用参数打开 Hugging Face 自己的检查点，这些参数的旧名称也还能用：
 #
 # </div>
 
@@ -1422,7 +1422,7 @@ in_depth.trainer_steps(arguments)
 #
 # <div lang="en">
 #
-# `checkpoint_sequential` divides an `nn.Sequential` into segments, and puts a checkpoint around each segment except the last. In the second cell below, an attention layer runs three times in one step. Without checkpoints, each run keeps $5 s b h + a s^2 b$ numbers, including its input of $s b h$ numbers. If each run has a checkpoint, two of the three runs keep only their inputs at the peak, and the third run keeps all its numbers. (For short sequences the peak comes later, with gradients that the formula leaves out.) In the third cell below, a post-norm layer (hidden size 512, 8 heads) is trained with Adam, with and without a checkpoint.
+# `checkpoint_sequential` divides an `nn.Sequential` into segments, and puts a checkpoint around each segment except the last. In the second cell below, an attention layer runs three times in one step. Without checkpoints, each run keeps $5 s b h + a s^2 b$ numbers, including its input of $s b h$ numbers. If each run has a checkpoint, two of the three runs keep only their inputs at the peak, and the third run keeps all its numbers. (For short sequences the peak comes later, when memory holds gradients that the formula leaves out.) In the third cell below, a post-norm layer (hidden size 512, 8 heads) is trained with Adam, with and without a checkpoint.
 #
 # </div>
 # <div lang="zh">
@@ -1451,7 +1451,7 @@ table(["log", "losses equal"], [(f"`{log[0]}`", losses == without)])
 # %% [markdown]
 # <div lang="en">
 #
-# The table tests older claims, found only in the teaching documents from which the course was developed.
+# The table tests older claims, found only in the teaching documents behind this course.
 #
 # </div>
 # <div lang="zh">
@@ -1470,14 +1470,14 @@ claims.older_claims()
 #
 # <div lang="en">
 #
-# Keeping the matrix products costs few FLOPs, but Python is called for every operator, about 900 times per step. The second cell below measures on your GPU, or shows numbers recorded on an H100 and an H200.
+# A policy that keeps the matrix products costs few FLOPs, but Python runs for every operator, about 900 times per step. The second cell below measures seconds on your GPU, or shows numbers recorded on an H100 and an H200.
 #
 # With `keep_mm`, a Llama in bf16 computes no matrix product twice. Still, forward and backward take longer than without checkpoints: 23% longer on the H200, and 32% longer on the H100. With checkpoints and `compile()` together, forward and backward take less time than with neither: 1% less on the H200, and 7% less on the H100.
 #
 # </div>
 # <div lang="zh">
 #
-# 保留矩阵乘积只多用很少的 FLOPs，但每遇到一个算子都要调用一次 Python，一步约 900 次。下面第二个单元格在你的 GPU 上测量。没有 GPU 时，就显示 H100 和 H200 的记录。
+# 用策略保留矩阵乘积，FLOPs 增加很少，但每运行一个算子都要调用一次 Python，一步约 900 次。下面第二个单元格在你的 GPU 上测量。没有 GPU 时，显示 H100 和 H200 的记录。
 #
 # 在 bf16 的 Llama 上用 `keep_mm` 时，任何矩阵乘法都只做一遍，前向加反向却比没有检查点时慢，在 H200 上多花 23% 的时间，在 H100 上多花 32%。检查点和 `compile()` 一起用时，前向加反向比两者都不用时更快，在 H200 上少用 1% 的时间，在 H100 上少用 7%。
 #

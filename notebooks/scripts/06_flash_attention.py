@@ -13,12 +13,12 @@
 #
 # An attention layer processes 8192 tokens with 12 heads of 64 features. For the backward pass, standard attention keeps its probabilities, which take 3.2 GB in fp32. Flash attention instead keeps its output (25 MB) and one number per row of probabilities (0.4 MB). Both kinds also keep Q, K and V (75 MB). In total, standard attention keeps 3297 MB and flash attention 101 MB.
 #
-# What is this number, and how can it be enough to compute the gradients dQ, dK and dV?
+# What is the number per row, and how can it be enough to compute the gradients dQ, dK and dV?
 #
 # </div>
 # <div lang="zh">
 #
-# 设一个注意力层有 8192 个 token、12 个头，每个头 64 维。标准注意力要为反向保存概率，用 fp32 时占 3.2 GB。flash 注意力（论文和实现里叫 FlashAttention）不保存概率，而是保存输出（25 MB），并为概率矩阵的每一行保存一个数（0.4 MB）。两种注意力都还要保存 Q、K、V（75 MB），所以标准注意力一共保存 3297 MB，flash 注意力一共保存 101 MB。
+# 设一个注意力层处理 8192 个 token，有 12 个头，每个头 64 维。标准注意力要为反向保存概率，用 fp32 时占 3.2 GB。flash 注意力（论文和实现里叫 FlashAttention）不保存概率，而是保存输出（25 MB），并为概率矩阵的每一行保存一个数（0.4 MB）。两种注意力都还要保存 Q、K、V（75 MB）。这样，标准注意力一共保存 3297 MB，flash 注意力一共保存 101 MB。
 #
 # 每行保存的这个数是什么？为什么有了这个数，就能算出梯度 dQ、dK 和 dV？
 #
@@ -118,12 +118,12 @@ figures.draw_running(maxima, sums)
 # %% [markdown]
 # <div lang="en">
 #
-# With the log-sum-exp, any probability can be computed from its score: $p = e^{s - \text{lse}}$. Remember this formula.
+# With the log-sum-exp, any probability can be computed from its score: $p = e^{s - \text{lse}}$.
 #
 # </div>
 # <div lang="zh">
 #
-# 有了 LSE，任何一个概率都可以由对应的分数算出来：$p = e^{s - \text{lse}}$。请记住这个式子。
+# 有了 LSE，任何一个概率都可以由对应的分数算出来：$p = e^{s - \text{lse}}$。
 #
 # </div>
 
@@ -132,9 +132,9 @@ figures.draw_running(maxima, sums)
 #
 # <div lang="en">
 #
-# The output for one query is a weighted sum of the rows of V. Update the output in the same way as $\ell$: multiply the old output by the same factor, then add the new block's contribution. After this, the block's scores can be released. After the last block, divide the output by $\ell$.
+# The output for one query is a weighted sum of the rows of V. Update the output in the same way as $\ell$: multiply the old output by the same factor, then add the new block's contribution. Then the block's scores can be released. After the last block, divide the output by $\ell$.
 #
-# A GPU computes on data in a small, fast memory on the chip. For a long sequence, the scores of all n queries for one block do not fit there, so the queries are cut into blocks, too. A block of queries and a **key block** (keys with their values) give one **tile** of scores, whose size does not depend on the sequence length.
+# A GPU computes on data in a small, fast memory on the chip. For a long sequence, the scores of all n queries for one block of keys do not fit there, so the queries are cut into blocks, too. A block of queries and a **key block** (keys with their values) give one **tile** of scores, whose size does not depend on the sequence length.
 #
 # **Exercise 2.** Write `forward(q, k, v, block_q, block_k)` for one head. `q` is $(n_q, d)$; `k` and `v` are $(n_k, d)$. There may be more keys than queries, and block sizes need not divide $n_q$ and $n_k$. Return the output, $(n_q, d)$, and the log-sum-exps, $(n_q,)$. Divide the scores by $\sqrt d$.
 #
@@ -143,7 +143,7 @@ figures.draw_running(maxima, sums)
 #
 # 每个查询的输出是 V 各行的加权和，所以更新输出的办法与更新 $\ell$ 相同，即先把旧的输出乘以同一个因子，再加上新读入的块的贡献。一块算完之后，这一块的分数就不必保留了。读完最后一块之后，把输出除以 $\ell$。
 #
-# GPU 计算时，要先把数据读进芯片上一块很小但很快的存储。如果序列很长，这块存储就放不下全部 n 个查询对一个块的分数，因此查询也要分成块。一个查询块和一个**键块**（键连同对应的值）之间的分数，构成一个**分块**（tile），分块的大小与序列长度无关。
+# GPU 计算时，要先把数据读进芯片上很小但很快的存储。如果序列很长，片上存储就放不下全部 n 个查询对一块键的分数，因此查询也要分成块。一个查询块和一个**键块**（键连同对应的值）之间的分数，构成一个**分块**（tile），分块的大小与序列长度无关。
 #
 # **练习 2。** 为一个头写出 `forward(q, k, v, block_q, block_k)`。`q` 的形状是 $(n_q, d)$，`k` 和 `v` 的形状是 $(n_k, d)$。键可能比查询多，块的大小也不一定整除 $n_q$ 和 $n_k$。返回输出 $(n_q, d)$ 和各行的 LSE $(n_q,)$。分数要除以 $\sqrt d$。
 #
@@ -193,9 +193,9 @@ figures.draw_passes()
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
-# To compute $dS$ from $dP$, use the gradient of softmax. The Jacobian of softmax is $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$, so $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$. $D_i$ is a sum over the **whole** row, but a tile has only a part of the row. However, $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, so $D_i = dO_i \cdot O_i$ can be computed before the loops. This is why O is kept.
+# To compute $dS$ from $dP$, use the Jacobian of softmax, $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$. Then $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$. $D_i$ is a sum over the **whole** row, but a tile has only a part of it. Since $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, we have $D_i = dO_i \cdot O_i$, which can be computed before the loops. This is why O is kept.
 #
-# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head. It returns dQ, dK and dV. Mind the factor $1/\sqrt d$. You can compute all three gradients in one pass over the tiles, or dQ in one pass and dK and dV in another. With two passes, you compute the scores S and dP twice. In exchange, each iteration of an outer loop computes one whole block of a gradient, so no two iterations add to the same place.
+# **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head. It returns dQ, dK and dV. Mind the factor $1/\sqrt d$. You can compute all three gradients in one pass over the tiles, or dQ in one pass and dK and dV in another. Two passes compute the scores S and dP twice. In exchange, each iteration of an outer loop computes one whole block of a gradient, so no two iterations add to the same place.
 #
 # </div>
 # <div lang="zh">
@@ -204,7 +204,7 @@ figures.draw_passes()
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
-# 从 $dP$ 到 $dS$，要用 softmax 的梯度。softmax 的雅可比矩阵是 $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$，所以 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$。$D_i$ 要对**整行**求和，而一个分块里只有这一行的一部分。不过 $dP_{ij} = dO_i \cdot V_j$，$O_i = \sum_j P_{ij} V_j$，因此 $D_i = dO_i \cdot O_i$，在循环之前就可以算出来。这就是要保存 O 的原因。
+# 从 $dP$ 到 $dS$，要用 softmax 的雅可比矩阵 $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$，由此得到 $dS = P \circ (dP - D)$，其中 $D_i = \sum_j P_{ij}\,dP_{ij}$。$D_i$ 要对**整行**求和，而一个分块里只有这一行的一部分。不过 $dP_{ij} = dO_i \cdot V_j$，$O_i = \sum_j P_{ij} V_j$，因此 $D_i = dO_i \cdot O_i$，在循环之前就可以算出来。这就是要保存 O 的原因。
 #
 # **练习 3。** 为一个头写出 `backward(q, k, v, o, lse, grad_o, block_q, block_k)`，返回 dQ、dK、dV，形状与 q、k、v 相同。别忘了因子 $1/\sqrt d$。这三个梯度可以在一次遍历里算完，也可以遍历两次，一次算 dQ，一次算 dK 和 dV。遍历两次时，分数 S 和 dP 各要算两遍。好处是外层循环的每一步都能独立算完梯度的一块，任何两步都不会累加到同一个位置。
 #
@@ -273,12 +273,12 @@ table(["relative error (1e-7)", "O", "dQ", "dK", "dV"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The table lists the errors of fp32 results, relative to float64 results. All errors are near 4e-7. Tiled attention computes the same formula as standard attention, but adds in another order, so the last digits differ.
+# The table lists the errors of fp32 results, relative to float64 results, all near 4e-7. Tiled attention computes the same formula as standard attention, but adds in another order, so the last digits differ.
 #
 # </div>
 # <div lang="zh">
 #
-# 表中列出 fp32 的结果相对于 float64 的误差，都在 4e-7 左右。分块计算时，求和的顺序与标准注意力不同，因此结果的末几位数字也不同。说 flash 注意力“精确”，是指公式没有近似，并不是指结果逐比特相同。
+# 表中列出 fp32 的结果相对于 float64 结果的误差，都在 4e-7 左右。分块计算时，求和的顺序与标准注意力不同，因此结果的末几位数字也不同。说 flash 注意力“精确”，是指公式没有近似，并不是指结果逐比特相同。
 #
 # </div>
 
@@ -304,7 +304,7 @@ table(["relative error (1e-7)", "O", "dQ", "dK", "dV"], rows)
 # </div>
 # <div lang="zh">
 #
-# 用库里的 flash 注意力做一次前向之后，autograd 保存了哪些张量？下面像第 01 课那样列出这些张量。**先猜**：如果 token 数加倍，标准注意力和 flash 注意力保存的字节数各变成原来的几倍？
+# 下面像第 01 课那样，列出库里的 flash 注意力为反向保存的张量。**先猜**：如果 token 数加倍，标准注意力和 flash 注意力保存的字节数各变成原来的几倍？
 #
 # </div>
 
@@ -380,16 +380,16 @@ table(["", "FLOPs (units of n²d)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# In backward, two passes cost 40% more FLOPs than one pass, but their result is **deterministic**, that is, equal in every run. With one pass, parallel parts of the computation add to the same dQ by atomic adds, in an order that can change between runs (FlashAttention's issue 414). FlashAttention's option `deterministic=True` fixes the order, but makes backward slower. With head size 128, 8192 tokens and a causal mask, backward on an H100 takes 21% longer (pull request 1893).
+# In backward, two passes cost 40% more FLOPs than one pass, but their result is **deterministic**, that is, equal in every run. With one pass, parallel programs add to the same dQ by atomic adds, in an order that can change between runs (FlashAttention's issue 414). FlashAttention's option `deterministic=True` fixes the order, but makes backward slower. On an H100 with head size 128, 8192 tokens and a causal mask, backward takes 21% longer (pull request 1893).
 #
-# Flash attention needs more FLOPs than standard attention, but can be faster because it moves fewer bytes. If $M$ numbers fit on the chip, a block has about $M/(4d)$ queries. K and V are read once for each block of queries, so flash attention moves $\Theta(N^2 d^2 / M)$ numbers. Standard attention moves $\Theta(N d + N^2)$. The roofline plot in section 6.17 shows when moved bytes limit the speed.
+# Flash attention needs more FLOPs than standard attention, but can be faster because it moves fewer bytes. If $M$ numbers fit on the chip, a block has about $M/(4d)$ queries. K and V are read once for each block of queries, so flash attention moves $\Theta(N^2 d^2 / M)$ numbers. Standard attention moves $\Theta(N d + N^2)$ numbers. The roofline plot in section 6.17 shows when moving bytes limits the speed.
 #
 # </div>
 # <div lang="zh">
 #
-# 把分块遍历两次，反向的 FLOPs 比遍历一次多 40%，但结果是**确定的**（deterministic），也就是每次运行都完全相同。如果只遍历一次，并行的程序就要用原子加法往同一个 dQ 上累加，每次运行的累加顺序可能不同（FlashAttention 的 issue 414）。FlashAttention 的选项 `deterministic=True` 把这个顺序固定下来，但反向会变慢。以 H100 为例，头维度是 128、序列有 8192 个 token、带因果掩码时，反向的用时增加 21%（合并请求 1893）。
+# 把分块遍历两次，反向的 FLOPs 比遍历一次多 40%，但结果是**确定的**（deterministic），也就是每次运行都完全相同。如果只遍历一次，并行的各部分就要用原子加法累加到同一个 dQ 上，每次运行的累加顺序可能不同（FlashAttention 的 issue 414）。FlashAttention 的选项 `deterministic=True` 把这个顺序固定下来，但反向会变慢。以 H100 为例，头维度是 128、序列有 8192 个 token、带因果掩码时，反向的用时增加 21%（合并请求 1893）。
 #
-# flash 注意力的 FLOPs 比标准注意力多，却可能更快，因为它搬运的字节更少。假设芯片上的存储放得下 $M$ 个数，那么一个查询块大约有 $M/(4d)$ 个查询。每个查询块都要把 K 和 V 读一遍，所以 flash 注意力一共搬运 $\Theta(N^2 d^2 / M)$ 个数，标准注意力则搬运 $\Theta(N d + N^2)$ 个数。6.17 节用屋顶线（roofline）图说明，搬运字节在什么情况下成为速度的瓶颈。
+# flash 注意力的 FLOPs 比标准注意力多，却可能更快，因为它搬运的字节更少。假设芯片上的存储放得下 $M$ 个数，那么一个查询块大约有 $M/(4d)$ 个查询。每个查询块都要把 K 和 V 读一遍，所以 flash 注意力一共搬运 $\Theta(N^2 d^2 / M)$ 个数，标准注意力则搬运 $\Theta(N d + N^2)$ 个数。6.17 节的屋顶线（roofline）图说明，搬运数据在什么情况下限制速度。
 #
 # </div>
 
@@ -407,7 +407,7 @@ table(["", "FLOPs (units of n²d)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 在 GPU 上，你的外层循环变成一个**核函数**（kernel），也就是有许多实例并行运行的程序。每个**实例**负责一个查询块，块的编号是 `tl.program_id(0)`。`tl.load` 从算好的地址读入若干行。在 CPU 上，Triton 的解释器逐个运行这些实例。
+# 在 GPU 上，你的外层循环变成一个**核函数**（kernel），也就是有许多实例并行运行的程序。每个**实例**计算一个查询块的输出，块的编号是 `tl.program_id(0)`。`tl.load` 从算好的地址读入若干行。在 CPU 上，Triton 的解释器逐个运行这些实例。
 #
 # 块的大小不一定能整除 token 数。超出最后一个 token 的行用**掩码**处理，`tl.load` 对这些行返回 0，`tl.store` 则不写这些行。超出末尾的键，分数设为 −∞，因此权重是 0。用 `tl.constexpr` 标出的数，在编译核函数时就已经固定。
 #
@@ -486,7 +486,7 @@ exercises.check_kernel(run)
 #
 # LSE 还有第二个用处。假设对一部分键做注意力，得到输出 $o_1$ 和 $\text{lse}_1$，再对其余的键做注意力，得到输出 $o_2$ 和 $\text{lse}_2$。有了这四个张量，就能算出对全部键做注意力的结果。
 #
-# **练习 6。** 写出 `merge(o1, lse1, o2, lse2)`，返回对全部键做注意力的输出 (n, d) 和各行的 LSE (n,)。两部分的大小可能不同，分数可能达到 1000。有因果掩码时，一个查询可能看不见某一部分里的任何键，这个查询在这一部分上的输出就是 0，LSE 是 −∞。不过每个查询至少看得见一个键。
+# **练习 6。** 写出 `merge(o1, lse1, o2, lse2)`，返回对全部键做注意力的输出 (n, d) 和各行的 LSE (n,)。两部分的大小可能不同，分数可能达到 1000。有因果掩码时，一个查询可能看不见某一部分里的任何键，这个查询在这一部分上的输出就是 0，LSE 是 −∞。不过每个查询总看得见至少一个键。
 #
 # </div>
 
@@ -560,9 +560,9 @@ table(["merged results", "close to `forward`"], rows)
 # </div>
 # <div lang="zh">
 #
-# `F.scaled_dot_product_attention` 有几种实现，称为**后端**（backend），每次调用运行其中一种。多数后端是融合算子。剩下的一种后端叫 `MATH`，它依次运行一连串单独的算子，并保存分数。如果融合算子都不接受这样的输入，PyTorch 会退回到 `MATH`，但不发出警告。
+# `F.scaled_dot_product_attention` 有几种实现，称为**后端**（backend），每次调用运行其中一种。多数后端是融合算子，而 `MATH` 后端依次运行一连串单独的算子，并保存分数。如果没有一种融合算子接受输入，PyTorch 会退回到 `MATH`，但不发出警告。
 #
-# 例如在 CUDA 上，只有一种融合算子接受 fp32。这种算子要求每个头的向量占用的字节数是 16 的倍数，因此用 fp32 时，头维度必须是 4 的倍数。
+# 例如在 CUDA 上，只有一种融合算子接受 fp32。这种算子要求一个 token 在一个头里的向量所占的字节数是 16 的倍数，因此用 fp32 时，头维度必须是 4 的倍数。
 #
 # 下面六种调用都有 8 个查询头和 1024 个 token。**先猜**：在这个 CPU 上，哪一种调用会保存分数？在 H200 上，用 fp32 时和用 bf16 时，各有哪几种调用会保存分数？
 #
@@ -637,7 +637,7 @@ table(["call", *headings], rows)
 # </div>
 # <div lang="zh">
 #
-# - PyTorch 还会为反向保存 $N \times N$ 的**掩码**，用 fp32 时占 $4N^2$ 字节。在 CUDA 上，如果掩码最后一维的步长不是 1（例如 T5 的掩码），就用不上融合算子。
+# - PyTorch 还会为反向保存 $N \times N$ 的**掩码**，用 fp32 时占 $4N^2$ 字节。在 CUDA 上，如果掩码最后一维的步长不是 1（例如 T5 的掩码），PyTorch 就用不上融合算子。
 # - 在 CUDA 上，**dropout** 由融合算子内部完成。在这个 CPU 上，带 dropout 时 PyTorch 会退回到 `MATH`，保存 107 MB，不带 dropout 时只保存 8.4 MB。
 # - 在 CUDA 上用 bf16 时，只要没有掩码，PyTorch 就把 256 以内的**头维度**填充到 8 的倍数（这里是从 63 填充到 64），再保存填充后的张量。有掩码时，头维度必须是 8 的倍数，才用得上融合算子。
 # - 在 CUDA 上用 fp32 时，**分组查询注意力**用不上融合算子。用 bf16 时用得上，但在 A100 或 RTX 4090 上，只有不带掩码时才用得上。
@@ -711,16 +711,16 @@ table(["call", *headings], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# PyTorch converts a **bool mask** to the dtype of Q and keeps the converted mask. In fp32, the converted mask takes four times the bytes of the bool mask. On this CPU, PyTorch falls back to `MATH` for a **learned bias**. It also falls back if the values have **another head size** than the keys, as in multi-head latent attention (MLA). Padding these values with zeros halves the kept bytes. According to PyTorch's checks, all four calls get a fused kernel on an H200 in bf16.
+# PyTorch converts a **bool mask** to the dtype of Q and keeps the converted mask. In fp32, the converted mask takes four times the bytes of the bool mask. On this CPU, PyTorch falls back to `MATH` for a **learned bias**. It also falls back if the values have **another head size** than the keys, as in multi-head latent attention (MLA). Padding these values with zeros halves the kept bytes. According to PyTorch's checks, the table's four calls get a fused kernel on an H200 in bf16.
 #
 # `F.scaled_dot_product_attention` has no argument for a **soft cap**, which limits the scores by a tanh. Section 6.10 adds one with `flex_attention`. There is also no argument for an **attention sink**. A sink adds the exponential of one more score to each softmax's denominator, but V gets no additional row. So your `merge` can add a sink as one more part of the keys. This part's output is 0, and its log-sum-exp is the sink's score.
 #
 # </div>
 # <div lang="zh">
 #
-# PyTorch 把 **bool 掩码**转成 Q 的 dtype 再保存，用 fp32 时，占用的字节数是 bool 掩码本身的四倍。在这个 CPU 上，如果使用**可学习的偏置**，或者值与键的**头维度不同**（如多头潜在注意力，MLA），PyTorch 都会退回到 `MATH`。在后一种情形下，如果用零填充 V，保存的字节就减少一半。按照 PyTorch 的检查函数，在 H200 上用 bf16 时，这四种调用都用得上融合算子。
+# PyTorch 把 **bool 掩码**转成 Q 的 dtype 再保存，用 fp32 时，占用的字节数是 bool 掩码本身的四倍。在这个 CPU 上，如果使用**可学习的偏置**，或者值与键的**头维度不同**（如多头潜在注意力，MLA），PyTorch 都会退回到 `MATH`。在后一种情形下，如果用零把 V 填充到键的维度，保存的字节就减少一半。按照 PyTorch 的检查函数，在 H200 上用 bf16 时，表中四种调用都用得上融合算子。
 #
-# `F.scaled_dot_product_attention` 没有 **soft cap**（用 tanh 限制分数的大小）的参数，6.10 节改用 `flex_attention` 来加。`F.scaled_dot_product_attention` 也没有 **attention sink** 的参数。sink 是每个 softmax 里多出的一个分数，分母要加上这个分数的指数项，但 V 并不增加一行。因此可以把 sink 看作另外一部分键，这部分的输出是 0，LSE 等于 sink 的分数，用你写的 `merge` 就能合并进去。
+# `F.scaled_dot_product_attention` 没有 **soft cap**（用 tanh 限制分数的大小）的参数，6.10 节用 `flex_attention` 来实现。`F.scaled_dot_product_attention` 也没有 **attention sink** 的参数。sink 是每个 softmax 里多出的一个分数，分母要加上这个分数的指数项，但 V 并不增加一行。因此可以把 sink 看作另外一部分键，这部分的输出是 0，LSE 等于 sink 的分数，用你写的 `merge` 就能合并进去。
 #
 # </div>
 
@@ -753,7 +753,7 @@ table(["compared", "result"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# In the call above, on a CPU, `torch.use_deterministic_algorithms(True)` changes no gradient and raises no error. According to PyTorch's source, this setting has three effects on CUDA. FlashAttention's backward adds in a fixed order, the memory-efficient kernel does not split the keys, and cuDNN is not chosen. With `warn_only=True`, FlashAttention and the memory-efficient kernel only warn, and stay nondeterministic.
+# For the attention call above, `torch.use_deterministic_algorithms(True)` changes no gradient on a CPU and raises no error. According to PyTorch's source, this setting has three effects on CUDA. FlashAttention's backward adds in a fixed order, the memory-efficient kernel does not split the keys, and cuDNN is not chosen. With `warn_only=True`, FlashAttention and the memory-efficient kernel only warn, and stay nondeterministic.
 #
 # </div>
 # <div lang="zh">
@@ -920,7 +920,7 @@ table(["attention", "peak (GB)"], rows)
 # </div>
 # <div lang="zh">
 #
-# 序列只有 128 个 token 时，一层保存的字节里，P 只占一小部分，所以 flash 注意力只把峰值降低 9%。换成一条 4096 个 token 的序列，估计的峰值从 5.97 GB 降到 0.78 GB。哪一种技术省得最多，取决于序列长度。
+# 序列只有 128 个 token 时，一层保存的字节里，P 只占一小部分，所以 flash 注意力只把峰值降低 9%。换成一条 4096 个 token 的序列，估计的峰值从 5.97 GB 降到 0.78 GB。哪一种技术最能降低峰值，取决于序列长度。
 #
 # </div>
 
@@ -933,7 +933,7 @@ table(["attention", "peak (GB)"], rows)
 # - It is enough to keep Q, K, V, O and the log-sum-exp for backward. The kept bytes are proportional to $N$, and the FLOPs to $N^2$.
 # - Backward needs five matrix products per tile in one pass over the tiles. In two passes it needs seven, but no two instances write to the same place.
 # - The outputs and log-sum-exps for parts of the keys are enough to compute attention over all keys.
-# - PyTorch falls back without a warning to a backend that keeps the scores. If you select another backend with `sdpa_kernel`, PyTorch raises an error instead of falling back.
+# - PyTorch may fall back without a warning to a backend that keeps the scores. If the backend that you select with `sdpa_kernel` cannot run, PyTorch raises an error instead.
 #
 # **Next:** [lesson 07](07_fit_the_budget.ipynb) combines all techniques within a memory budget.
 #
@@ -944,7 +944,7 @@ table(["attention", "peak (GB)"], rows)
 # - 反向只需要保存 Q、K、V、O 和 LSE。保存的字节与 $N$ 成正比，FLOPs 与 $N^2$ 成正比。
 # - 如果只遍历一次，反向对每个分块做五次矩阵乘法。如果遍历两次，就要做七次，但任何两个实例都不会写入同一个位置。
 # - 有了各部分键的输出和 LSE，就能算出对全部键做注意力的结果。
-# - PyTorch 会不加警告地退回到保存分数的后端。用 `sdpa_kernel` 指定别的后端以后，如果这个后端不能运行，PyTorch 会报错，而不会退回。
+# - PyTorch 可能不加警告地退回到保存分数的后端。如果用 `sdpa_kernel` 指定一个后端，这个后端又不能运行，PyTorch 会报错，而不会退回。
 #
 # **下一步**：[第 07 课](07_fit_the_budget.ipynb)把这些技术结合起来，满足内存预算。
 #
@@ -1022,7 +1022,7 @@ figures.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
 # </div>
 # <div lang="zh">
 #
-# 两种方法都不保存 P。检查点的重计算会提前终止，因此两种方法都只多做一次矩阵乘法 $Q K^T$，FLOPs 也就相同。但反向进行到加了检查点的一层时，完整的 P 又出现在内存里，同时还有 P 的梯度和分数的梯度。每个头有三个这样的矩阵，每个矩阵有 $N^2$ 个数，总共 $3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，在 109 MB 的峰值里占 101 MB。而 flash 注意力在任何时刻都只需要每个矩阵的一个分块。检查点在层与层之间丢弃 P，flash 注意力在算子内部丢弃 P。
+# 两种方法都不保存 P。检查点的重计算会提前终止，因此两种方法都只多做一次矩阵乘法 $Q K^T$，FLOPs 也就相同。但反向进行到加了检查点的一层时，完整的 P 又出现在内存里，同时还有 P 的梯度和分数的梯度。每个头有三个这样的矩阵，每个矩阵有 $N^2$ 个数，总共 $3 \cdot 8 \cdot 1024^2 \cdot 4$ 字节，即 109 MB 峰值中的 101 MB。而 flash 注意力在任何时刻，对每个这样的矩阵都只需要一个分块。检查点在层与层之间丢弃 P，flash 注意力在算子内部丢弃 P。
 #
 # </div>
 
@@ -1136,12 +1136,12 @@ exercises.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
 #
 # <div lang="en">
 #
-# The table counts the FLOPs and the moved bytes of one head for N = 4096 tokens, on a GPU with 163 KiB of shared memory per thread block. It compares FlashAttention-2's loops with this library's two passes. The time is at least the larger of compute time and memory time. Here both times are those of an A100 with 312 TFLOP/s and 2.0 TB/s. FLOPs divided by moved bytes is the **arithmetic intensity**. The **roofline** is the highest rate that a kernel can reach. It is the smaller of two numbers: the compute rate, and the bandwidth multiplied by the intensity. The figure shows computed numbers, not measurements. It shows flash attention with blocks of 64 queries and of 128 queries.
+# The table counts the FLOPs and the moved bytes of one head for N = 4096 tokens, on a GPU with 163 KiB of shared memory per thread block. It compares FlashAttention-2's loops with this library's two passes. The time is at least the larger of compute time and memory time. Here both times are those of an A100 with 312 TFLOP/s and 2.0 TB/s. FLOPs divided by moved bytes is the **arithmetic intensity**. The **roofline** is the highest rate that a kernel can reach. It is the smaller of two numbers: the GPU's compute rate, and its bandwidth multiplied by the kernel's intensity. The figure shows computed numbers, not measurements. Flash attention appears with blocks of 64 and of 128 queries.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表统计 N = 4096 个 token 时一个头的 FLOPs 和搬运的字节数，分别按 FlashAttention-2 的循环和本库遍历两次的做法计算，假设每个线程块有 163 KiB 共享内存。时间至少是计算时间与访存时间中较长的一个，这里按 A100 的 312 TFLOP/s 和 2.0 TB/s 计算。FLOPs 除以搬运的字节数，得到**算术强度**。**屋顶线**（roofline）是核函数能达到的最高速率，等于两个数中较小的一个，一个是算力，另一个是带宽与算术强度的乘积。图里的数是计算出来的，不是实测值。对 flash 注意力，图里分别画出查询块有 64 个和 128 个查询的情形。
+# 下表统计 N = 4096 个 token 时一个头的 FLOPs 和搬运的字节数，分别按 FlashAttention-2 的循环和本库遍历两次的做法计算，假设每个线程块有 163 KiB 共享内存。时间至少是计算时间与访存时间中较长的一个，这里按 A100 的 312 TFLOP/s 和 2.0 TB/s 计算。FLOPs 除以搬运的字节数，得到**算术强度**。**屋顶线**（roofline）是核函数能达到的最高速率，等于两个数中较小的一个，一个是算力，另一个是带宽与算术强度的乘积。图里的数是计算出来的，不是实测值。图里的 flash 注意力分两种情形，查询块分别有 64 个和 128 个查询。
 #
 # </div>
 
@@ -1170,7 +1170,7 @@ ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
 # </div>
 # <div lang="zh">
 #
-# 查询块有 64 个和 128 个查询时，flash 注意力的算术强度分别是每字节 63 和 124 FLOPs（表中的查询块更大）。在屋顶线的**拐点**，算力等于带宽与算术强度的乘积。A100 和 H100 的拐点分别是每字节 156 和 295 FLOPs，上面两个算术强度都没有达到。单看这些数，瓶颈是显存带宽。实际上，L2 缓存会减少从显存读取的次数。A100 的 L2 缓存有 40 MB，而一个头的 K 和 V 在这里共 1 MB，能一直留在缓存里。假如每个头的 K 和 V 只从显存读一次，算术强度就是每字节 2032 FLOPs。据论文，FlashAttention-2 达到了 A100 峰值算力的 50% 到 73%。
+# 查询块有 64 个和 128 个查询时，flash 注意力的算术强度分别是每字节 63 和 124 FLOPs（表中的查询块更大）。在屋顶线的**拐点**，算力等于带宽与算术强度的乘积。A100 和 H100 的拐点分别是每字节 156 和 295 FLOPs，flash 注意力的这两个算术强度都更低。单看这些数，瓶颈是显存带宽。实际上，L2 缓存会减少从显存读取的次数。A100 的 L2 缓存有 40 MB，而一个头的 K 和 V 在这里共 1 MB，能一直留在缓存里。假如每个头的 K 和 V 只从显存读一次，算术强度就是每字节 2032 FLOPs。据论文，FlashAttention-2 达到了 A100 峰值算力的 50% 到 73%。
 #
 # </div>
 
@@ -1197,7 +1197,7 @@ ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
 #
 # <div lang="en">
 #
-# The library has one kernel for forward and two kernels for backward. One backward kernel sums dK and dV over the queries, and the other sums dQ over the keys. The first cell counts each kernel's matrix products. The second cell compares the Triton kernels' gradients with those of the torch backend for 40 tokens, without and with a causal mask.
+# The library has one kernel for forward and two kernels for backward. One backward kernel sums dK and dV over the queries, and the other sums dQ over the keys. The first cell below counts each kernel's matrix products. The second compares the Triton kernels' gradients with those of the torch backend for 40 tokens, without and with a causal mask.
 #
 # </div>
 # <div lang="zh">
@@ -1232,7 +1232,7 @@ masks = (False, True) if triton else ()
 #
 # <div lang="en">
 #
-# On a GPU, `backend="auto"` selects the Triton kernels of this course, and the cell below compares them with PyTorch's kernels. Without a GPU, the cell shows times and bytes of forward and backward, with a causal mask and 4096 tokens. These numbers were recorded on an H100 and an H200. On the H200, the course's kernels take 1.56 ms, PyTorch's FlashAttention takes 2.22 ms, and cuDNN, which PyTorch chooses on this GPU, takes 1.29 ms. FlashAttention's backward allocates a workspace; the course's kernels need no workspace.
+# On a GPU, `backend="auto"` selects the Triton kernels of this course, and the cell below compares them with PyTorch's kernels. Without a GPU, the cell shows times and bytes of forward and backward, with a causal mask and 4096 tokens. These numbers were recorded on an H100 and an H200. On the H200, the course's kernels take 1.56 ms, PyTorch's FlashAttention takes 2.22 ms, and cuDNN, which PyTorch chooses on this GPU, takes 1.29 ms. FlashAttention's backward allocates a workspace; the course's kernels need none.
 #
 # </div>
 # <div lang="zh">
