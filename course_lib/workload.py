@@ -495,7 +495,10 @@ def _source_of_function(given: Namespace, make_model: Callable[[], nn.Module]) -
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model, or the model inside peft's wrapper, is one of transformers."""
+    """Return whether a model is a `PreTrainedModel` of the library `transformers`.
+
+    If the model is wrapped by the library `peft`, the model inside the wrapper is examined.
+    """
     classes = [("transformers", "PreTrainedModel"), ("peft", "PeftModel")]
     # Neither package is imported here. If the model is of one of these classes, its package has
     # been imported already.

@@ -132,7 +132,7 @@ class Estimate(Table):
     def with_gpu_estimator(self, again: Callable[[Gpu | None], Estimate]) -> Estimate:
         """Store a function that estimates the same step for a GPU, and return `self`.
 
-        The method `fits` calls this function.
+        The method `fits` calls the stored function, with the GPU of the device that it checks.
 
         Args:
             again: Function that takes a `Gpu`, or None for the default GPU, and returns the
@@ -185,13 +185,15 @@ class Estimate(Table):
         Workspaces that operators allocate while they run are not included. The module docstring of
         `course_lib.budget.device_kinds` lists some of them.
 
-        If the function `estimate` made this estimate, the step is estimated again with the kernels
-        of the device and offloaded state in host memory. If `fit` computed this estimate from steps
-        with only a few of the model's blocks, the estimate is used unchanged, and its kind must be
-        "cuda".
+        The numbers depend on the device. If the function `estimate` made this estimate, the step is
+        therefore first estimated again for this device: with the kernels that its GPU uses, and on
+        the assumption that offloaded tensors are in host memory. The new estimate is then compared
+        with the memory. If `fit` computed this estimate from steps with only a few of the model's
+        blocks, the estimate is compared unchanged, and its kind must be "cuda".
 
-        All of this does not apply if the estimate is of kind "cpu" and `device` is a `Rates` object
-        without a GPU. Only `peak_bytes` is then compared with the memory.
+        There is one exception. If the estimate is of kind "cpu" and `device` is a `Rates` object
+        without a GPU, the step is not estimated again, and the result is whether `peak_bytes` is at
+        most the memory.
 
         Args:
             device: Name in `RATES`, such as "RTX 4090", or the rates of another device.

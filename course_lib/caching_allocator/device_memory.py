@@ -85,8 +85,12 @@ class Statistics(dict):
 class Chunk:
     """Contiguous part of a segment, which is either free or contains one block.
 
-    A segment is memory that the allocator reserves from CUDA. The chunks of a segment form a linked
-    list in the order of their addresses. PyTorch's name for a chunk is `Block`.
+    A segment is memory that the allocator reserves from CUDA. A block is memory that the allocator
+    has returned for one storage; it takes up a whole chunk. The chunks of a segment form a linked
+    list in the order of their addresses.
+
+    PyTorch's source code does not distinguish chunks from blocks. Its struct `Block` corresponds to
+    this class, and represents free parts of a segment as well.
 
     Attributes:
         pool: Pool of the segment.

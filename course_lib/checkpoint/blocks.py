@@ -126,13 +126,22 @@ def checkpoint_blocks(
         >>> with checkpoint_blocks(decoder, "layers.*"):
         ...     decoder.loss(random_tokens(4, 16, 100)).backward()
 
-    Except for the drawing of random numbers, side effects of a block happen twice: the
-    recomputation repeats them, and starts from the values that the first run has changed. Examples
-    are updates of running statistics, of spectral norms and of a key-value cache (train Hugging
-    Face models with `use_cache=False`, and pass no cache).
-    Without `preserve_module_state`, changes of attributes also happen twice. If backward would
-    compute with wrong values because of this, the comparison raises an error. Changes of lists and
-    dicts among the arguments do no harm: the recomputation gets copies with the original content.
+    The recomputation repeats the side effects of a block, such as an update of a buffer, and starts
+    from the values that the first run has changed. It stops as soon as all tensors that backward
+    needs exist, so side effects of later lines are not repeated. The following side effects happen
+    twice, once in forward and once in backward, whatever the value of `preserve_module_state`:
+
+    - Changes of buffers, such as the running statistics of batch norms and the vectors of spectral
+      norms. Buffers of instance norms in training mode are the only exception: with
+      `preserve_module_state=True` they are updated once.
+    - Changes of objects among the arguments, such as a key-value cache. Train Hugging Face models
+      with `use_cache=False`, and pass no cache.
+    - Changes of anything outside the block's modules, such as global variables and files.
+
+    Changes of attributes that are not buffers, such as a counter of calls, happen twice by default
+    and once with `preserve_module_state=True`. If backward would compute with wrong values because
+    a side effect happened twice, the comparison raises an error. Changes of lists and dicts among
+    the arguments do no harm: the recomputation gets copies with the original content.
     """
     kind("model", model, nn.Module, "an nn.Module")
     every = whole("every", every, 1)

@@ -46,8 +46,11 @@ class BlockState(StateBeforeFirstRun):
 
     Args:
         block: The module whose state is kept.
-        comparison: Object that compares the later runs with the first one. With None, runs are not
-            compared.
+        comparison: A `Comparison`, or None. With a `Comparison`, an error is raised if a later run
+            changes the block's parameters, buffers or tensor attributes, except the running
+            statistics of batch norms. `check_output` also raises an error if the output of a later
+            run differs from that of the first run. Outputs and changes are compared by checksums.
+            With None, this class compares nothing and raises no such error.
         options: The keyword arguments of `StateBeforeFirstRun`.
     """
 

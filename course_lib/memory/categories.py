@@ -278,20 +278,30 @@ class CategoryTracker:
     def overwritten_input(self, func, args, kwargs) -> Record | None:
         """Return the record of the input that autograd would overwrite without a dispatch mode.
 
-        Without a dispatch mode, autograd writes in place in two cases: when it adds two gradients
-        that reach the same node, and when some gradient formulas fill a tensor of zeros. While a
-        dispatch mode such as the meter is active, autograd instead calls an operator of
+        This method decides whether an operator's first argument counts as released when the
+        operator returns. The meter must report the bytes that the program needs without the meter,
+        and autograd saves memory without a dispatch mode. It then writes in place in two cases:
+
+        - Two gradients reach the same autograd node. Autograd adds the second gradient to the first
+          one in place.
+        - The gradient formula of an operator such as `x[i]` creates a tensor of zeros, and then
+          writes the incoming gradient into a part of it.
+
+        While a dispatch mode such as the meter is active, autograd instead calls an operator of
         `IN_PLACE_WITHOUT_MODES`. This operator creates a new tensor and leaves its first argument
-        unchanged. The meter must report the bytes that the program needs without the meter. When it
-        counts the new tensor, it therefore counts the first argument as released.
+        unchanged.
 
         The method returns a record if all of these conditions hold:
 
         - Autograd's engine, not a Python function, called the operator.
+        - The first argument is dense. If the operator adds two gradients, the second one is dense
+          too, has the same shape, and has another storage.
         - The first argument is the only tensor in its storage, and fills the storage.
-        - If the first argument is a tensor of zeros, the running autograd node created it.
-        - If the operator adds two gradients, the first gradient existed before the running node
-          began, or both gradients come from this node.
+        - If the operator writes into a tensor of zeros, the backward function that runs now has
+          created this tensor.
+        - If the operator adds two gradients, either the first gradient existed before the backward
+          function that runs now began, or this backward function produced both gradients. Gradients
+          are not enabled, as they are with create_graph=True.
 
         The caller passes the record to `StorageTracker.count_as_released`. If the storage is still
         live at the next operator, the tracker counts it as live again.

@@ -166,11 +166,13 @@ class Record(weakref.ref):
     def spans(self, end: int) -> Iterator[tuple[int, int, str]]:
         """Yield (start, stop, category) for each period in which the storage is in one category.
 
-        `start` and `stop` are numbers of points, that is, of times right after an operator. `stop`
-        is exclusive.
+        A point is the time right after an operator. Points are counted from 0, which is the entry
+        of the meter's block. `start` is the index of the first point of the period, and `stop` is
+        the index of the first point after the period.
 
         Args:
-            end: Number of points so far. It is the `stop` of a period that has not ended yet.
+            end: How many points there are so far. This is the `stop` of a period that has not ended
+                yet.
         """
         end = end if self.died is None else self.died
         starts = [(self.born, "temporary")]

@@ -52,9 +52,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     `p.data` and by collectives do not, so call `torch.autograd.graph.increment_version(p)` after
     those.
 
-    **Reading the state.** Reading `state` fetches the offloaded state, and assigning to it writes
-    to the file or host memory. The state returned for a parameter is a copy if it is in a file.
-    `load_state_dict(state_dict())` restores the state bit for bit.
+    **Reading the state.** `optimizer.state[p]` returns the state of a parameter `p` as a dict. If
+    the state is in a file, the dict and its tensors are copies, so changing them in place has no
+    effect on later steps. For any parameter, the tensor "master" is a copy too. To change the
+    state, assign the complete dict: `optimizer.state[p] = changed` writes it to the file or to host
+    memory. `load_state_dict(state_dict())` restores the state bit for bit.
 
     Args:
         params: Parameters or groups, as for any optimizer.
@@ -67,8 +69,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         overlap: Whether copies overlap the update of other parameters. With False, copies and
             updates run one after another.
         store: `DiskStore` or another `Store` for CPU parameters, by default a new `DiskStore`.
-        page_bytes: Largest size of a page, which is a group of parameters that are updated at once,
-            in bytes of their state and master weights. A larger parameter is a page by itself.
+        page_bytes: Largest size of a page in bytes. A page is a group of parameters that are
+            updated together, and its size is that of their state and master weights. A parameter
+            that exceeds this size is a page by itself.
         base_kwargs: Options of `base`, such as lr.
 
     Raises:

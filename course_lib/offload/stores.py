@@ -316,10 +316,12 @@ class Store:
 
 
 class SymbolicStore(Store):
-    """Store for symbolic tensors (see `course_lib.symbolic`), which have no values to copy.
+    """Store for steps on symbolic tensors (see `course_lib.symbolic`), which have no values.
 
-    It counts the bytes of all tensors that are offloaded. It copies only the few symbolic tensors
-    that have values, such as indices.
+    It counts the bytes of all offloaded tensors, as if they were copied. A symbolic tensor is not
+    copied, and `get` returns a new symbolic tensor of the same shape. Inside `symbolic`, a few
+    tensors are real, such as small tensors of indices. If the values of a real tensor are known,
+    the store copies them.
     """
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:

@@ -284,7 +284,17 @@ class BlockExtrapolator:
         return StepTrace(growth.trace(blocks), rows)
 
     def measure_few_blocks(self, recipe: Recipe, count: int) -> StepTrace:
-        """Return the trace that the method `measure` returns for these arguments, and cache it."""
+        """Run forward and backward with the first `count` equal blocks, and cache the trace.
+
+        A second call with equal arguments runs nothing and returns the cached trace.
+
+        Args:
+            recipe: Recipe of the step.
+            count: Number of equal blocks to run, as in the method `measure`.
+
+        Raises:
+            ExtrapolationError: The step fails with this number of blocks.
+        """
         if (recipe, count) not in self._few:
             self._few[recipe, count] = self.measure(recipe, count)
         return self._few[recipe, count]
@@ -457,9 +467,9 @@ def highest_cost(
             which the sum is divided, such as the number of tokens. None uses the model's own loss.
 
     Raises:
-        InfeasibleBudget: For at least one micro-batch, no schedule fits into `schedule_bytes`. If
-            there are several of these micro-batches, the error with the largest `least_bytes` is
-            raised.
+        InfeasibleBudget: For at least one micro-batch, no schedule fits into
+            `recipe.schedule_bytes`. The attribute `least_bytes` of the error is the smallest
+            `schedule_bytes` for which every micro-batch has a schedule.
     """
     costs = []
     errors = []
