@@ -29,17 +29,17 @@ ABOUT = {
     "This page compares each technique of the library with the tool that you would otherwise use."
     " This tool does the same work and is called the peer here. `make bench` measures everything"
     " again and prints all rows.\n\n"
-    "Every round of a run calls each of the two once. The column of times shows the course's"
-    " median time divided by the peer's, so the course is faster if this ratio is below 1. In"
-    " parentheses are the quartiles of the ratios of the single rounds. If the machine's speed"
-    " changes during the run, the ratio of the medians can lie outside of the quartiles. Bytes are"
-    " exact. The results were measured on {date} ({machine}, Python {python}, torch {torch}, one"
-    " thread, {rounds} rounds).\n\n"
+    "A run has several rounds, and in each round the course and the peer do the work once. The"
+    " column of times shows the course's median time divided by the peer's, so the course is faster"
+    " if this ratio is below 1. In parentheses are the quartiles of the ratios of the single"
+    " rounds. If the machine's speed changes during the run, the ratio of the medians can lie"
+    " outside of the quartiles. Bytes are exact. The results were measured on {date} ({machine},"
+    " Python {python}, torch {torch}, one thread, {rounds} rounds).\n\n"
     "![Ratios of time and bytes, group by group](scoreboard.svg)\n",
     "zh": "# 对比表\n\n{other}\n\n"
-    "本页对比课程库里的每种技术与功能相同的常用工具，下文把这个工具称为“对方”。"
+    "本页把课程库里的每种技术与一个功能相同的常用工具相比较，下文把这个工具称为“对方”。"
     "`make bench` 会重新测量全部项目，并打印每一行结果。\n\n"
-    "在同一次运行中，每一轮都让本课程和对方各执行一次。"
+    "一次运行分成几轮，每一轮都让本课程和对方把同样的工作各做一次。"
     "“用时之比”一栏是双方用时的中位数之比，小于 1 表示本课程更快。"
     "括号里是各轮用时之比的四分位数。"
     "如果机器的速度在运行期间有变化，中位数之比可能落在四分位数之外。"
@@ -58,7 +58,7 @@ RESULTS = {
         "zh": "在 {techniques} 种技术里注入了 {count:,} 次故障，检查的对象都没有丢失或改变。",
     },
     "cases": {
-        "en": "{count:,} random cases in {comparisons} comparisons: no difference.",
+        "en": "{count:,} random cases in {comparisons} comparisons show no difference.",
         "zh": "共 {comparisons} 种对照、{count:,} 个随机用例，没有发现差异。",
     },
 }

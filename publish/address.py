@@ -32,15 +32,15 @@ _READ = {
 _READ_HERE = {
     "en": (
         "**Read without installing**: the [lessons](#lessons) are stored with their results. A code"
-        " host's preview and VS Code show\nboth languages one below the other, with all solutions"
-        " open. The language buttons and folded solutions work in JupyterLab.\nBinder and dev"
-        " containers are [prepared](docs/installing.md).\n"
+        " host's preview and VS Code show both\nlanguages one below the other, with all solutions"
+        " open. The language buttons and folded solutions work in JupyterLab. The course\nalso has"
+        " configuration files for [Binder and dev containers](docs/installing.md).\n"
     ),
     "zh": (
         "**不安装也能读**：[各课](#课程)的文件里已经存有运行结果。在代码托管网站的预览或 VS Code 里"
         "打开时，英文和中文上下排列，答案全部展开。只有在 JupyterLab 里，才能用按钮切换语言，也才能"
-        "折叠答案。还可以在 [Binder 或开发容器](docs/installing.zh.md)里打开课程，"
-        "配置文件都已备好。\n"
+        "折叠答案。课程还备有 [Binder 和开发容器](docs/installing.zh.md)的配置文件，"
+        "可以在其中打开课程。\n"
     ),
 }
 #: Branch to which .github/workflows/site.yml publishes the lessons in one language. Colab opens a

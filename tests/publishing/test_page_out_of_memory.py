@@ -125,7 +125,7 @@ def test_meter_output_equals_output_on_page(baseline, capsys):
 
 def test_code_line_on_page_switches_eager_attention_to_sdpa():
     names = example(attn_implementation="eager")
-    [peak] = re.findall(r"the example peaks at ([\d.]+) MB\. After this line", PAGE)
+    [peak] = re.findall(r"the example peaks at ([\d.]+) MB\.\sAfter this line", PAGE)
     assert f"{measured(names)[0].peak_bytes / 1e6:.1f}" == peak
     exec(BLOCKS["attention scores"][0], names)
     assert names["model"].config._attn_implementation == "sdpa"
@@ -138,4 +138,6 @@ def test_evaluation_peaks_with_and_without_gradients_equal_page():
         with MemoryMeter(names["model"]) as meter:
             exec(code, names)
         found.append(f"{meter.peak_bytes / 1e6:.1f}")
-    assert re.findall(r"peak at ([\d.]+) MB, and at ([\d.]+) MB", PAGE) == [tuple(found)]
+    assert re.findall(r"peak at\s([\d.]+) MB\. With this code, they peak at ([\d.]+) MB", PAGE) == [
+        tuple(found)
+    ]
