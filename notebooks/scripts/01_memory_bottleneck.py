@@ -405,7 +405,7 @@ peak.phase, peak.operator, single.at_peak()["activation"]
 # %% [markdown]
 # <div lang="en">
 #
-# At this peak, no activations are in memory. So the sum of all kinds, 132.3 MB, is 16% higher than the peak. The operator that runs at the peak is `add`. It adds the two gradients of the tied weight tensor. Backward computes the head's gradient first and the embedding's gradient last. Each of the two gradients takes 2.1 MB, and their sum takes another 2.1 MB. These three tensors are in memory together with all other gradients.
+# At this peak, no activations are in memory. So the sum of the maxima of all kinds, 132.3 MB, is 16% higher than the peak. The operator that runs at the peak is `add`. It adds the two gradients of the tied weight tensor. Backward computes the head's gradient first and the embedding's gradient last. Each of the two gradients takes 2.1 MB, and their sum takes another 2.1 MB. These three tensors are in memory together with all other gradients.
 #
 # Whether a technique lowers a peak depends on where the peak is. Checkpoints cannot lower this peak, because it contains no activations.
 #
@@ -1309,7 +1309,7 @@ table(["step", "after", "live (MB)", "allocated (MB)", "reserved (MB)"], rows)
 #
 # 前向之后，第一步的存活字节比第二步少 55.0 MB，因为 Adam 的状态在第 1 步末尾才建立。峰值出现在反向当中，如果只在阶段之间读数，就永远看不到它。已分配显存随存活的字节升降，已预留显存却只升不降，因为 `zero_grad` 释放的显存由分配器留着，并不还给驱动。第二步会重新使用这些显存，但还要再申请 44 MB，因为 Adam 的状态已经占了其中一部分。
 #
-# `save_snapshot` 可以把一步写成 PyTorch 的显存查看器能打开的文件，与 GPU 上的 `torch.cuda.memory._dump_snapshot` 一样：
+# `save_snapshot` 可以把一步的内存记录存成文件，供 PyTorch 的显存查看器打开，作用与 GPU 上的 `torch.cuda.memory._dump_snapshot` 一样：
 #
 # </div>
 

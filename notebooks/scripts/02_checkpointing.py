@@ -296,7 +296,7 @@ timelines(
 # </div>
 # <div lang="zh">
 #
-# 图中的每个锯齿对应一层，这时这一层的激活值又回到了内存里。检查点保存这一层的输入，共 $b s h$ 个数，另用 5,056 字节保存随机数发生器的状态。不加检查点时，一层保存 20,987,904 字节（第 01 课你算出的总和）。反向开始时，加了检查点的层只保存着输入和上述状态。没有检查点时，训练步的峰值 277,682,584 字节正好出现在这一刻。
+# 图中的每个锯齿对应一层。反向进行到这一层时，它的激活值又回到了内存里。检查点保存这一层的输入，共 $b s h$ 个数，另用 5,056 字节保存随机数发生器的状态。不加检查点时，一层保存 20,987,904 字节（第 01 课你算出的总和）。反向开始时，加了检查点的层只保存着输入和上述状态。没有检查点时，训练步的峰值 277,682,584 字节正好出现在这一刻。
 #
 # **练习 2。** 给八层中的前 $k$ 层加检查点，峰值是多少字节？
 #
@@ -359,7 +359,7 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 #
 # We place one checkpoint in each of two networks: the eight layers alone, with a mean of squares as loss, and the decoder with its head. (Without checkpoints and Adam's 55.0 MB, the decoder's peak is 222.7 MB.)
 #
-# **Exercise 3.** Guess before you measure. In the eight layers alone, around which layer does a checkpoint not reduce the peak? Does a checkpoint around the same layer reduce the decoder's peak? Write the layer's number, from 0 to 7, and `True` or `False`.
+# **Exercise 3.** Guess before you measure. In the eight layers alone, a checkpoint around one layer does not reduce the peak. Which one? Does a checkpoint around the same layer reduce the decoder's peak? Write the layer's number, from 0 to 7, and `True` or `False`.
 #
 # </div>
 # <div lang="zh">
@@ -1427,7 +1427,7 @@ in_depth.trainer_steps(arguments)
 # </div>
 # <div lang="zh">
 #
-# `checkpoint_sequential` 把一个 `nn.Sequential` 分成几段，除最后一段外，每段加一个检查点。在下面第二个单元格里，同一个注意力层连用三次。不加检查点时，每一次保存 $5 s b h + a s^2 b$ 个数，其中输入占 $s b h$ 个。三次都加检查点时，峰值那一刻有两次只保存着输入，只有一次保存着全部的数。（序列短时，峰值出现得较晚，公式没有计入那时的梯度。）第三个单元格用 Adam 训练 post-norm（后置归一化）层，隐藏维度 512，8 个头，加与不加检查点各一次。
+# `checkpoint_sequential` 把一个 `nn.Sequential` 分成几段，除最后一段外，每段加一个检查点。在下面第二个单元格里，同一个注意力层连用三次。不加检查点时，每一次保存 $5 s b h + a s^2 b$ 个数，其中输入占 $s b h$ 个。三次调用都加检查点时，在峰值那一刻，两次调用只保存着输入，一次保存着全部的数。（序列短时，峰值出现得较晚，公式没有计入那时的梯度。）第三个单元格用 Adam 训练 post-norm（后置归一化）层，隐藏维度 512，8 个头，加与不加检查点各一次。
 #
 # </div>
 

@@ -189,7 +189,7 @@ figures.draw_steps({p: runs[p] for p in (1, 2)}, plain)
 #
 # $p = 2$ 时，这一步只比不拷贝时多花 1% 的时间。第 0 份到第 $p$ 份存储区留在设备上，因为即使搬走，反向一开始又要换入。所以 $p$ = 0、1、2 时，32 份存储区里分别只拷贝 31、30、29 份。
 #
-# **练习 1。** 写出 $L$ 层的前向加反向共要多少秒，$p$ 可以是 0、1、2。现在 $f$、$g$、$c$ 三者中，任何一个都可能最长。反向时，一层先要 GELU 的存储区，再要 Linear 的存储区，然后做矩阵乘法（$g$）。同一方向的拷贝一个接一个。（容许 9% 的误差，因为头几层和末几层与中间的层略有不同。）
+# **练习 1。** 写出 $L$ 层的前向加反向共要多少秒，$p$ 可以是 0、1、2。这里 $f$、$g$、$c$ 三者都可能最长。反向时，一层先要 GELU 的存储区，再要 Linear 的存储区，然后做矩阵乘法（$g$）。同一方向的拷贝一个接一个。（容许 9% 的误差，因为头几层和末几层与中间的层略有不同。）
 #
 # </div>
 
@@ -350,7 +350,7 @@ table([*columns, "peak above the start (in units of B)"], rows)
 #
 # With one copy in flight, the step takes 16% longer than without copies. Because GELU takes no time, its input and its output (which the next Linear keeps) are saved directly one after the other. When the output's copy starts, compute waits for the whole copy of the input, $c = f/2$. This happens in each of the 14 layers that copy both storages. So a step needs both settings, $p$ and `in_flight`.
 #
-# These settings cost memory. With two copies in flight, the peak here is $(p + 4)\,B$ higher than the memory at the start. The additional bytes are the last $p + 1$ storages, two in flight, and one that is being computed.
+# These settings cost memory. With two copies in flight, the peak here is $(p + 4)\,B$ higher than the memory at the start. The additional bytes are the last $p + 1$ storages, plus two in flight, plus one that is being computed.
 #
 # </div>
 # <div lang="zh">
@@ -1303,7 +1303,7 @@ figures.draw_taken(taken)
 # </div>
 # <div lang="zh">
 #
-# 用 `record_stream` 时，各层的输出占两块显存，主机每超前一层，就再多占一块。保留引用时，主机无论超前多少都只占两块。这些块数是模拟出来的，模拟依照 PyTorch 缓存分配器复用显存块的规则。在 GPU 上，pytorch/pytorch 147168 和 pytorch/torchtitan 735 报告了 `record_stream` 多占显存的现象。课程库同样保留引用，直到计算流等到这次拷贝的事件为止。
+# 用 `record_stream` 时，各层的输出占两块显存，主机每超前一层，就再多占一块。保留引用时，主机无论超前多少都只占两块。这些块数是模拟出来的，模拟依照 PyTorch 缓存分配器复用显存块的规则。在 GPU 上，pytorch/pytorch 147168 和 pytorch/torchtitan 735 报告了 `record_stream` 多占显存的现象。课程库也保留引用，计算流等到拷贝的事件之后才放掉。
 #
 # </div>
 

@@ -293,7 +293,7 @@ figures.draw_say(lengths, off)
 # %% [markdown]
 # <div lang="en">
 #
-# Without dropout, BatchNorm (5.15) and bf16 (5.5), the gradient is right up to rounding if the losses are summed, however the batch is split. With one sample per micro-batch, the gradient of the mean of means is off by 15% to 25%. With eight samples of mixed lengths, it is off by 0.1% to 10%. The reason is that all micro-batches count equally, whatever their lengths. With one sample per micro-batch, a character in a 14-character line has nearly seven times its proper weight. A character in a long paragraph has three quarters of its proper weight. If the micro-batches have equal token counts, both loops agree. Tests with such data cannot find this bug.
+# If the losses are summed, the gradient is right except for rounding, however the batch is split. (Exceptions are dropout, BatchNorm (5.15) and bf16 (5.5).) With one sample per micro-batch, the gradient of the mean of means is off by 15% to 25%. With eight samples of mixed lengths, it is off by 0.1% to 10%. The reason is that all micro-batches count equally, whatever their lengths. With one sample per micro-batch, a character in a 14-character line has nearly seven times its proper weight. A character in a long paragraph has three quarters of its proper weight. If the micro-batches have equal token counts, both loops agree. Tests with such data cannot find this bug.
 #
 # A mean of means can also be a **choice**. Some reinforcement-learning fine-tuning methods average the loss within each answer, then over the answers. Even then, the result should not depend on the split.
 #
@@ -405,7 +405,7 @@ results.bytes_reduced(ranks, micro_batches=8)
 # </div>
 # <div lang="zh">
 #
-# 八次归约里只需要一次。虽然第二个进程的 token 更少，算出的梯度仍与单个进程由全部 token 算出的相等。（实际发送了多少字节，第 08 课再统计。）用 FSDP 时正好相反，建议每个微批次都归约。这是因为在 FSDP 里，每个进程归约之后只需保留自己那一份梯度，不归约就要保留**全部**梯度。以我们的解码器为例，如果分到 8 个进程上，按公式计算，每个进程归约后只保留 3.4 MB 的梯度，不归约则要保留 27.5 MB。
+# 八次归约里只需要一次。虽然第二个进程的 token 更少，归约后的梯度仍与单个进程用全部 token 算出的相等。（实际发送了多少字节，第 08 课再统计。）用 FSDP 时正好相反，建议每个微批次都归约。这是因为在 FSDP 里，每个进程归约之后只需保留自己那一份梯度，不归约就要保留**全部**梯度。以我们的解码器为例，如果分到 8 个进程上，按公式计算，每个进程归约后只保留 3.4 MB 的梯度，不归约则要保留 27.5 MB。
 #
 # </div>
 

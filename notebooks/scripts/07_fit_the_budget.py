@@ -310,7 +310,7 @@ figures.what_fills(found, found.values(), guesses=[277.7, *my_guesses])
 #
 # - **Checkpoints** save 144 MB, because nearly all activations are no longer kept.
 # - **Eight micro-batches** save another 17 MB. The remaining peak is mostly weights, gradients and optimizer state. These take 16 bytes per parameter, or 110 MB, and micro-batches do not reduce them.
-# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. Three full pages of 16 MiB (16.8 MB) would take 50.3 MB. These pages are not full, because a page holds only the state of whole parameters.
+# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. Three full pages of 16 MiB (16.8 MB) would take 50.3 MB. They are not quite full, because the state of a parameter is never split over two pages.
 # - **Small pages** save 40 MB. Now only the state of two parameters, embedding and positions, is in memory at the peak. This state takes 4.5 MB.
 #
 # The peak is now 63.7 MB, 3.7 MB above the budget.

@@ -217,7 +217,7 @@ practice.guesses(zip([*ways][1:5], my_guesses, saved[1:5], strict=True))
 #
 # Adam's state is the largest part of the peak, 249 MB, so offloading it saves most. Checkpoints, the best-known technique, save 92 MB. Updates in backward save nothing here when used alone, because the peak comes early in backward, when hardly any gradient exists yet. With checkpoints, the peak moves to the end of backward, when all gradients exist. Then it helps to release gradients early.
 #
-# Lesson 07 found the same rule for another model: look at what fills the peak, then choose. Together, checkpoints, offloaded state and steps in backward lower the peak to 171.6 MB.
+# Lesson 07 found the same rule for another model: look at what fills the peak, then choose. Together, checkpoints, offloaded state and updates in backward lower the peak to 171.6 MB.
 #
 # </div>
 # <div lang="zh">
