@@ -86,7 +86,7 @@ class Chunk:
     """Contiguous part of a segment, which is either free or contains one block.
 
     A segment is memory that the allocator reserves from CUDA. A block is memory that the allocator
-    has returned for one storage; it takes up a whole chunk. The chunks of a segment form a linked
+    has returned for one storage, and it fills a whole chunk. The chunks of a segment form a linked
     list in the order of their addresses.
 
     PyTorch's source code does not distinguish chunks from blocks. Its struct `Block` corresponds to

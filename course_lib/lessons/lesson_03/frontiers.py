@@ -120,7 +120,7 @@ def draw_cuts(chains: Mapping[str, Chain]) -> "Figure":
     Args:
         chains: Dict from a label to a chain of stages.
     """
-    title = "On the decoder good cuts reach the frontier, on the pyramid the frontier goes lower"
+    title = "Good cuts come close to the frontier of the decoder, but not of the pyramid"
     drawn, axes = figure(title, columns=len(chains), width=8.2, height=3.6, sharey=True)
     rows = []
     for ax, (name, chain) in zip(axes, chains.items(), strict=True):
