@@ -189,7 +189,7 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 # %% [markdown]
 # <div lang="en">
 #
-# In both models, pairs need less memory from about 49 layers on. (In the 8B model, a layer keeps 825 MB, 134 MB of them for float32 copies in norms. Fused norms make no such copies, so pairs then need less memory from fewer layers on.) The 8B model has only 32 layers, too few for pairs. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
+# In both models, pairs need less memory from about 49 layers on. (In the 8B model, a layer keeps 825 MB, 134 MB of them for float32 copies in norms. Fused norms make no such copies, so fewer layers are enough.) The 8B model has only 32 layers, too few for pairs. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
 #
 # In other training steps the gradients arrive during backward. In these two models a layer's gradients take far more bytes than its input, so the peak is at the end of backward, after the inputs are released. Groups do not lower this peak.
 #
@@ -899,7 +899,7 @@ figures.claims_table(measured_peak, tapered, groups)
 # </div>
 # <div lang="zh">
 #
-# 训练步与其他各课相同，用 Adam，梯度在反向中陆续产生。这里用 3.7 节那个激活值减半的调度。
+# 账本里的训练步与其他各课相同，用 Adam，梯度在反向中陆续产生，用 3.7 节激活值减半的调度。
 #
 # </div>
 

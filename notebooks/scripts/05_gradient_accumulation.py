@@ -426,7 +426,7 @@ results.bytes_reduced(ranks, micro_batches=8)
 #
 # <div lang="en">
 #
-# The loop below contains five common bugs. One is a wrong divisor. The loop has these parts:
+# The loop below contains five common bugs, among them a wrong divisor. Its parts:
 #
 # - A **scaler** multiplies the loss by a factor before backward, so that small gradients do not become zero in fp16. `scaler.unscale_(optimizer)` divides the gradients by the same factor. Without this call, `scaler.step` divides them.
 # - **Clipping** scales the whole batch's gradient down if its norm exceeds `max_norm`.
@@ -501,7 +501,7 @@ figures.five_bugs()
 #
 # In each row the loop has one bug, and only the check for this bug fails. If each micro-batch is clipped alone, the summed gradient has a wrong direction. Without unscaling, the gradients are 1024 times too large before they are clipped to `max_norm`. Then `scaler.step` divides them by 1024, and almost nothing is left.
 #
-# The library's `AccumulatedStep` avoids all five bugs, and produces the same weights as your loop.
+# The library's `AccumulatedStep` avoids all five bugs, with the same weights.
 #
 # </div>
 # <div lang="zh">
@@ -589,14 +589,14 @@ figures.draw_sums(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# With bf16 sums, the error rises with the number of micro-batches. With one micro-batch, the error comes from forward and backward in bf16. With more micro-batches, each addition also rounds the sum to 8 bits, which loses part of the much smaller added gradient. With fp32 sums, the curve stays flat. Here, with 256 micro-batches, bf16 sums have more than three times the error of fp32 sums.
+# With bf16 sums, the error rises with the number of micro-batches. With one micro-batch, the error comes from forward and backward in bf16. With more micro-batches, each addition also rounds the sum to 8 bits, which loses part of the much smaller added gradient.
 #
 # The plot covers the layers' Linear weight tensors, which hold 90% of the decoder's parameters. Most other parameters are embeddings, and only 0.6% of all parameters belong to LayerNorms. With one micro-batch, the LayerNorms' gradients are off by 6% with two threads and 11% with one thread, because their backward on a CPU sums over all rows in bf16.
 #
 # </div>
 # <div lang="zh">
 #
-# 用 bf16 求和时，微批次越多，误差越大。只有一个微批次时，误差全部来自用 bf16 计算的前向和反向。微批次多了以后，每做一次加法，还要把总和舍入到 8 位精度。这时总和比新加进来的梯度大得多，舍入就会丢掉新梯度的一部分。用 fp32 求和时，曲线一直是平的。在这次运行里，分成 256 个微批次时，用 bf16 求和的误差是用 fp32 求和的三倍多。
+# 用 bf16 求和时，微批次越多，误差越大。只有一个微批次时，误差全部来自用 bf16 计算的前向和反向。微批次多了以后，每做一次加法，还要把总和舍入到 8 位精度。这时总和比新加进来的梯度大得多，舍入就会丢掉新梯度的一部分。
 #
 # 图中只画了各层 Linear 权重张量的梯度误差，这些权重占全部参数的 90%。其余的参数大部分属于嵌入层，LayerNorm 的参数只占全部参数的 0.6%。只有一个微批次时，LayerNorm 的梯度误差与线程数有关，两个线程是 6%，一个线程是 11%。这是因为在 CPU 上，LayerNorm 的反向用 bf16 对所有行求和。
 #

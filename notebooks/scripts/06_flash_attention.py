@@ -39,7 +39,7 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (119 minutes, in two sittings):
+# **Goals** (120 minutes, in two sittings):
 #
 # - Write the forward and backward pass of attention without any N × N matrix.
 # - Predict the kept bytes and the FLOPs of attention, and write three lines of a GPU kernel.
@@ -50,7 +50,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# **目标**（共 119 分钟，分两次学）
+# **目标**（共 120 分钟，分两次学）
 #
 # - 写出注意力的前向和反向，其中不出现任何 N × N 矩阵。
 # - 预测注意力保存多少字节、需要多少 FLOPs，并写出一个 GPU 核函数里的三行代码。

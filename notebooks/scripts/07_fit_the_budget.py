@@ -32,7 +32,7 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (115 minutes, in two sittings):
+# **Goals** (117 minutes, in two sittings):
 #
 # - Estimate a step's peak memory without allocating it.
 # - Choose a technique by what fills the peak, and explain why savings need not add up.
@@ -45,7 +45,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# **目标**（共 115 分钟，分两次学）
+# **目标**（共 117 分钟，分两次学）
 #
 # - 写一个函数，不实际分配内存就能估计峰值。
 # - 先看峰值里什么最多，再选技术，并说明各种技术节省的内存为什么不一定能相加。
@@ -471,12 +471,12 @@ figures.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"]
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (57 minutes). Your recipe fits into 60 MB, and you can compute which of two recipes is faster on a machine. In the second sitting, a search looks for recipes, and you find two more yourself. Then you write a LoRA layer, because many people start with LoRA.
+# **End of the first sitting** (58 minutes). Your recipe fits into 60 MB, and you can compute which of two recipes is faster on a machine. In the second sitting, a search looks for recipes, and you find two more yourself. Then you write a LoRA layer, because many people start with LoRA.
 #
 # </div>
 # <div lang="zh">
 #
-# **第一次学习到此结束**（57 分钟）。你找到的配方已经装进 60 MB，你也会算两个配方各在什么样的机器上更快。第二次学习时，先用搜索来找配方，再由你自己找出两个配方，最后写出 LoRA 层，因为很多人省内存是从 LoRA 开始的。
+# **第一次学习到此结束**（58 分钟）。你找到的配方已经装进 60 MB，你也会算两个配方各在什么样的机器上更快。第二次学习时，先用搜索来找配方，再由你自己找出两个配方，最后写出 LoRA 层，因为很多人省内存是从 LoRA 开始的。
 #
 # </div>
 

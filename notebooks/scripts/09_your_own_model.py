@@ -32,7 +32,7 @@ language()
 # %% [markdown]
 # <div lang="en">
 #
-# **Goals** (80 minutes, in two sittings):
+# **Goals** (82 minutes, in two sittings):
 #
 # - Predict the memory of a step from a model's configuration alone.
 # - Choose techniques by what fills the peak, and show that they do not change the training.
@@ -43,7 +43,7 @@ language()
 # </div>
 # <div lang="zh">
 #
-# **目标**（共 80 分钟，分两次学）
+# **目标**（共 82 分钟，分两次学）
 #
 # - 只凭模型的配置，预测一步要多少内存。
 # - 先看峰值里什么最多，再选技术，并证明训练结果不变。
@@ -280,12 +280,12 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (35 minutes). You have predicted the peak of a new model's step. With three techniques, the training has the same result as the baseline, up to rounding. In the second sitting, you write a recipe for 200 MB. Then a vision transformer, LoRA, and a model of 8 billion parameters follow.
+# **End of the first sitting** (36 minutes). You have predicted the peak of a new model's step. With three techniques, the training has the same result as the baseline, up to rounding. In the second sitting, you write a recipe for 200 MB. Then a vision transformer, LoRA, and a model of 8 billion parameters follow.
 #
 # </div>
 # <div lang="zh">
 #
-# **第一次学习到此结束**（35 分钟）。你已经预测出新模型训练一步的峰值，也看到用上三种技术之后，除了舍入误差，训练结果仍与基线一样。第二次学习里，你要写一个配方，让峰值不超过 200 MB，再来看视觉 Transformer、LoRA 和一个有 80 亿参数的模型。
+# **第一次学习到此结束**（36 分钟）。你已经预测出新模型训练一步的峰值，也看到用上三种技术之后，除了舍入误差，训练结果仍与基线一样。第二次学习里，你要写一个配方，让峰值不超过 200 MB，再来看视觉 Transformer、LoRA 和一个有 80 亿参数的模型。
 #
 # </div>
 
