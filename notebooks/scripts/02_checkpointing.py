@@ -385,7 +385,7 @@ alone = {layer: peak(layer, head=False) for layer in (None, *range(8))}
 whole = {layer: peak(layer) for layer in (None, *range(8))}
 figures.draw_which_block(alone, whole)
 
-# %% [markdown] slide={"en": "A checkpoint saves the bytes that it keeps out of memory **at the peak**.\n\nAsk when the peak is, and what is live then.", "zh": "一个检查点能省多少，要看**峰值那一刻**，有哪些字节因为它而不在内存里。\n\n先问峰值在何时，再问那一刻内存里有什么。"}
+# %% [markdown] slide={"en": "A checkpoint saves the bytes that, because of it, are not in memory **at the peak**.\n\nAsk when the peak is, and what is live then.", "zh": "一个检查点能省多少，要看**峰值那一刻**，有哪些字节因为它而不在内存里。\n\n先问峰值在何时，再问那一刻内存里有什么。"}
 # <div lang="en">
 #
 # A checkpoint reduces the peak by the bytes that it removes from memory **at the peak**. Backward begins with the last layer, so the last layer is recomputed while all other layers' activations are still in memory. In the eight layers alone, a checkpoint around the last layer saves nothing, and costs 5,056 bytes for the generator's state. A checkpoint around one of layers 0 to 5 saves the layer's activations except its input. Around layer 6, a checkpoint saves 2.1 MB less, because the peak comes later. By then, memory has gained layer 7's gradients (3.2 MB) and lost one layer input (1.0 MB).
@@ -737,7 +737,7 @@ figures.claims_table(arms, alone)
 # %% slide="result"
 ledger("02", "checkpoint each layer", arms["each layer"])
 
-# %% [markdown] slide={"en": "A checkpoint saves the bytes that it keeps out of memory at the peak.\n\nFLOPs are not time. The loss is a block, too.", "zh": "一个检查点能省多少，要看峰值那一刻，有哪些字节因为它而不在内存里。\n\nFLOPs 不是时间。损失也是一个块。"}
+# %% [markdown] slide={"en": "A checkpoint saves the bytes that, because of it, are not in memory at the peak.\n\nFLOPs are not time. The loss is a block, too.", "zh": "一个检查点能省多少，要看峰值那一刻，有哪些字节因为它而不在内存里。\n\nFLOPs 不是时间。损失也是一个块。"}
 # ## 2.12 Summary / 小结
 #
 # <div lang="en">

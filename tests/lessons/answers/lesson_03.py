@@ -227,7 +227,7 @@ WRONG = {
         ([Forward(1, "all")], "`Forward(stage=1, keep='all')`, action 0 of the list"),
         (list(segments(six, 4))[:-1], "the list ends before `Backward(0)`"),
         ([*[*store_all(six)][:7], Forward(5, "all")], "the backward of its stage is done"),
-        ([Forward(9, "all")], "last stage of this chain is stage `5`"),
+        ([Forward(9, "all")], "its last one is stage `5`"),
         [3],
     ],
     "gives_up_early": [
