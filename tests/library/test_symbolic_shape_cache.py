@@ -10,6 +10,7 @@ from course_lib._torch.symbolic import is_symbolic
 from course_lib.budget.step import default_dtype
 from course_lib.memory import symbolic
 from course_lib.memory.meter import UnguardedMeter
+from course_lib.symbolic import cpu_kernels
 
 
 def outlines(function):
@@ -90,12 +91,25 @@ def test_symbolic_values_survive_copies_until_write_in_every_run(meter):
 
 
 @pytest.mark.parametrize("meter", [nullcontext, UnguardedMeter])
-def test_operator_of_inexact_bytes_warns_in_every_run(meter):
+def test_operator_of_inexact_bytes_warns_in_every_run(meter, monkeypatch):
+    inexact = cpu_kernels.Inexact("keeps hidden memory", "run it outside")
+    monkeypatch.setitem(cpu_kernels.INEXACT, torch.ops.aten.special_bessel_j0.default, inexact)
     with symbolic(), meter():
-        net = torch.nn.LSTM(4, 4)
         for _ in range(3):
-            with pytest.warns(UserWarning, match="mkldnn_rnn_layer.* keeps memory"):
-                net(torch.randn(2, 3, 4))
+            with pytest.warns(UserWarning, match="bessel_j0.* keeps hidden memory"):
+                torch.special.bessel_j0(torch.empty(3))
+
+
+@pytest.mark.parametrize("meter", [nullcontext, UnguardedMeter])
+def test_results_inside_another_fake_mode_belong_to_that_mode(meter):
+    other = FakeTensorMode()
+    with symbolic() as mode, meter():
+        for _ in range(2):
+            x = torch.empty(4, 6)
+            assert (x + x).fake_mode is mode
+            with other:
+                x = torch.empty(4, 6)
+                assert (x + x).fake_mode is other
 
 
 def layouts(shape):
