@@ -531,7 +531,7 @@ class UnguardedMeter(MemoryMeter):
 
     def _run(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
         if self._symbolic is not None and active_fake_mode() is self._symbolic:
-            result = self._symbolic.known_result(func, args, kwargs)
+            result = self._symbolic.cached_result(func, args, kwargs)
             if result is not NOT_FOUND:
                 return result
         return super()._run(func, args, kwargs)

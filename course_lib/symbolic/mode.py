@@ -137,7 +137,7 @@ class Symbolic(FakeTensorMode):
         finally:
             self._is_decomposing = False
 
-    def known_result(self, func, args, kwargs) -> Any:
+    def cached_result(self, func, args, kwargs) -> Any:
         """Return the result of an operator from the cache, or `shape_cache.NOT_FOUND`.
 
         The cache has the result if the operator has run before on equal arguments. Tensors count as
@@ -147,11 +147,11 @@ class Symbolic(FakeTensorMode):
         Args:
             func, args, kwargs: Operator and its arguments, as `__torch_dispatch__` receives them.
         """
-        if self._is_decomposing or self._values_functions or torch.is_inference_mode_enabled():
+        if self._values_functions or torch.is_inference_mode_enabled():
             return shape_cache.NOT_FOUND
         if not _depends_on_shapes_only(func, self.kind):
             return shape_cache.NOT_FOUND
-        return shape_cache.find(self, func, args, kwargs)
+        return shape_cache.cached_result(self, func, args, kwargs)
 
     def _dispatch(self, func, types, args, kwargs) -> Any:
         """Run an operator and return its result.
@@ -307,7 +307,7 @@ class Symbolic(FakeTensorMode):
 
 @cache
 def _depends_on_shapes_only(func, kind: str) -> bool:
-    """Return whether `known_result` may use the cache for an operator.
+    """Return whether `cached_result` may use the cache for an operator.
 
     Args:
         func: The operator.

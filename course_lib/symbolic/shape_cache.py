@@ -38,7 +38,7 @@ _KEY_TYPES = (
 )
 # `parameter_subclasses` replaces this method of `Tensor` while a model is made.
 _make_subclass = Tensor._make_subclass
-# What `find` returns if the cache cannot give the result of a call.
+# Returned by `cached_result` if the cache does not have the result of a call.
 NOT_FOUND = object()
 _LIFT = torch.ops.aten.lift_fresh.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -126,7 +126,7 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     return result
 
 
-def find(mode: FakeTensorMode, func, args, kwargs) -> Any:
+def cached_result(mode: FakeTensorMode, func, args, kwargs) -> Any:
     """Return the result of an operator on symbolic tensors from the cache, or `NOT_FOUND`.
 
     Unlike `dispatch_cached`, this function runs no operator.
