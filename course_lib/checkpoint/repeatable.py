@@ -1,22 +1,22 @@
 """Run a block a second time from the same state: arguments, attributes and random numbers.
 
 PyTorch's `checkpoint` gives the recomputation the arguments of the first run and the states of
-PyTorch's global random number generators. A block may compute with more than these. `BlockState`
-additionally keeps:
+PyTorch's global random number generators. The result of a block may depend on more state.
+`BlockState` additionally keeps:
 
 - **Generators**: the global random number generators of Python and NumPy, and all generators of
   PyTorch, Python and NumPy that are attributes of the block's modules.
-- **Attributes** of the block's modules, except parameters, buffers and submodules. It records which
-  objects the attributes refer to, and the content of tensors, arrays, lists, tuples, dicts, sets
-  and deques. Examples are the load of a mixture-of-experts gate, a running average of an
-  activation, and a counter of calls.
+- **Attributes** of the block's modules, except parameters, buffers and submodules. `BlockState`
+  records which objects the attributes refer to, and the content of tensors, arrays, lists, tuples,
+  dicts, sets and deques. Examples are the load of a mixture-of-experts gate, a running average of
+  an activation, and a counter of calls.
 
-A recomputation works on copies of these. The module `state` makes and restores the copies. This
-module adds the comparison of a recomputation with the first run.
+A recomputation works on copies of this state. The module `state` makes and restores the copies.
+This module adds the comparison of a recomputation with the first run.
 
-A checkpoint does not keep parameters, buffers (except those of instance norms), other objects that
-are changed in place, or anything outside the block's modules, such as global variables and files.
-With a `Comparison`, a recomputation that differs because of them raises an error.
+Other state is not kept: parameters, buffers (except those of instance norms), other objects that
+are changed in place, and anything outside the block's modules, such as global variables and files.
+With a `Comparison`, a recomputation that differs because of this other state raises an error.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from .state import StateBeforeFirstRun
 class BlockState(StateBeforeFirstRun):
     """State of a block before its first run, with a check that later runs equal the first one.
 
-    The first run is in the forward pass, and later runs recompute it. `StateBeforeFirstRun` records
-    the state and restores it for later runs. The state consists of the attributes of the block's
-    modules and the states of random number generators. This class adds the check.
+    The first run is in the forward pass, and later runs recompute the block's activations.
+    `StateBeforeFirstRun` records the state and restores it for later runs. The state consists of
+    the attributes of the block's modules and the states of random number generators. This class
+    adds the check.
 
     Args:
         block: The module whose state is kept.
@@ -62,8 +63,8 @@ class BlockState(StateBeforeFirstRun):
     def check_output(self, output: Tensor, runs_again: bool) -> None:
         """Raise an error if the output of a run differs from that of the block's first run.
 
-        After the first run, the output's checksum is recorded instead. Without a comparison, this
-        method does nothing.
+        If the block has no `Comparison`, this method does nothing. The first call, after the first
+        run, only records the checksum of the output.
 
         Args:
             output: Output of the run that has just ended.
@@ -71,7 +72,9 @@ class BlockState(StateBeforeFirstRun):
         """
         if self.comparison is None:
             return
-        if difference := self.comparison.describe_difference(self.output, output, "its output"):
+        if difference := self.comparison.describe_difference(
+            self.output, output, "the block's output"
+        ):
             self.comparison.fail(difference)
         if runs_again and self.output is None:
             self.output = checksum(output)
@@ -80,9 +83,9 @@ class BlockState(StateBeforeFirstRun):
     def later_run(self, last: bool = False) -> Iterator[Any]:
         """Inside a `with` block, give the module the state that it had before its first run.
 
-        The caller runs the module in the `with` block. If runs are compared, this run must not
-        change the module's parameters, buffers or tensor attributes, except running statistics.
-        Otherwise, an error is raised at the end of the `with` block.
+        The caller runs the module in the `with` block. With a `Comparison`, an error is raised
+        after the run if it has changed the module's parameters, buffers or tensor attributes. Only
+        running statistics of batch norms may change.
 
         Args:
             last: Whether no further run follows, so that the state need not be copied again.
@@ -104,13 +107,7 @@ class BlockState(StateBeforeFirstRun):
         tensors = {**dict(self.block.named_parameters()), **dict(self.block.named_buffers())}
         tensors |= {record.name: record.tensor for record in self.modules.tensors}
         comparison.record_tensors(self.running_statistics, tensors)
-        try:
-            yield
-        except Exception:
-            raise  # its message is more specific than that of a comparison
-        except BaseException:  # such as the exception with which early stop ends a recomputation
-            comparison.check_unchanged(tensors)
-            raise
+        yield  # an error of the run is more specific than an error of the comparison
         comparison.check_unchanged(tensors)
 
 
@@ -127,15 +124,15 @@ class Repeatable:
 
     PyTorch's checkpoint passes the same lists and dicts to both runs, so a block that appends to a
     list would append twice. With this class, the first run receives the caller's own arguments. The
-    recomputation receives new lists and dicts with the content that they had before the first run.
+    recomputation receives copies of the lists and dicts, made before the first run.
     Tensors in nested lists, tuples, mappings and dataclasses are passed to PyTorch's checkpoint as
     separate arguments, so the checkpoint saves them too.
 
     Args:
         function: The block's function, such as its forward method. Error messages show its name.
-        state: A new `BlockState` of the block, with which the recomputation restores attributes of
-            the block's modules and the random number generators of Python and NumPy. With None,
-            only the arguments are restored.
+        state: A new `BlockState` of the block. The recomputation uses it to restore two things: the
+            attributes of the block's modules, and the random number generators of Python and NumPy.
+            With None, only the arguments are restored.
     """
 
     def __init__(self, function: Callable, state: BlockState | None = None):
@@ -158,7 +155,7 @@ class Repeatable:
     def __call__(self, *tensors: Tensor) -> Any:
         """Run the function; PyTorch's checkpoint calls this with all tensors of the arguments."""
         if self.first_run_arguments is not None:
-            # Release the arguments before the run, because only the checkpoint may keep the tensors
+            # Release the arguments before the run, so that only the checkpoint keeps the tensors
             # alive.
             (args, kwargs), self.first_run_arguments, modes = self.first_run_arguments, None, []
         else:
@@ -178,4 +175,4 @@ class Repeatable:
         try:
             raise stop
         finally:
-            del stop  # its traceback refers to this frame
+            del stop  # avoids a reference cycle, because its traceback refers to this frame
