@@ -111,7 +111,9 @@ class _Step:
         self.peak_at = int(self.total.argmax()) + 0.5  # the middle of the operator
 
     def runs(self) -> list[tuple[str, int, int]]:
-        """Return (phase, first operator, one past the last) for each run of operators in one phase.
+        """Return (phase, start, stop) for each uninterrupted run of operators of one phase.
+
+        The run consists of the operators `start` to `stop - 1`.
 
         Optimizer updates between two runs of backward count as backward. Otherwise an optimizer
         that updates each parameter during backward would be drawn as thin stripes.
@@ -290,7 +292,8 @@ def _width_of(panel: "Axes", words: str, size: float) -> float:
 def _highest_box(below: Any, above: Any, width: int) -> tuple[float, float, float] | None:
     """Return (center x, center y, height) of the tallest box of this width inside a layer, or None.
 
-    `width` is a number of operators. `below` and `above` are the edges of the layer.
+    `width` is a number of operators. A layer is the area of one category in the plot, and `below`
+    and `above` are its edges.
     """
     from numpy.lib.stride_tricks import sliding_window_view
 
@@ -313,6 +316,17 @@ def _mark_peak(panel: "Axes", step: _Step, first: _Step | None) -> None:
     words = text("peak {size} MB", size=f"{peak:,.1f}")
     if first is not None and first.peak > 0:
         panel.axhline(first.peak / 1e6, color="#444444", linewidth=1.0, linestyle=(0, (4, 3)))
+        left = step.peak_at > panel.get_xlim()[1] / 2  # the peak's own label is at the right
+        panel.text(
+            0.005 if left else 0.995,
+            first.peak / 1e6,
+            text("peak of the first step"),
+            transform=panel.get_yaxis_transform(),
+            ha="left" if left else "right",
+            va="bottom",
+            fontsize=8.5,
+            color="#444444",
+        )
         if step.peak != first.peak:
             change = f"{(step.peak / first.peak - 1) * 100:+.0f}%".replace("-", "−")
             words = text("{peak}  ({change})", peak=words, change=change)
