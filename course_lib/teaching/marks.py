@@ -1,6 +1,7 @@
 """Elements that plots of several lessons share: words, boxes, arrows, points, bars and axes.
 
-Words are labels. A plot of `course_lib.teaching.figures` shows them in the language of the page.
+All words are labels (texts with a Chinese translation). A plot of `course_lib.teaching.figures`
+shows them in the language of the page.
 Keyword arguments `**look` are passed to matplotlib.
 """
 
@@ -41,13 +42,13 @@ def note(
 
     Args:
         ax: Axes to write on.
-        words: The words, a label.
+        words: The words, as a label (text with a Chinese translation).
         point: The point, in data coordinates.
         offset: Distance of the words from the point, as a pair (to the right, upwards) in units of
             1/72 inch.
         look: Other arguments of `ax.annotate`.
     """
-    look = {"textcoords": "offset points", "va": "center", **look}
+    look = {"textcoords": "offset points", "va": "center", **outline(), **look}
     ax.annotate(text(words), point, offset, **look)
 
 
@@ -57,10 +58,17 @@ def write(ax: "Axes", x: float, y: float, words: str, **look: Any) -> None:
     Args:
         ax: Axes to write on.
         x, y: The point.
-        words: The words, a label.
+        words: The words, as a label (text with a Chinese translation).
         look: Other arguments of `ax.text`.
     """
     ax.text(x, y, text(words), **{"ha": "center", "va": "center", **look})
+
+
+def outline() -> dict[str, Any]:
+    """Return arguments that outline words in white, so that no line crosses the letters."""
+    from matplotlib.patheffects import withStroke
+
+    return {"path_effects": [withStroke(linewidth=2.5, foreground="white")]}
 
 
 def background(color: str, pad: float = 1) -> dict[str, Any]:

@@ -9,7 +9,16 @@ from course_lib.simulated import SimulatedDevice
 from course_lib.simulated.lanes import LANE_COLORS, LANE_NAMES
 from course_lib.teaching import COLORS, Table, claims, figure, text
 from course_lib.teaching.figures import shown_once
-from course_lib.teaching.marks import arrow, clauses, label_axes, name_rows, note, points, write
+from course_lib.teaching.marks import (
+    arrow,
+    clauses,
+    label_axes,
+    name_rows,
+    note,
+    outline,
+    points,
+    write,
+)
 
 from .claims import CLAIMS, OLDER_CLAIMS
 from .gpu import recorded_on_h200
@@ -83,9 +92,9 @@ def draw_steps(runs: Mapping[int, Step], plain: float) -> "Figure":
     before the step.
 
     Args:
-        runs: Dict from p, the number of storages that are fetched ahead, to a tuple: the simulated
-            device after the step, the time in seconds at which the step began, and the live bytes
-            at that time.
+        runs: Dict from p, the number of storages that are fetched ahead, to a tuple. It has the
+            simulated device after the step, the time in seconds at which the step began, and the
+            live bytes at that time.
         plain: Seconds of the step without copies, which are marked by a line.
     """
     took = {p: f"{1000 * (device.seconds - began):.2f}" for p, (device, began, _) in runs.items()}
@@ -105,7 +114,7 @@ def draw_steps(runs: Mapping[int, Step], plain: float) -> "Figure":
         ((device, began, held),) = runs.values()
         device.plot_bytes(axes[1], since=began)
         low, high = held / 1e6, device.peak_bytes / 1e6
-        axes[1].set(ylim=(low, low + 1.1 * (high - low)), ylabel=text("MB"))
+        axes[1].set(ylim=(low, low + 1.1 * (high - low)), ylabel=text("live bytes (MB)"))
         axes[1].set_yticks([low, low + 5, low + 10], ["0", "5", "10"])
     else:
         axes[1].set_xlabel(text("simulated seconds"))
@@ -263,7 +272,7 @@ def draw_pages(
         (plain / 1e6, 0.4, "left", "all the state in memory"),
     ):
         ax.axhline(height, color="#888888", linewidth=0.9, linestyle="--")
-        write(ax, x, height + 2, name, ha=side, va="baseline", fontsize=9)
+        write(ax, x, height + 2, name, ha=side, va="baseline", fontsize=9, **outline())
     label_axes(ax, "page size (MiB)", "peak of the step (MB)", xlim=(0, 35.5), ylim=(0, 130))
     ax.legend(loc="lower right")
     return shown_once(drawn)
