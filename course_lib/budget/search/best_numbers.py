@@ -1,7 +1,8 @@
 """Find the cheapest recipe of one family that fits the budget.
 
-A family consists of the recipes with the same combination of techniques. They differ in the numbers
-that this module chooses: micro-batches, segments, blocks, schedule bytes and copies in flight.
+A family consists of the recipes with the same combination of memory-saving techniques. The recipes
+of a family differ in numbers: micro-batches, segments, checkpointed blocks, saved bytes, and copies
+in flight. This module chooses these numbers.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ ROUNDS = 3
 def best_of(search: RecipeSearch, family: Recipe) -> Recipe | None:
     """Return the cheapest recipe of a family that fits the memory budget, or None.
 
-    A family consists of all recipes with the same memory-saving techniques. They differ only in
-    numbers, such as the number of micro-batches or of segments. The cost of a recipe is the
-    estimated duration of its training step.
+    A family consists of all recipes with the same memory-saving techniques. The recipes of a family
+    differ only in numbers, such as the number of micro-batches or of segments. The cost of a recipe
+    is the estimated duration of its training step.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
@@ -36,7 +37,8 @@ def best_of(search: RecipeSearch, family: Recipe) -> Recipe | None:
     """
     if family.offload_activations:
         return best_in_flight(search, family)
-    # The base recipe fixes the checkpoints, so the number of segments or bytes is fixed as well.
+    # If the base recipe sets `checkpoint`, it also sets the number of segments or the memory limit
+    # of the schedule. In this case, only the number of micro-batches is searched.
     if family.checkpoint == search.cache.base.checkpoint:
         return fewest_micro_batches(search, family)
     if family.checkpoint == "segments":
@@ -49,12 +51,14 @@ def best_of(search: RecipeSearch, family: Recipe) -> Recipe | None:
 def best_in_flight(search: RecipeSearch, family: Recipe) -> Recipe | None:
     """Return the cheapest recipe that differs from `family` only in `prefetch` and `in_flight`.
 
-    The recipes offload activations, and these two fields limit the numbers of copies that run
-    during the compute. Larger numbers hide more of the copying, but need more memory.
+    A recipe is a set of memory-saving techniques. The recipe `family` offloads activations, and the
+    two fields limit the numbers of copies that run during the compute. Larger numbers hide more of
+    the copying, but need more memory.
 
-    To save time, the cost of each recipe (the duration of its step) is computed from an estimate
-    with the smallest `in_flight`, which copies the same number of bytes. Then the recipes
-    themselves are estimated, the cheapest first, until one fits the memory budget.
+    The cost of a recipe is the duration of its step. To save time, the cost is computed from the
+    estimate of a step with the smallest `in_flight`, because every value of `in_flight` copies the
+    same number of bytes. Then the recipes themselves are estimated, the cheapest first, until one
+    fits the memory budget.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
@@ -62,7 +66,7 @@ def best_in_flight(search: RecipeSearch, family: Recipe) -> Recipe | None:
             recipes with larger values.
 
     Returns:
-        The recipe; None if `family` itself does not fit the budget.
+        The cheapest recipe that fits; None if `family` itself does not fit the budget.
     """
     if not search.fits(family):
         return None
@@ -80,7 +84,7 @@ def best_in_flight(search: RecipeSearch, family: Recipe) -> Recipe | None:
 def fewest_micro_batches(
     search: RecipeSearch, family: Recipe, counts: Sequence[int] = ()
 ) -> Recipe | None:
-    """Return a copy of a recipe with the fewest micro-batches that fit the memory budget, or None.
+    """Return a copy of a recipe with the fewest micro-batches with which its step fits, or None.
 
     Among the numbers above 1, a larger number never needs more memory, because the micro-batches do
     not get larger. The smallest number that fits is therefore found by bisection. The number 1 is
@@ -89,12 +93,12 @@ def fewest_micro_batches(
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
-        family: Recipe whose field `micro_batches` is replaced.
+        family: Memory-saving techniques of the step. The field `micro_batches` is replaced.
         counts: Numbers of micro-batches to try, in rising order. By default, the numbers that the
             search allows for this recipe.
 
     Returns:
-        The recipe; None if its step does not fit the budget with any of these numbers.
+        The copy of the recipe; None if the step does not fit with any number of micro-batches.
     """
     one, *more = [
         replace(family, micro_batches=n) for n in counts or search.micro_batch_counts_for(family)
@@ -107,8 +111,9 @@ def first_with_fewest_micro_batches(
 ) -> Recipe | None:
     """Find by bisection the first recipe of a sorted sequence that fits the memory budget.
 
-    The recipes must be sorted so that all recipes after the first one that fits also fit. To decide
-    whether a recipe fits, only its largest and its smallest number of micro-batches are tried.
+    A recipe is a set of memory-saving techniques. If one recipe of the sequence fits, all later
+    recipes must fit, too. During the bisection, each recipe is tried only with the largest and the
+    smallest number of micro-batches. It fits if one of these two steps fits.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
@@ -137,15 +142,16 @@ def fewest_segments(search: RecipeSearch, family: Recipe) -> Recipe | None:
 
     A segment consists of consecutive blocks, and only the input of the segment is saved. The
     numbers of segments from 2 to the square root of the number of blocks are tried by bisection,
-    because in this range each additional segment saves memory. If none of these numbers fits, the
-    recipe has one segment per block.
+    because in this range each additional segment saves memory. If the step fits with none of these
+    numbers, the returned recipe has one segment per block.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
-        family: Recipe with checkpoint="segments".
+        family: Memory-saving techniques of the step, with checkpoint="segments".
 
     Returns:
-        The recipe, also with the fewest micro-batches; None if the step does not fit the budget.
+        The recipe with this number of segments, and with the fewest micro-batches with which the
+        step fits; None if the step does not fit with one segment per block.
     """
     blocks = search.cache.segments
     few = range(2, math.isqrt(blocks) + 1)
@@ -160,20 +166,20 @@ def fewest_segments(search: RecipeSearch, family: Recipe) -> Recipe | None:
 def fewest_blocks(search: RecipeSearch, one_block: Recipe, most: int) -> Recipe | None:
     """Return a copy of a recipe with the fewest checkpointed blocks with which its step fits.
 
-    Only the first blocks of the model get a checkpoint. The smallest number of blocks is found by
-    bisection, which is correct in the following case: the blocks are equal, and the step does not
-    fit without checkpoints, but fits with `most` of them. The peak is then a convex function of the
-    number of checkpoints, so the step also fits with every number between the smallest one that
-    fits and `most`.
+    Only the first blocks of the model get a checkpoint. The smallest number of checkpoints is found
+    by bisection. The bisection is correct if three conditions hold: the blocks are equal, the step
+    does not fit without checkpoints, and the step fits with `most` checkpoints. The peak is then a
+    convex function of the number of checkpoints. Therefore the step also fits with every number
+    between the smallest number that fits and `most`.
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
-        one_block: Recipe that checkpoints only the first block.
+        one_block: Memory-saving techniques of a step that checkpoints only the first block.
         most: Largest number of blocks to checkpoint.
 
     Returns:
-        The recipe, also with the fewest micro-batches; None if the step does not fit with `most`
-        checkpoints.
+        The recipe with this number of checkpointed blocks, and with the fewest micro-batches with
+        which the step fits; None if the step does not fit with `most` checkpointed blocks.
     """
     return first_with_fewest_micro_batches(
         search, [replace(one_block, first_blocks=n) for n in range(1, most + 1)]
@@ -193,10 +199,11 @@ def best_schedule(search: RecipeSearch, family: Recipe) -> Recipe | None:
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
-        family: Recipe with checkpoint="optimal".
+        family: Memory-saving techniques of the step, with checkpoint="optimal".
 
     Returns:
-        The recipe; None if no schedule fits.
+        A copy of the recipe with the fields `micro_batches` and `schedule_bytes` found; None if no
+        schedule fits.
     """
     cache = search.cache
     trials: list[tuple[float, Recipe]] = []
@@ -238,11 +245,11 @@ def with_schedule(search: RecipeSearch, recipe: Recipe) -> Recipe | None:
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
-        recipe: Recipe with checkpoint="optimal".
+        recipe: Memory-saving techniques of the step, with checkpoint="optimal".
 
     Returns:
-        The recipe; None if the step does not fit even with the schedule that needs the least
-        memory.
+        The copy of the recipe; None if the step does not fit even with the schedule that needs the
+        least memory.
     """
     best = least_schedule(search, recipe)
     if not search.fits(best):
@@ -274,7 +281,7 @@ def fastest_within(search: RecipeSearch, recipe: Recipe, nbytes: int) -> Cost:
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
-        recipe: Recipe with checkpoint="optimal".
+        recipe: Memory-saving techniques of the step, with checkpoint="optimal".
         nbytes: Limit in bytes for the activations.
     """
     cost_of = search.cache.composer.schedule_cost
@@ -287,7 +294,9 @@ def fastest_within(search: RecipeSearch, recipe: Recipe, nbytes: int) -> Cost:
 def least_schedule(search: RecipeSearch, recipe: Recipe) -> Recipe:
     """Return a copy of a recipe with the smallest `schedule_bytes` for which a schedule exists.
 
-    `schedule_bytes` limits the bytes of activations in a step with checkpoint="optimal".
+    A recipe is a set of memory-saving techniques for a training step. With checkpoint="optimal",
+    its field `schedule_bytes` limits the bytes of activations. A schedule decides which activations
+    are saved, and which are recomputed.
     """
     least = 1
     try:
@@ -300,16 +309,17 @@ def least_schedule(search: RecipeSearch, recipe: Recipe) -> Recipe:
 def first_that_fits(recipes: Sequence[Recipe], fits: Callable[[Recipe], Any]) -> Recipe | None:
     """Find by bisection the first recipe of a sorted sequence that fits, or return None.
 
-    The recipes must be sorted so that all recipes after the first one that fits also fit. Therefore
-    the result is None if the last recipe does not fit, or if the sequence is empty.
+    A recipe is a set of memory-saving techniques. If one recipe of the sequence fits, all later
+    recipes must fit, too. Therefore the result is None if the last recipe does not fit, or if the
+    sequence is empty.
 
     Args:
-        recipes: Recipes in this order.
-        fits: Function that takes a recipe and returns whether it fits.
+        recipes: Sorted recipes.
+        fits: Function that takes a recipe and returns whether the recipe fits.
     """
     if not recipes or not fits(recipes[-1]):
         return None
-    # The recipe at `low` does not fit, and the one at `high` does.
+    # The recipe at index `low` does not fit, and the recipe at index `high` fits.
     low, high = -1, len(recipes) - 1
     while high - low > 1:
         middle = (low + high + 1) // 2

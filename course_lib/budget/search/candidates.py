@@ -1,7 +1,8 @@
 """List the candidates of each technique, and the families of recipes that a search can try.
 
-A candidate is a dict of values for the fields of one technique. A family consists of the recipes
-with the same combination of candidates.
+A recipe is a set of memory-saving techniques for a training step. A candidate is a dict of values
+for the fields of one technique. A family consists of the recipes with the same combination of
+candidates.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class RecipeSearch:
         rates: Speed of the machine, from which the duration of a step is computed.
         quick: Whether to try fewer recipes. The search then takes less time, but may miss the
             cheapest recipe.
-        limits: Limits of the framework that must be able to run the recipes.
+        limits: Framework that must be able to run the recipes, and the number of samples in the
+            batch.
     """
 
     def __init__(
@@ -73,23 +75,26 @@ class RecipeSearch:
     # ---- Costs
 
     def fits(self, recipe: Recipe) -> bool:
-        """Return whether the peak of live tensors in the recipe's step is within the budget."""
+        """Return whether the training step of a recipe fits the memory budget.
+
+        The peak of the bytes of live tensors must be at most `budget`.
+        """
         possible = recipe.ranks > 1 or not exceeds(self.cache, recipe, self.budget)
         return possible and self.cache.estimate(recipe).peak_bytes <= self.budget
 
     def seconds(self, recipe: Recipe) -> float:
-        """Return the cost of a recipe: the estimated duration of its step in seconds."""
+        """Return the cost of a recipe: the estimated duration of its training step in seconds."""
         return self.rates.seconds(self.cache.estimate(recipe))
 
     def headroom_bytes(self, recipe: Recipe) -> int:
-        """Return the bytes of the budget that the recipe's step leaves unused.
+        """Return the bytes of the budget that a recipe's training step leaves unused.
 
         The number is negative if the step does not fit the budget.
         """
         return self.budget - self.cache.estimate(recipe).peak_bytes
 
     def flops(self, recipe: Recipe) -> int:
-        """Return the FLOPs of a recipe's step."""
+        """Return the FLOPs of a recipe's training step, as estimated."""
         return self.cache.estimate(recipe).flops
 
     def sort_key(self, found: Estimate) -> tuple:
@@ -97,7 +102,8 @@ class RecipeSearch:
 
         The estimates are sorted by the duration of the step. Among estimates with the same
         duration, the first is the one with the fewest micro-batches. Further ties are broken by
-        larger pages, fewer copies in flight, fewer bytes sent to other ranks, and a lower peak.
+        a larger `page_bytes`, fewer copies of activations that run at once, fewer bytes sent to
+        other ranks, and a lower peak, in this order.
         """
         recipe = found.recipe
         seconds = self.rates.seconds(found)
@@ -150,8 +156,8 @@ class RecipeSearch:
     def doublings(self, recipe: Recipe) -> list[int]:
         """Return some of the numbers of micro-batches that a recipe can use, in rising order.
 
-        The last one is the largest number that the recipe can use. Each number before it is at
-        least twice its predecessor.
+        The last number in the list is the largest number that the recipe can use. Each number
+        before the last one is at least twice its predecessor.
         """
         found = []
         for count in self.micro_batch_counts_for(recipe):
@@ -164,15 +170,15 @@ class RecipeSearch:
         return found
 
     def candidates(self, field: str) -> Sequence[Mapping[str, Any]]:
-        """Return the settings of one technique that the search tries.
+        """Return the settings that the search tries for one technique.
 
         Args:
-            field: First field of the technique, such as "checkpoint".
+            field: Name of the first field of the technique, such as "checkpoint".
 
         Returns:
             A sequence of dicts, each with values for some fields of the technique. If the base
-            recipe (`cache.base`) already sets the technique, the sequence consists of an empty
-            dict, which changes nothing.
+            recipe (`cache.base`) sets `field`, or if the framework allows only the base recipe's
+            value, the sequence consists of an empty dict, which changes nothing.
         """
         if field not in self._candidates:
             self._candidates[field] = _candidates_of(self, field)
@@ -189,7 +195,7 @@ class RecipeSearch:
         field, the value is that of the base recipe (`cache.base`).
 
         Args:
-            field: First field of a technique, such as "checkpoint".
+            field: Name of the first field of a technique, such as "checkpoint".
         """
         own = getattr(self.cache.base, field)
         return [each.get(field, own) for each in self.candidates(field)]
@@ -198,11 +204,12 @@ class RecipeSearch:
         """Return how much of one technique a recipe uses, as a fraction from 0 to 1.
 
         For most techniques, the result is 0 or 1. A graded technique can be used to different
-        degrees, such as the fraction of the optimizer state that is offloaded. If a recipe has the
-        value `values(field)[i]` of such a field, the result is i / (len(values(field)) - 1).
+        degrees. An example is offloading, by the fraction of the optimizer state that is offloaded.
+        For a graded technique, if the recipe's value of `field` is `values(field)[i]`, the result
+        is i / (len(values(field)) - 1).
 
         Args:
-            field: First field of the technique, such as "offload_optimizer".
+            field: Name of the first field of the technique, such as "offload_optimizer".
             recipe: Recipe whose value of this field is used.
         """
         values = self.values(field)
@@ -239,25 +246,27 @@ class RecipeSearch:
         return all(covers(*each) for each in BY_FIELD.items())
 
     def families(self) -> Iterator[Recipe]:
-        """Yield one recipe for each possible combination of techniques.
+        """Yield one recipe for each family, that is, for each possible combination of techniques.
 
-        These recipes stand for families: a family consists of all recipes with the same combination
-        of techniques. The best numbers of micro-batches, segments and schedule bytes within a
-        family are chosen later, by the module `best_numbers`.
+        A family consists of all recipes with the same combination of techniques. The module
+        `best_numbers` later chooses the best values of the fields `micro_batches`, `segments` and
+        `schedule_bytes` within a family.
 
-        With offloaded activations, each number of micro-batches makes a separate family, because
-        the number decides which activations are large enough to be offloaded.
+        A combination with offloaded activations is divided into several families, one for each
+        number of micro-batches that `doublings` returns. The number of micro-batches decides which
+        activations are large enough to be offloaded.
         """
         for chosen in product(*map(self.candidates, BY_FIELD)):
             try:
                 family = self.family(**{k: v for each in chosen for k, v in each.items()})
                 self.limits.require(family)
             except ValueError:
-                # Two of these techniques cannot be combined, or the framework cannot run them.
+                # These techniques cannot be combined, or the framework cannot run this family.
                 continue
             if not family.offload_activations:
                 yield replace(family, micro_batches=self.micro_batch_counts_for(family)[0])
-            # With "segments", only the inputs of the segments could be offloaded.
+            # With checkpoint="segments", only the inputs of the segments could be offloaded.
+            # Therefore this combination is tried only if the base recipe already has segments.
             elif family.checkpoint != "segments" or self.cache.base.checkpoint == "segments":
                 for number in self.doublings(family):
                     yield replace(family, micro_batches=number)
@@ -267,11 +276,12 @@ class RecipeSearch:
         """Tuple with the attention implementation that needs the least memory, or an empty tuple.
 
         The only element is a value of `Recipe.attention`, such as "flash". The search tries at most
-        two implementations. One of them needs the least memory if neither its peak in forward nor
-        its peak in backward is above that of the other one, in the step of the base recipe.
+        two implementations, and compares their peaks in the step of the base recipe. An
+        implementation needs the least memory if its peak in forward and its peak in backward are
+        both at most those of the second implementation.
 
-        The tuple is empty if this holds for neither of the two, or if the search tries only one
-        implementation.
+        The tuple is empty if each implementation has the higher peak in one of the two phases, or
+        if the search tries only one implementation.
         """
 
         def peaks(attention: str | None) -> tuple[int, int]:
@@ -287,10 +297,11 @@ class RecipeSearch:
         return (other,) if all(map(operator.le, peaks(other), peaks(one))) else ()
 
     def family(self, **techniques: Any) -> Recipe:
-        """Return a recipe with the given fields, small pages and few copies in flight.
+        """Return a recipe with the given fields and the smallest pages and numbers of copies.
 
-        Fields that are not given have the values of the base recipe (`cache.base`), except that the
-        page size, `prefetch` and `in_flight` have the smallest values that the search tries.
+        The fields `page_bytes`, `prefetch` and `in_flight` have the smallest values that the search
+        tries. All other fields that are not given have the values of the base recipe
+        (`cache.base`).
 
         Args:
             techniques: Values of the fields that differ from the base recipe.
@@ -303,7 +314,7 @@ class RecipeSearch:
 
         A page is the part of an offloaded optimizer state that is updated at once. The page size
         changes the peak, but not the duration of the step. With `in_backward`, or without an
-        offloaded optimizer, it has no effect, and only one size is returned.
+        offloaded optimizer, the page size has no effect, and only one size is returned.
         """
         paged = recipe.uses_offloaded_optimizer and not recipe.in_backward
         return self.allowed_values("page_bytes", *(PAGES if paged else PAGES[:1]))
@@ -311,10 +322,9 @@ class RecipeSearch:
     def copies_for(self, recipe: Recipe) -> list[dict[str, int | None]]:
         """Return dicts with the values of `prefetch` and `in_flight` to try for a recipe.
 
-        These fields limit the numbers of copies of offloaded activations that run during the
-        compute. Without offloaded activations, or with the tier "file", the fields do not change
-        the duration of the step. The result is then a list with an empty dict, which keeps the
-        recipe's values.
+        These fields limit how many offloaded activations are copied at the same time. Without
+        offloaded activations, or with the tier "file", the fields do not change the duration of the
+        step. The result is then a list with an empty dict, which keeps the recipe's values.
         """
         if not recipe.offload_activations or self.cache.composer.tier == "file":
             return [{}]
@@ -329,9 +339,19 @@ class RecipeSearch:
 
 
 def _candidates_of(search: RecipeSearch, field: str) -> Sequence[Mapping[str, Any]]:
-    """Return the candidates of a technique that the framework can run, as dicts of field values."""
+    """Return the settings of a technique that the search tries and that the framework can run.
+
+    Args:
+        search: Search with the model, the batch and the framework.
+        field: First field of the technique, such as "checkpoint".
+
+    Returns:
+        Dicts of values for fields of the technique. If the search cannot change the technique, the
+        only dict is empty.
+    """
     base = search.cache.base
-    # To list candidates, recipes are estimated. A field with a single value needs no estimate.
+    # Fields with a single possible value are handled first, because listing the candidates of a
+    # field can require estimates.
     one = search.limits.only(field) == (getattr(base, field),)
     if one or field in base.changed_fields():
         return ({},)
@@ -344,7 +364,8 @@ def not_tried(search: RecipeSearch) -> list[str]:
     Techniques that the user's framework excludes are not mentioned.
     """
     base = search.cache.base
-    # A technique that the framework excludes is not reported, because the model is not the reason.
+    # Techniques that the framework excludes are left out, because their sentences would name the
+    # model or the batch as the reason.
     tried = [
         each
         for each in TECHNIQUES
@@ -356,7 +377,7 @@ def not_tried(search: RecipeSearch) -> list[str]:
 def addable_techniques(search: RecipeSearch, recipe: Recipe) -> list[str]:
     """Return the names of the fields whose techniques could still be added to a recipe.
 
-    The model and the batch must support the technique, and it must be possible to combine it with
+    The model and the batch support each of these techniques, and each of them can be combined with
     the techniques that the recipe already uses.
 
     Args:

@@ -47,7 +47,8 @@ class EstimateCache:
         options: Other arguments of `estimate`: `loss_sum`, `max_norm`, `split`, `tier`, `kind` and
             `gpu`.
         estimates: Mapping from each estimated recipe to its estimate.
-        held: Mapping from the settings of an optimizer to the result of `lower_bounds.held_bytes`.
+        held: Mapping from the settings of an optimizer to the bytes that are live throughout a
+            step with this optimizer (see `lower_bounds.held_bytes`).
         whole: Recipes of a single rank whose step was run with all blocks, because steps with few
             blocks were not possible.
         composes: Whether estimates may be computed from steps with few blocks. It becomes False
@@ -87,7 +88,7 @@ class EstimateCache:
         """Return the estimate of a recipe's step, and compute it only if it is not cached.
 
         Args:
-            recipe: Recipe of the step.
+            recipe: Memory-saving techniques of the step.
             shown: Whether to call `watch`, which shows the progress, before a new estimate.
         """
         if recipe not in self.estimates:
@@ -99,7 +100,11 @@ class EstimateCache:
         return self.estimates[recipe]
 
     def _estimate(self, recipe: Recipe) -> Estimate:
-        """Compute an estimate from steps with few blocks if possible, and else with all blocks."""
+        """Estimate the training step of a recipe, without looking it up in the cache.
+
+        If possible, the estimate is computed from steps with only a few of the model's blocks.
+        Otherwise a step with all blocks is run.
+        """
         composable = recipe.ranks == 1 and self.composes and can_extrapolate(recipe)
         if composable:
             with suppress(ExtrapolationError), explain_symbolic_errors():
@@ -107,18 +112,17 @@ class EstimateCache:
                 run = partial(process_trace, *self.given, recipe, events=True, **self.options)
                 return found.with_trace_function(lambda places: run(places=places)[0])
         found = estimate(*self.given, recipe, **self.options)
-        if recipe.ranks == 1:  # `rank_trace` shortens the steps of several ranks itself
+        if recipe.ranks == 1:  # with several ranks, `rank_trace` may have run only a few blocks
             self.whole.add(recipe)
-        # The recipe could have been composed, but the steps with few blocks have failed. Later
-        # estimates do not try them again.
+        # If the steps with few blocks have failed, later estimates do not try such steps again.
         self.composes &= not composable
         return found
 
     def confirm(self, best: Estimate | None) -> bool:
         """Check an estimate that was computed from steps with a few of the model's blocks.
 
-        The step is run with all blocks on symbolic tensors. If the result differs from the
-        estimate, the cache is emptied, and all later estimates run all blocks.
+        The step is run with all blocks on symbolic tensors, which need no memory. If the result
+        differs from the estimate, the cache is emptied, and all later estimates run all blocks.
 
         Args:
             best: Estimate to check, or None.
@@ -146,7 +150,7 @@ class EstimateCache:
         """Return the estimate of the base recipe with some fields changed.
 
         Args:
-            techniques: New values of these fields.
+            techniques: Values of the changed fields, as keyword arguments.
         """
         return self.estimate(replace(self.base, **techniques))
 
@@ -154,15 +158,16 @@ class EstimateCache:
     def composer(self) -> BlockExtrapolator:
         """`BlockExtrapolator` for the precision of the base recipe.
 
-        This object computes estimates from steps with a few of the model's blocks.
+        A `BlockExtrapolator` runs a training step with only a few of the model's blocks, and
+        extrapolates the result to all blocks.
         """
         return self.composer_of(self.base)
 
     def composer_of(self, recipe: Recipe) -> BlockExtrapolator:
         """Return the `BlockExtrapolator` for the precision of a recipe.
 
-        This object computes estimates from steps with a few of the model's blocks. One object is
-        created per precision.
+        A `BlockExtrapolator` runs a training step with only a few of the model's blocks, and
+        extrapolates the result to all blocks. One object is created per precision.
         """
         if recipe.precision not in self._composers:
             base = replace(self.base, precision=recipe.precision)
@@ -188,8 +193,8 @@ class EstimateCache:
     def known_flops(self, recipe: Recipe) -> int | None:
         """Return the FLOPs of a recipe's step if they are known from the cached estimates, or None.
 
-        They are known if a cached estimate has the same values as `recipe` in all fields that can
-        change the FLOPs of forward and backward (`FLOPS_FIELDS`). If there are several such
+        The FLOPs are known if a cached estimate has the same values as `recipe` in all fields that
+        can change the FLOPs of forward and backward (`FLOPS_FIELDS`). If there are several such
         estimates, the result is their lowest number of FLOPs.
         """
         return self._flops.get(_fields_of_flops(recipe))
@@ -203,7 +208,7 @@ class EstimateCache:
         The value is a pair of a list of numbers and a text. If the batch cannot be split, the list
         is [1], and the text gives the reason. Otherwise the text is None.
         """
-        # BatchNorm may raise an error for a single sample.
+        # BatchNorm can raise an error for a single sample, so each micro-batch needs at least two.
         least = 1 + has_batch_norm(self.model)
         with symbolic(self.composer.mode):
             return counts_of_batch(self.batch, self.split, least)
@@ -233,7 +238,8 @@ class EstimateCache:
     def uses_own_stages(self) -> bool:
         """Whether segments and schedules use the model's method `stages` instead of its blocks.
 
-        This method returns functions that compute the loss one after the other.
+        `stages` returns functions. Each takes the output of the previous one, and the last one
+        returns the loss.
         """
         own = own_stages(self.composer.model) is not None and self.composer.loss_sum is None
         return own and self.blocks is None and self.base.precision != "autocast"
@@ -262,7 +268,7 @@ class EstimateCache:
             if technique.get("checkpoint") == "optimal":
                 # A schedule needs only stages, which this model defines, so no trial is needed.
                 return None
-            # This recipe is not a candidate, so its estimate is not stored.
+            # The recipe below is not a candidate of the search, so its estimate is not cached.
             tried = self._estimate
         if "checkpoint" in technique:
             technique["blocks"] = self.blocks
@@ -274,5 +280,5 @@ class EstimateCache:
 
 
 def _fields_of_flops(recipe: Recipe) -> tuple:
-    """Return the values of the fields that determine the FLOPs of a recipe's step."""
+    """Return the values of those fields of a recipe that determine the FLOPs of its step."""
     return tuple(getattr(recipe, name) for name in FLOPS_FIELDS)

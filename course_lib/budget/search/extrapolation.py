@@ -1,6 +1,6 @@
 """Estimate the step of a model with many equal blocks from runs with only a few of them.
 
-Two runs are needed, the second one with one more block than the first. At each point of the step,
+Two runs are needed: one with a few blocks, and one with one more block. At each point of the step,
 that is, at each operator, each block adds the same number of live bytes. Each block also adds the
 same FLOPs and bytes moved (`traces.equal_blocks` has the formula). This module runs forward and
 backward without an optimizer, and takes the memory of the optimizer from `optimizer_updates`.
@@ -45,13 +45,14 @@ from course_lib.symbolic import Gpu, Symbolic, symbolic
 
 from .optimizer_updates import UpdateCache
 
-# The shortest run keeps two blocks, because the first and the last block may differ from the rest.
+# The shortest run keeps two blocks, because the first and the last block may differ from all other
+# blocks.
 FEW = 2
 # Smallest number of blocks for which runs with FEW and FEW + 1 blocks cost less than one run with
 # all of them.
 MANY = 2 * FEW + 2
-# Largest `prefetch` and `in_flight` for which the result was tested. With larger values, all blocks
-# are run.
+# Largest `prefetch` and `in_flight` for which the extrapolation was tested. With larger values, all
+# blocks are run.
 TESTED_COPIES = 2
 # Values of `checkpoint` that treat all blocks in the same way.
 UNIFORM_CHECKPOINTS = ("none", "selective", "layers")
@@ -77,8 +78,8 @@ class StepTrace:
 class ExtrapolationError(Exception):
     """Error raised when an estimate cannot be computed from steps with few of the model's blocks.
 
-    A step has failed, for example because the model needs all of its blocks, or because it cannot
-    run more than one step. The attribute `__cause__` is the error that the step raised.
+    A step has failed, for example because the model needs all of its blocks, or because the model
+    cannot run more than one step. The attribute `__cause__` is the error that the step raised.
     """
 
 
@@ -101,13 +102,15 @@ class BlockExtrapolator:
         make_model: Function without arguments that returns the model.
         make_batch: Function without arguments that returns the batch.
         base: Recipe whose field `precision` sets the dtypes of the model.
-        loss_sum, tier, max_norm, split, kind, gpu: Options as in `estimate`.
+        loss_sum, tier, max_norm, split, kind, gpu: Arguments of the same names of the function
+            `estimate`.
 
     Attributes:
         trained: Parameters of the model that require gradients.
         blocks: Longest list of equal blocks of the model.
         segments_are_blocks: Whether `blocks` contains every block of the model that can be
-            checkpointed. If so, each checkpointed segment can be one block.
+            checkpointed. If so, a recipe with as many segments as blocks has one block per
+            segment.
         parameters_of: Parameters of each block in `blocks`, as one list per block.
         positions: Mapping from each parameter of a block to the pair (index of the block in
             `blocks`, index of the parameter in the block).
@@ -150,10 +153,11 @@ class BlockExtrapolator:
         self.updates = UpdateCache(self.model, self.blocks, tier, kind)
 
     def estimate(self, recipe: Recipe) -> Estimate:
-        """Return the estimate of a recipe's step.
+        """Return the estimate of a training step, extrapolated from steps with few blocks.
 
         Args:
-            recipe: Recipe for which `can_extrapolate(recipe)` is True.
+            recipe: Memory-saving techniques of the step, for which `can_extrapolate(recipe)` must
+                be True.
         """
         # Forward and backward do not depend on where the optimizer state is kept.
         key = replace(
@@ -183,10 +187,11 @@ class BlockExtrapolator:
 
         A schedule decides which activations are saved, and which are recomputed. In the result,
         `time` is a number of FLOPs, and `peak_bytes` is the peak of the activations. If the
-        micro-batches run different operators, the result is for the one that needs the most memory.
+        micro-batches run different operators, the result is for the micro-batch that needs the most
+        memory.
 
         Args:
-            recipe: Recipe with checkpoint="optimal".
+            recipe: Memory-saving techniques of the step, with checkpoint="optimal".
 
         Raises:
             InfeasibleBudget: No schedule fits into the recipe's `schedule_bytes`.
@@ -215,10 +220,10 @@ class BlockExtrapolator:
     def forward_and_backward(self, recipe: Recipe) -> StepTrace:
         """Return the trace of forward and backward, extrapolated from runs with few blocks.
 
-        If the recipe or the model does not allow this, all blocks are run. Usually two runs are
-        enough, one with a small number of blocks and one with one more block. If the recipe
-        checkpoints only the first blocks, there are two kinds of blocks, and up to four runs are
-        needed. In the following table of these runs, "few" is a small number of blocks:
+        If the recipe or the model does not allow an extrapolation, all blocks are run. Usually two
+        runs are enough, one with a small number of blocks and one with one more block. If the
+        recipe checkpoints only the first blocks, there are two kinds of blocks, and up to four runs
+        are needed. In the following table of these runs, "few" is a small number of blocks:
 
             blocks without a checkpoint    few with a checkpoint    few + 1 with a checkpoint
             few                            run                      run
@@ -230,8 +235,8 @@ class BlockExtrapolator:
         """
         count = len(self.blocks)
         first = recipe.first_blocks or 0
-        # Whether each block is a segment. If so, the last block differs from the rest, because the
-        # last segment is not recomputed.
+        # Whether each block is a segment. If so, the last block differs from all other blocks,
+        # because the last segment is not recomputed.
         alone = recipe.segments == count and self.segments_are_blocks
         reach = blocks_in_flight(recipe, self.tier, count)
         few = FEW + alone + reach
@@ -239,7 +244,7 @@ class BlockExtrapolator:
             count < MANY + 2 * bool(first)
             or recipe.blocks
             or not (recipe.checkpoint in UNIFORM_CHECKPOINTS or alone)
-            # There are too few blocks: copies of one would be in flight after the last block.
+            # With few blocks, copies of a block's activations would continue after the last one.
             or (reach and few > count - first)
         ):
             return self.measure(recipe, count)
@@ -262,9 +267,9 @@ class BlockExtrapolator:
         """Extrapolate the trace of a step to a model with more blocks.
 
         Args:
-            runs: Traces of two steps. The second step was run with one more block than the first. A
-                single trace, of a step with all blocks, is returned unchanged.
-            blocks: Number of blocks to add to those of the first step.
+            runs: Traces of two steps, one with a few blocks and one with one more block, in this
+                order. A single trace, of a step with all blocks, is returned unchanged.
+            blocks: Number of blocks to add to the blocks of `runs[0]`.
 
         Returns:
             The extrapolated trace. Its attribute `due` also contains the parameters of the added
@@ -289,7 +294,7 @@ class BlockExtrapolator:
         A second call with equal arguments runs nothing and returns the cached trace.
 
         Args:
-            recipe: Recipe of the step.
+            recipe: Memory-saving techniques of the step.
             count: Number of equal blocks to run, as in the method `measure`.
 
         Raises:
@@ -303,7 +308,7 @@ class BlockExtrapolator:
         """Run forward and backward with only the first `count` equal blocks, and return the trace.
 
         Args:
-            recipe: Recipe of the step.
+            recipe: Memory-saving techniques of the step.
             count: Number of equal blocks to run.
             skip_equal_stages: Whether equal stages that a schedule runs without gradients
                 (checkpoint="segments" or "optimal") are run only once.
@@ -326,10 +331,11 @@ class BlockExtrapolator:
                 )[1:]
         except InfeasibleBudget:
             raise
-        # A model that needs all its blocks may raise any exception.
+        # A model that cannot run without all of its blocks can raise any exception.
         except Exception as error:
             raise ExtrapolationError(
-                f"the step does not run with {count} of {len(self.blocks)} blocks"
+                f"the step fails when the model is cut down to {count} of its {len(self.blocks)}"
+                " blocks, so its memory cannot be extrapolated from fewer blocks"
             ) from error
         due = iter(optimizer.due)
         return StepTrace(
@@ -337,13 +343,13 @@ class BlockExtrapolator:
         )
 
     def parameter_in_later_block(self, p: Tensor, by: int) -> Tensor:
-        """Return the parameter that corresponds to `p` in a later block.
+        """Return the parameter that has the same place in a later block as `p` in its own block.
 
         If `p` is not in any of the equal blocks, it is returned unchanged.
 
         Args:
             p: Parameter of the model.
-            by: Distance in blocks between the block of `p` and the later block.
+            by: Index of the later block in `blocks` minus the index of the block that contains `p`.
         """
         if p not in self.positions:
             return p
@@ -353,13 +359,13 @@ class BlockExtrapolator:
     # ---- The optimizer
 
     def with_optimizer(self, forward: StepTrace, recipe: Recipe) -> Estimate:
-        """Complete a trace of forward and backward with the optimizer, and return the estimate.
+        """Add the optimizer update to a trace of forward and backward, and return the estimate.
 
         The memory, the FLOPs and the copied bytes of the optimizer update are added.
 
         Args:
             forward: Trace of forward and backward.
-            recipe: Recipe of the step, with the settings of the optimizer.
+            recipe: Memory-saving techniques of the step, with the settings of the optimizer.
         """
         offloaded = chosen_below(self.trained, recipe.offload_optimizer)
         stepping = on_kind(recipe, self.kind)
@@ -375,7 +381,7 @@ class BlockExtrapolator:
                     if recipe.in_backward
                     else update
                 )
-                # If the update runs no operator, a meter would count nothing at this point.
+                # A meter counts bytes only at operators, so an update without operators counts 0.
                 live[row] = (live[row] + own.more) if own.operator else 0
                 operators[row] = own.operator, operators[row][1]
         flops, down, up = np.array([trace.flops, trace.bytes_down, trace.bytes_up]) + update.totals
@@ -387,7 +393,7 @@ class BlockExtrapolator:
 
 def _are_all_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     """Return whether `blocks` is the complete, ordered list of blocks that a recipe checkpoints."""
-    with suppress(ValueError):  # the model has no list of blocks
+    with suppress(ValueError):  # raised if the model has no list of blocks
         return [model.get_submodule(name) for name in names_of(model, None)] == list(blocks)
     return False
 
@@ -395,9 +401,13 @@ def _are_all_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
 def blocks_in_flight(recipe: Recipe, tier: str, blocks: int) -> int:
     """Return how many blocks can run while offloaded activations of another block are being copied.
 
-    In forward, a storage of a block may still be copied to the lower tier while later blocks run.
-    In backward, which runs the last block first, a storage may be fetched while a later block runs.
-    A step with few blocks can be extrapolated only if it has this many additional blocks.
+    In forward, the activations of block i can still be on their way to the lower tier (host memory
+    or a file) while block i + 1 and the blocks after it run. In backward, which runs the last block
+    first, the activations of block i can be fetched while block i + 1 runs.
+
+    The step of the whole model is extrapolated from steps with few blocks. These few blocks must
+    include the blocks that run during a copy. The result is therefore the number of blocks that
+    each short step needs in addition to those that it needs without offloaded activations.
 
     The numbers were found by experiment for up to two copies in each direction, in decoders and in
     chains that add tensors between their blocks. The returned numbers are the smallest ones with
@@ -405,7 +415,8 @@ def blocks_in_flight(recipe: Recipe, tier: str, blocks: int) -> int:
     block saves more than its input, a smaller number would be enough.
 
     Args:
-        recipe: Recipe of the step. The result is 0 if it does not offload activations.
+        recipe: Memory-saving techniques of the step. The result is 0 if activations are not
+            offloaded.
         tier: Where offloaded tensors are stored: "file" or "host".
         blocks: Number of equal blocks of the model. This number is returned if `prefetch` or
             `in_flight` exceeds `TESTED_COPIES`.
@@ -421,7 +432,13 @@ def blocks_in_flight(recipe: Recipe, tier: str, blocks: int) -> int:
 
 
 def _run_counts(blocks: int, few: int) -> tuple[int, ...]:
-    """Return the numbers of blocks in the runs from which `blocks` blocks are extrapolated."""
+    """Return the numbers of blocks of the runs from which a step with more blocks is extrapolated.
+
+    Args:
+        blocks: Number of blocks of the step that is wanted. If it is at most `few + 1`, the only
+            run has this number of blocks, and nothing is extrapolated.
+        few: Number of blocks of the shortest run.
+    """
     return (blocks,) if blocks <= few + 1 else (few, few + 1)
 
 
@@ -462,7 +479,7 @@ def highest_cost(
     Args:
         model: Model to train.
         micro_batches: Micro-batches to compare.
-        recipe: Recipe with checkpoint="optimal".
+        recipe: Memory-saving techniques of the step, with checkpoint="optimal".
         loss_sum: Function (model, batch) -> (sum of losses, weight). The weight is the number by
             which the sum is divided, such as the number of tokens. None uses the model's own loss.
 

@@ -1,7 +1,8 @@
-"""Decide which families are searched, which are skipped, and which of their recipes are kept.
+"""Decide which families of recipes are searched or skipped, and which recipes are returned.
 
-A family consists of the recipes with the same combination of techniques. `best_numbers` finds the
-best values of the numbers in which they differ, such as the number of micro-batches.
+A family consists of the recipes with the same combination of memory-saving techniques. The recipes
+differ only in numbers, such as the number of micro-batches. The module `best_numbers` finds the
+best of these numbers.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def fit_on_ranks(search: RecipeSearch, base: Recipe) -> tuple[list[Estimate], li
 
     Args:
         search: Model, batch and memory budget for which recipes are searched.
-        base: Recipe with several ranks. All recipes have its values in the fields that are not
-            tried.
+        base: Recipe with several ranks (processes). Every recipe that is tried has the same values
+            as `base` in all fields except `shard`, `checkpoint`, `blocks`, `attention` and
+            `micro_batches`.
 
     Returns:
         Two lists: the estimates of the recipes that fit, and the estimates of all recipes tried.
@@ -102,9 +104,10 @@ def fit_on_ranks(search: RecipeSearch, base: Recipe) -> tuple[list[Estimate], li
         try:
             best = fewest_micro_batches(search, family, counts)
         except ValueError:
-            # The model may have no blocks to checkpoint, or its loss may not call the model itself.
-            # The error is raised only for the first value of `checkpoint`, and only if `base` sets
-            # the shard or if each rank holds all parameters. Otherwise this recipe is skipped.
+            # A ValueError can mean that the model has no blocks to checkpoint, or that its loss
+            # does not call the model itself. The error is raised only for the first value of
+            # `checkpoint`, and only if `base` sets the shard or each rank holds all parameters.
+            # Otherwise these recipes are skipped.
             if keep == keeps[0] and (base.shard is not None or shard in rank.REPLICATED):
                 raise
             continue
@@ -112,7 +115,8 @@ def fit_on_ranks(search: RecipeSearch, base: Recipe) -> tuple[list[Estimate], li
             found.append(cache.estimate(best))
     tried = [e for recipe, e in cache.estimates.items() if recipe.ranks > 1]
     if not tried:
-        # Parameters, gradients and optimizer state alone exceed the budget.
+        # Nothing was estimated, because parameters, gradients and optimizer state alone exceed the
+        # budget. Estimate one recipe with a low peak, so that the error message can state its peak.
         shard = base.shard or "zero3"
         blocks = None if keeps[-1] == "none" else cache.blocks
         more = {
@@ -128,12 +132,13 @@ def fit_families(search: RecipeSearch) -> list[Estimate]:
     """Find the recipes on a single rank that fit the memory budget of the search.
 
     A family consists of all recipes with the same memory-saving techniques. Its best recipe is the
-    cheapest one that fits. Families with few techniques are tried first. A family that only adds
-    techniques to a recipe that fits is skipped, unless it can still be the cheapest of all.
+    cheapest one that fits. Families with few techniques are tried first. If a recipe that fits is
+    already known, families that only add techniques to this recipe are skipped, except for those
+    that may contain the cheapest recipe of all.
 
     Returns:
-        The estimate of the best recipe of each family. A recipe is left out if a cheaper recipe
-        that fits uses a subset of its techniques.
+        Estimates of the best recipes of the families. The best recipe of a family is left out if a
+        cheaper recipe that fits uses only a subset of the same techniques.
     """
     cache = search.cache
     found: list[Recipe] = []
@@ -151,8 +156,8 @@ def fit_families(search: RecipeSearch) -> list[Estimate]:
             continue
         try:
             best = best_of(search, family)
-        # A RuntimeError is raised, for example, if the model changes a tensor in place that
-        # "selective" has kept.
+        # A RuntimeError is raised, for example, if the model changes a tensor in place that was
+        # saved because of checkpoint="selective".
         except (RuntimeError, InfeasibleBudget):
             continue
         if best is None:
@@ -172,9 +177,10 @@ def fit_families(search: RecipeSearch) -> list[Estimate]:
 
 
 def _with_largest_pages(search: RecipeSearch, recipe: Recipe) -> Recipe:
-    """Return the recipe with the largest page size with which it fits.
+    """Return a copy of the recipe with the largest page size with which the step fits the budget.
 
-    Smaller pages need less memory, but are not cheaper.
+    A page is the part of an offloaded optimizer state that is updated at once. Smaller pages need
+    less memory, but do not make the step faster.
     """
     pages = (replace(recipe, page_bytes=size) for size in search.pages_for(recipe))
     return next(filter(search.fits, pages))
@@ -190,9 +196,9 @@ def _cannot_be_cheaper(search: RecipeSearch, family: Recipe, found: list[Recipe]
     is skipped only if a lower bound on its cost is at least the lowest cost found.
 
     Args:
-        search: The search.
-        family: Recipe of the family.
-        found: Recipes that fit.
+        search: Model, batch and memory budget for which recipes are searched.
+        family: Any recipe of the family.
+        found: Recipes found so far that fit the budget.
     """
     smaller = [recipe for recipe in found if search.uses_techniques_of(family, recipe)]
     if any(
@@ -205,13 +211,13 @@ def _cannot_be_cheaper(search: RecipeSearch, family: Recipe, found: list[Recipe]
 
 
 def _offloads_as_much(recipe: Recipe, smaller: Recipe) -> bool:
-    """Return whether a recipe certainly offloads no fewer bytes of activations than `smaller`.
+    """Return whether a recipe certainly offloads at least as many bytes of activations as another.
 
-    This is certain if `smaller` offloads no activations, or if both recipes keep the same
+    The result is True if `smaller` offloads no activations, or if both recipes save the same
     activations in forward and have the same number of micro-batches.
 
     Args:
-        recipe: Recipe with the techniques of `smaller` and others.
+        recipe: Recipe with all techniques of `smaller`, and possibly with further techniques.
         smaller: Recipe to compare with.
     """
     names = [field for field, technique in BY_FIELD.items() if technique.in_forward]
@@ -221,9 +227,9 @@ def _offloads_as_much(recipe: Recipe, smaller: Recipe) -> bool:
 
 
 def _offloads_nothing(search: RecipeSearch, family: Recipe) -> bool:
-    """Return whether a family would offload activations, but none of them is large enough.
+    """Return whether a recipe would offload activations, but no activation is large enough.
 
-    The answer is taken from estimates of the same family with fewer micro-batches, whose
+    The answer is taken from estimates of the same recipe with fewer micro-batches, whose
     activations are larger. If there are no such estimates, the result is False.
     """
     fewer = (
@@ -238,7 +244,13 @@ def _offloads_nothing(search: RecipeSearch, family: Recipe) -> bool:
 
 
 def _is_dominated(search: RecipeSearch, recipe: Recipe, found: list[Recipe]) -> bool:
-    """Return whether a recipe that is sorted before this one uses a subset of its techniques."""
+    """Return whether a recipe is superfluous, because a better one uses a subset of its techniques.
+
+    Args:
+        search: Search whose method `sort_key` decides which recipe is better.
+        recipe: Recipe to check.
+        found: Recipes that fit the budget, among which a better recipe is looked for.
+    """
     order = search.sort_key(search.cache.estimate(recipe))
     others = (
         other for other in found if other != recipe and search.uses_techniques_of(recipe, other)
@@ -275,15 +287,16 @@ def _add_first_blocks(search: RecipeSearch, found: list[Recipe]) -> None:
 
 
 def max_first_blocks(search: RecipeSearch, one_block: Recipe, cheapest: float) -> int:
-    """Return how many of the first blocks a step of less than `cheapest` seconds can checkpoint.
+    """Return the largest n for which a step with checkpoints around the first n blocks is fast.
 
-    At least one block always stays without a checkpoint. If the blocks are not equal, the result is
-    only an upper bound, because their checkpoints can add different numbers of FLOPs.
+    A step is fast if it takes less than `cheapest` seconds. At least one block always stays without
+    a checkpoint. If the blocks are not equal, the result is only an upper bound, because their
+    checkpoints can add different numbers of FLOPs.
 
     Args:
         search: Model and batch for which recipes are searched.
         one_block: Recipe that checkpoints only the first block.
-        cheapest: Duration in seconds. The step must take less time.
+        cheapest: Limit in seconds for the duration of the step.
     """
     cache = search.cache
     found = cache.estimate(one_block)
@@ -302,8 +315,8 @@ def _find_least(search: RecipeSearch) -> None:
     """
     cache = search.cache
     attentions = search.least_memory_attention or search.values("attention")
-    # For these fields, the last candidate does not always need the least memory. For all other
-    # fields, it does.
+    # For most fields, the last candidate needs the least memory. For the fields in `either`, this
+    # is not always so.
     either = {"attention", "checkpoint", "offload_activations", "in_backward", "offload_optimizer"}
     most = {field: search.values(field)[-1] for field in BY_FIELD if field not in either}
     families = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Find the recipes that fit a memory budget, cheapest first, and list them in a table."""
+"""Find the recipes (sets of memory-saving techniques) whose training step fits a memory budget."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Estimates(Table, list):
     Attributes:
         rates: Speed of the machine, from which the duration of each step is computed.
         title: Caption of the table.
-        whole: Number of recipes whose step was run with all blocks of the model. All other
-            estimates were computed from steps with only a few blocks. Some models and techniques do
-            not allow this (see `Technique.composable`).
+        whole: Number of recipes whose step was run with all blocks of the model, because the model
+            or a technique requires this (see `Technique.composable`). All other estimates were
+            computed from steps with only a few blocks.
         estimate: Function that takes a recipe and returns its estimate. It reuses the estimates of
             the search.
-        within: Function that takes another memory budget in bytes and returns the `Estimates` for
-            it.
+        within: Function that takes another memory budget in bytes and returns the `Estimates` of
+            the recipes that fit this budget.
         known: Number of recipes that the search has estimated.
         not_tried: Sentences on techniques that could not be tried for this model. Each sentence
             gives the reason and advice.
@@ -72,7 +72,7 @@ class Estimates(Table, list):
         """Return a list of estimated steps, each with one more technique than the step before.
 
         The first step is the baseline, which has the precision and the optimizer of the cheapest
-        recipe, but none of its techniques. The last step is that of the cheapest recipe.
+        recipe, but none of its techniques. The last step uses all techniques of this recipe.
         """
         return TechniqueSteps(map(self.estimate, steps_to(self[0].recipe)))
 
@@ -129,17 +129,18 @@ def fit(
       0, 1 or 2, and `in_flight` is 1 or 2.
     - Loss head: all tokens at once, or in chunks.
     - Optimizer: each parameter is updated during backward, or all parameters after the last
-      micro-batch. Every possible number of micro-batches is tried. With offloaded activations, only
-      a selection is tried: 1, numbers at least twice the previous one, and the largest number.
+      micro-batch.
+    - Micro-batches: every possible number. With offloaded activations, only some numbers are tried:
+      1, then numbers that are each at least twice the previous one, and finally the largest number.
     - Optimizer state: 0 to 4 quarters of it offloaded, in pages of 16, 4 or 1 MiB.
 
-    Every recipe also has the fields that `base` sets to a value other than the default. Some
+    If `base` sets a field to a value other than the default, every recipe has this value. Some
     techniques cannot be tried for some models, such as checkpoints for a model without a list of
     blocks. The attribute `not_tried` of the result gives the reasons.
 
     **Recipes that are left out.** A recipe is left out if another recipe that fits uses a subset of
-    its techniques and is sorted before it. Recipes of equal cost are sorted by fewer micro-batches,
-    then by larger pages, then by fewer copies in flight.
+    its techniques and is sorted before it. Among recipes of equal cost, those with fewer
+    micro-batches come first, then those with larger pages, then those with fewer copies in flight.
 
     Not every combination is estimated. docs/exact.md says which recipes are skipped, what the
     search assumes, and how an estimate is computed from steps with few blocks of the model.
@@ -151,7 +152,7 @@ def fit(
         budget_bytes: Limit in bytes for all tensors of the step except the batch.
         loss_sum: Function (model, batch) -> (sum of losses, weight), as in `estimate`. The weight
             is the number by which the sum is divided, such as the number of tokens. None uses the
-            model's own loss. If that is a mean without a known weight, only one micro-batch is
+            model's own loss. If this loss is a mean without a known weight, only one micro-batch is
             tried.
         max_norm: Norm to which the gradient is clipped, as in `train_step`. If it is given, recipes
             that update parameters during backward are skipped.
@@ -164,10 +165,11 @@ def fit(
         base: Recipe whose settings all recipes share, such as precision, optimizer and `min_bytes`.
             If its `ranks` is greater than 1 and its `shard` is None, all values of `shard` are
             tried.
-        framework: Name of a framework that must be able to run the recipes, such as "trainer": a
-            key of `course_lib.budget.scripts.FRAMEWORKS`. The framework's method `script` writes a
-            recipe as a script. The estimates are then those of the framework's own step. For
-            example, "trainer" clips gradients even if `max_norm` is None. None allows all recipes.
+        framework: Key in `course_lib.budget.scripts.FRAMEWORKS`, such as "trainer" for Hugging
+            Face's Trainer. Only recipes that this framework can run are tried, and the framework's
+            training step is estimated. For example, "trainer" clips gradients even if `max_norm` is
+            None. If `framework` is None, all recipes are allowed, and the step is that of
+            `train_step`.
         rates: Speed of the machine, as `Rates` or as a name in `RATES`.
         tier: Lower tier, where offloaded tensors are stored: "file" or "host". The default is
             "file" if `rates` is "laptop", and otherwise "host".
@@ -188,7 +190,7 @@ def fit(
 
     Raises:
         InfeasibleBudget: No recipe that fits was found. The message gives the lowest peak that was
-            found with its recipe, and the techniques that could not be tried.
+            found, the recipe with this peak, and the techniques that could not be tried.
         TypeError, ValueError: An argument has the wrong type or is out of its range; or the
             framework cannot run the model, `base`, or one of `recipes`.
     """
@@ -199,8 +201,8 @@ def fit(
     one_of("kind", kind, KINDS)
     if one_of("count", count, COUNTS) == "reserved" and kind != "cuda":
         raise ValueError(
-            f"kind must be 'cuda' when count is 'reserved', got {kind!r}, which has no caching"
-            " allocator; or pass count='tensors'"
+            f"kind must be 'cuda' when count is 'reserved', got {kind!r}: PyTorch has no caching"
+            " allocator for a CPU. Pass count='tensors' to search for a CPU"
         )
     rates = rates if isinstance(rates, Rates) else RATES[one_of("rates", rates, RATES)]
     gpu = rates.gpu if gpu is None else gpu
@@ -213,20 +215,22 @@ def fit(
                 " recipes"
             )
         for recipe in recipes:
-            of_kind("recipes", recipe, Recipe, "one Recipe or more")
+            of_kind("recipes", recipe, Recipe, "Recipe objects")
     code = None
     if framework is not None:
         code = FRAMEWORKS[one_of("framework", framework, FRAMEWORKS)]
         make_model = code.model_maker(make_model)
         max_norm = code.max_norm if max_norm is None else max_norm
     with _progress(progress) as watch, warnings.catch_warnings():
-        # The search detects recipes that offload or keep nothing, so users need no warning.
+        # The search itself detects recipes that offload nothing, or whose policy keeps nothing.
+        # Therefore users need no warning.
         warnings.filterwarnings("ignore", "no activation was moved|policy keeps the outputs")
         options: dict[str, Any] = {"loss_sum": loss_sum, "max_norm": max_norm, "split": split}
         options |= {"tier": tier, "kind": kind, "gpu": gpu}
         cache = EstimateCache(make_model, make_batch, base, blocks=blocks, watch=watch, **options)
         limits = ALL_RECIPES if code is None else _limits_of(code, cache, loss_sum)
-        # `blocks` are the blocks of all recipes with a checkpoint.
+        # The argument `blocks` names the blocks of all recipes with a checkpoint, so the framework
+        # must be able to checkpoint these blocks.
         named = [] if blocks is None else [replace(base, checkpoint="layers", blocks=cache.blocks)]
         for recipe in (base, *named, *(recipes or ())):
             limits.require(recipe)
@@ -234,7 +238,7 @@ def fit(
         # The base is estimated first, because this raises the errors of an invalid model or batch.
         cache.estimate(cache.base)
         for name in (blocks,) if isinstance(blocks, str) else blocks or ():
-            # A name that matches nothing is an error, although only checkpoints need it.
+            # A name that matches no module raises an error, even if no recipe has a checkpoint.
             names_of(cache.model, name)
 
         def within(tensor_budget: int) -> Estimates:
@@ -261,7 +265,7 @@ def _limits_of(
     """Return the limits on recipes that a framework sets for the model and the batch.
 
     Raises:
-        ValueError: The framework cannot run any recipe for them.
+        ValueError: The framework cannot train this model on this batch with any recipe.
     """
     samples = samples_in(cache.batch)
     problem = framework.unsupported_reason(
@@ -275,9 +279,9 @@ def _limits_of(
 def _with_reasons(error: InfeasibleBudget, search: RecipeSearch) -> InfeasibleBudget:
     """Return a copy of the error that also says which techniques may help.
 
-    Its reason and its attribute `not_tried` list the techniques that could not be tried. Its
-    attribute `additions` has the fields of the techniques that can be added to the recipe with the
-    lowest peak.
+    The reason and the attribute `not_tried` of the copy list the techniques that could not be
+    tried. The attribute `additions` has the fields of the techniques that can be added to the
+    recipe with the lowest peak.
     """
     left_out = not_tried(search)
     reason = "; ".join((error.reason, *left_out))
@@ -315,7 +319,7 @@ def search_by_tensors(
         if cache.confirm(found[0] if found else least):
             break
     if not found:
-        reason = "none was found"
+        reason = "no recipe that fits was found"
         if least:
             reason = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
         raise InfeasibleBudget(search.budget, least and least.peak_bytes, reason, least)
@@ -346,8 +350,9 @@ def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: b
             other recipes are then left out of the result.
 
     Raises:
-        InfeasibleBudget: No recipe fits. The message gives the fewest reserved bytes, or the lowest
-            peak of live tensors if even the tensors of every recipe exceed the budget.
+        InfeasibleBudget: No recipe fits. The message gives the fewest bytes that a recipe reserves.
+            If the live tensors alone exceed the budget in every recipe, the message gives their
+            lowest peak instead.
     """
     taken: dict[Recipe, tuple[int, Estimate]] = {}
     tensor_budget = budget_bytes
@@ -357,7 +362,7 @@ def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: b
             found = within(tensor_budget)
         except InfeasibleBudget:
             if found is None:
-                # The tensors alone exceed the budget, for all recipes.
+                # For every recipe, the tensors alone exceed the budget.
                 raise
             break
         for each in found[:1] if quick else found:
@@ -370,7 +375,9 @@ def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: b
     kept = [each for reserved, each in taken.values() if reserved <= budget_bytes]
     if not kept:
         least, each = min(taken.values(), key=lambda pair: pair[0])
-        reason = f"the least that is reserved is {bytes_text(least)}, for {each.recipe!r}"
+        reason = (
+            f"the least memory that a recipe reserves is {bytes_text(least)}, with {each.recipe!r}"
+        )
         raise InfeasibleBudget(budget_bytes, least, reason, each)
     found.title = _title_of(len(kept), budget_bytes, found.known, quick)
     found[:] = sorted(kept, key=found.rates.seconds)
@@ -378,7 +385,7 @@ def search_by_reserved(budget_bytes: int, within: Callable[[int], Any], quick: b
 
 
 def _title_of(count: int, budget_bytes: int, known: int, quick: bool) -> str:
-    """Return the caption of the table of a search's result.
+    """Return a caption for the result of a search, such as "3 recipes fit into 24 GB".
 
     Args:
         count: Number of recipes that fit.
@@ -403,7 +410,7 @@ def _title_of(count: int, budget_bytes: int, known: int, quick: bool) -> str:
 def _progress(
     wanted: bool | Callable[[Recipe], None],
 ) -> Iterator[Callable[[Recipe], None]]:
-    """Yield a function of a recipe, to be called before the recipe is estimated.
+    """Yield a function that shows progress, to be called with each recipe before its estimate.
 
     If `wanted` is a function, it is yielded itself. Otherwise the yielded function advances a
     progress bar if `wanted` is true and tqdm is installed, and does nothing if not.

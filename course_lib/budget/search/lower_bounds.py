@@ -25,7 +25,7 @@ def held_bytes(cache: EstimateCache, recipe: Recipe) -> int:
 
     Args:
         cache: Cache of estimates for the model and the batch.
-        recipe: Recipe of the step.
+        recipe: Memory-saving techniques of the step.
     """
     key = recipe.offload_optimizer, recipe.optimizer, recipe.update
     if key not in cache.held:
@@ -48,7 +48,7 @@ def exceeds(cache: EstimateCache, recipe: Recipe, limit: int) -> bool:
 
     Args:
         cache: Cache of estimates for the model and the batch.
-        recipe: Recipe of the step.
+        recipe: Memory-saving techniques of the step.
         limit: Limit in bytes.
     """
     # `held_bytes` is compared first, because it needs no estimate.
@@ -65,7 +65,7 @@ def floor_bytes(cache: EstimateCache, recipe: Recipe) -> int:
 
     Args:
         cache: Cache of estimates for the model and the batch.
-        recipe: Recipe of the step.
+        recipe: Memory-saving techniques of the step.
     """
     step = (
         0
@@ -84,7 +84,7 @@ def optimizer_state_estimate(cache: EstimateCache, recipe: Recipe) -> Estimate:
 
     Args:
         cache: Cache of estimates for the model and the batch.
-        recipe: Recipe of the step.
+        recipe: Memory-saving techniques of the step.
     """
     names = ("offload_optimizer", "in_backward", "page_bytes")
     return cache.with_base(**{name: getattr(recipe, name) for name in names})
@@ -98,7 +98,7 @@ def least_seconds(cache: EstimateCache, recipe: Recipe, rates: Rates) -> float:
 
     Args:
         cache: Cache of estimates for the model and the batch.
-        recipe: Recipe of the step.
+        recipe: Memory-saving techniques of the step.
         rates: Speed of the machine.
     """
     down, up = offloaded_state_traffic(cache, recipe)
@@ -111,10 +111,11 @@ def offloaded_state_traffic(cache: EstimateCache, recipe: Recipe) -> tuple[int, 
 
     Args:
         cache: Cache of estimates for the model and the batch.
-        recipe: Recipe of the step.
+        recipe: Memory-saving techniques of the step.
 
     Returns:
-        The pair (bytes copied to the lower tier, bytes copied back).
+        The pair (bytes copied to the lower tier, bytes copied back). The lower tier is host memory
+        or a file.
     """
     state, none = (
         optimizer_state_estimate(cache, recipe),
@@ -127,13 +128,13 @@ def least_flops(cache: EstimateCache, recipe: Recipe) -> int:
     """Return a lower bound on the FLOPs of a recipe's training step.
 
     The bound is the number of FLOPs of a cached estimate with the same operators as `recipe`. If
-    there is no such estimate, a cached estimate of the recipe without its chunked loss head, its
-    checkpoints, or both is used instead. A step without these techniques does not need more FLOPs.
-    If there is no such estimate either, the bound is 0.
+    the cache has no such estimate, it is searched for an estimate of the recipe without its chunked
+    loss head, then without its checkpoints, then without both. A step without these techniques does
+    not need more FLOPs. If the cache has none of these estimates, the bound is 0.
 
     Args:
         cache: Cache of estimates for the model and the batch.
-        recipe: Recipe of the step.
+        recipe: Memory-saving techniques of the step.
     """
     plain = replace(
         recipe,
@@ -172,13 +173,13 @@ def recomputed_flops(cache: EstimateCache, checkpointed: Recipe) -> int:
 
 
 def offloads_no_activation(cache: EstimateCache, recipe: Recipe) -> bool:
-    """Return whether the step of a recipe copies no activation to the lower tier.
+    """Return whether the step of a recipe copies no activation to host memory or to a file.
 
-    Even with `offload_activations`, this is the case if all saved tensors are smaller than
+    Even with `offload_activations`, no activation is copied if all saved tensors are smaller than
     `min_bytes`.
 
     Args:
         cache: Cache of estimates for the model and the batch.
-        recipe: Recipe of the step.
+        recipe: Memory-saving techniques of the step.
     """
     return cache.estimate(recipe).bytes_down == offloaded_state_traffic(cache, recipe)[0]

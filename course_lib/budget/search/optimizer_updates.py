@@ -29,11 +29,12 @@ class Update:
     """Memory, FLOPs and copied bytes of one optimizer update of some of a model's parameters.
 
     Attributes:
-        held: Bytes of optimizer state on the device before and after the update.
+        held: Bytes of optimizer state that stay on the device between updates.
         more: Live bytes at the peak of the update minus live bytes before the update. An array of
             shape (categories,), in the order of `course_lib.memory.CATEGORIES`.
         operator: Name of the operator that runs at the peak; empty if no operator ran.
-        totals: Array of shape (3,): FLOPs, bytes copied to the lower tier, and bytes copied back.
+        totals: Array of shape (3,): FLOPs, bytes copied to the lower tier (host memory or disk),
+            and bytes copied back.
     """
 
     held: int
@@ -64,12 +65,12 @@ class UpdateCache:
         """Return the memory, FLOPs and copied bytes of an update of all parameters of the model.
 
         To save time, the update is run without the parameters that `parameters_left_out` returns,
-        which do not change the peak. The optimizer state, the FLOPs and the copied bytes of these
-        parameters are added to the result. To compute them, one parameter of each shape is updated
-        alone.
+        because these parameters do not change the peak. Their optimizer state, FLOPs and copied
+        bytes are measured separately, by updating one parameter of each shape alone, and are added
+        to the result.
 
         Args:
-            recipe: Recipe with the settings of the optimizer.
+            recipe: Memory-saving techniques. Only the settings of the optimizer are used.
             offloaded: Parameters whose optimizer state is offloaded.
         """
         recipe = on_kind(recipe, self.kind)
@@ -89,19 +90,20 @@ class UpdateCache:
         """Return parameters without which an update of the model has the same peak.
 
         The trainable parameters of each block form two groups, one with offloaded optimizer state
-        and one without. A group can be left out if the same group of the two blocks before it and
-        of the two blocks after it has parameters of the same shapes.
+        and one without. A group can be left out if it has the same shapes in five consecutive
+        blocks: the block itself, the two blocks before it, and the two blocks after it.
 
         If the recipe uses the class `OffloadedOptimizer`, which updates the parameters page by
-        page, at least one parameter of the group must also have more than `page_bytes` bytes in
-        fp32. Such a parameter is a page by itself. The smaller parameters between two of them are
-        then divided into pages in the same way in every block.
+        page, there is a second condition. At least one parameter of the group must have more than
+        `page_bytes` bytes in fp32. Such a large parameter is a page by itself. The smaller
+        parameters between two large parameters are then divided into pages in the same way in every
+        block.
 
-        The result is empty if all parameters are updated at once, or if they share a tensor of the
-        optimizer state.
+        The result is empty if all parameters are updated at once, or if several parameters share a
+        tensor of the optimizer state.
 
         Args:
-            recipe: Recipe with the settings of the optimizer.
+            recipe: Memory-saving techniques. Only the settings of the optimizer are used.
             offloaded: Parameters whose optimizer state is offloaded.
         """
         shares_state = OPTIMIZERS[recipe.optimizer].shares_state
@@ -131,7 +133,7 @@ class UpdateCache:
 
         Args:
             p: Parameter of the model.
-            recipe: Recipe with the settings of the optimizer.
+            recipe: Memory-saving techniques. Only the settings of the optimizer are used.
             offloaded: Whether the optimizer state of the parameter is offloaded.
         """
         recipe = on_kind(recipe, self.kind)
@@ -155,15 +157,16 @@ class UpdateCache:
 
         Args:
             parameters: Parameters to update.
-            recipe: Recipe with the settings of the optimizer.
+            recipe: Memory-saving techniques. Only the settings of the optimizer are used.
             offloaded: Parameters whose optimizer state is offloaded.
         """
         size, update_of_all = (
             sum(p.numel() for p in parameters if p in group)
             for group in (offloaded, set(parameters))
         )
-        # The largest parameters are offloaded first. Half an element less than their total makes
-        # the optimizer choose exactly those in `offloaded`, despite rounding.
+        # The optimizer offloads the largest parameters first, until their share of all elements
+        # reaches `offload_optimizer`. Half an element is subtracted, so that the optimizer chooses
+        # exactly the parameters in `offloaded`, despite rounding.
         recipe = replace(recipe, offload_optimizer=max(0.0, size - 0.5) / update_of_all)
         part = nn.ParameterList(parameters)
         store = SymbolicStore()
