@@ -33,10 +33,10 @@ TECHNIQUES: tuple[Technique, ...] = (
     Ranks(),
 )
 
-# Maps the first field of each technique, whose values the search tries, to the technique.
+# Maps the name of each technique's first field to the technique. The search varies this field.
 BY_FIELD = {each.field: each for each in TECHNIQUES}
-# Techniques in the order in which they are applied to a model (see `Technique.after`). The steps
-# from the baseline to a recipe add them in the same order.
+# Techniques in the order in which they are applied to a model (see `Technique.after`). `steps_to`
+# of `budget.waterfall` adds techniques to the baseline in the same order.
 APPLIED = [
     BY_FIELD[field]
     for field in TopologicalSorter(

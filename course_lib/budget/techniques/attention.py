@@ -43,7 +43,7 @@ class AttentionKind(Technique):
     def is_used(self, recipe: Recipe) -> bool:
         """Return whether the recipe sets the attention implementation of the model.
 
-        This is the case for every value of `Recipe.attention` except None, even for the default
+        The result is True for every value of `Recipe.attention` except None, even for the default
         "standard". None leaves the model unchanged.
         """
         return recipe.attention is not None
@@ -105,9 +105,10 @@ class AttentionKind(Technique):
 def set_attention(model: nn.Module, wanted: str | None) -> Iterator[Callable[[], None]]:
     """Set the model's attention to `wanted` inside the `with` block.
 
-    The context manager yields a function without arguments, to be called after a forward pass. If
-    `wanted` is "flash" and the model has no module of the class `course_lib.models.Attention`, this
-    function raises ValueError unless the model has called `F.scaled_dot_product_attention`.
+    The context manager yields a function without arguments, to be called after a forward pass. With
+    `wanted="flash"`, this function raises ValueError if the model has not called
+    `F.scaled_dot_product_attention`. It checks only models without modules of the class
+    `course_lib.models.Attention`.
 
     Args:
         model: Model to change.
@@ -194,7 +195,7 @@ def _set_implementation(
     Args:
         model: Model that contains Hugging Face modules.
         wanted: Value for `set_attn_implementation`.
-        recipe_value: Value of `Recipe.attention` for error messages, if it is not `wanted`.
+        recipe_value: Value of `Recipe.attention` for error messages; None if it equals `wanted`.
     """
     configs = configs_of(model, "_attn_implementation")
     before = [config._attn_implementation for config in configs]
@@ -214,7 +215,7 @@ def _set_implementation(
                 if recipe_value == "flash":
                     allowed, reason = (
                         "'standard'",
-                        "which has its own attention and does not switch to PyTorch's",
+                        "whose attention cannot be switched to F.scaled_dot_product_attention",
                     )
                 raise ValueError(
                     f"attention must be {allowed} for {describe(module)}, {reason}, got"
@@ -222,7 +223,8 @@ def _set_implementation(
                 ) from problem
         yield
     finally:
-        # Outer configurations come first, because setting one also sets those inside it.
+        # Outer configurations are restored first, because setting an outer configuration also sets
+        # the configurations inside it.
         for config, value in zip(configs, before, strict=True):
             config._attn_implementation = value
 
@@ -239,7 +241,8 @@ class _FlashAttentionMode(TorchFunctionMode):
         calls: List to which each call appends True.
     """
 
-    # PyTorch does not enter the mode inside `backward`, so checkpoints enter it again.
+    # The mode is not active inside `backward`. Because of this attribute, checkpoints enter the
+    # mode again for each recomputation.
     when_recomputed = True
 
     def __init__(self, calls: list[bool]):
@@ -249,8 +252,10 @@ class _FlashAttentionMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
             return self.attention(*args, **(kwargs or {}))
-        # A mode is not active inside the functions that it handles. Therefore it would miss
-        # attention that `multi_head_attention_forward` or checkpoints in `backward` call.
+        # A mode is not active inside a function that it handles. Therefore this mode would miss the
+        # attention inside `multi_head_attention_forward` and inside `backward`, in which
+        # checkpoints run the forward pass again. While one of these two functions runs,
+        # `F.scaled_dot_product_attention` itself is replaced.
         if func in (F.multi_head_attention_forward, Tensor.backward):
             before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, self.attention
             try:

@@ -1,6 +1,7 @@
-"""Technique that checkpoints the blocks of a model, or runs a chain of stages by a schedule.
+"""Technique that checkpoints the blocks of a model, or recomputes activations by a schedule.
 
-Lessons 02 and 03 explain both.
+A schedule states which blocks keep their activations. Lesson 02 explains checkpoints, and lesson 03
+explains schedules.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ from .technique import (
 )
 
 CHECKPOINTS = ("none", "selective", "layers", "segments", "optimal")
-# Operators whose outputs "selective" keeps.
+# Operators whose outputs are kept for backward with checkpoint="selective".
 MATRIX_PRODUCTS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
-# ALLOWED_WITH maps a field to the values of `checkpoint` with which the field may be set.
-# REQUIRED_WITH maps a field to the only value of `checkpoint` with which it may be set, and with
-# which it must be set.
+# ALLOWED_WITH maps a field to the values of `checkpoint` that allow the field to be set.
+# REQUIRED_WITH maps a field to the only value of `checkpoint` that allows the field to be set. With
+# this value, the field must be set.
 ALLOWED_WITH = {"blocks": CHECKPOINTS[1:], "first_blocks": CHECKPOINTS[1:3]}
 REQUIRED_WITH = {"segments": "segments", "schedule_bytes": "optimal"}
 
@@ -54,7 +55,7 @@ REQUIRED_WITH = {"segments": "segments", "schedule_bytes": "optimal"}
 def _check_block_names(name: str, value: Any) -> None:
     """Raise TypeError unless the field `blocks` is a name, a tuple of names or None."""
     for each in value if isinstance(value, tuple) and value else [value]:
-        kind(name, each, (str, type(None)), "a name with wildcards, a tuple of such names or None")
+        kind(name, each, (str, type(None)), "a name (wildcards allowed), a tuple of names or None")
 
 
 class Checkpoint(Technique):
@@ -165,7 +166,8 @@ def _apply_checkpoints(recipe: Recipe, model: nn.Module) -> Iterator[ForwardChec
     """Apply the recipe's checkpoints to the model inside the `with` block."""
     checks: list[ForwardCheck] = []
     with ExitStack() as stack:
-        # The model's own chain needs nothing here, because the loss runs it (`budget.stages`).
+        # If the step runs the functions that the model's method `stages` returns, the module
+        # `budget.stages` applies the checkpoints when it computes the loss.
         if recipe.checkpoint in CHAINED and not runs_stages(model, recipe):
             handle = stack.enter_context(schedule_of_blocks(model, recipe))
             handle.advice = ADVICE if is_compared(model, recipe) else None
@@ -184,8 +186,8 @@ def _apply_checkpoints(recipe: Recipe, model: nn.Module) -> Iterator[ForwardChec
 def schedule_of_blocks(model: nn.Module, recipe: Recipe) -> ScheduledBlocks:
     """Return a context manager in which a model's blocks run by the recipe's schedule.
 
-    The schedule decides which blocks are recomputed in backward. It comes from `recipe.segments`
-    for the checkpoint "segments", and otherwise from `recipe.schedule_bytes`.
+    The schedule decides which blocks are recomputed in backward. With checkpoint="segments", the
+    schedule follows from `recipe.segments`. Otherwise it follows from `recipe.schedule_bytes`.
     """
     names = names_of(model, block_names(recipe))
     if recipe.checkpoint == "segments":
@@ -229,9 +231,10 @@ def keep_statistics(
     forward pass of a block again. Inside this context, the second update is undone.
 
     The context manager yields a function, to be called after each forward pass. The function stores
-    the statistics, which backward may update again. They are restored before the next forward pass
-    and at the end of the `with` block. The function also raises ValueError if the forward pass has
-    changed any other buffer, because the recomputed block might then compute other values.
+    the statistics, because backward may update them again. The stored statistics are restored
+    before the next forward pass and at the end of the `with` block. The function also raises
+    ValueError if the forward pass has changed any other buffer, because the recomputed block might
+    then compute other values.
 
     Args:
         model: Model with checkpointed blocks.
@@ -245,10 +248,11 @@ def keep_statistics(
     kept: list[tuple[Tensor, Tensor]] = []
 
     def other_buffers() -> dict[str, tuple[int, int, int]]:
-        """Return values that reveal a change of any buffer except running statistics, by name.
+        """Return three values per buffer, by which a change of the buffer can be detected.
 
-        The id changes if the buffer is replaced, the version if it is changed in place, and the
-        storage if `.data` is assigned.
+        The id changes if the buffer is replaced, and the version changes if the buffer is changed
+        in place. The storage changes if a tensor is assigned to the buffer's attribute `data`.
+        Running statistics are left out.
         """
         found = {
             f"{name}.{key}": buffer
@@ -263,8 +267,8 @@ def keep_statistics(
             if found != before.get(name):
                 raise ValueError(
                     "checkpoint must be 'none', 'segments' or 'optimal' for a model whose forward"
-                    f" pass changes a buffer ({name}), because a checkpoint repeats the forward"
-                    f" pass, got {checkpoint!r}"
+                    f" pass changes a buffer, got {checkpoint!r}: the blocks run again in backward,"
+                    f" when the buffer {name} has already changed"
                 )
         kept.extend((buffer, buffer.clone()) for buffer in statistics)
 
@@ -275,8 +279,8 @@ def keep_statistics(
         kept.clear()
 
     before = other_buffers()
-    # The next micro-batch must begin with the statistics that the forward pass of the previous one
-    # has left, without the second update.
+    # A recomputation in backward may update the statistics a second time. When the next forward
+    # pass reaches a block, the statistics are set to their values after the previous forward pass.
     hooks = [
         block.register_forward_pre_hook(restore_statistics)
         for block in blocks.values()
@@ -311,10 +315,10 @@ def _check_chain(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
-    """Raise ValueError if the model's blocks are not those that the recipe needs.
+    """Raise ValueError if `blocks` or `first_blocks` of the recipe do not suit the model.
 
-    Each name must match blocks of a single type, unless all blocks that it matches are items of
-    `nn.ModuleList`s. `first_blocks` must not exceed the number of blocks.
+    Each name in `blocks` must match modules of a single type, unless all matching modules are items
+    of `nn.ModuleList`s. `first_blocks` must not exceed the number of blocks.
     """
     blocks = block_names(recipe)
     count = 0
@@ -323,12 +327,14 @@ def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
             kinds = sorted({type(model.get_submodule(found)).__name__ for found in handle.names})
             count += len(handle.names)
             lists = {found.rpartition(".")[0] for found in handle.names}
-        # With None, several lists of blocks may be found, whose types may differ.
+        # With blocks=None, the types are not compared, because each list of blocks in a model can
+        # have its own type of block.
         in_lists = all(isinstance(model.get_submodule(each), nn.ModuleList) for each in lists)
         if name is not None and len(kinds) > 1 and not in_lists:
             raise ValueError(
-                "blocks must match modules of one type, or only items of nn.ModuleLists, with each"
-                f" name, got {name!r}, which matches {', '.join(kinds)}; pass several names"
+                "each name in blocks must match modules of one type (several types are allowed only"
+                f" if all matches are items of nn.ModuleLists), got {name!r}, which matches"
+                f" {', '.join(kinds)}; pass one name for each type"
             )
     if recipe.first_blocks is not None and recipe.first_blocks > count:
         raise ValueError(

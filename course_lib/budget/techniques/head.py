@@ -99,16 +99,16 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
 
 
 class _ForwardInChunks:
-    """Replacement for the method `forward` of a head, which returns `Logits`.
+    """Replacement for the method `forward` of the output head, which returns `Logits` instead.
 
-    It is a class and not a closure, so that a copy of the head has its own copy of the replacement.
-    A schedule copies the head to measure the chain.
+    The replacement is a class and not a closure, so that a copy of the head has its own copy of the
+    replacement. With checkpoint="optimal", the head is copied to measure its FLOPs and bytes.
 
     Args:
-        head: Head of the model.
+        head: Output head of the model, which computes the logits.
         chunk: Number of tokens per chunk.
         about: Part of error messages that names the chunk and the class of the model.
-        used: List to which the loss appends True.
+        used: List to which True is appended when the loss is computed from the `Logits`.
     """
 
     def __init__(self, head: nn.Module, chunk: int, about: str, used: list[bool]):
@@ -116,7 +116,8 @@ class _ForwardInChunks:
         self.forward = head.forward
         self.about = about
         self.used = used
-        # The head of an adapter may have dropout, whose random numbers must be repeated.
+        # A head with an adapter may use dropout, and a recomputation must draw the same random
+        # numbers.
         random = type(head) is not nn.Linear
         self.options = {"chunk": chunk, "preserve_rng_state": random}
 
@@ -137,23 +138,24 @@ def head_of(model: nn.Module, chunk: int) -> nn.Module:
 
     If the model or a module inside it has the method `get_output_embeddings`, the output head is
     the result of this method. Otherwise it is the `nn.Linear` with the most output features among
-    those outside the model's blocks. If several have equally many, the last one is taken.
+    those outside the model's blocks. If several have the same number of output features, the last
+    of them is taken.
 
     Args:
-        model: The model.
+        model: Model to search.
         chunk: Value of `Recipe.head_chunk` for the error message.
 
     Raises:
         ValueError: The model has neither the method `get_output_embeddings` nor an `nn.Linear`
             outside its blocks.
     """
-    # The module that has the method may be wrapped in other modules.
+    # A module with the method `get_output_embeddings` may be wrapped in other modules.
     for module in model.modules():
         found = getattr(module, "get_output_embeddings", lambda: None)()
         if isinstance(found, nn.Module) and isinstance(getattr(found, "weight", None), Tensor):
             return found
     blocks: tuple[str, ...] = ()
-    with suppress(ValueError):  # the model has no list of blocks
+    with suppress(ValueError):  # raised if the model has no list of blocks
         blocks = tuple(f"{name}." for name in names_of(model, None))
     linear = [
         m
@@ -162,9 +164,9 @@ def head_of(model: nn.Module, chunk: int) -> nn.Module:
     ]
     if not linear:
         raise ValueError(
-            "head_chunk must be None for a model without an nn.Linear outside its blocks, got"
-            f" {chunk} for a {type(model).__name__}; a model can name its head with a"
-            " get_output_embeddings() method"
+            "head_chunk must be None for a model without an output head (an nn.Linear outside its"
+            f" blocks, or the result of get_output_embeddings()), got {chunk} for a"
+            f" {type(model).__name__}"
         )
     return max(reversed(linear), key=lambda module: module.out_features)
 
@@ -215,14 +217,18 @@ class Logits(Tensor):
         found = getattr(logits, f"_{name.strip('_')}")(*args[1:], **kwargs) if allowed else None
         if found is None:
             raise ValueError(
-                "head_chunk must be None unless the logits reach F.cross_entropy unchanged, apart"
-                f" from shape and dtype, {logits.about}, which applies {name} to its logits"
+                "head_chunk needs logits that are at most reshaped, indexed or converted before"
+                f" F.cross_entropy, {logits.about}, which applies {name} to its logits; set"
+                " head_chunk to None"
             )
         return found
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise AssertionError(f"{func} was called on logits that have not been computed")
+        raise AssertionError(
+            f"the model called {func} on its logits, but head_chunk replaces the logits by a"
+            " placeholder without values"
+        )
 
     def loss(
         self,
@@ -242,15 +248,15 @@ class Logits(Tensor):
         """
         if any(x is not None for x in (weight, size_average, reduce)) or label_smoothing:
             raise ValueError(
-                "head_chunk must be None unless F.cross_entropy is called with no options but"
-                f" ignore_index and reduction, {self.about}, whose loss has weights,"
-                " label_smoothing or a deprecated argument"
+                "head_chunk supports only the options ignore_index and reduction of"
+                f" F.cross_entropy, {self.about}, whose loss also sets weight, label_smoothing or a"
+                " deprecated option; set head_chunk to None"
             )
         if reduction == "none" or self.hidden.dim() != 2:
             raise ValueError(
-                "head_chunk must be None unless the loss is the mean or sum over logits of shape"
+                "head_chunk needs a loss with reduction 'mean' or 'sum' and logits of shape"
                 f" (tokens, vocabulary), {self.about}, whose loss has reduction={reduction!r} and"
-                f" logits of {self.hidden.dim()} dimensions"
+                f" whose logits have {self.hidden.dim()} dimensions; set head_chunk to None"
             )
         self.used.append(True)
 

@@ -30,8 +30,8 @@ class MicroBatches(Technique):
     def conflict(self, recipe: Recipe) -> str | None:
         if recipe.in_backward and recipe.accumulate:
             return (
-                "accumulate must be None when in_backward is True, which accumulates nothing, got"
-                f" {recipe.accumulate!r}"
+                "accumulate must be None when in_backward is True, got"
+                f" {recipe.accumulate!r}: no gradients are accumulated then"
             )
         return None
 
@@ -63,7 +63,8 @@ def counts_allowed(samples: int) -> list[int]:
     For example, the result is [1, 2, 3, 5] for 5 samples. The number 4 is not possible, because
     micro-batches of 2 samples make 3 micro-batches, and micro-batches of 1 sample make 5.
     """
-    # A number of micro-batches, or of samples in each of them, is at most the root, rounded up.
+    # If m micro-batches have n samples each, except that the last one may have fewer, (m - 1) * n
+    # is less than `samples`. So m or n is at most the square root of `samples`, rounded up.
     small = range(1, math.isqrt(samples - 1) + 2) if samples else ()
     counts = {-(-samples // size) for size in small}
     return sorted(counts | {m for m in small if -(-samples // -(-samples // m)) == m})
@@ -75,15 +76,15 @@ def counts_of_batch(
     """Return the numbers of micro-batches into which a batch can be split.
 
     Args:
-        batch: The batch.
+        batch: Batch to split.
         split: The user's function (batch, parts) that returns a list of `parts` batches. None
             splits the batch along the first dimension of its tensors.
         least: Smallest number of samples that each micro-batch must have, if there are several
             micro-batches and `split` is None.
 
     Returns:
-        A pair of the numbers in ascending order and a text for the user. The text states why the
-        batch cannot be split, and is None if it can be split.
+        The pair (list of the numbers in ascending order, text for the user). The text states why
+        the batch cannot be split, and is None if the batch can be split.
     """
     if split is None:
         try:
@@ -97,8 +98,8 @@ def counts_of_batch(
     if len(counts) > 1:
         return counts, None
     return counts, text(
-        "only one micro-batch was tried, because `split` did not return two smaller parts with"
-        " samples"
+        "only one micro-batch was tried, because `split` did not return two smaller parts that"
+        " both contain samples"
     )
 
 
@@ -115,7 +116,7 @@ def counts_by_split(batch: Any, split: Split) -> list[int]:
     makes the largest micro-batch smaller.
 
     Args:
-        batch: The batch.
+        batch: Batch to split.
         split: Function (batch, parts) that returns a list of `parts` batches.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Technique that offloads activations to the lower tier (lesson 04)."""
+"""Technique that offloads activations to host memory or to disk (lesson 04)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_BYTES = 1 << 20
 class OffloadedActivations(Technique):
     """Technique that offloads tensors saved for backward to the lower tier (host memory or disk).
 
-    They are copied back when backward needs them.
+    The tensors are copied back when backward needs them.
     """
 
     fields = fields_of(
@@ -47,8 +47,9 @@ class OffloadedActivations(Technique):
         if not recipe.offload_activations or recipe.checkpoint not in ("selective", "optimal"):
             return None
         return (
-            f"offload_activations cannot be combined with checkpoint={recipe.checkpoint!r}, which"
-            " stores its activations itself; use checkpoint='none', 'layers' or 'segments'"
+            f"offload_activations cannot be combined with checkpoint={recipe.checkpoint!r},"
+            " because this checkpoint decides itself which activations stay in memory; use"
+            " checkpoint='none', 'layers' or 'segments'"
         )
 
     def apply(self, recipe: Recipe, model: nn.Module, store: Any = None) -> AbstractContextManager:

@@ -18,7 +18,10 @@ FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def _check_optimizer_name(name: str, value: Any) -> None:
-    """Raise an error, which says that "adam" is AdamW, unless a value is in `OPTIMIZERS`."""
+    """Raise an error unless a value is a name in `OPTIMIZERS`.
+
+    The error message lists the names, and says that "adam" is AdamW.
+    """
     try:
         one_of(name, value, OPTIMIZERS)
     except ValueError:
@@ -50,8 +53,9 @@ class Optimizer(Technique):
         if takes is None or takes(model):
             return None
         return (
-            f"optimizer must not be {recipe.optimizer!r} for a model without trained parameters of"
-            f" two dimensions in a list of blocks, got {describe(model)}"
+            f"optimizer {recipe.optimizer!r} needs trained two-dimensional parameters in the"
+            f" model's lists of blocks, got {describe(model)} without such parameters; choose"
+            " another optimizer"
         )
 
     def labels(self, recipe: Recipe) -> list[str]:
@@ -66,7 +70,7 @@ class Optimizer(Technique):
 class OffloadedState(Technique):
     """Technique that offloads optimizer state to the lower tier (host memory or disk).
 
-    `course_lib.budget.build` creates an `OffloadedOptimizer` for this.
+    `course_lib.budget.build` creates an `OffloadedOptimizer` if a recipe uses this technique.
     """
 
     fields = fields_of(offload_optimizer=fraction, page_bytes=at_least(1, of="bytes"))
@@ -82,15 +86,16 @@ class OffloadedState(Technique):
             return None
         if recipe.precision == "bf16-only":
             return (
-                "offload_optimizer must be 0 when precision is 'bf16-only', because offloaded state"
-                f" includes fp32 master weights, got {recipe.offload_optimizer}; use precision"
-                " 'bf16'"
+                "offload_optimizer must be 0 when precision is 'bf16-only', got"
+                f" {recipe.offload_optimizer}: the offloaded state includes fp32 master weights,"
+                " but 'bf16-only' has none. Use precision 'bf16'"
             )
         if OPTIMIZERS[recipe.optimizer].can_offload_state:
             return None
         return (
-            f"offload_optimizer must be 0 when optimizer is {recipe.optimizer!r}, whose state has"
-            f" no fixed number of bytes per element, got {recipe.offload_optimizer}"
+            f"offload_optimizer must be 0 when optimizer is {recipe.optimizer!r}, got"
+            f" {recipe.offload_optimizer}: the state of this optimizer has no fixed number of bytes"
+            " per element"
         )
 
     def labels(self, recipe: Recipe) -> list[str]:
@@ -114,7 +119,10 @@ class OffloadedState(Technique):
 
 
 def _binary_size(nbytes: int) -> str:
-    """Return a number of bytes as text, in MiB, KiB or bytes, without a remainder."""
+    """Return a number of bytes as text, such as "16 MiB".
+
+    The unit is the largest one of MiB, KiB and bytes for which the number is an integer.
+    """
     units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
     size, unit = next((size, unit) for size, unit in units if nbytes % size == 0)
     return f"{nbytes // size:,} {unit}"

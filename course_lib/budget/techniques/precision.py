@@ -31,7 +31,8 @@ PRECISIONS = {
 class Precision(Technique):
     """Technique that chooses the dtypes of parameters, gradients and activations.
 
-    `course_lib.budget.build` converts the model, and `autocast_forward` runs it under autocast.
+    `course_lib.budget.build` converts the model. With precision="autocast", `autocast_forward` runs
+    the model under autocast.
     """
 
     fields = fields_of(precision=choice(*PRECISIONS, None))
@@ -44,8 +45,9 @@ class Precision(Technique):
         for p in model.parameters() if sets_parameter_dtype(recipe, model) else ():
             if p.is_floating_point() and p.dtype != recipe.dtype and not is_quantized(p):
                 return (
-                    f"precision must be that of the model's parameters, got {recipe.precision!r}"
-                    f" for a model with {describe(p)}; make the model with `build`"
+                    "precision must match the dtype of the model's parameters, got"
+                    f" {recipe.precision!r} for a model with {describe(p)}; create the model with"
+                    " course_lib.budget.build"
                 )
         return None
 
@@ -60,9 +62,9 @@ class Precision(Technique):
 def sets_parameter_dtype(recipe: Recipe, model: nn.Module) -> bool:
     """Return whether a recipe sets the dtype of a model's parameters.
 
-    The result is False if `recipe.precision` is None. It is also False if the precision is
-    "autocast" and the model has frozen parameters, because the frozen weights of a model with LoRA
-    adapters can be quantized or in bf16.
+    The result is False if `recipe.precision` is None. The precision "autocast" sets the parameters
+    to float32, but only in a model without frozen parameters. With frozen parameters, the result is
+    False, because the frozen weights of a model with LoRA adapters can be quantized or in bf16.
     """
     frozen = any(not p.requires_grad for p in model.parameters())
     return recipe.precision is not None and not (recipe.precision == "autocast" and frozen)
@@ -97,8 +99,8 @@ def autocast_forward(model: nn.Module) -> Iterator[Callable[[], None]]:
     def check() -> None:
         if not calls:
             raise ValueError(
-                f"precision must not be 'autocast' for {describe(model)} whose loss does not call"
-                " its forward pass; pass a loss_sum that calls model(...)"
+                f"precision 'autocast' needs a loss that calls model(...), got {describe(model)}"
+                " whose loss does not call it; pass a loss_sum that calls model(...)"
             )
 
     try:

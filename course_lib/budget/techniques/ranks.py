@@ -21,9 +21,9 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "update": ("fused",),
     "checkpoint": ("none", "selective", "layers"),
 }
-# Fields that may have any value.
+# Fields that can have every valid value on several ranks.
 UNRESTRICTED_FIELDS = {"ranks", "shard", "micro_batches", "attention", "blocks"}
-# These fields change only offloading, which cannot be combined with several ranks.
+# These fields have no effect, because they need offloading, which several ranks do not support.
 UNRESTRICTED_FIELDS |= {"min_bytes", "prefetch", "in_flight", "page_bytes"}
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from course_lib.budget.recipe import Recipe
     from course_lib.budget.search.candidates import RecipeSearch
 else:
-    # Their modules import the techniques, so only a type checker can import them here.
+    # The modules that define these classes import the techniques, so at run time this module cannot
+    # import the classes.
     Recipe = RecipeSearch = Any
 
 # Function to call after a forward pass: it raises an error if the pass has bypassed a technique.
@@ -39,11 +40,11 @@ class Technique:
             The function raises an error if the value is not allowed.
         around: Code that runs inside the context manager of `apply`: "step" for the whole training
             step, or "forward" for the forward pass of each micro-batch.
-        after: First fields of the techniques that are applied to a model before this one. An
-            example is ("head_chunk",) for `Checkpoint`, because the output head must be found
-            before the blocks are wrapped. `course_lib.budget.waterfall` adds techniques to the
-            baseline in the same order. None for techniques such as the precision, of which even
-            the baseline has a setting.
+        after: Techniques that must be applied to a model before this technique, each given by the
+            name of its first field. An example is ("head_chunk",) for `Checkpoint`, because the
+            output head must be found before the blocks are wrapped. `course_lib.budget.waterfall`
+            adds techniques to the baseline in the same order. The attribute is None for settings
+            that the baseline also has, such as the precision.
         composable: Whether each of several equal blocks of a model adds the same bytes and FLOPs to
             a step with this technique. If so, `course_lib.budget.search.extrapolation` computes an
             estimate from steps with only a few of the blocks. If not, the step is run with all
@@ -59,8 +60,8 @@ class Technique:
         hooks_saved_tensors: Whether `apply` installs `torch.autograd.graph.saved_tensors_hooks`
             around each forward pass, directly or through another context manager. PyTorch runs only
             the innermost of several such hooks, so `Recipe` rejects two techniques with hooks.
-            Checkpoints of blocks do not count, because their hooks are installed inside the forward
-            pass and are meant to be nested.
+            The attribute is False for checkpoints of blocks, because their hooks are installed
+            inside the forward pass and are meant to be nested.
     """
 
     fields: Mapping[str, Callable[[str, Any], object]] = MappingProxyType({})
@@ -108,9 +109,9 @@ class Technique:
         """Return a context manager inside which the model uses the technique.
 
         The context manager changes the model in place and restores it on exit. Some techniques
-        yield a function without arguments, which must be called after each forward pass. All others
-        yield None. The function raises an error if the forward pass did not use the technique, for
-        example because it never called the changed module.
+        yield a function without arguments, which must be called after each forward pass. This
+        function raises an error if the forward pass did not use the technique, for example because
+        the forward pass never called the changed module. All other techniques yield None.
 
         Args:
             recipe: Recipe that uses the technique (see `is_used`).
@@ -199,8 +200,9 @@ def check_bool(name: str, value: Any) -> None:
 def at_least(least: int, of: str = "") -> Callable[[str, Any], object]:
     """Return a function (name, value) that raises an error unless value is an integer >= `least`.
 
-    The error is TypeError if the value is not an integer, and ValueError if it is too small. Its
-    message contains the name of the field and `of`, a unit such as "bytes".
+    The error is TypeError if the value is not an integer, and ValueError if it is too small. The
+    message of the error contains the name of the field and the argument `of`, which is a unit such
+    as "bytes".
     """
     return partial(whole, least=least, of=of)
 
@@ -208,7 +210,8 @@ def at_least(least: int, of: str = "") -> Callable[[str, Any], object]:
 def at_least_or_none(least: int) -> Callable[[str, Any], object]:
     """Return a function (name, value) that accepts None and integers of at least `least`.
 
-    For any other value it raises TypeError or ValueError, with the field name in the message.
+    For any other value, the returned function raises TypeError or ValueError, with the field name
+    in the message.
     """
 
     def check(name: str, value: Any) -> None:
