@@ -1,4 +1,7 @@
-"""Write a recipe as a script for a framework: Hugging Face's Trainer, plain PyTorch, or FSDP2."""
+"""Write a training script with the memory-saving techniques of a recipe.
+
+The script is for one of three frameworks: Hugging Face's Trainer, plain PyTorch, or FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from .fsdp2 import Fsdp2
 from .plain import Plain
 from .trainer import Trainer
 
-#: Frameworks by their names.
+#: Maps the name of each framework, such as "trainer", to the framework.
 FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
     {each.name: each for each in (Trainer(), Plain(), Fsdp2())}
 )

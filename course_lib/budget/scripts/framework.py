@@ -1,4 +1,4 @@
-"""Base class of the frameworks for which a recipe can be written as a script."""
+"""Base class of the frameworks, such as Hugging Face's Trainer, for which scripts are written."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Framework:
             A field that is not in this mapping may have any value.
         equal_micro_batches: Whether all micro-batches must have the same number of samples.
         has_own_step: Whether the framework has a training step of its own, which differs from
-            `course_lib.budget.train_step`. Estimates for the framework are then those of its own
-            step.
+            `course_lib.budget.train_step`. If so, estimates for the framework describe the
+            framework's step.
         max_norm: Norm to which the framework clips the gradients by default; None if it does not
             clip them.
     """
@@ -116,7 +116,7 @@ class Framework:
         Args:
             model: Model to train.
             parameters: Parameters to optimize.
-            recipe: Recipe of the step.
+            recipe: Memory-saving techniques of the step.
             lr: Learning rate.
         """
         return None
@@ -124,19 +124,21 @@ class Framework:
     def around_step(self, model: nn.Module, recipe: Recipe) -> AbstractContextManager:
         """Return a context manager that changes the model as the framework does during a step.
 
-        An estimate of the framework's step runs inside it. On exit, the model is restored. In the
-        base class, the context manager changes nothing.
+        An estimate of the framework's step runs inside the context manager. On exit, the model is
+        restored. In the base class, the context manager changes nothing.
 
         Args:
             model: Model to train.
-            recipe: Recipe of the step.
+            recipe: Memory-saving techniques of the step.
         """
         return nullcontext()
 
 
 @dataclass(frozen=True)
 class FrameworkLimits:
-    """Limits on the recipes of a search, set by a framework and a batch.
+    """Limits on the recipes (sets of memory-saving techniques) that a search may try.
+
+    A framework such as Hugging Face's Trainer sets the limits, which also depend on the batch size.
 
     Attributes:
         framework: Framework that must be able to run the recipes; None for no limits.
@@ -164,8 +166,8 @@ class FrameworkLimits:
         """Return those numbers of micro-batches in `counts` that the framework can run.
 
         If the framework needs micro-batches of equal size, only the divisors of the number of
-        samples per rank are allowed. If it does not, or if the number of samples is not known, all
-        numbers are allowed.
+        samples per rank are allowed. If the framework can run micro-batches of different sizes, or
+        if the number of samples is not known, all numbers are allowed.
 
         Args:
             counts: Numbers of micro-batches to choose from.
@@ -188,7 +190,8 @@ class FrameworkLimits:
             return None
         return (
             f"micro_batches must be a divisor of the batch's {self.samples} samples when framework"
-            f" is {self.framework.name!r}, got {recipe.micro_batches}; framework='torch' can run it"
+            f" is {self.framework.name!r}, got {recipe.micro_batches}; framework='torch' supports"
+            " this value"
         )
 
     def require(self, recipe: Recipe) -> None:

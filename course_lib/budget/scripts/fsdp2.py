@@ -1,4 +1,4 @@
-"""Scripts for PyTorch's FSDP2, which torchrun starts on several devices."""
+"""Training scripts that shard a model over several devices with PyTorch's FSDP2."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Fsdp2(Loop):
     )
     alternatives: Mapping[str, str] = MappingProxyType(
         {
-            "precision": "only frameworks for a single rank can run it",
-            "attention": "course_lib.distributed.Trainer can run it",
+            "precision": "only frameworks for a single rank support this value",
+            "attention": "course_lib.distributed.Trainer supports this value",
             "ranks": "framework='torch' and framework='trainer' run a single rank",
-            "shard": "course_lib.distributed.Trainer can run it",
+            "shard": "course_lib.distributed.Trainer supports this value",
         }
     )
 
@@ -108,7 +108,10 @@ def _share_lines(lines: Lines, recipe: Recipe) -> list[str]:
 
 
 def _loop_lines(lines: Lines, recipe: Recipe) -> list[str]:
-    """Return the lines of the training loop, which reduces gradients after each micro-batch."""
+    """Return the lines of the training loop.
+
+    After each micro-batch, the loop reduces the gradients across all ranks (processes).
+    """
     count, workload = recipe.micro_batches, lines.workload
     parts = "[share]"
     if count > 1 and workload.split is not None:

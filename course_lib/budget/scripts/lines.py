@@ -1,8 +1,7 @@
-"""Lines of code that the scripts for several frameworks share.
+"""Builder for the lines of a training script, used by the scripts of several frameworks.
 
-A script is printed and run by the user, so it contains only public names of this library. The
-names of blocks, and everything else that the lines depend on, are read from a symbolic copy of the
-model.
+The user runs the script, so it contains only public names of this library. Everything that the
+lines depend on, such as the names of blocks, is read from a symbolic copy of the model.
 """
 
 from __future__ import annotations
@@ -31,10 +30,12 @@ class Lines:
 
     A recipe is a set of memory-saving techniques. A workload is a model and a batch.
 
-    Functions that return lines of the script call `use` to register the imports of these lines.
+    Each function that returns lines of the script registers the imports of these lines by the
+    method `use`.
 
     Attributes:
-        recipe: Recipe of the step. With several ranks, it describes the step of a single rank.
+        recipe: Memory-saving techniques of the step. With several ranks, the recipe describes the
+            step of a single rank.
         workload: Model and batch. Its attribute `source` has the code that makes them, and must not
             be None.
         imports: Dict from the name of a module to the set of names that the script imports from it.
@@ -58,7 +59,7 @@ class Lines:
             ValueError: The workload has no source code for a script.
         """
         if self.workload.source is None:
-            raise ValueError("workload must have a source for a script, got source=None")
+            raise ValueError("workload must have source code to write a script, got source=None")
         plain = {"import torch"}
         for line in self.workload.source.imports:
             start, _, names = line.partition(" import ")

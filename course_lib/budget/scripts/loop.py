@@ -49,9 +49,10 @@ class Loop(Framework):
             return batch_problem(workload.make_batch())
 
     def for_model(self, model: nn.Module) -> Framework:
-        """Return a copy of the framework that rejects what a script cannot set in the model.
+        """Return a copy of the framework that rejects recipes that a script cannot run.
 
-        The copy may allow fewer values of the fields `attention` and `checkpoint`.
+        For example, a script cannot set every kind of attention in every model. The copy may allow
+        fewer values of the recipe's fields `attention` and `checkpoint`.
 
         Args:
             model: Model with symbolic tensors, which have shapes but no values.

@@ -1,6 +1,7 @@
-"""Lines of a script that compute the loss of a batch.
+"""Lines of a training script that compute the loss of a batch.
 
-The functions take the `Lines` of the script, and register the imports of their lines there.
+The functions take a `Lines` object, the builder of the script. They return lines as text, and
+register the imports of these lines with the builder.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .settings import reject_statistics
 def loss_is_mean(lines: Lines) -> bool:
     """Return whether the loss in a script is a mean.
 
-    If it is not, it is a pair (sum of losses, weight). The weight is the number by which the sum is
-    divided, such as the number of tokens.
+    Otherwise the loss is a pair (sum of losses, weight). The weight is the number by which the sum
+    is divided, such as the number of tokens.
 
     Args:
         lines: Builder of the script.
@@ -52,7 +53,11 @@ def loss_code(lines: Lines) -> tuple[list[str], str]:
 
 
 def _segments(lines: Lines) -> tuple[list[str], str]:
-    """Return the same as `loss_code`, for a model whose own stages the script checkpoints."""
+    """Return the code of the loss for a script that checkpoints segments of the model's stages.
+
+    The stages are the functions that the model's method `stages` returns. The result is a pair
+    (lines, expression), as in `loss_code`.
+    """
     model, recipe = lines.model, lines.recipe
     with symbolic():
         stages = own_stages(model)(lines.batch)
@@ -63,10 +68,9 @@ def _segments(lines: Lines) -> tuple[list[str], str]:
     ]
     if trained != [False, True]:
         raise ValueError(
-            "model.stages must begin, for checkpoint='segments' in a script, with a function"
-            " without parameters that returns the inputs of a batch, and then a module with"
-            " parameters, got"
-            f" {describe(model)}"
+            "for a script with checkpoint='segments', the first item of model.stages(batch) must"
+            " have no parameters and return the inputs of the batch, and the second item must be a"
+            f" module with parameters, got {describe(model)}"
         )
     lines.use("torch.utils.checkpoint", "checkpoint_sequential")
     random = "" if may_draw(model) else ", preserve_rng_state=False"

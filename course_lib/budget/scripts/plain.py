@@ -38,8 +38,8 @@ CLASSES: Mapping[str, tuple[str, str]] = {
 class Plain(Loop):
     """Framework whose script is a PyTorch training loop on one device.
 
-    The loop uses the techniques of this library. It cannot run checkpoint="optimal", because it
-    would have to measure the FLOPs and bytes of the blocks for each micro-batch.
+    The loop uses the techniques of this library, except checkpoint="optimal". For this checkpoint,
+    the loop would have to measure the FLOPs and bytes of the blocks for each micro-batch.
     """
 
     name = "torch"
@@ -55,9 +55,9 @@ class Plain(Loop):
     )
     alternatives: Mapping[str, str] = MappingProxyType(
         {
-            "precision": "framework='trainer' can run it",
-            "attention": "course_lib.budget.train_step can run it",
-            "checkpoint": "course_lib.budget.train_step can run it",
+            "precision": "framework='trainer' supports this value",
+            "attention": "course_lib.budget.train_step supports this value",
+            "checkpoint": "course_lib.budget.train_step supports this value",
             "ranks": "framework='fsdp2' can run several ranks",
             "shard": "framework='fsdp2' can shard a model",
         }
@@ -138,8 +138,9 @@ def _keywords(settings: Mapping[str, Any]) -> str:
 
 def _accumulates(recipe: Recipe) -> bool:
     """Return whether the script's training loop must call an `AccumulatedStep`."""
-    # In a plain loop, the loss stays live while the optimizer updates the parameters. With
-    # segments, it would keep the constant arguments of the blocks in memory.
+    # In a plain loop, the variable `loss` stays alive while the optimizer updates the parameters.
+    # With segments, the autograd graph of the loss would keep the constant arguments of the blocks
+    # in memory.
     scheduled = recipe.checkpoint == "segments"
     accumulated = recipe.micro_batches > 1 or recipe.accumulate is not None
     return accumulated or scheduled or recipe.in_backward
@@ -149,7 +150,7 @@ def _plain_loop(lines: Lines) -> list[str]:
     """Return the lines of a training loop with a single micro-batch and no `AccumulatedStep`."""
     defined: list[str] = []
     prepared, expression = loss_code(lines)
-    if prepared:  # a function releases its tensors when it returns
+    if prepared:  # put into a function, whose local tensors are released when it returns
         defined, name = loss_function_code(lines, parts=1)
         expression = f"{name}(model, batch)"
     result, mean, shown = "loss, weight", "(loss / weight)", "(loss / weight)"
@@ -162,7 +163,8 @@ def _plain_loop(lines: Lines) -> list[str]:
     inside = [*forward, f"{mean}.backward()", "optimizer.step()", "optimizer.zero_grad()"]
     inside.append(f'print(f"step {{step}}: loss {{{shown}.item():.4f}}")')
     if any(True for _ in quantization_state(lines.model)):
-        # The graph of bitsandbytes' 8-bit layers keeps tensors after backward.
+        # The autograd graph of bitsandbytes' 8-bit layers keeps tensors after backward. Deleting
+        # the loss releases the graph.
         inside.append("del loss")
     return [*defined, "for step in range(2):", *(f"    {line}" for line in inside)]
 

@@ -77,7 +77,7 @@ def _attention(lines: Lines) -> list[str]:
 def settable_attentions(model: nn.Module) -> tuple[str | None, ...]:
     """Return the values of `Recipe.attention` that a script can set in a model.
 
-    None, which leaves the model unchanged, and "standard" are always among them.
+    The result always contains "standard" and the value None, which leaves the model unchanged.
     """
     if attentions_of(model):
         return (None, "standard", "flash")
@@ -122,13 +122,14 @@ def selected_block_names(lines: Lines) -> list[str]:
 def checkpoint_lines(lines: Lines, sharded: bool = False) -> list[str]:
     """Return script lines that checkpoint the blocks of the model.
 
-    The list is empty if the recipe has no checkpoints, or if the lines that compute the loss
-    already contain them.
+    The list is empty if the recipe has no checkpoints, or if the script already checkpoints the
+    model in the lines that compute the loss.
 
     Args:
         lines: Builder of the script, with the model and the recipe.
         sharded: Whether FSDP2 has sharded the blocks. If so, the checkpoints always restore the
-            state of the random generators. If not, they do so only if `may_draw(model)` is True.
+            state of the random generators. If not, the checkpoints restore this state only if
+            `may_draw(model)` is True.
     """
     recipe, model = lines.recipe, lines.model
     if recipe.checkpoint == "none" or runs_stages(model, recipe):
@@ -153,9 +154,9 @@ def checkpoint_lines(lines: Lines, sharded: bool = False) -> list[str]:
 
 
 def _pattern(lines: Lines) -> str:
-    """Return, as Python source, the argument that says which blocks are checkpointed.
+    """Return, as Python source, the names of the checkpointed blocks, such as `"model.layers.*"`.
 
-    It is a name or a list of names, such as `"model.layers.*"`.
+    The source is a string, or a list of strings.
     """
     if lines.recipe.blocks is not None:
         return string_code(block_names(lines.recipe))
@@ -173,7 +174,7 @@ def string_code(names: str | Sequence[str]) -> str:
 
 def has_statistics(model: nn.Module) -> bool:
     """Return whether a block of a model updates running statistics, as BatchNorm does."""
-    with suppress(ValueError):  # the model has no list of blocks
+    with suppress(ValueError):  # raised if the model has no list of blocks
         return any(statistics_of(model.get_submodule(name)) for name in names_of(model, None))
     return False
 
@@ -190,7 +191,7 @@ def reject_statistics(blocks: Iterable[nn.Module], checkpoint: str) -> None:
     """
     if any(statistics_of(block) for block in blocks):
         raise ValueError(
-            "checkpoint must be 'none' in a script for a model with BatchNorm in its blocks, whose"
-            f" running statistics a checkpoint updates twice, got {checkpoint!r};"
-            " course_lib.budget.train_step undoes the second update"
+            "checkpoint must be 'none' in a script for a model with BatchNorm in its blocks, got"
+            f" {checkpoint!r}: a checkpoint updates the running statistics twice. Use"
+            " course_lib.budget.train_step instead, which undoes the second update"
         )

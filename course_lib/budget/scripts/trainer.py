@@ -3,15 +3,15 @@
 The Trainer trains models of transformers, also with adapters of peft. Estimates for the Trainer
 include these properties of its step (transformers 5.23):
 
-- The optimizer has two parameter groups, and the second group has the biases and weights of norms.
+- The optimizer has two parameter groups. The second group has all biases, and the norms' weights.
 - Adafactor is the class of transformers. Lion keeps fp32 state for weights of any dtype. 8-bit
   AdamW keeps fp32 state for embeddings.
 - With checkpoints, the output of the embedding requires a gradient even if the embedding is frozen,
   so backward runs through all blocks.
 - The gradients are clipped to the norm 1, unless `max_grad_norm` has another value.
 
-The estimates do not include the batch, which is in memory during the step, a few numbers for the
-log, and two tables of bitsandbytes (2,048 bytes) if no state is in 8 bits.
+Three kinds of memory are not included in the estimates: the batch, a few numbers for the log, and
+two tables of bitsandbytes (2,048 bytes) if no optimizer state is in 8 bits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from .settings import cache_lines
 if TYPE_CHECKING:
     from course_lib.workload import Source, Workload
 
-# Maps a field to the end of an error message, which says what can run the field's other values.
+# Maps a field of `Recipe` to the end of the error message that rejects a value of this field. The
+# end of the message names a framework that can run the value.
 _OTHERS = {
     "blocks": "framework='torch' can checkpoint some of the blocks",
     "ranks": "framework='fsdp2' can run several ranks",
@@ -96,7 +97,7 @@ class Trainer(Framework):
         if recipe.update == "fused" and recipe.optimizer != "adam":
             return (
                 f"update must be None for {recipe.optimizer!r} when framework is 'trainer', got"
-                " 'fused'; framework='torch' can run it"
+                " 'fused'; framework='torch' supports this value"
             )
         return None
 
@@ -113,13 +114,14 @@ class Trainer(Framework):
             )
         if workload.loss_sum is not None or has_method(model, "loss_sum"):
             return (
-                "loss_sum must be None when framework is 'trainer', which uses the loss that the"
-                " model returns; framework='torch' can use a function"
+                "loss_sum must be None, and the model must have no method loss_sum, when framework"
+                " is 'trainer', because the Trainer uses the loss that the model returns; to use a"
+                " loss_sum, choose framework='torch'"
             )
         if workload.split is not None:
             return (
-                "split must be None when framework is 'trainer', which splits batches itself;"
-                " framework='torch' can use a function"
+                "split must be None when framework is 'trainer', because the Trainer splits batches"
+                " itself; to use a split function, choose framework='torch'"
             )
         others = [
             name
@@ -136,7 +138,7 @@ class Trainer(Framework):
 
     def script(self, recipe: Recipe, workload: Workload) -> str:
         if workload.source is None:
-            raise ValueError("workload must have a source for a script, got source=None")
+            raise ValueError("workload must have source code to write a script, got source=None")
         if problem := self.conflict(recipe):
             raise ValueError(problem)
         arguments = _training_arguments(recipe, workload.samples)
@@ -211,7 +213,7 @@ class Trainer(Framework):
 
 
 def _symbolic_model(workload: Workload) -> nn.Module:
-    """Return a symbolic copy of the workload's model, in its own dtypes."""
+    """Return the model of a workload in its own dtypes, with symbolic tensors (without memory)."""
     with symbolic():
         return model_of(workload.make_model, Recipe(precision=None))
 
@@ -224,10 +226,10 @@ def _cast(recipe: Recipe, workload: Workload) -> str:
 
 
 def _other_for(name: str, value: Any) -> str:
-    """Return the end of an error message: which code can run a value that the Trainer cannot."""
+    """Return the end of an error message, which names code that can run a rejected value."""
     if (name, value) == ("checkpoint", "optimal"):
-        return "course_lib.budget.train_step can run it"
-    return "framework='torch' can run it"
+        return "course_lib.budget.train_step supports this value"
+    return "framework='torch' supports this value"
 
 
 def _training_arguments(recipe: Recipe, samples: int | None) -> list[str]:
@@ -255,7 +257,12 @@ def _keywords(arguments: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _imports(source: Source, arguments: Sequence[str]) -> list[str]:
-    """Return all imports of the script: those of the source, and those of the other lines."""
+    """Return the lines with all imports of the script.
+
+    Args:
+        source: Code that makes the model and the batch, with the imports of this code.
+        arguments: Script lines that create the `TrainingArguments`.
+    """
     own, first = "Trainer, TrainingArguments", "from transformers import "
     lines = [f"{line}, {own}" if line.startswith(first) else line for line in source.imports]
     if lines == [*source.imports]:
@@ -282,7 +289,7 @@ def _checkpoints_all_blocks(model: nn.Module) -> bool:
     }
     try:
         return layers == set(names_of(model, None))
-    except ValueError:  # the model has no list of blocks
+    except ValueError:  # raised if the model has no list of blocks
         return False
 
 
@@ -310,8 +317,8 @@ def _without_embeddings(model: nn.Module, group: dict[str, Any]) -> list[dict[st
 class _Lion(torch.optim.Optimizer):
     """Optimizer that allocates the state of bitsandbytes' 32-bit Lion, to estimate its memory.
 
-    It changes no parameter, and allocates no temporaries, because bitsandbytes runs the update as
-    one operator.
+    The optimizer changes no parameter. It allocates no temporary tensors, because bitsandbytes runs
+    the update as one operator.
     """
 
     def __init__(self, params, lr: float):
