@@ -1,7 +1,7 @@
-"""Compute the trace of a model with many equal blocks from the traces of steps with few blocks.
+"""Compute the trace of a step with many equal blocks from the traces of steps with few blocks.
 
-Two steps are enough: one with a few of the equal blocks, and one with one more block. Their
-difference shows what each block adds. A point of a trace is one operator of the step.
+Two traces are enough: one of a step with a few of the equal blocks, and one of a step with one more
+block. The difference between the traces shows what each block adds.
 """
 
 from __future__ import annotations
@@ -51,24 +51,25 @@ def shorten_blocks(blocks: nn.ModuleList | nn.Sequential, count: int) -> Iterato
 class IrregularSteps(Exception):
     """Error raised if the trace of a step cannot be computed from two steps with fewer blocks.
 
-    The model of the second of these steps has one block more than the model of the first one. The
-    error is raised if the two steps differ in more than the operators of this additional block.
+    One of the two steps has one more block than the other step. The error is raised if the two
+    steps differ in more than the operators of this additional block.
     """
 
 
 class Pass(NamedTuple):
-    """Position of one pass through a model's blocks in the traces of two training steps.
+    """Position of one pass through the blocks in the traces of a smaller and a larger model.
 
-    In the second step, the model has one block more than in the first step. A pass is either a
-    forward pass, or everything that runs between one forward pass and the next, such as backward. A
-    point of a trace is one operator of the step.
+    A point of a trace is one operator of a training step. The larger model has one block more than
+    the smaller model. A pass is either a forward pass, or everything that runs between one forward
+    pass and the next, such as backward.
 
     Attributes:
-        few: Index of the pass's first point in the first step.
-        more: Index of the pass's first point in the second step.
-        length: Number of points of the pass in the first step.
+        few: Index of the pass's first point in the smaller model's trace.
+        more: Index of the pass's first point in the larger model's trace.
+        length: Number of points of the pass in the smaller model's trace.
         cut: Number of points from the start of the pass to the position of the additional block.
-        block: Number of points of the additional block in the second step.
+        block: Number of points of the additional block in the larger model's trace; 0 if the pass
+            has the same points in both traces.
     """
 
     few: int
@@ -81,27 +82,32 @@ class Pass(NamedTuple):
 class Growth:
     """Growth of a training step with the number of equal blocks in its model.
 
-    The growth is computed from the traces of two steps. The model has m equal blocks in `few`, and
-    m + 1 in `more`. A point t of a trace is one operator of the step. Below, live(t; n) is the
-    number of live bytes at point t of a step with n blocks.
+    The growth is computed from two traces: `few`, of a step with m equal blocks, and `more`, of a
+    step with m + 1 equal blocks. A point t of a trace is one operator of the step. Below,
+    live(t; n) is the number of live bytes at point t of a step with n blocks.
 
     A step consists of passes through the blocks, forward and backward. Each pass is cut in two
     inside the part with equal blocks, and n - m blocks are inserted at the cut. At a point t of the
-    step with m blocks, one additional block adds g(t) = live(t; m + 1) - live(t; m) live bytes.
-    Each inserted block adds the same number, so
+    step with m blocks, one additional block adds g(t) = live(t; m + 1) - live(t; m) live bytes,
+    where t is the same operator in both steps. Each inserted block adds the same number, so
 
         live(t; n) = live(t; m) + (n - m) g(t)
 
     The inserted blocks themselves are numbered i = 0 ... n - m - 1 in the order in which they run.
-    While block i runs, i of the inserted blocks have already run, and each of them adds as many
-    live bytes as after the cut. The other n - m - 1 - i have not run, and each of them adds as many
-    as before the cut. Therefore
+    Let u be a point of the additional block in `more`. Let a and b be the same operator as u in the
+    block before the cut and in the block after the cut. While block i runs, the other inserted
+    blocks add live bytes:
 
-        live(t; n) = live(t; m + 1) + (n - m - 1 - i) g(t - block) + i g(t + block)
+    - Each of the i blocks that have already run adds g(b), because the additional block has already
+      run at b.
+    - Each of the n - m - 1 - i blocks that have not run yet adds g(a), because the additional block
+      has not run yet at a.
 
-    where t is a point of the additional block in `more`, and `block` is the number of points of a
-    block. The points t - block and t + block are the same operator in the block before and in the
-    block after it. FLOPs and bytes moved grow linearly with n.
+    Therefore
+
+        live(u; n) = live(u; m + 1) + (n - m - 1 - i) g(a) + i g(b)
+
+    FLOPs and bytes moved grow linearly with n.
 
     Args:
         few: Trace of the step with m equal blocks.
@@ -122,15 +128,15 @@ class Growth:
         ]
 
     def sources(self, blocks: int) -> Iterator[tuple[Trace, int, int, int]]:
-        """Yield the parts of the two traces from which the trace of a longer step is assembled.
+        """Yield the parts of the two traces from which the trace of a larger model is assembled.
 
-        The parts are yielded in the order of the longer step. Each part is a tuple (trace, start,
-        stop, following). `trace` is `self.few` or `self.more`, and the part consists of its points
-        from `start` up to, but not including, `stop`. `following` is the number of additional
-        blocks that come after the part in the same pass through the blocks.
+        The parts are yielded in the order in which the larger model runs them. Each part is a tuple
+        (trace, start, stop, following). `trace` is `self.few` or `self.more`. The part consists of
+        the points (operators) of `trace` from `start` up to, but not including, `stop`. `following`
+        is the number of added blocks that come after the part in the same pass through the blocks.
 
         Args:
-            blocks: Number of blocks that the longer step has in addition to those of `self.few`.
+            blocks: Number of blocks to add to the model of the trace `self.few`.
         """
         for at in self.passes:
             new = at.more + at.cut
@@ -166,7 +172,11 @@ class Growth:
 
 
 def _passes(operators: Sequence[tuple[Any, str]]) -> list[tuple[int, int]]:
-    """Return the bounds (start, stop) of the forward passes and of the parts between them."""
+    """Divide the operators of a step into forward passes and the parts between forward passes.
+
+    Returns:
+        The bounds of each part, in order, as pairs of indices (start, stop) into `operators`.
+    """
     groups = groupby(operators, key=lambda operator: operator[1] == "forward")
     return list(pairwise(accumulate((len(list(group)) for _, group in groups), initial=0)))
 
@@ -174,16 +184,17 @@ def _passes(operators: Sequence[tuple[Any, str]]) -> list[tuple[int, int]]:
 def _cut(few: list, more: list, start: int, stop: int, begin: int, end: int) -> Pass:
     """Return the `Pass` for a pass of the shorter step and the same pass of the longer step.
 
-    The passes are `few[start:stop]` and `more[begin:end]`. The result has the place where the
-    longer step has one more block.
+    The passes are `few[start:stop]` and `more[begin:end]`. The returned `Pass` contains the
+    position at which the longer step has one more block.
 
     Raises:
-        IrregularSteps: The passes do not differ by one block.
+        IrregularSteps: The passes do not differ by exactly one block.
     """
     ours, others = few[start:stop], more[begin:end]
     block = len(others) - len(ours)
-    # If a block begins with the same operators as the part after the blocks, the part that both
-    # passes share is a block or more too long. Therefore the length of a block is subtracted.
+    # If the part after the blocks begins like a block, the common prefix of the two passes also
+    # covers operators of that part. The same can happen to the common suffix. Therefore the length
+    # of a block is subtracted from both.
     head, tail = (
         _common_prefix_length(*pair) - block
         for pair in ((ours, others), (ours[::-1], others[::-1]))

@@ -42,16 +42,17 @@ def groups_of(
 ) -> list[list[int]]:
     """Return groups of micro-batches that run the same operators, as lists of indices.
 
-    A trace needs to run only one micro-batch per group. Usually, micro-batches are in one group if
-    their tensors have the same shapes. Equal shapes are not enough in two cases:
+    A trace needs to run only one micro-batch per group. If there are only one or two micro-batches,
+    each of them is a group of its own. For three or more micro-batches, this function runs the
+    forward pass of the first one. Usually, micro-batches are in one group if their tensors have the
+    same shapes. Equal shapes are not enough in two cases:
 
-    - The forward pass of the first micro-batch, which always runs, reads values of a real tensor,
-      for example of an attention mask.
+    - The forward pass of the first micro-batch reads values of a real tensor, for example of an
+      attention mask.
     - The micro-batches contain different objects that are not tensors.
 
-    In these cases, the forward pass of every micro-batch runs, and the micro-batches of a group
-    must also run the same operators. If there are only one or two micro-batches, each of them is a
-    group of its own, and no forward pass runs.
+    In these cases, the forward passes of all micro-batches run, and the micro-batches of a group
+    must also run the same operators.
 
     Call this function in symbolic mode (`course_lib.symbolic.symbolic`). In this mode, most tensors
     are symbolic: they have shapes but no values. Small tensors of integers or booleans on the CPU

@@ -1,11 +1,12 @@
-"""Run only one of several equal forward passes of stages in a symbolic step.
+"""Run only one of several equal forward passes of stages, in a step on symbolic tensors.
 
-A schedule runs most of its stages several times without gradients, and the blocks of a model are
-often equal. Each run of equal stages has the same operators, FLOPs and temporaries, and leaves one
-output of the same size. Therefore only the first run of each kind of stage is computed. For each
-later run, the points of the first run are added to the meter's tracker again, and the output is
-created without running the operators. A point is one operator. The tracker then equals, point by
-point, the tracker of a step that runs all operators.
+Symbolic tensors have shapes but no values. A stage is a module of a chain (modules that are called
+in order), such as a block of the model. A schedule runs most stages several times without
+gradients, and the blocks of a model are often equal. Each run of equal stages has the
+same operators, FLOPs and temporaries, and leaves one output of the same size. Therefore only the
+first run of each kind of stage is computed. For each later run, the operators of the first run are
+added to the records of the memory meter again. The output is created without running the operators.
+The records then equal, operator by operator, those of a step that runs all operators.
 
 Runs that keep tensors for a backward pass, and the backward passes, are always computed.
 """
@@ -44,8 +45,9 @@ class ForwardRun:
             An int64 array of shape (points, categories), with the categories in the order of
             `CATEGORIES`.
         outline: Shape, strides, dtype and device of the output.
-        role: Attribute `role` of the meter's `Record` of the output's storage.
-        made_in: Attribute `made_in` of the same `Record`, the pass that created the storage.
+        role: Role of the output's storage, as in the attribute `role` of `Record`. None means an
+            activation or a temporary.
+        made_in: Pass that created the output's storage, as in the attribute `made_in` of `Record`.
         born: Point at which the output's storage is created.
         drew: Whether the pass drew random numbers.
         result: Value that the pass stored in `stage.result`. Each replay stores it in the attribute
@@ -85,9 +87,10 @@ class ForwardPassCache:
         kind_of: Callable[[nn.Module], Hashable],
     ):
         self.tracker, self.usage, self.kind_of = tracker, usage, kind_of
-        # The keys are weak, so that stages, which hold arguments of their call, can be released.
+        # The keys are weak references, so that a stage and the arguments that it holds can be
+        # released.
         self.kinds: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
-        # None marks a run that must be computed each time.
+        # The value None marks a run that must be computed each time.
         self.cache: dict[Hashable, ForwardRun | None] = {}
 
     def forward(
@@ -105,14 +108,15 @@ class ForwardPassCache:
         runs the stage.
 
         Args:
-            stage: The stage, a module of a chain.
+            stage: Stage to run: a module of a chain (modules that are called in order).
             given: Tensors that the stage reads, except its parameters.
             context: Hashable tuple of the remaining settings that determine the output: whether the
                 stage is the last one, whether its input needs a gradient, and whether autocast is
                 on.
             compute: Function without arguments that runs the stage and returns its output.
             drawing: Active dispatch mode that sets its attribute `seen` to True when random numbers
-                are drawn. A replay of such a stage sets it too. None if this is not needed.
+                are drawn. A replay of a pass that drew random numbers also sets `seen` to True.
+                None if random draws need not be noticed.
         """
         key = self._key(stage, given, context)
         if key not in self.cache:
@@ -143,20 +147,20 @@ class ForwardPassCache:
         return kind, context, in_backward, tuple(map(self._input_signature, given))
 
     def _input_signature(self, tensor: Tensor) -> Hashable:
-        """Return the properties of an input tensor that determine the points of the run."""
+        """Return the properties of an input that determine the operators and bytes of a run."""
         record = self._record(tensor)
         about = record and (record.role, record.made_in, record.saved is None)
         look = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
         return look, about
 
     def _record(self, tensor: Tensor) -> Record | None:
-        """Return the tracker's record of the tensor's storage, or None."""
+        """Return the record that the memory meter's tracker has of a tensor's storage, or None."""
         return self.tracker.find(tensor.untyped_storage())
 
     # ---- The first run of a kind
 
     def _compute(self, key, stage, given, compute, drawing) -> Any:
-        """Run the stage, store its points in the cache, and return its result."""
+        """Run the stage, store its operators and bytes in the cache, and return its result."""
         if key is None:
             return compute()
         tracker = self.tracker
@@ -201,7 +205,10 @@ class ForwardPassCache:
     # ---- Later runs
 
     def _replay_record(self, found: ForwardRun) -> Tensor:
-        """Add the points of an earlier, equal run to the tracker, and return a new output."""
+        """Replay an earlier run of an equal stage, and return a new symbolic output.
+
+        The operators, FLOPs and bytes of the earlier run are added to the memory meter's tracker.
+        """
         tracker, usage = self.tracker, self.usage
         usage.inputs(None, (), {}, current_node())
         tracker.confirm_released()
@@ -230,7 +237,7 @@ def _temporaries(new: list[Record], start: int, stop: int) -> np.ndarray:
 
     Args:
         new: Records of the storages that the run created.
-        start, stop: Bounds of the run's points in the tracker.
+        start, stop: Bounds of the run's points in the tracker. A point is one operator.
 
     Returns:
         An int64 array of shape (points, categories).

@@ -1,4 +1,4 @@
-"""Trace the step of a single process on symbolic tensors."""
+"""Trace the training step of a single process on symbolic tensors, which need no memory."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def process_trace(
     Returns:
         A pair. The first item is the trace of the step, with its operators and the live bytes after
         each operator. The second item is the number of parameter elements that the host (CPU)
-        updates. It is 0 unless `tier` is "host".
+        updates. This number is 0 unless `tier` is "host".
     """
     recipe = on_kind(recipe, kind)
     with symbolic(Symbolic(kind, gpu)):
@@ -100,8 +100,8 @@ def process_trace(
         if make_optimizer is None:
             make_state(model, optimizer)
         else:
-            # The traced step is the second one. Some of the user's parameters may get no gradient,
-            # and then they have no state.
+            # The first step, which is not traced, creates the state. Unlike `make_state`, it
+            # creates no state for parameters that get no gradient.
             run_micro_batches(model, optimizer, micro_batches, recipe, *options)
         trace = trace_step(
             model,
@@ -128,7 +128,7 @@ def symbolic_optimizer(
 
     Args:
         model: Model whose parameters are updated, or a part of a model.
-        recipe: Recipe of the step.
+        recipe: Memory-saving techniques of the step.
         store: Store for offloaded optimizer state, which counts the bytes that are copied.
         tier: Place of the offloaded state, "file" for disk or "host" for host memory.
         whole_model: The whole model, if `model` is a part of it; otherwise None.
@@ -153,9 +153,10 @@ def trace_step(
 ) -> Trace:
     """Run a training step on symbolic tensors under a memory meter, and return its trace.
 
-    To save time, only some of the micro-batches run. Micro-batches that run the same operators form
-    a group, and only the last micro-batch of each group runs. The first micro-batch of the step
-    also runs, because only this one starts without gradients.
+    Symbolic tensors have shapes but need no memory. To save time, only some of the micro-batches
+    run. Micro-batches that run the same operators form a group, and only the last micro-batch of
+    each group runs. The first micro-batch of the step also runs, because only this micro-batch
+    starts without gradients.
 
     A real step keeps the loss of every micro-batch until the optimizer step. In place of the losses
     of the skipped micro-batches, this function therefore allocates a tensor of the same total size.
@@ -178,11 +179,11 @@ def trace_step(
         if later:
             stands_for[later[-1]] = len(later)
     store.stats = Traffic()
-    # FLOPs and bytes moved up to the start of each micro-batch that is run, and up to the start of
-    # the optimizer step.
+    # Totals (FLOPs, bytes moved down, bytes moved up) at the start of each micro-batch that is run,
+    # and at the start of the optimizer step. Down is to the lower tier (host memory or disk).
     before: list[tuple[int, int, int]] = []
-    # Bytes that a micro-batch keeps live until the optimizer step: its loss, and its weight if this
-    # is a tensor.
+    # Bytes that a micro-batch keeps live until the optimizer step: its loss, and the weight of the
+    # loss if the weight is a tensor.
     kept_bytes = 0
 
     def totals() -> tuple[int, int, int]:
@@ -191,8 +192,9 @@ def trace_step(
     def kept_loss(model, micro_batch):
         nonlocal kept_bytes
         loss_and_weight = loss_of(model, micro_batch, recipe, loss_sum)
-        # The storage of a loss may be larger than the loss, as with `F.mse_loss`. The batch is not
-        # counted, so neither is a weight that is a view of it.
+        # Whole storages are counted, because the storage of a loss may be larger than the loss, as
+        # with `F.mse_loss`. Storages of the batch are not counted, even if the weight is a view of
+        # one.
         storages = {
             x.untyped_storage()._cdata: x.untyped_storage() for x in tensors_in(loss_and_weight)
         }
@@ -225,8 +227,8 @@ def trace_step(
             model, optimizer, sampled_micro_batches(), recipe, kept_loss, store, max_norm
         )
     # FLOPs and bytes of a micro-batch are multiplied by the number of micro-batches that it
-    # represents, and those of the optimizer by 1. dtype=object keeps Python integers, because FLOPs
-    # may exceed 64 bits.
+    # represents. FLOPs and bytes of the optimizer are multiplied by 1. dtype=object keeps Python
+    # integers, because FLOPs may exceed 64 bits.
     counts = [*(stands_for[i] for i in sorted(stands_for)), 1]
     added = np.diff(np.array([*before, totals()], dtype=object), axis=0)
     totals = np.array(counts, dtype=object) @ added
@@ -238,9 +240,9 @@ def trace_step(
 class StepMeter(UnguardedMeter):
     """Memory meter for symbolic steps, which rejects operators that it cannot measure.
 
-    It raises ValueError for an operator whose memory cannot be computed from shapes alone, such as
-    one that makes a sparse tensor. On CUDA, optimizers without a fused update keep their step
-    counters in host memory, so these counters are not counted.
+    The meter raises ValueError for an operator whose memory cannot be computed from shapes alone,
+    such as an operator that creates a sparse tensor. On CUDA, optimizers without a fused update
+    keep their step counters in host memory, so the meter does not count these step counters.
     """
 
     def __init__(self, model, optimizer, recipe: Recipe, **options: Any):
@@ -283,7 +285,7 @@ class StepMeter(UnguardedMeter):
 
 
 class _PartlyOnHost(torch.optim.Optimizer):
-    """Optimizer for symbolic steps with the memory and copies of `OffloadedOptimizer` on a GPU.
+    """Optimizer for steps on symbolic tensors, with the memory of `OffloadedOptimizer` on a GPU.
 
     The host keeps the state of some parameters and updates these parameters. Their gradients are
     copied to the host, and the updated parameters are copied back.

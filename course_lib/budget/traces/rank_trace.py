@@ -1,15 +1,16 @@
-"""Trace the step of one rank, with its share of the batch, for a recipe with several ranks.
+"""Trace the training step of one of several ranks (processes), with its share of the batch.
 
-No process is started: the step of `course_lib.distributed.Trainer` runs on symbolic tensors. If the
-model has equal blocks and its step grows evenly with them, only a few blocks are run.
+No process is started: the step of `course_lib.distributed.Trainer` runs on symbolic tensors, which
+need no memory. If the model has equal blocks and the memory of its step grows evenly with the
+number of blocks, only a few blocks are run.
 
 PyTorch has no implementation of ZeRO-2. Therefore "zero2" is FSDP2 that keeps the gathered
 parameters after forward, until backward has used them. Each rank then holds its own shard of the
 parameters in addition to the gathered parameters.
 
-The optimizer updates all parameters with one fused operator, which needs no temporaries. In bf16,
-"ddp" and "zero1" keep bf16 parameters and fp32 master weights, whereas "zero2" and "zero3" keep
-fp32 shards. These shards are gathered in bf16, and the step computes in bf16.
+The optimizer updates all parameters with one fused operator, which needs no temporaries. With
+precision="bf16", "ddp" and "zero1" keep bf16 parameters and fp32 master weights, whereas "zero2"
+and "zero3" keep fp32 shards. These shards are gathered in bf16, and the step computes in bf16.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from .equal_blocks import Growth, IrregularSteps, equal_blocks
 # runs forward and backward as "ddp" does.
 MODES = {"ddp": "ddp", "zero1": "ddp", "zero2": "fsdp-keep", "zero3": "fsdp"}
 # Number of blocks in the shorter of the two runs from which a step is extrapolated. It is larger
-# than 3, because three blocks need memory at once: one is used, another one is gathered, and the
-# gradients of a third one are reduced and released.
+# than 3, because up to three blocks need memory at once: one is used, the parameters of another one
+# are gathered, and the gradients of a third one are reduced and released.
 FEW = 4
 # Smallest number of blocks for which the step is extrapolated.
 MANY = 2 * FEW + 2
-# Largest number of micro-batches that are run. Later micro-batches start with as many live bytes as
-# the second one.
+# Largest number of micro-batches that are run. More are not needed, because all later micro-batches
+# start with as many live bytes as the second one.
 MOST_MICRO_BATCHES_RUN = 2
 
 
@@ -131,7 +132,8 @@ def _measure(
     """Run the step of one rank with some of the equal blocks, and return its trace.
 
     Args:
-        make_model, make_batch, recipe, loss_sum, max_norm, events, split: As in `rank_trace`.
+        make_model, make_batch, recipe, loss_sum, max_norm, events, split: Arguments of the same
+            names of the function `rank_trace`.
         count: Number of equal blocks to run.
         steps: Number of steps to run with FSDP. The last step is traced. The first step prepares
             each block once, which adds operators to its trace.
@@ -183,7 +185,8 @@ def _measure(
 def _micro_batches_run(recipe: Recipe, split: Split | None) -> int:
     """Return the number of a rank's micro-batches that are run for the trace.
 
-    All of them are run if the user's function `split` makes them, because they may differ.
+    If the user's function `split` makes the micro-batches, all of them are run, because they may
+    differ. Otherwise at most `MOST_MICRO_BATCHES_RUN` are run.
     """
     return (
         recipe.micro_batches
@@ -196,7 +199,7 @@ def largest_share(batch: Any, ranks: int, split: Split | None) -> Any:
     """Split the batch among the ranks, and return the share with the most bytes of tensors.
 
     Args:
-        batch: The batch.
+        batch: Batch of all ranks.
         ranks: Number of ranks (processes).
         split: The user's function (batch, parts) that returns a list of `parts` batches. None
             splits the batch along the first dimension of its tensors.
@@ -211,7 +214,7 @@ def _with_state(trace: Trace, shapes: Shapes, recipe: Recipe, shown: int) -> Tra
     Args:
         trace: Trace of `shown` micro-batches, with the optimizer state of the first rank.
         shapes: Shapes of the model's parameters.
-        recipe: Recipe with several ranks.
+        recipe: Memory-saving techniques of the step, with `ranks` above 1.
         shown: Number of micro-batches in the trace.
     """
     live = trace.live.copy()
@@ -245,8 +248,8 @@ def _explain_sharded_parameters(recipe: Recipe) -> Iterator[None]:
             raise
         raise ValueError(
             "shard must be 'ddp' or 'zero1' for a loss that uses parameters outside of model(...),"
-            f" got {recipe.shard!r}. Sharded parameters are gathered only inside that call, so let"
-            " the loss call the model"
+            f" got {recipe.shard!r}. Sharded parameters are gathered only while model(...) runs, so"
+            " let the loss call the model"
         ) from error
 
 
@@ -270,7 +273,7 @@ def state_bytes(shapes: Shapes, recipe: Recipe) -> int:
     Args:
         shapes: Shapes of the model's parameters, as `course_lib.distributed.shapes_of` returns
             them.
-        recipe: Recipe with several ranks.
+        recipe: Memory-saving techniques of the step, with `ranks` above 1.
     """
     each = 12 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 8
     if recipe.shard == "zero1":
@@ -289,7 +292,7 @@ def floor_bytes(shapes: Shapes, recipe: Recipe) -> int:
     Args:
         shapes: Shapes of the model's parameters, as `course_lib.distributed.shapes_of` returns
             them.
-        recipe: Recipe with several ranks.
+        recipe: Memory-saving techniques of the step, with `ranks` above 1.
     """
     ranks = 1 if recipe.shard in REPLICATED else recipe.ranks
     size = 2 if recipe.precision == "bf16" and recipe.shard in REPLICATED else 4
@@ -317,7 +320,8 @@ def micro_batch_counts_for(recipe: Recipe, batch: Any, split: Split | None = Non
         TypeError: The batch cannot be split, for example because it contains no tensor.
         ValueError: The batch cannot be split, its number of samples is not a multiple of the number
             of ranks, or `recipe.micro_batches` is not one of the possible numbers.
-        Exception: `split` raised this error when it made two parts or one part per rank.
+        Exception: The function `split` raised this error in one of two calls: when it split the
+            batch into one part per rank, or when it split a rank's share into two micro-batches.
     """
     if split is not None:
         return counts_by_split(largest_share(batch, recipe.ranks, split), split)
