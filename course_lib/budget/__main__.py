@@ -1,4 +1,7 @@
-"""Command that finds the recipes that fit a budget; see `python -m course_lib.budget --help`."""
+"""Command that finds the training recipes that fit a memory budget.
+
+`python -m course_lib.budget --help` lists its options.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ _NO_FP16 = (
     "fp16 needs loss scaling, which no recipe has, and its tensors have as many bytes as those of"
     " bf16"
 )
-# Maps names of precisions that no recipe has to the reason.
+# Names of precisions that no recipe supports, each with the reason for the error message.
 UNSUPPORTED_PRECISIONS = dict.fromkeys(("fp16", "float16", "half"), _NO_FP16)
 HELP = """Find the recipes that train a model within a byte budget, the cheapest first. Nothing
 is allocated or run, except with --check. The model comes from a Hugging Face
@@ -261,8 +264,8 @@ def main(argv: list[str] | None = None) -> int:
             "room_bytes": machine.step_budget_bytes,
             "framework": given.framework,
         }
-        # In a terminal, `fit` shows a progress bar. Otherwise the command prints lines, and a call
-        # of `main` from Python, with `argv`, prints no progress.
+        # If stderr is a terminal, `fit` shows a progress bar. If not, the command line prints lines
+        # of progress, and a call of `main(argv)` from Python prints no progress.
         progress = sys.stderr.isatty() or (argv is None and _progress_printer())
         found = search(given, model, machine, progress, framework)
         answers = framework_answers(given, model, machine, found)
@@ -298,7 +301,7 @@ def _machine(given: argparse.Namespace) -> Machine:
     rates, tier = _rates(given)
     kind = _device_kind(given, rates)
     count = given.count or ("reserved" if kind == "cuda" else "tensors")
-    # A budget for tensors alone does not include the memory that CUDA keeps.
+    # With count="tensors", the value of --budget does not include the memory that CUDA keeps.
     is_whole = count == "reserved" or given.budget is None
     memory = given.budget or _memory(given, rates)
     name = given.device or "H100"
@@ -306,9 +309,10 @@ def _machine(given: argparse.Namespace) -> Machine:
 
 
 def _progress_printer() -> Callable[[Recipe], None]:
-    """Return a function that prints progress to stderr; it must be called before each estimate.
+    """Return a function that prints the progress of the search to stderr.
 
-    It prints at most one line per `SECONDS_BETWEEN_PROGRESS_LINES` seconds.
+    The function must be called before each estimate. It prints at most one line per
+    `SECONDS_BETWEEN_PROGRESS_LINES` seconds.
     """
     began = last = time.monotonic()
     count = 0
@@ -327,7 +331,10 @@ def _progress_printer() -> Callable[[Recipe], None]:
 
 
 def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
-    """Return the rates of the device that --device names, and the tier for offloaded tensors."""
+    """Return the speeds of the device that --device names, and the tier for offloaded tensors.
+
+    The default device is an H100. The tier is "host" for host memory, or "file".
+    """
     if given.device == THIS_MACHINE:
         return this_machine(), given.tier or ("host" if torch.cuda.is_available() else "file")
     if ":" in (given.device or ""):
@@ -341,15 +348,15 @@ def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
 
 
 def _memory(given: argparse.Namespace, rates: Rates) -> int:
-    """Return the memory of the device named by --device in bytes.
+    """Return the memory in bytes of the device that the option --device names.
 
     Raises:
-        ValueError: No device was named, or it has no memory of its own.
+        ValueError: The option --device is missing, or the device has no memory of its own.
     """
     if given.device is None or rates.memory_bytes is None:
         raise ValueError(
-            "--budget is missing: pass bytes such as 80GiB, or a --device that has memory"
-            " of its own"
+            "--budget is missing: pass a size such as 80GiB, or a device with known memory, such"
+            " as --device H100"
         )
     return rates.memory_bytes
 
@@ -365,7 +372,8 @@ def _device_name(name: str) -> str:
 def _device_kind(given: argparse.Namespace, rates: Rates) -> str:
     """Return the kind of the device, "cpu" or "cuda".
 
-    If --device names a function, the kind is "cuda" if the rates that it returned have a `gpu`.
+    If --device names a function, `rates` is the function's result. The kind is then "cuda" if
+    `rates.gpu` is not None.
     """
     if ":" in (given.device or ""):
         return "cuda" if rates.gpu else "cpu"
@@ -378,7 +386,10 @@ def _device_kind(given: argparse.Namespace, rates: Rates) -> str:
 def _plot(
     parser, given: argparse.Namespace, model: Workload, steps: TechniqueSteps, budget: int
 ) -> None:
-    """Draw the peaks from the baseline to the cheapest recipe, into the file that --plot names."""
+    """Draw a bar chart of the peak memory into the file that the option --plot names.
+
+    The bars lead from the step without memory-saving techniques to the step of the cheapest recipe.
+    """
     values = {"count": model.parameters(), "budget": bytes_text(budget)}
     words = {name: say(name) for name in (*CATEGORIES, "budget")} | {
         "optimizer": say(text("optimizer state"))

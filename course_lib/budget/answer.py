@@ -1,7 +1,8 @@
 """Search for the recipes that `python -m course_lib.budget` prints.
 
-The functions read the options of the command, search for recipes that fit the memory of a machine,
-and find the cheapest recipe that each framework can run. The module `report` prints the result.
+A recipe is a set of memory-saving techniques for a training step. The functions search for recipes
+that fit the memory of a machine, and find the cheapest recipe that each framework can run. The
+module `report` formats the result for printing.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ class Machine:
         """
         if self.memory <= self.kept:
             raise ValueError(
-                f"--budget must be more than the {bytes_text(self.kept)} that CUDA and cuBLAS keep"
-                f" on a GPU ({self.name}), got {bytes_text(self.memory)}; or pass --count tensors,"
-                " to count tensors alone"
+                f"--budget must be more than the {bytes_text(self.kept)} that CUDA and cuBLAS"
+                f" occupy on a GPU ({self.name}), got {bytes_text(self.memory)}. Pass a larger"
+                " budget, or --count tensors to count only tensors"
             )
         return self.memory - self.kept
 
@@ -165,8 +166,9 @@ def _check_framework(
         )
     if given.check and framework.has_own_step:
         raise ValueError(
-            f"--check cannot be combined with --for {framework.name}, whose step differs from the"
-            " step that --check runs; run the printed script under course_lib.memory.MemoryMeter"
+            f"--check cannot be combined with --for {framework.name}, because the script runs a"
+            " different training step than --check. Leave out --check, and run the printed script"
+            " under course_lib.memory.MemoryMeter"
         )
     # Only ranks and shard are checked here, with a precision that every framework can run. The
     # precisions are checked during the search.
@@ -174,8 +176,8 @@ def _check_framework(
     own_tier = "host" if machine.kind == "cuda" else "file"
     if machine.tier != own_tier:
         raise ValueError(
-            f"--tier must be {own_tier} for a script, which offloads to a file on a CPU and to host"
-            f" memory on a GPU, got {machine.tier}"
+            f"--tier must be {own_tier} for a script, got {machine.tier}: a script offloads to a"
+            " file on a CPU, and to host memory on a GPU"
         )
     if problem := framework.conflict(ranks) or framework.unsupported_reason(model):
         raise ValueError(problem)
@@ -208,7 +210,9 @@ def lost_updates_warning(given: Namespace, found: Estimates) -> list[str]:
 
 
 def _bases(given: Namespace, model: Workload, framework: Framework | None) -> list[Recipe]:
-    """Return one base recipe per precision to be tried, with the fields that the options set.
+    """Return the recipes from which the searches start, one per precision to be tried.
+
+    The options of the command set the other fields of each recipe, such as its optimizer.
 
     Raises:
         ValueError: Options cannot be combined.
@@ -216,16 +220,16 @@ def _bases(given: Namespace, model: Workload, framework: Framework | None) -> li
     ranks = given.ranks or 1
     if given.check and ranks > 1:
         raise ValueError(
-            f"--check cannot be combined with --ranks {ranks}: it runs a single rank. To run"
-            " several, use python -m course_lib.distributed"
+            f"--check cannot be combined with --ranks {ranks}: --check runs a single rank."
+            " To run several ranks, use python -m course_lib.distributed"
         )
     more: dict[str, Any] = {}
     if ranks > 1 or given.shard:
         more = {"ranks": ranks, "shard": given.shard}
     if given.lora and ranks > 1:
         raise ValueError(
-            f"--ranks {ranks} cannot be combined with --lora: steps of several ranks are estimated"
-            " in one dtype only"
+            f"--ranks {ranks} cannot be combined with --lora: with several ranks, all parameters"
+            " must have the same dtype, but adapters and frozen weights may differ"
         )
     if given.lora and given.precision not in (None, "autocast"):
         raise ValueError(
@@ -246,7 +250,7 @@ def _bases(given: Namespace, model: Workload, framework: Framework | None) -> li
 
 
 def with_spare_memory(found: Estimates, machine: Machine) -> list[Estimate]:
-    """Return the estimate of the cheapest recipe that leaves at least 5% of the budget unused.
+    """Find the cheapest recipe that leaves 5% of the budget unused, if `found[0]` leaves less.
 
     A recipe is a set of memory-saving techniques for a training step, and its cost is the duration
     of the step. The unused memory is meant for needs that an estimate does not include, such as
@@ -257,8 +261,9 @@ def with_spare_memory(found: Estimates, machine: Machine) -> list[Estimate]:
         machine: Device and its memory budget.
 
     Returns:
-        A list with one estimate, which may be missing from `found`, because it comes from a new
-        search. The list is empty if `found[0]` already leaves 5% unused, or if no recipe does.
+        A list with the estimate of this recipe. The recipe comes from a new search, so `found` may
+        not contain it. The list is empty if `found[0]` already leaves at least 5% of the budget
+        unused, or if no recipe does.
     """
     most = machine.step_budget_bytes - int(SPARE_SHARE * machine.memory)
     if machine.bytes_taken(found[0]) <= most or most < 1:
@@ -283,8 +288,8 @@ class FrameworkAnswer:
         framework: Framework that runs the step, such as Hugging Face's Trainer.
         model: Model and batch, as the framework trains them; None if the framework cannot train
             this model.
-        found: Estimates of the recipes that fit the memory budget, cheapest first; None if there
-            are none.
+        found: Estimates of the recipes that fit the memory budget, cheapest first; None if no
+            recipe fits.
         problem: Sentence that explains why there is no recipe; empty if there is one.
     """
 
@@ -324,15 +329,22 @@ def framework_answers(
     """Return the cheapest recipe that each framework can run, or the reason why there is none.
 
     A recipe is a set of memory-saving techniques, and its cost is the duration of the training
-    step. The answer with the cheapest recipe comes first. Answers without a recipe come last.
+    step.
 
-    A framework's answer is taken from `found` if three conditions hold: the framework can run the
-    cheapest recipe in `found`, it has no training step of its own, and the option --config is not
-    given. Otherwise the answer comes from a new search with the option --quick.
+    If the option --for names a framework, the result has only the answer of this framework, which
+    is always taken from `found`. Without --for, the result has one answer per framework. The answer
+    with the cheapest recipe comes first, and answers without a recipe come last. Each of these
+    answers is taken from `found` if three conditions hold:
+
+    - the framework can run the cheapest recipe in `found`;
+    - the framework runs the same training step as this library;
+    - the option --config is not given.
+
+    If one of the conditions does not hold, the answer comes from a new search with the option
+    --quick.
 
     Args:
-        given: Parsed options of the command. If the option --for names a framework, the result has
-            only the answer of that framework, which is always taken from `found`.
+        given: Parsed options of the command.
         model: Model and batch of the step.
         machine: Device and its memory budget.
         found: Result of `search` with the same options.
@@ -348,12 +360,17 @@ def framework_answers(
 def _answer(
     given: Namespace, machine: Machine, found: Estimates, framework: Framework
 ) -> FrameworkAnswer:
-    """Return the answer for one framework, from `found` if possible, or else by a new search."""
+    """Return the cheapest recipe that one framework can run, or the reason why there is none.
+
+    The recipe is taken from `found` if --config is not given and the framework can run the first
+    recipe in `found`. Otherwise it comes from a new search.
+    """
     own = None
     try:
         own = workload_for(given, framework)
-        # For a config, the script trains the model that transformers builds, so the recipe that was
-        # found for the course's model may not fit it.
+        # With --config, the script trains the model that transformers builds. This model may need
+        # more memory than the course's model, for which `found` was estimated, so a new search is
+        # made.
         if given.config or not _can_run(given, own, found[0].recipe, framework):
             quick = Namespace(**vars(given) | {"quick": True})
             found = search(quick, own, machine, False, framework)
@@ -371,9 +388,10 @@ def _answer(
 
 
 def _can_run(given: Namespace, model: Workload, recipe: Recipe, framework: Framework) -> bool:
-    """Return whether a framework can run a recipe with the step that was estimated for it.
+    """Return whether a framework can run a recipe with the training step of this library.
 
-    The result is False for a framework with a step of its own, which needs another estimate.
+    The result is False for a framework with its own training step, because `recipe` was not
+    estimated for that step.
     """
     precisions = [base.precision for base in _bases(given, model, framework)]
     if (

@@ -1,4 +1,4 @@
-"""Run a recipe's step on this machine and compare its memory with the estimate."""
+"""Run the training step of a recipe on this machine, and compare its memory with the estimate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class MemoryComparison(Table):
             host memory if the device is a GPU, and in a file otherwise.
         measured_bytes: Peak of live tensor bytes according to `MemoryMeter`.
         allocator_bytes: Peak of allocated bytes according to PyTorch's allocator, read in a second
-            step without a meter. Unlike the other two peaks, it includes workspaces and rounding.
+            step without a meter. Only this peak includes the workspaces of operators and the
+            rounding of the allocator.
         device: Device on which the step ran, such as "cpu".
     """
 
@@ -87,7 +88,7 @@ def compare_with_estimate(workload: Workload, recipe: Recipe) -> MemoryCompariso
         model, optimizer = build(workload.make_model, recipe, state=True)
         with default_dtype(recipe.dtype):
             batch = workload.make_batch()
-        # The batch is split before the step, because an estimate does not count the batch.
+        # The estimate does not count micro-batches, so they are made before the measured step.
         micro_batches = micro_batches_of(batch, recipe.micro_batches, workload.split)
     options["split"] = lambda batch, parts: micro_batches
 
@@ -105,7 +106,10 @@ def compare_with_estimate(workload: Workload, recipe: Recipe) -> MemoryCompariso
 
 
 def _memory(device: torch.device) -> int:
-    """Return the free bytes of a GPU, or the size of the host's memory in bytes."""
+    """Return the bytes of free memory of a GPU, or of total host memory if `device` is a CPU.
+
+    The result is 2**62 if Python cannot query the host's memory, as on Windows.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return (

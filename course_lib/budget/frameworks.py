@@ -1,4 +1,4 @@
-"""Write a recipe as lines for other training code: Hugging Face's Trainer and PyTorch's FSDP2."""
+"""Write the techniques of a recipe as code for Hugging Face's Trainer and for PyTorch's FSDP2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from course_lib._check import whole
 from course_lib.labels import markup, say, text, verbatim
 
 if TYPE_CHECKING:
-    # The module `recipe` imports this one, so only a type checker can import it here.
+    # The module `recipe` imports this module, so at run time this module cannot import `recipe`.
     from .recipe import Recipe
 
 #: Maps names in `OPTIMIZERS` to arguments of transformers' `TrainingArguments`.
@@ -42,8 +42,8 @@ class TrainerLines:
             which `TrainingArguments` also needs, is not included.
         differences: Sentences, each on one difference between the recipe's step and the Trainer's
             step with these arguments.
-        recipe: Recipe of the Trainer's step, for an estimate of its memory. It lacks the techniques
-            that the Trainer does not support.
+        recipe: Recipe that describes the Trainer's step with these arguments, for an estimate of
+            the step's memory. Techniques that the Trainer does not support are left out.
     """
 
     arguments: Mapping[str, Any]
@@ -115,9 +115,13 @@ def _sets_update(recipe: Recipe) -> bool:
 
 
 def _as_trainer_runs_it(recipe: Recipe) -> Recipe:
-    """Return the recipe without the techniques that the Trainer does not have."""
+    """Return a recipe that describes the step that the Trainer runs for a given recipe.
+
+    Techniques that the Trainer does not have are left out or replaced. For example, every kind of
+    checkpoint is replaced by checkpoint="layers".
+    """
     layers = recipe.checkpoint != "none"
-    # Several ranks are not estimated under autocast.
+    # A step of several ranks cannot be estimated under autocast.
     autocast = recipe.precision == "bf16" and recipe.ranks == 1
     return replace(
         recipe,
@@ -141,7 +145,10 @@ def _as_trainer_runs_it(recipe: Recipe) -> Recipe:
 
 
 def _checkpoint_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments that checkpoint all blocks, if the recipe has any checkpoint."""
+    """Return the Trainer's arguments that checkpoint all blocks.
+
+    The dict is empty if the recipe has checkpoint="none".
+    """
     if recipe.checkpoint == "none":
         return {}
     found: dict[str, Any] = {"activation_checkpointing": True}
@@ -151,7 +158,10 @@ def _checkpoint_arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def _fsdp_arguments(recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments for FSDP2, which include the checkpoints; empty without sharding."""
+    """Return the Trainer's arguments that shard the model with FSDP2 and checkpoint its blocks.
+
+    The dict is empty if the recipe shards neither gradients nor parameters.
+    """
     if recipe.shard not in ("zero2", "zero3"):
         return {}
     settings = {"reshard_after_forward": recipe.shard == "zero3"}
@@ -163,12 +173,13 @@ def _fsdp_arguments(recipe: Recipe) -> dict[str, Any]:
 def _differences(
     recipe: Recipe, samples: int | None, samples_per_step: int | None
 ) -> Iterator[str]:
-    """Yield a sentence for each technique that the arguments do not set as in the recipe.
+    """Yield a sentence for each difference between the recipe's step and the Trainer's step.
 
     Args:
-        recipe: The recipe.
+        recipe: Memory-saving techniques of the training step.
         samples: Number of samples in the batch of all ranks; None if it is not known.
-        samples_per_step: Number of samples in a step of the Trainer; None if it is not known.
+        samples_per_step: Number of samples that the Trainer processes per step on all ranks; None
+            if it is not known.
     """
     if samples is None:
         yield text(
@@ -225,7 +236,7 @@ def _differences(
 
 
 def _differences_of_head_and_optimizer(recipe: Recipe) -> Iterator[str]:
-    """Yield the sentences of `_differences` on the loss head and on the optimizer."""
+    """Yield the sentences of `_differences` that are about the output head and the optimizer."""
     if recipe.head_chunk is not None:
         yield text(
             "the Trainer computes the loss of all tokens at once, or in parts with"

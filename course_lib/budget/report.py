@@ -65,8 +65,9 @@ class Result:
         machine: Device and its memory budget.
         found: Estimates of the recipes that fit the budget, cheapest first.
         answers: The cheapest recipe of each framework, or the reason why there is none.
-        leaner: Result of `with_spare_memory`: the cheapest recipe that leaves at least 5% of the
-            budget unused, as a list with at most one estimate.
+        leaner: Result of `with_spare_memory`: a list with the estimate of the cheapest recipe that
+            leaves at least 5% of the budget unused. Empty if `found[0]` already leaves 5%, or if no
+            recipe does.
     """
 
     model: Workload
@@ -80,7 +81,7 @@ class Result:
         """List of estimated training steps, each with one more technique than the step before.
 
         The first step is the baseline, which has the precision and the optimizer of the cheapest
-        recipe, but none of its techniques. The last step is that of the cheapest recipe.
+        recipe, but none of its techniques. The last step uses all techniques of this recipe.
         """
         return self.found.steps_from_baseline()
 
@@ -113,7 +114,11 @@ class Result:
         return _paragraphs(parts)
 
     def _script(self) -> list[str]:
-        """Return the script for the framework with the cheapest recipe, after a heading."""
+        """Return a training script with a heading, and a table of what each framework can run.
+
+        The script is for the framework whose recipe is the cheapest. It is left out if no framework
+        can run a recipe. The table is left out if there is only one framework.
+        """
         parts = []
         best = self.answers[0]
         if best.found is not None:
@@ -129,7 +134,10 @@ class Result:
         return parts
 
     def _tables(self) -> list[str | Table]:
-        """Return tables of the recipes that fit, and of those from the baseline to the cheapest."""
+        """Return a table of the recipes that fit, and a table of `steps`, with labels.
+
+        If `leaner` is not empty, a table of it follows.
+        """
         parts: list[str | Table] = [
             _heading(self.model),
             self._table(self.found, self.found.title),
@@ -337,12 +345,11 @@ def nothing_fits(
 
 
 def _advice(least: Estimate, additions: Collection[str]) -> str:
-    """Return a sentence that lists unused techniques for the largest category of the peak.
+    """Return a sentence that names unused techniques for reducing the peak's largest category.
 
     Args:
         least: Estimate of the recipe with the lowest peak.
-        additions: Fields of the techniques that can be added to this recipe for the model and the
-            batch.
+        additions: Fields of `Recipe` whose techniques can be added to this recipe.
     """
     largest = max(least.at_peak, key=lambda name: least.at_peak[name])
     changed = least.recipe.changed_fields()
@@ -382,12 +389,15 @@ def _heading(model: Workload) -> str:
 
 
 def _paragraphs(parts: Iterable[str | Table]) -> str:
-    """Join labels, in the user's language, and tables, with an empty line between them."""
+    """Join labels and tables into one text in the user's language, separated by empty lines."""
     return "\n\n".join(say(part, "\n") if isinstance(part, str) else str(part) for part in parts)
 
 
 def _kept_memory_note(machine: Machine) -> list[str]:
-    """Return a sentence about the memory that CUDA keeps, as a list of at most one label."""
+    """Return a sentence about the memory that CUDA keeps, as a list of at most one label.
+
+    The list is empty if the budget includes no such memory.
+    """
     if not machine.kept:
         return []
     values = {"kept": machine.kept, "memory": machine.memory, "room": machine.step_budget_bytes}
@@ -403,7 +413,7 @@ def _kept_memory_note(machine: Machine) -> list[str]:
 def _network_note(found: Estimate, rates: Rates) -> list[str]:
     """Return a sentence about the network between machines, as a list of at most one label.
 
-    The list is empty if one machine has all ranks, or if `rates` do not count the network.
+    The list is empty if all ranks run on one machine, or if the speed of the network is not known.
     """
     ranks = found.recipe.ranks
     if ranks <= rates.peers or rates.network_bytes == math.inf:
@@ -423,7 +433,7 @@ def _network_note(found: Estimate, rates: Rates) -> list[str]:
 def _code_to_paste(
     found: Estimates, model: Workload, blocks: Sequence[str] | None = None
 ) -> list[str]:
-    """Return the cheapest recipe as code for the Trainer and, if it is sharded, for FSDP2.
+    """Return the cheapest recipe as code for the Trainer and, if the recipe shards, for FSDP2.
 
     The result is a list of labels, in which a heading comes before each block of code.
     """
@@ -441,10 +451,11 @@ def _code_to_paste(
 
 
 def _blocks_of(model: Workload, blocks: Sequence[str] | None) -> list[str]:
-    """Return the names of the blocks in the model that the user trains.
+    """Return the names of the blocks (repeated layers) in the model that the user trains.
 
-    For a config, that model is built by transformers, so its blocks have other names than those of
-    `model.make_model`. Then the result is a single name, which shows the name of the list.
+    If the command got a config.json, the user trains a model of transformers. Its blocks have other
+    names than those of `model.make_model`. The result is then only the name of its first block.
+    This name, such as "model.layers.0", contains the name of the list of blocks.
     """
     if model.block_list is not None and blocks is None:
         return [f"{model.block_list}.0"]

@@ -1,4 +1,4 @@
-"""Show how a step changes as techniques are added one by one, in a table and a figure."""
+"""Table and figure of the memory and FLOPs of a training step as techniques are added to it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .recipe import Recipe, technique_labels
 from .techniques import APPLIED
 from .techniques.micro_batches import MicroBatches
 
-# Fields of each technique, in the order in which `steps_to` adds the techniques. Cheap techniques
-# come first.
+# Fields of `Recipe` that belong to each technique. The techniques are in the order in which
+# `steps_to` adds them. Cheap techniques come first.
 TECHNIQUE_FIELDS = tuple(tuple(technique.fields) for technique in APPLIED)
 # Smallest change of the peak that is visible in the table, which shows tenths of a megabyte.
 VISIBLE_BYTES = 10**5
@@ -28,9 +28,9 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
     """Return a list of recipes from the baseline to the given recipe, each with one more technique.
 
     A recipe is a set of memory-saving techniques for a training step. The first recipe in the list
-    is the baseline. It uses no technique, but has the precision, the optimizer and the number of
-    ranks of the given recipe. With several ranks, the baseline has shard="ddp", which shards no
-    tensors.
+    is the baseline. It uses no technique, but has the precision, the optimizer, the variant of the
+    optimizer update (field `update`) and the number of ranks of the given recipe. With several
+    ranks, the baseline has shard="ddp", which shards no tensors.
     """
     base: dict = {
         "precision": recipe.precision,
@@ -38,12 +38,13 @@ def steps_to(recipe: Recipe) -> list[Recipe]:
         "update": recipe.update,
     }
     if recipe.attention is None:
-        # None leaves the model unchanged, so it is not a step of its own.
+        # attention=None leaves the model unchanged, so it is not a technique to be added.
         base["attention"] = None
     base |= {"ranks": recipe.ranks, "shard": "ddp"} if recipe.ranks > 1 else {}
     steps = [Recipe(**base)]
     changed = recipe.changed_fields()
-    # Micro-batches come before a schedule, which may not fit its limit with the whole batch.
+    # Micro-batches are added before a schedule, because with the whole batch the schedule may not
+    # fit its limit `schedule_bytes`.
     first = [tuple(MicroBatches.fields)] if recipe.checkpoint == "optimal" else []
     if recipe.shard not in (None, "ddp"):
         steps.append(replace(steps[-1], shard=recipe.shard))
@@ -118,12 +119,14 @@ def waterfall(
         estimates: Estimates of training steps, each with one more technique than the previous one.
         measured: Measured peak of each step in bytes, or None for a step that was not run. The
             measured peaks are drawn as points.
-        budget_bytes: Memory budget in bytes, drawn as a line. If the budget is above the top of the
-            axes, it is written there with an arrow. None draws no budget.
+        budget_bytes: Memory budget in bytes, drawn as a horizontal line. If the budget is above the
+            top of the axes, its value and an arrow are written at the top instead. None draws no
+            budget.
         names: Names of the bars. By default, the first bar is labeled with the recipe of its step,
             and each later bar with the added techniques.
-        labels: Labels for the legend and the budget line, as a mapping from a category of memory,
-            "measured" or "budget" to text. A word without an entry is its own label.
+        labels: Mapping to labels for the legend and the budget line. Each key is "measured",
+            "budget" or a category of memory, such as "activation". If a key is missing, the key
+            itself is the label.
         ax: Matplotlib axes to draw on. By default, new axes are created.
 
     Returns:
@@ -195,13 +198,13 @@ def waterfall(
 
 
 def _bar_text(estimate: Estimate, first: Estimate, height: float, unit: float, name: str) -> str:
-    """Return the text above a bar: the peak, the relative FLOPs, and bytes moved if any are.
+    """Return the text above a bar: peak, relative FLOPs, and bytes moved (unless they are 0).
 
     Args:
-        estimate: Estimate of the bar.
-        first: Estimate of the first bar, whose FLOPs count as 1.
-        height: Peak of the bar in the unit.
-        unit: Bytes per unit, 1e6 or 1e9.
+        estimate: Estimate of the training step that the bar shows.
+        first: Estimate of the step of the first bar, whose FLOPs count as 1.
+        height: Peak memory of the step, in MB or GB as `name` says.
+        unit: Number of bytes in one MB or GB, 1e6 or 1e9.
         name: Name of the unit, "MB" or "GB".
     """
     price = [
