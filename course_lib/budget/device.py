@@ -28,7 +28,8 @@ def host_state_bytes(found: Estimate) -> int:
     The result is 0 if the estimated step offloads no optimizer state to host memory.
     """
     if not found.host_parameters:
-        # The row's `host_state_bytes` raises for an optimizer whose state cannot be offloaded.
+        # The property `host_state_bytes` in `OPTIMIZERS` raises for an optimizer whose state cannot
+        # be offloaded.
         return 0
     return found.host_parameters * OPTIMIZERS[found.recipe.optimizer].host_state_bytes
 
@@ -42,15 +43,15 @@ class GpuMemory(Table):
         reserved: Largest number of bytes that PyTorch's allocator reserves during the step,
             according to the simulation `CachingAllocator`. The simulation starts with the tensors
             that are live before the step, laid out one after the other.
-        reserved_expandable: Same number as `reserved`, but with the allocator's option
-            `expandable_segments`.
+        reserved_expandable: Number of bytes that the allocator reserves if its option
+            `expandable_segments` is on.
         workspace: Bytes of the workspace that cuBLAS allocates and never frees.
         context: Bytes of the CUDA context.
         context_source: Text that names the source of `context`.
         memory_bytes: GPU memory that the step may use, in bytes; None if it is not known.
         host_state: Bytes of host memory for the offloaded optimizer state, and for the fp32 weights
             of the parameters that the host updates.
-        host_parameters: Number of scalar parameters whose optimizer state is in host memory.
+        host_parameters: Number of parameter elements whose optimizer state is in host memory.
     """
 
     tensors: int

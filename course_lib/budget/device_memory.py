@@ -5,10 +5,10 @@ from __future__ import annotations
 from .rates import Rates, rates_of
 
 # cuBLAS allocates one workspace per thread and stream at the thread's first matrix product, and
-# keeps it. A step on one stream has two such threads, one for forward and one for backward. Source:
-# PyTorch's documentation, "CUDA semantics", cuBLAS workspaces. The setting :4096:2:16:8 means 2 *
-# 4096 + 8 * 16 KiB, and :4096:8 means 32 MiB. On an H200 with PyTorch 2.11 a process kept 2 * 32
-# MiB.
+# never frees it. A step on one stream has two such threads, one for forward and one for backward.
+# The environment variable CUBLAS_WORKSPACE_CONFIG sets the size of a workspace: ":4096:2:16:8"
+# means 2 * 4096 + 8 * 16 KiB, and ":4096:8" means 8 * 4096 KiB. On an H200 with PyTorch 2.11, a
+# process kept 2 * 32 MiB. Source: PyTorch's documentation, "CUDA semantics", cuBLAS workspaces.
 CUBLAS_BYTES = 2 * (2 * 4096 + 8 * 16) << 10
 CUBLAS_LARGE_BYTES = 2 * (8 * 4096) << 10
 

@@ -1,7 +1,8 @@
-"""Estimate the memory and FLOPs of a recipe's step, and run the same step on real tensors.
+"""Estimate the memory and FLOPs of a training step, and run the same step on real tensors.
 
-`estimate` runs the whole step on symbolic tensors, which need no memory, and reads the result from
-the trace of the step. For a search, `search.extrapolation` computes the same results in less time.
+A recipe (a set of memory-saving techniques) describes the step. `estimate` runs the whole step on
+symbolic tensors, which need no memory, and reads the result from the trace of the step. For a
+search, the module `search.extrapolation` computes the same results in less time.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Estimate(Table):
             host memory (as on a GPU). With "host", the host updates the parameters whose optimizer
             state is offloaded. Their gradients are then copied to the host, and the updated
             parameters are copied back.
-        host_parameters: Number of scalar parameters that the host updates; 0 if `tier` is "file".
+        host_parameters: Number of parameter elements that the host updates; 0 if `tier` is "file".
         sent_bytes: Bytes that one rank passes to collectives, counted as in
             `course_lib.distributed.CommunicationCounter`.
         kind: Kind of device, "cpu" or "cuda".
@@ -98,7 +99,7 @@ class Estimate(Table):
             trace: Trace of the step, with the live bytes after each operator.
             recipe: Memory-saving techniques that the step uses.
             tier: Where offloaded tensors are stored: "file" or "host".
-            host_parameters: Number of scalar parameters that the host updates.
+            host_parameters: Number of parameter elements that the host updates.
             kind: Kind of device, "cpu" or "cuda".
         """
         return cls(
@@ -125,14 +126,14 @@ class Estimate(Table):
             run: Function that runs the step and returns its trace. Its argument is `places`, as in
                 the method `trace`.
         """
-        # Estimates are compared by their fields, and `_run` is not a field.
+        # `_run` is not a field, so it does not affect whether two estimates are equal.
         object.__setattr__(self, "_run", run)
         return self
 
     def with_gpu_estimator(self, again: Callable[[Gpu | None], Estimate]) -> Estimate:
         """Store a function that estimates the same step for a GPU, and return `self`.
 
-        The method `fits` calls the stored function, with the GPU of the device that it checks.
+        The method `fits(device)` calls the stored function with the GPU of `device`.
 
         Args:
             again: Function that takes a `Gpu`, or None for the default GPU, and returns the
@@ -144,19 +145,21 @@ class Estimate(Table):
     def trace(self, places: bool = True) -> Trace:
         """Run the step on symbolic tensors again, and return its trace.
 
-        The trace includes the creation and the release of each storage.
+        Symbolic tensors have shapes but need no memory. The trace includes the creation and the
+        release of each storage.
 
         Args:
             places: Whether to record the module and the source line of each operator.
 
         Raises:
-            ValueError: The estimate was not made by `estimate` or `fit`.
+            ValueError: The estimate was not made by `estimate` or `fit`, or it was copied or
+                unpickled.
         """
         run = getattr(self, "_run", None)
         if run is None:
             raise ValueError(
-                "this estimate was not made by `estimate` or `fit`, so its step cannot be run"
-                " again; use an estimate that one of them has returned"
+                "this estimate cannot run its step again, because it was copied, unpickled, or not"
+                " returned by `estimate` or `fit`. Use the object that `estimate` or `fit` returned"
             )
         return run(places)
 
@@ -164,13 +167,14 @@ class Estimate(Table):
         """Return the peak of the bytes that PyTorch's CUDA allocator reserves during the step.
 
         The class `CachingAllocator` simulates the allocator on the step's allocations. To record
-        these, the first call runs the step again on symbolic tensors.
+        the allocations, the first call runs the step again on symbolic tensors, which need no
+        memory.
 
         Args:
             expandable_segments: Whether the allocator uses expandable segments, an option of
                 PyTorch's environment variable PYTORCH_CUDA_ALLOC_CONF.
         """
-        # Estimates are compared by their fields, and `_reserved` is not a field.
+        # `_reserved` is not a field, so it does not affect whether two estimates are equal.
         cached = vars(self).setdefault("_reserved", {})
         if expandable_segments not in cached:
             allocator = self.events().allocator(expandable_segments)
@@ -180,20 +184,19 @@ class Estimate(Table):
     def fits(self, device: str | Rates, memory_bytes: int | None = None) -> bool:
         """Return whether the step fits into the memory of a device.
 
-        The memory must be at least the sum of two numbers: the bytes that PyTorch's allocator
-        reserves for the step (see `reserved_bytes`), and the bytes that CUDA and cuBLAS occupy.
-        Workspaces that operators allocate while they run are not included. The module docstring of
-        `course_lib.budget.device_kinds` lists some of them.
+        **Usual case.** The step fits if the memory is at least the sum of two numbers: the bytes
+        that PyTorch's allocator reserves for the step (see `reserved_bytes`), and the bytes that
+        CUDA and cuBLAS occupy. Workspaces that operators allocate while they run are not included.
+        The module docstring of `course_lib.budget.device_kinds` lists some of them.
 
-        The numbers depend on the device. If the function `estimate` made this estimate, the step is
-        therefore first estimated again for this device: with the kernels that its GPU uses, and on
-        the assumption that offloaded tensors are in host memory. The new estimate is then compared
-        with the memory. If `fit` computed this estimate from steps with only a few of the model's
-        blocks, the estimate is compared unchanged, and its kind must be "cuda".
+        The reserved bytes depend on the device. An estimate that the function `estimate` made is
+        therefore made again for this device: with the kernels that its GPU uses, and with offloaded
+        tensors in host memory. The estimate cannot be made again if `fit` computed it from steps
+        with only a few of the model's blocks. Such an estimate is used unchanged, and its kind must
+        be "cuda".
 
-        There is one exception. If the estimate is of kind "cpu" and `device` is a `Rates` object
-        without a GPU, the step is not estimated again, and the result is whether `peak_bytes` is at
-        most the memory.
+        **Exception.** If this estimate is of kind "cpu" and `device` is a `Rates` object whose
+        `capability` is None, the step fits if `peak_bytes` is at most the memory.
 
         Args:
             device: Name in `RATES`, such as "RTX 4090", or the rates of another device.
@@ -202,7 +205,8 @@ class Estimate(Table):
 
         Raises:
             ValueError: There is no device of this name; the memory of the device is not known; or
-                the estimate is of kind "cpu" and cannot be made again for a GPU.
+                the estimate is of kind "cpu" and cannot be made again for a GPU; or the estimate
+                was copied or unpickled, so its step cannot be run again.
         """
         rates = rates_of(device)
         memory = rates.memory_bytes if memory_bytes is None else memory_bytes
@@ -213,25 +217,30 @@ class Estimate(Table):
         return self._for_device(rates).reserved_bytes() + kept_bytes(rates) <= memory
 
     def _for_device(self, rates: Rates) -> Estimate:
-        """Return the estimate of the same step with the kernels of a device's GPU.
+        """Return the estimate of the same step for the GPU of a device.
 
-        An estimate that was not made by `estimate` is returned unchanged.
+        An estimate that was not made by the function `estimate` cannot be made again. It is
+        returned unchanged, and must be of kind "cuda".
+
+        Raises:
+            ValueError: The estimate was not made by `estimate`, and its kind is "cpu".
         """
         again = getattr(self, "_again", None)
         if again is not None:
             return again(rates.gpu)
         if self.kind != "cuda":
             raise ValueError(
-                "fits needs an estimate for a GPU, got one of kind 'cpu' that was not made by"
-                " `estimate`; pass kind='cuda' to the function that made it"
+                "`fits` needs an estimate of kind 'cuda', got one of kind 'cpu'. This CPU estimate"
+                " cannot be computed again for a GPU, because it was copied, unpickled, or not"
+                " returned by `estimate`. Call `estimate` with kind='cuda'"
             )
         return self
 
     def events(self) -> Trace:
-        """Return the trace of the step, without modules and source lines.
+        """Return the trace of the step, without the module and the source line of each operator.
 
         The trace includes the creation and the release of each storage. The first call runs the
-        step again on symbolic tensors. Later calls return the same trace.
+        step again on symbolic tensors, which need no memory. Later calls return the same trace.
         """
         cached = vars(self)
         if "_events" not in cached:
@@ -239,7 +248,7 @@ class Estimate(Table):
         return cached["_events"]
 
     def __getstate__(self) -> dict[str, Any]:
-        # The function that runs the step again may not be picklable, and the events are large.
+        # `_run` and `_again` are functions that may not be picklable. The trace `_events` is large.
         left_out = "_run", "_events", "_again"
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
@@ -283,9 +292,10 @@ class Run:
     """Result of one training step on real tensors, as returned by `run`.
 
     Attributes:
-        result: Loss, weight and gradient norm of the step.
+        result: Numbers of the step, such as its mean loss and its gradient norm.
         meter: Memory meter under which the step ran. Its `peak_bytes` is the measured peak.
-        traffic: Bytes that offloading copied to the lower tier and back during the step.
+        traffic: Bytes that offloading copied to the lower tier (host memory or disk) and back
+            during the step.
     """
 
     result: StepResult
@@ -316,9 +326,9 @@ def estimate(
     **Existing objects.** An existing model, batch or optimizer is copied to symbolic tensors. The
     estimate changes no weight, gradient, optimizer state or random generator. Hooks of modules run,
     but hooks of the optimizer do not. If `recipe` is an optimizer or a function that creates one,
-    the second step is estimated, so parameters that get no gradient have no optimizer state. If the
-    model stores tensors in a cache or a closure, clear them after the estimate, because they are
-    symbolic.
+    the estimate is for the second step. The first step creates the optimizer state, but only for
+    parameters that get a gradient. If the model stores tensors in a cache or a closure during the
+    estimate, remove these tensors afterwards, because they are symbolic.
 
     **Accuracy on a CPU.** A real step on a CPU uses the same number of tensor bytes, with one
     exception: in a model with dropout, checkpoint="optimal" also keeps states of random generators,
@@ -334,13 +344,14 @@ def estimate(
     the model can be estimated. Models with sparse gradients cannot be estimated (see
     `course_lib.symbolic.cpu_kernels.INEXACT`).
 
-    **Quantized weights.** Layers of bitsandbytes are estimated as they run on a CPU. The estimate
-    includes the state of the quantization, and the weights that backward and 8-bit layers
-    dequantize. In forward, a 4-bit layer dequantizes its weight inside one operator, so the bytes
-    of the dequantized weight are not counted. An 8-bit layer stores its input, but not as a saved
-    tensor of autograd, so a non-reentrant checkpoint does not release this input. With the kind
-    "cuda", the tensors are those that the source code of bitsandbytes 0.50 allocates on CUDA. This
-    has not been measured on a GPU.
+    **Quantized weights.** With the kind "cpu", layers of bitsandbytes are estimated as they run on
+    a CPU. The estimate includes the state of the quantization. It also includes the dequantized
+    weights in 8-bit layers, and those in the backward pass of 4-bit layers. In forward, a 4-bit
+    layer dequantizes its weight inside one operator, so the bytes of the dequantized weight are not
+    counted. An 8-bit layer stores its input, but not as a saved tensor of autograd, so a
+    non-reentrant checkpoint does not release this input. With the kind "cuda", the tensors are
+    those that the source code of bitsandbytes 0.50 allocates on CUDA. This has not been measured on
+    a GPU.
 
     **Compiled models.** If the model or any of its modules is compiled, the uncompiled model is
     estimated. `train_step` runs the compiled model, which can need less or more memory than the
@@ -377,9 +388,10 @@ def estimate(
             "cuda". The default is an H100 or H200 with the installed version.
 
     Raises:
-        ValueError: The step reads values of tensors, which symbolic tensors do not have; it uses
-            tensors that were created before the estimate; recipe, model and batch cannot be
-            combined; or the batch cannot be split evenly among the ranks.
+        ValueError: The step reads values of tensors, which symbolic tensors do not have; the step
+            uses a tensor that was created before the estimate and was not copied, such as a global
+            variable; recipe, model and batch cannot be combined; or the batch cannot be split
+            evenly among the ranks.
         TypeError: An argument has the wrong type.
     """
     one_of("tier", tier, TIERS)

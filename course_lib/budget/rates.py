@@ -1,6 +1,6 @@
-"""Rates of machines, such as FLOPs per second, and the seconds that a step takes at these rates.
+"""Speeds of machines, such as FLOPs per second, and the time that a training step takes on them.
 
-`RATES` states the rates of some devices, and `this_machine` measures those of this machine.
+`RATES` states the speeds of some devices, and `this_machine` measures the speed of this machine.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Rates:
             which is host memory or a disk.
         source: Text that names the source of these numbers.
         host_bytes: Bytes per second that the host reads and writes in its memory when it updates
-            parameters. Infinity means that this time is not counted.
+            parameters. With infinity, the time of these updates is not counted.
         memory_bytes: Memory of the device in bytes; None if it is not known.
         flops_share: Share of `fp32_flops` or `bf16_flops` that a training step reaches, from 0 to
             1.
         link_share: Share of `link_bytes` that a copy reaches, from 0 to 1.
-        peer_bytes: Bytes per second from one device of the machine to another. Infinity means that
-            this time is not counted.
+        peer_bytes: Bytes per second from one device of the machine to another. With infinity, the
+            time of communication within a machine is not counted.
         network_bytes: Bytes per second of one network card, in each direction. This number is used
             only if a step has more ranks than `peers`.
         peers: Number of devices per machine.
@@ -134,8 +134,8 @@ class Rates:
               parts are 0.
             - "ranks": communication of N ranks (processes) in a ring, at the rate `ring_rate`. The
               data of a collective is divided into N parts, of which each rank sends N - 1.
-              Therefore (N - 1)/N of `estimate.sent_bytes` are sent. The latency of each collective
-              is not counted.
+              Therefore each rank sends (N - 1)/N of `estimate.sent_bytes`, the bytes that it passes
+              to collectives. The latency of each collective is not counted.
         """
         recipe = estimate.recipe
         link = self.link_bytes * self.link_share
@@ -144,7 +144,8 @@ class Rates:
             if recipe.dtype == torch.float32 and recipe.precision != "autocast"
             else self.bf16_flops
         )
-        # Gradients are copied to the host, and the same number of bytes of parameters back.
+        # Bytes of the gradients that are copied to the host, and also of the parameters that are
+        # copied back.
         sent = estimate.host_parameters * recipe.dtype.itemsize
         return {
             "compute": estimate.flops / flops,
@@ -168,9 +169,9 @@ class Rates:
         the machine with the fewest ranks. For example, 9 ranks on machines with 8 devices use one
         card per machine.
 
-        The reason for this limit is that NCCL divides the data among several rings. Each ring
-        leaves a machine from another device, through another network card. So a machine with one
-        rank can use only one card.
+        A machine cannot use more cards than it has ranks, because NCCL divides the data among
+        several rings. Each ring leaves the machine from a different device, through a different
+        card.
 
         Args:
             ranks: Number of ranks in the ring.
@@ -188,19 +189,20 @@ class Rates:
         """Return the duration of an estimated training step on this machine, in seconds.
 
         The durations of the parts of the step come from the method `parts`. How they are combined
-        depends on the lower tier of the estimate.
+        depends on the lower tier of the estimate, where offloaded tensors are stored.
 
         **Tier "file".** No two parts overlap, so the durations are added up.
 
         **Tier "host", forward and backward.** The compute overlaps with the communication between
         ranks and with the copies of activations. The seconds in which the compute waits for copies
-        (see `exposed_seconds`) are added to the compute. The longer of this sum and the
-        communication counts.
+        (see `exposed_seconds`) are added to the compute. Forward and backward take as long as this
+        sum, or as long as the communication if that is longer.
 
         **Tier "host", optimizer step.** For offloaded optimizer state, three parts overlap: copies
-        of gradients to the host, updates on the host, and copies of parameters back. Only the
-        longest of them counts. If the optimizer updates each parameter during backward, the three
-        parts are added up instead, because only one parameter is updated at a time.
+        of gradients to the host, updates on the host, and copies of parameters back. The duration
+        of the longest of them is added to the duration of forward and backward. If the optimizer
+        updates each parameter during backward, all three durations are added, because only one
+        parameter is updated at a time.
 
         Args:
             estimate: Estimate of the step.
@@ -218,7 +220,8 @@ class Rates:
 def _host_update_bytes(estimate: Estimate) -> int:
     """Return the bytes that the host reads and writes to update the offloaded parameters."""
     if estimate.host_parameters == 0:
-        # The row's `host_update_bytes` raises for an optimizer whose state cannot be offloaded.
+        # The property `host_update_bytes` in `OPTIMIZERS` raises for an optimizer whose state
+        # cannot be offloaded.
         return 0
     return estimate.host_parameters * OPTIMIZERS[estimate.recipe.optimizer].host_update_bytes
 
@@ -241,12 +244,12 @@ def exposed_seconds(recipe: Recipe, compute: float, down: float, up: float) -> f
     - p is `prefetch`, the number of storages that backward fetches ahead: if p is below n, backward
       waits for n - p of n copies.
 
-    Without checkpoints, F is a third of the compute, because backward needs twice the FLOPs of
+    Without checkpoints, F is a third of `compute`, because backward needs twice the FLOPs of
     forward. n is 2, because a matrix product and the operator before it each save their input. With
-    checkpoints, F is a quarter of the compute, because backward also repeats forward. n is 1,
-    because only the input of a block is saved. If p and f are at least n, each pass takes the
-    longer of its compute and its copies, max(F, D) or max(G, U). In vDNN (Rhu et al. 2016,
-    arXiv:1602.08124), each layer takes the longer of the two.
+    checkpoints, F is a quarter of `compute`, because backward also repeats forward. n is 1, because
+    only the input of a block is saved. If p and f are at least n, each pass takes the longer of its
+    compute and its copies, max(F, D) or max(G, U). In vDNN (Rhu et al. 2016, arXiv:1602.08124),
+    each single layer takes the longer of its compute and its copies.
 
     The formula was compared with the clock of `SimulatedDevice`. In the comparison, D was between
     half of F and four times F, p was 0, 1 or 2, and f was 1 or 2. For a step of an MLP of 16
@@ -279,21 +282,22 @@ _DESKTOP = text("host memory of a desktop, 2 channels of DDR5-5600")
 _EPYC = text("host memory of one EPYC 7742, 8 channels of DDR4-3200")
 _XEON = text("host memory of one Xeon 8480C, 8 channels of DDR5-4800")
 _HOST_BYTES = {_DESKTOP: 89.6e9, _EPYC: 204.8e9, _XEON: 307.2e9}
-# Maps each generation of the link to its rate in bytes per second, in each direction, and to the
-# share of this rate that a copy reaches.
+# Maps each generation of PCIe to two numbers: the rate of the link in bytes per second, in each
+# direction, and the share of this rate that a copy reaches.
 _LINKS = {
     _PCIE3: (15.75e9, 24.8 / 31.5),
     _PCIE4: (31.5e9, 24.8 / 31.5),
     _PCIE5: (63e9, 55.6 / 63),
 }
-# Measured on an H200 with PyTorch 2.11, CUDA 13.0 and driver 580.159, as the device's memory in use
-# minus the reserved bytes. The difference was 552,402,944 bytes when the context had been created,
-# 718,077,952 bytes after a matrix product, and this number after training steps in fp32 and bf16.
+# Size of a CUDA context, measured on an H200 with PyTorch 2.11, CUDA 13.0 and driver 580.159, as
+# the device's memory in use minus the reserved bytes. The difference was 552,402,944 bytes when the
+# context had been created, 718,077,952 bytes after a matrix product, and 806,158,336 bytes after
+# training steps in fp32 and bf16.
 _ON_H200 = 806_158_336, text("measured on an H200, PyTorch 2.11")
-# nvidia-smi showed this number for a process with PyTorch 2.10 and CUDA 13.0 that had only created
-# its context, on an RTX 6000 Ada. Source: github.com/unslothai/unsloth-zoo, pull request 1053.
-# Kernels are loaded into the context when they are first used, so it grows. No other device was
-# measured.
+# Size of a CUDA context that is assumed for NVIDIA GPUs that were not measured. On an RTX 6000 Ada,
+# nvidia-smi showed 426 MiB for a process with PyTorch 2.10 and CUDA 13.0 that had only created its
+# context. Source: github.com/unslothai/unsloth-zoo, pull request 1053. The context grows later,
+# because kernels are loaded into it when they are first used.
 _ASSUMED = (
     426 * MIB,
     text("assumed as on an RTX 6000 Ada: nvidia-smi, PyTorch 2.10 (unsloth-zoo, #1053)"),
@@ -316,24 +320,26 @@ def _gpu(
     capability: tuple[int, int] | None,
     context: tuple[int, str] = _ASSUMED,
 ) -> Rates:
-    """Return the rates of a GPU, given the numbers of its data sheet.
+    """Return the speed and the memory of a GPU as `Rates`, given the numbers of its data sheet.
 
     Args:
         teraflops: TFLOPs per second of dense matrix products in fp32 and in bf16, with sums in
             fp32.
-        sheet: Source of `teraflops`.
+        sheet: Text that names the source of `teraflops`.
         mebibytes: Memory in MiB, as nvidia-smi shows it.
-        link, host: Keys of `_LINKS` and `_HOST_BYTES`.
+        link: Generation of the PCIe link between GPU and host, as a key of `_LINKS`.
+        host: Kind of host memory, as a key of `_HOST_BYTES`.
         peer_bytes: Bytes per second to another GPU of the machine, in one direction; by default the
             rate of the link.
         network_bytes: Bytes per second of one network card, in each direction. The default is a
             round number, 100 Gb/s.
         network_cards: Number of network cards per machine.
-        usable_bytes: Bytes that torch reports as the device's memory, where this was measured. The
-            driver keeps the rest of `mebibytes`.
+        usable_bytes: Memory of the device in bytes as torch reports it; None if this was not
+            measured. It is smaller than `mebibytes`, because the driver uses a part of the memory.
         capability: Compute capability, from NVIDIA's table "CUDA GPU Compute Capability"; None for
             another maker's GPU.
-        context: Bytes that CUDA keeps for a process, and their source.
+        context: Bytes that CUDA occupies for each process, and a text that names the source of this
+            number.
     """
     link_bytes, link_share = _LINKS[link]
     dense = text(
@@ -364,10 +370,10 @@ _ON_DESKTOP = {"link": _PCIE4, "host": _DESKTOP}
 _ON_EPYC = {"link": _PCIE4, "host": _EPYC}
 _ON_XEON = {"link": _PCIE5, "host": _XEON}
 # Machines of 8 GPUs with a network card per GPU. The DGX A100 datasheet states NVLink 3 and eight
-# single-port cards of 200 Gb/s for compute (NVIDIA ConnectX-6). The DGX H100 datasheet states
-# NVLink 4 and eight of 400 Gb/s (ConnectX-7), and so does NVIDIA's documentation of DGX BasePOD,
-# "Core Components", for DGX H100 and H200. Table 6 of the
-# DGX H100 User Guide lists which GPU each network card belongs to.
+# single-port network cards of 200 Gb/s for compute (NVIDIA ConnectX-6). The DGX H100 datasheet
+# states NVLink 4 and eight network cards of 400 Gb/s (ConnectX-7). NVIDIA's documentation of DGX
+# BasePOD, "Core Components", states the same for DGX H100 and H200. Table 6 of the DGX H100 User
+# Guide lists which GPU each network card belongs to.
 _DGX_A100 = {**_ON_EPYC, "peer_bytes": 300e9, "network_bytes": 25e9, "network_cards": 8}
 _DGX_H100 = {**_ON_XEON, "peer_bytes": 450e9, "network_bytes": 50e9, "network_cards": 8}
 # The AMD MI300X data sheet states seven links of 64 GB/s in each direction. AMD's documentation of
@@ -468,7 +474,9 @@ def rates_of(device: str | Rates) -> Rates:
     try:
         return RATES[parse_name(RATES, DEVICE_NAMES)(device)]
     except ArgumentTypeError as error:
-        raise ValueError(f"device {error}; or pass the Rates of your own device") from None
+        raise ValueError(
+            f"device {error} (for a device that is not listed, pass a Rates object)"
+        ) from None
 
 
 # ---- Rates of this machine
@@ -492,7 +500,7 @@ def this_machine(file: Path | str | None = None) -> Rates:
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("measured_on") == here:
             return _with_this_gpu(Rates(**{**kept, "source": _measured_on(here)}))
-    # There is no file yet, or it cannot be read.
+    # If there is no file yet, or if it cannot be read, the rates are measured.
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
     rates = measured_rates()
@@ -508,7 +516,10 @@ def this_machine(file: Path | str | None = None) -> Rates:
 
 
 def _with_this_gpu(rates: Rates) -> Rates:
-    """Return measured rates with the properties of this machine's GPU, if it is from NVIDIA."""
+    """Return the rates with the compute capability and CUDA context size of this machine's GPU.
+
+    Without an NVIDIA GPU, the rates are returned unchanged.
+    """
     if not torch.cuda.is_available() or torch.version.hip:
         return rates
     capability, (count, source) = torch.cuda.get_device_capability(), _ASSUMED
@@ -556,7 +567,8 @@ def _measured_on(machine: str) -> str:
 def _link_rate(device: torch.device, seconds: float) -> float:
     """Return the rate of copies to the lower tier and back, in bytes per second.
 
-    It is that of the fastest round trip within about `seconds` seconds.
+    The lower tier is host memory for a GPU, and a file for a CPU. Copies run back and forth for
+    about `seconds` seconds, and the fastest round trip determines the rate.
     """
     count = 1 << 26
     if device.type == "cuda":

@@ -1,6 +1,7 @@
-"""Make symbolic copies of an existing model, batch and optimizer.
+"""Copy an existing model, batch and optimizer, with symbolic tensors instead of real tensors.
 
-`estimate` runs the step on the copies, so the originals do not change.
+Symbolic tensors have shapes but need no memory. `estimate` runs the training step on the copies, so
+the originals do not change.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from .step import check_function, check_recipe
 Optimizer = torch.optim.Optimizer
 UNCHANGED = Recipe(precision=None, attention=None)
 PASS_FUNCTIONS = (
-    "pass functions instead: one without arguments that returns the model, one that returns the"
-    " batch, and a recipe or a function that makes an optimizer of the parameters"
+    "instead of existing objects, pass functions without arguments that return the model and the"
+    " batch, and a Recipe or a function that takes parameters and returns an optimizer"
 )
 
 
@@ -40,7 +41,7 @@ class Functions(NamedTuple):
         make_batch: Function without arguments that returns the batch.
         recipe: Memory-saving techniques of the step.
         make_optimizer: Function (model, kind of device) that returns the optimizer. The kind is
-            "cpu" or "cuda". None if `recipe` determines the optimizer.
+            "cpu" or "cuda". The attribute is None if `recipe` determines the optimizer.
     """
 
     make_model: Callable[[], nn.Module]
@@ -52,8 +53,8 @@ class Functions(NamedTuple):
 def functions_of(model: Any, batch: Any, recipe: Any) -> Functions:
     """Convert the first three arguments of `estimate` to functions that create these objects.
 
-    For an existing model, batch or optimizer, the function returns a symbolic copy, that is, a copy
-    whose tensors need no memory.
+    An existing model, batch or optimizer is converted to a function that returns a symbolic copy of
+    it, that is, a copy whose tensors need no memory.
 
     Args:
         model: Existing model, or function that returns the model.
@@ -90,21 +91,22 @@ def _check_model(model: nn.Module) -> None:
     """Raise ValueError if a copy of the model would run a different step than the model."""
     if names := blocks_in_place(model):
         raise ValueError(
-            f"model must have no blocks that checkpoint_blocks or a schedule runs, got {names[0]}:"
-            " the estimate runs a copy of the model, which has no checkpoints. Pass a function that"
-            " returns the model with checkpoints, or the model without them and a recipe such as"
-            " Recipe(checkpoint='layers')"
+            "model must not have blocks that are run by checkpoint_blocks or by a schedule, got"
+            f" {names[0]}: the estimate copies the model, and the copy loses its checkpoints. Pass"
+            " a function that returns the model with checkpoints, or pass the model without"
+            " checkpoints and a recipe such as Recipe(checkpoint='layers')"
         )
     for name, p in model.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"model must have no hooks on parameters, got some on {name}: the estimate runs a"
-                " copy of the model, and hooks are not copied."
+                f"model must have no hooks on parameters, got hooks on {name}: the estimate runs"
+                " a copy of the model, and hooks are not copied."
                 f" {PASS_FUNCTIONS[0].upper()}{PASS_FUNCTIONS[1:]}"
             )
 
 
-#: Maps names of classes that read values of tensors to names in `OPTIMIZERS` with equal memory.
+#: Names of optimizer classes that cannot run on symbolic tensors. Each is mapped to the name of an
+#: optimizer in `OPTIMIZERS` that needs the same memory.
 _RECIPE_OPTIMIZERS = {"Adafactor": "adafactor"}
 _RECIPE_OPTIMIZERS |= dict.fromkeys(
     ("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW8bit"), "adam8bit"
@@ -112,31 +114,41 @@ _RECIPE_OPTIMIZERS |= dict.fromkeys(
 
 
 def _check_estimable(optimizer: Optimizer) -> None:
-    """Raise ValueError if an optimizer cannot run on symbolic tensors."""
+    """Raise ValueError if an optimizer cannot run on symbolic tensors, which have no values."""
     name, home = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
     if name in _RECIPE_OPTIMIZERS:
         raise ValueError(
-            f"the optimizer must not read values of tensors, got {describe(optimizer)}; pass"
-            f" Recipe(precision=None, attention=None, optimizer={_RECIPE_OPTIMIZERS[name]!r})"
+            f"the optimizer must not read values of tensors, got {describe(optimizer)}: an estimate"
+            " runs on symbolic tensors, which have no values. Pass Recipe(precision=None,"
+            f" attention=None, optimizer={_RECIPE_OPTIMIZERS[name]!r}) instead"
         )
     if home == "bitsandbytes":
         raise ValueError(
-            "the optimizer must run on symbolic tensors, got"
-            f" {describe(optimizer)} of bitsandbytes; measure the step with MemoryMeter"
+            "the optimizer must run on symbolic tensors, which have no values, got"
+            f" {describe(optimizer)} of bitsandbytes. Measure the step with"
+            " course_lib.memory.MemoryMeter instead"
         )
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         raise ValueError(
-            f"the optimizer must not wrap another optimizer, got {describe(optimizer)}; pass its"
-            " attribute `optimizer`"
+            f"the optimizer must not wrap another optimizer, got {describe(optimizer)}; pass the"
+            " wrapped optimizer, which is its attribute `optimizer`"
         )
 
 
 def _check_optimizer(model: nn.Module | None, optimizer: Optimizer) -> None:
-    """Raise an error if the optimizer is not one of the model, or cannot be estimated."""
+    """Raise an error if an optimizer cannot be used in an estimate of the model's training step.
+
+    Raises:
+        TypeError: `model` is None, although an optimizer needs an existing model.
+        ValueError: The optimizer has no parameters of the model, or it cannot run on symbolic
+            tensors.
+    """
     if model is None:
         raise TypeError(
-            "recipe must be a Recipe or a function such as torch.optim.AdamW when model is a"
-            f" function, got {describe(optimizer)}, which holds parameters of another model"
+            "recipe must be a Recipe, or a function or class that creates an optimizer, when model"
+            f" is a function, got an optimizer that exists already ({describe(optimizer)}). Such an"
+            " optimizer cannot hold the parameters of a model that the function creates later. Pass"
+            " the existing model, or the class of the optimizer"
         )
     _check_estimable(optimizer)
     check_no_closure(optimizer)
@@ -144,8 +156,8 @@ def _check_optimizer(model: nn.Module | None, optimizer: Optimizer) -> None:
     own = set(model.parameters())
     if not any(p in own for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            "optimizer must hold parameters of the model, got"
-            f" {describe(optimizer)} with parameters of another model"
+            f"optimizer must hold parameters of the model, got {describe(optimizer)} that has none"
+            " of them"
         )
 
 
@@ -159,14 +171,19 @@ def optimizer_name(optimizer: Optimizer | Callable) -> str:
 
 
 def _optimizer_maker(function: Callable[[list[nn.Parameter]], Optimizer]) -> Callable:
-    """Return a function for `Functions.make_optimizer` that calls the user's `function`."""
+    """Return a function for `Functions.make_optimizer` that calls the user's function.
+
+    The user's function creates an optimizer for a list of parameters. The returned function passes
+    it the trainable parameters of the model, and checks that the optimizer can be estimated.
+    """
 
     def make_optimizer(model: nn.Module, kind: str) -> Optimizer:
         made = function(trainable_parameters(model))
         if not isinstance(made, Optimizer):
             raise TypeError(
-                "recipe must be a Recipe, an optimizer or a function that makes one of a list of"
-                f" parameters, got a function that returned {describe(made)}"
+                "recipe must be a Recipe, an optimizer or a function that takes a list of"
+                " parameters and returns an optimizer, got a function that returned"
+                f" {describe(made)}"
             )
         _check_estimable(made)
         check_no_closure(made)
@@ -176,9 +193,10 @@ def _optimizer_maker(function: Callable[[list[nn.Parameter]], Optimizer]) -> Cal
 
 
 def _select_update_variant(kind: str, optimizer: Optimizer) -> Optimizer:
-    """Select the variant of the update that PyTorch uses on a kind of device.
+    """Set the variant of the optimizer update that PyTorch would use on a kind of device.
 
-    PyTorch itself chooses by the device of the parameters, and symbolic parameters are on the CPU.
+    Without this function, PyTorch would use the variant for a CPU, because symbolic parameters are
+    on the CPU.
     """
     if kind == "cuda":
         loops = [row.base for row in OPTIMIZERS.values() if row.default_on_cuda == "loop"]
@@ -192,8 +210,9 @@ def _select_update_variant(kind: str, optimizer: Optimizer) -> Optimizer:
 class _Copies(TorchFunctionMode):
     """Mode in which `copy.deepcopy` makes symbolic copies of real tensors.
 
-    Copies of tensors that share a storage also share a storage. Tensors of integers or booleans,
-    and tensors with a single number, keep their values.
+    A symbolic copy has the shape and dtype of a tensor, but needs no memory. If several tensors
+    share one storage, their copies also share one storage. Tensors of integers or booleans are
+    copied with their values, and so are tensors without dimensions.
 
     Args:
         existing: Model to copy, or None.
@@ -203,7 +222,7 @@ class _Copies(TorchFunctionMode):
     def __init__(self, existing: nn.Module | None, optimizer: Optimizer | None):
         super().__init__()
         self._model, self._optimizer = existing, optimizer
-        # Maps the address of each real storage to a symbolic tensor of its bytes.
+        # Maps the address of each real storage to a symbolic tensor with the same number of bytes.
         self._storages: dict[int, Tensor] = {}
         self._optimizer_copy: Optimizer | None = None
 
@@ -216,9 +235,9 @@ class _Copies(TorchFunctionMode):
         return memo[id(tensor)]
 
     def model(self) -> nn.Module:
-        """Return a symbolic copy of the model.
+        """Return a copy of the model with symbolic tensors, which need no memory.
 
-        The optimizer is copied with it, and `optimizer_for` returns that copy.
+        The optimizer is copied with the model, and `optimizer_for` returns its copy.
         """
         both = self._model, self._optimizer
         parameters = list(self._parameters())
@@ -236,11 +255,11 @@ class _Copies(TorchFunctionMode):
         return _select_update_variant(kind, self._optimizer_copy)
 
     def of_batch(self, batch: Any) -> Callable[[], Any]:
-        """Return a function that makes a symbolic copy of the batch."""
+        """Return a function that returns a copy of the batch with symbolic tensors."""
         return lambda: self._copy("batch", batch)
 
     def _copy(self, name: str, given: Any, parameters: Iterable[nn.Parameter] = ()) -> Any:
-        """Return a symbolic copy of an object.
+        """Return a copy of an object in which the tensors are symbolic and need no memory.
 
         Args:
             name: Name of the object in error messages.
@@ -249,7 +268,8 @@ class _Copies(TorchFunctionMode):
         """
         self._storages = {}
         try:
-            # PyTorch copies parameters without calling a function that this mode could replace.
+            # `copy.deepcopy` of a parameter calls no function that this mode could replace.
+            # Therefore the parameters are copied here, before the object that contains them.
             own = [p for p in parameters if not is_parameter_subclass(type(p))]
             memo: dict[int, Any] = {
                 id(p): nn.Parameter(self._symbolic(p), p.requires_grad) for p in own
@@ -268,7 +288,7 @@ class _Copies(TorchFunctionMode):
             ) from error
 
     def _copy_optimizer(self, memo: dict[int, Any]) -> None:
-        """Copy the optimizer with all attributes, some of which `copy.deepcopy` leaves out.
+        """Add a copy of the optimizer to `memo`, with attributes that `copy.deepcopy` leaves out.
 
         Hooks are not copied. If a learning-rate scheduler has wrapped the method `step`, the copy
         has the unwrapped method.
@@ -280,27 +300,30 @@ class _Copies(TorchFunctionMode):
                 vars(made)[name] = type(value)() if hooks else copy.deepcopy(value, memo)
 
     def _symbolic(self, tensor: Tensor) -> Tensor:
-        """Return the symbolic copy of a tensor.
+        """Return a symbolic copy of a tensor, or a copy with values if a step may read them.
 
-        Only integers, booleans and tensors of a single number keep their values.
+        A symbolic copy has the same shape but needs no memory. Tensors without dimensions keep
+        their values, and so do tensors of integers or booleans. An exception is a tensor of
+        integers that shares its storage with a tensor that was copied without values.
         """
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise TypeError(f"a tensor of PyTorch's own class is needed, not {describe(tensor)}")
-        # Symbolic tensors are on the CPU, also those of an estimate for a GPU.
         with disable_current_modes():
             shared = tensor.untyped_storage()._cdata in self._storages
             if not (tensor.is_floating_point() or tensor.is_complex() or shared):
+                # Symbolic tensors are on the CPU, even in an estimate for a GPU.
                 return tensor.detach().to("cpu", copy=True)
             value = tensor.item() if tensor.dim() == 0 else None
         if value is not None:
-            # A single number keeps its value, because optimizers read the number of steps.
+            # A tensor without dimensions keeps its value, because optimizers store their number of
+            # steps in such a tensor and read its value.
             return torch.tensor(value, dtype=tensor.dtype)
         return self._without_values(tensor)
 
     def _without_values(self, tensor: Tensor) -> Tensor:
         """Return a symbolic tensor with the dtype, shape and strides of a tensor.
 
-        Copies of tensors that share a storage share the copy of that storage.
+        If several tensors share one storage, their copies also share one storage.
         """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
