@@ -1,7 +1,7 @@
 """Compute the loss of one micro-batch as a pair (sum of losses, weight).
 
-The loss is that of the model, or of the user's function `loss_sum`. `check_loss` raises an error if
-the losses of several micro-batches cannot be added up.
+The loss is computed by the model, or by the user's function `loss_sum`. `check_loss` raises an
+error if the losses of several micro-batches cannot be added up.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def loss_of(
 
     Args:
         model: Model to train.
-        batch: The micro-batch.
+        batch: Micro-batch whose loss is computed.
         recipe: Memory-saving techniques of the training step.
-        loss_sum: Function of the user that computes the pair; None if there is none.
+        loss_sum: Function of the user that computes the pair; None if the user gave no function.
 
     Raises:
         ValueError: The model's code uses a symbolic tensor that it stored during an earlier
@@ -70,9 +70,9 @@ def loss_of(
         if is_symbolic() or "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            "the model's code has kept a symbolic tensor of an estimate, for example in a cache"
-            " outside of the model; clear that cache, or run the step in a process that has made no"
-            " estimate"
+            "the model uses a symbolic tensor, which has no values, because its code stored the"
+            " tensor during an earlier estimate, for example in a global cache. Clear that cache,"
+            " or run the step in a process without an earlier estimate"
         ) from error
 
 
@@ -115,9 +115,10 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         takes_arguments("loss_sum", loss_sum, "(model, batch)", model, None)
         if runs_stages(model, recipe):
             raise ValueError(
-                f"loss_sum must be None when checkpoint={recipe.checkpoint!r} runs the model's own"
-                " stages, got a function. Leave out loss_sum, or set blocks to the names of the"
-                " model's blocks"
+                f"loss_sum must be None for a model with a method stages when"
+                f" checkpoint={recipe.checkpoint!r} and blocks is None, got a function: the last"
+                " function that model.stages(batch) returns computes the loss. Leave out loss_sum,"
+                " or set blocks to the names of the model's blocks"
             )
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
         raise TypeError(
@@ -136,14 +137,15 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     ):
         raise ValueError(
             f"offload_activations cannot be combined with checkpoint={recipe.checkpoint!r} for a"
-            f" {name}, because the schedule itself holds the inputs of the blocks; use"
-            " checkpoint='none' or 'layers'"
+            f" {name}: the schedule that runs its blocks keeps the inputs of the blocks in memory."
+            " Use checkpoint='none' or 'layers'"
         )
     if count > 1 and mixes_samples(model):
         raise ValueError(
-            f"micro_batches must be 1 for a {name} with BatchNorm in training mode, whose loss is"
-            f" not a sum over samples, got {count}; or put BatchNorm into eval mode, or allow its"
-            f" statistics to be those of each micro-batch with model.{ALLOWS_BATCH_NORM} = True"
+            f"micro_batches must be 1 for a {name} with BatchNorm in training mode, got {count}:"
+            " BatchNorm computes its statistics from each micro-batch instead of the whole batch."
+            " Put BatchNorm into eval mode, or allow such statistics with"
+            f" model.{ALLOWS_BATCH_NORM} = True"
         )
 
 

@@ -1,9 +1,9 @@
 """Table of the optimizers that a recipe can name, with one row per optimizer.
 
-Everything that depends on the optimizer is read from `OPTIMIZERS`: the values and conflicts of the
-recipe's fields, the cost of an update on the host, the variant that PyTorch chooses on CUDA, and
-the names that the command's `--optimizer` accepts. The attributes of a row have no defaults, so a
-row must state all of them.
+Everything that depends on the optimizer is read from the table `OPTIMIZERS`. For example, a row of
+the table states which variants of the update exist, which of them PyTorch chooses on CUDA, and
+which names the option `--optimizer` accepts. The attributes of a row have no defaults, so a row
+must state all of them.
 
 To add an optimizer, add its row. If PyTorch has no class for it, write one in this file; `Lion` is
 an example.
@@ -37,7 +37,7 @@ Updates = Mapping[str | None, Settings]
 # Maps each variant of the update to the arguments that choose it in a class of torch.optim.
 VARIANT_ARGUMENTS: Updates = MappingProxyType(
     {
-        # Without arguments, PyTorch chooses by the device of the parameters.
+        # Without arguments, PyTorch chooses the variant by the device of the parameters.
         None: {},
         "loop": {"foreach": False},
         "foreach": {"foreach": True},
@@ -55,7 +55,10 @@ UPDATE_VARIANTS = tuple(VARIANT_ARGUMENTS)
 
 
 class _ItemReturnsOne(TorchFunctionMode):
-    """Mode in which `item()` of a symbolic tensor returns 1.0 instead of raising an error."""
+    """Mode in which `item()` of a symbolic tensor returns 1.0 instead of raising an error.
+
+    Symbolic tensors have shapes but no values.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.item and isinstance(args[0], FakeTensor):
@@ -125,8 +128,9 @@ class Lion(torch.optim.Optimizer):
 class Adam8bit(torch.optim.Optimizer):
     """Stand-in for bitsandbytes' 8-bit Adam that allocates the same state but updates nothing.
 
-    This class runs on symbolic tensors, to estimate the memory of a training step. Adam's state
-    consists of two moments per parameter. In 8 bits, each moment has three parts:
+    This class runs on symbolic tensors, which have shapes but no values, to estimate the memory of
+    a training step. Adam's state consists of two moments per parameter. In 8 bits, each moment has
+    three parts:
 
     - one byte per element;
     - one fp32 scale per 256 elements;
@@ -143,15 +147,15 @@ class Adam8bit(torch.optim.Optimizer):
 
     The paged variants of bitsandbytes have the same state. On a GPU, they put the state of a
     parameter with at least 100,000 elements into memory that the driver may move to the host. An
-    estimate counts this state on the device. On a CPU, a paged optimizer is not paged, according to
-    the source code of bitsandbytes 0.50.
+    estimate counts this state on the device. On a CPU, the paged variants do not page their state,
+    according to the source code of bitsandbytes 0.50.
 
     Source: Dettmers et al. 2022, arXiv:2110.02861, section 2. The limit of 4,096 elements and the
     registered weights are those of `bitsandbytes.optim.optimizer`.
     """
 
     BLOCK = 256  # elements per scale
-    SMALL = 4096  # smallest number of elements for state in 8 bits
+    SMALL = 4096  # parameters with fewer elements have fp32 state
     LEVELS = 256  # elements of a table that all parameters share
 
     def __init__(self, params, lr: float = LR, **_):
@@ -192,9 +196,10 @@ class Adam8bit(torch.optim.Optimizer):
 
 
 def _registered_with_bitsandbytes() -> dict[Tensor, dict[str, Any]]:
-    """Return the settings that modules have registered with bitsandbytes for their parameters.
+    """Return a dict from parameters to the optimizer settings registered for them.
 
-    The dict is empty if bitsandbytes has not been imported.
+    Modules such as `bitsandbytes.nn.StableEmbedding` register settings with bitsandbytes. The dict
+    is empty if bitsandbytes has not been imported.
     """
     optimizers = sys.modules.get("bitsandbytes.optim")
     if optimizers is None:
@@ -209,14 +214,14 @@ def _adamw_of_bitsandbytes() -> OptimizerClass:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise ValueError(
-            "optimizer must not be 'adam8bit' unless bitsandbytes is installed, got 'adam8bit';"
-            " pip install bitsandbytes, or choose another optimizer"
+            "optimizer 'adam8bit' needs bitsandbytes, which is not installed. Run pip install"
+            " bitsandbytes, or choose another optimizer"
         ) from error
     return AdamW8bit
 
 
 class TwoOptimizers(torch.optim.Optimizer):
-    """Optimizer that updates some parameter groups with one optimizer, and the rest with another.
+    """Optimizer that uses one optimizer for some parameter groups and a second one for all others.
 
     Args:
         params: Parameter groups, as dicts. The second optimizer updates the groups with the entry
@@ -233,7 +238,10 @@ class TwoOptimizers(torch.optim.Optimizer):
             pass  # creating the optimizers checks the parameters and adds settings to the groups
 
     def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """Create and yield the optimizers that have parameters; both share `self.state`."""
+        """Create and yield the two optimizers, but skip an optimizer without parameters.
+
+        Both optimizers share the state of this object, `self.state`.
+        """
         for make, is_rest in zip(self.parts, (False, True), strict=True):
             if groups := [group for group in self.param_groups if group["rest"] is is_rest]:
                 optimizer = make(groups)
@@ -256,12 +264,12 @@ def matrices_of_blocks(model: nn.Module) -> set[Tensor]:
     weights of embeddings. Parameters outside of the blocks, such as the output head, are not
     included. The set is empty if the model has no list of blocks.
 
-    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon. There, AdamW updates the first
-    and the last layer of a model, and all parameters that are not matrices.
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon. According to this source, AdamW
+    updates the first and the last layer of a model, and all parameters that are not matrices.
     """
     tables = nn.Embedding, nn.EmbeddingBag
     embedded = {p for m in model.modules() if isinstance(m, tables) for p in m.parameters()}
-    with suppress(ValueError):  # the model has no list of blocks
+    with suppress(ValueError):  # raised if the model has no list of blocks
         blocks = map(model.get_submodule, names_of(model, None))
         parameters = {p for block in blocks for p in block.parameters() if p.requires_grad}
         return {p for p in parameters - embedded if p.dim() == 2}
@@ -276,27 +284,29 @@ class OptimizerRow:
     """One row of the table `OPTIMIZERS`: class, arguments and properties of an optimizer.
 
     Attributes:
-        base: Class of the optimizer, which must be able to run on symbolic tensors.
+        base: Class of the optimizer, which must be able to run on symbolic tensors (tensors with
+            shapes but without values).
         select_parameters: Function that takes a model and returns the set of parameters that `base`
-            updates. None if it updates all parameters.
-        rest: Name of the row whose optimizer updates all other parameters. None if
-            `select_parameters` is None.
+            updates. None if `base` updates all parameters.
+        rest: Name of a second optimizer, a key of `OPTIMIZERS`, that updates the parameters that
+            `select_parameters` does not return. None if `select_parameters` is None.
         load_base: Function that imports and returns the class for steps on real tensors, and raises
             ValueError if its package is not installed. None if `base` runs these steps as well.
         settings: Arguments of the class, except the learning rate and the arguments in `updates`.
         updates: Mapping from each variant of the update, such as "foreach", to the arguments that
             select it. The key None stands for the default of the class, and must exist.
         default_on_cuda: Variant that the class uses by default if the parameters are on CUDA.
-        state_tensors: Number of tensors in the state of each parameter, if each of these tensors is
-            as large as the parameter. Otherwise None, and the state cannot be offloaded.
+        state_tensors: Number of tensors in the state of each parameter, each as large as the
+            parameter. None if the tensors have other sizes; such a state cannot be offloaded.
         shares_state: Whether several parameters share a tensor of the state. An example is the
             table of 8-bit Adam.
         aliases: Other names of the optimizer that the command line accepts.
 
     Raises:
         TypeError: An attribute is missing, or `state_tensors` is neither a whole number nor None.
-        ValueError: `updates` has no key None or no key `default_on_cuda`; `state_tensors` is
-            negative; or only one of `select_parameters` and `rest` is None.
+        ValueError: `updates` does not have the key None, or does not have the value of
+            `default_on_cuda` as a key; `state_tensors` is negative; or only one of
+            `select_parameters` and `rest` is None.
     """
 
     base: OptimizerClass
@@ -318,7 +328,8 @@ class OptimizerRow:
             whole("state_tensors", self.state_tensors, 0)
         if (self.select_parameters is None) != (self.rest is None):
             raise ValueError(
-                f"rest must be None if and only if select_parameters is, got {self.rest!r}"
+                "rest and select_parameters must be given together or not at all, got"
+                f" rest={self.rest!r}"
             )
 
     @property
@@ -332,7 +343,7 @@ class OptimizerRow:
 
     @property
     def host_update_bytes(self) -> int:
-        """Bytes that the host reads and writes in its memory to update one scalar parameter.
+        """Bytes that the host reads and writes in its memory to update one parameter element.
 
         The host reads the gradient, the weight and the state in fp32, and writes the weight and the
         state. With fp32 master weights, the sum is the same: the host reads the gradient in bf16,
@@ -350,7 +361,7 @@ class OptimizerRow:
 
     @property
     def host_state_bytes(self) -> int:
-        """Bytes of host memory per scalar parameter whose state is offloaded to the host.
+        """Bytes of host memory per parameter element whose state is offloaded to the host.
 
         The number is the size of the weight and the state, both in fp32. Copies of gradients and of
         updated parameters are also in host memory during a step, but are not included.
@@ -458,7 +469,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
 def class_and_settings(optimizer: str, update: str | None) -> tuple[OptimizerClass, dict[str, Any]]:
     """Return the class of an optimizer, and a dict of its arguments without the learning rate.
 
-    For an optimizer that leaves some parameters to a second one, such as Muon, the class is
+    For an optimizer that leaves some parameters to a second optimizer, as Muon does, the class is
     `TwoOptimizers`.
 
     Args:
@@ -474,7 +485,7 @@ def class_and_settings(optimizer: str, update: str | None) -> tuple[OptimizerCla
     settings = {**row.updates[update], **row.settings}
     if row.rest is None:
         return base, settings
-    # Symbolic tensors are on the CPU, where PyTorch would not choose the variant for CUDA.
+    # Symbolic tensors are on the CPU, so by default PyTorch would choose the variant for a CPU.
     on_cuda = OPTIMIZERS[row.rest].default_on_cuda if tracked_device_kind() == "cuda" else None
     other, others = class_and_settings(row.rest, update or on_cuda)
     return TwoOptimizers, {"first": partial(base, **settings), "second": partial(other, **others)}

@@ -34,17 +34,17 @@ class Recipe:
         precision: Dtypes of the step. "fp32" uses float32 throughout. "bf16" has parameters,
             gradients and activations in bfloat16, and fp32 master weights. "bf16-only" has
             parameters, gradients and optimizer state in bfloat16, without master weights.
-            "autocast" has parameters, gradients and optimizer state in float32. It runs
-            `model.forward` under `torch.autocast` in bfloat16 and converts the output to float32,
-            as Hugging Face's Trainer does with `bf16=True`. Under autocast, a model with frozen
-            parameters keeps its dtypes. None keeps the dtypes of the model. With None, master
+            "autocast" has parameters, gradients and optimizer state in float32, except that a model
+            with any frozen parameter is not converted. It runs `model.forward` under
+            `torch.autocast` in bfloat16 and converts the output to float32, as Hugging Face's
+            Trainer does with `bf16=True`. None keeps the dtypes of the model. With None, master
             weights exist only if `offload_optimizer` is above 0.
         optimizer: "adam" (AdamW), "sgd", "momentum" (SGD with momentum 0.9), "adafactor", "lion",
             "adam8bit" or "muon". An estimate computes the state of "adam8bit" by a formula; a real
             step requires bitsandbytes. With "muon", Muon updates the matrices of the model's
             blocks, and AdamW all other parameters (see `optimizers.matrices_of_blocks`). A step
-            with several optimizers of the user, as in a GAN, cannot be written as a recipe, but
-            `MemoryMeter(model, [a, b])` measures it.
+            with several optimizers, as in a GAN, cannot be written as a recipe. To measure such a
+            step, use `MemoryMeter(model, [optimizer_1, optimizer_2])`.
         update: Variant of the optimizer update. "loop" updates one parameter after the other.
             "foreach" updates all parameters at once, with temporary tensors as large as all
             parameters together. "fused" updates all parameters in one operator. None is PyTorch's
@@ -62,7 +62,7 @@ class Recipe:
         checkpoint: Activations that are saved for backward. All other activations are recomputed.
             "none" saves all activations. "layers" saves the input of every block. "selective" saves
             the outputs of the matrix products in every block. "segments" saves the input of every
-            segment, a number of consecutive blocks. "optimal" chooses the saved activations so that
+            segment (several consecutive blocks). "optimal" chooses the saved activations so that
             the step is as fast as it can be within `schedule_bytes`. "segments" and "optimal" run
             the chain that the model's method `stages` returns (see
             `course_lib.models.Decoder.stages`). If the model has no such method, if `blocks` is
@@ -83,7 +83,7 @@ class Recipe:
             Cannot be combined with checkpoint="selective" or "optimal".
         min_bytes: Size in bytes of the smallest storage that `offload_activations` offloads.
         prefetch: Number of storages of offloaded activations that backward fetches ahead. None
-            stands for 1 on a CPU and 2 on CUDA. In an estimate, it stands for 1 with the tier
+            stands for 1 on a CPU and 2 on CUDA. In an estimate, None stands for 1 with the tier
             "file", and 2 with the tier "host".
         in_flight: Largest number of copies of activations to the lower tier that run at once. None
             stands for 1 or 2, by the same rule as in `prefetch`. A larger number hides longer
@@ -104,10 +104,10 @@ class Recipe:
         ranks: Number of devices that share the batch. With several ranks, an estimate is for the
             rank that needs the most memory, `python -m course_lib.distributed` runs the step, and
             `update` is always "fused".
-        shard: Tensors that are sharded across the ranks. "ddp" shards no tensors, "zero1" the
-            optimizer state, "zero2" also the gradients, and "zero3" also the parameters (see
-            `course_lib.budget.traces.rank_trace`). With one rank, it must be None. With several
-            ranks, None makes `fit` try all values, and is an error in `estimate`.
+        shard: Tensors that are sharded across the ranks. "ddp" shards no tensors. "zero1" shards
+            the optimizer state, "zero2" also the gradients, and "zero3" also the parameters (see
+            `course_lib.budget.traces.rank_trace`). With one rank, `shard` must be None. With
+            several ranks, None makes `fit` try all values, and is an error in `estimate`.
 
     Raises:
         TypeError, ValueError: A field has the wrong type, is out of its range, or cannot be
@@ -138,7 +138,7 @@ class Recipe:
 
     def __post_init__(self):
         if isinstance(self.blocks, list):
-            # A tuple is hashable, so the recipe is too.
+            # A recipe must be hashable, and a list is not hashable.
             object.__setattr__(self, "blocks", tuple(self.blocks))
         for name, check in (
             (name, check) for each in TECHNIQUES for name, check in each.fields.items()
@@ -198,8 +198,9 @@ class Recipe:
     def uses_offloaded_optimizer(self) -> bool:
         """Whether the step of this recipe uses the class `OffloadedOptimizer`.
 
-        This class implements offloaded optimizer state and master weights. The value is True if
-        `offload_optimizer` is above 0, or if the precision is "bf16", which has master weights.
+        This class offloads optimizer state. It also keeps master weights, offloaded or not. The
+        value is True if `offload_optimizer` is above 0, or if the precision is "bf16", which has
+        master weights.
         """
         return self.precision == "bf16" or self.offload_optimizer > 0
 
@@ -229,13 +230,13 @@ class Recipe:
         return trainer_lines(self, samples)
 
     def as_fsdp2(self, blocks: Sequence[str]) -> str:
-        """Return Python code that shards a model with PyTorch's FSDP2 as this recipe does.
+        """Return Python code that shards a model with PyTorch's FSDP2, as set in the field `shard`.
 
         A comment at the end lists the fields of the recipe that the code does not implement.
 
         Args:
-            blocks: Names of the blocks to shard one by one, as in `model.named_modules()`. Blocks
-                are the repeated layers of the model.
+            blocks: Names of the blocks (the repeated layers of the model), as in
+                `model.named_modules()`. The code shards each block separately.
 
         Raises:
             ValueError: `shard` is neither "zero2" nor "zero3".

@@ -1,14 +1,14 @@
-"""Run the chain that a model itself defines by its method `stages(batch)`.
+"""Compute the loss by calling the functions that a model's method `stages(batch)` returns.
 
-The checkpoints "segments" and "optimal" use this chain if the model has one. `stages(batch)`
-returns a sequence of callables. The first takes the batch, and each of the others takes the output
-of the previous one. The last returns (sum of losses, weight), as `loss_sum` does, where the weight
-is a number or a scalar integer tensor. The outputs must have types that
-`course_lib.schedule.ScheduledSequential` accepts.
+A training step with checkpoint="segments" or "optimal" uses this method if the model has it. The
+method returns a sequence of callables, the stages. The first stage takes the batch, and each later
+stage takes the output of the previous stage. The last stage returns the pair (sum of losses,
+weight). The weight is a number or a scalar integer tensor, by which the sum is divided. The outputs
+must have types that `course_lib.schedule.ScheduledSequential` accepts.
 
-Callables at the beginning that hold no parameters, for example one that takes the inputs out of a
-batch, run before the chain. "segments" treats an `nn.Sequential` as one stage, whereas "optimal"
-treats each of its modules as a stage.
+Stages at the beginning that hold no parameters are never checkpointed, for example a function that
+takes the inputs out of a batch. "segments" treats an `nn.Sequential` as one stage, whereas
+"optimal" treats each module of an `nn.Sequential` as a stage.
 
 `course_lib.models.Decoder.stages` is an example.
 """
@@ -37,9 +37,11 @@ from course_lib.schedule.stages import as_modules
 # This is `course_lib.budget.Recipe`, which cannot be imported here, because its techniques import
 # this module.
 Recipe = Any
-# Values of `checkpoint` that run a chain: the model's own, or one that consists of its blocks.
+# Values of `Recipe.checkpoint` that run a chain, a list of functions called in order. The functions
+# come from the model's method `stages`, or they are the model's blocks.
 CHAINED = ("segments", "optimal")
-# If a subclass overrides one of these methods, inherited stages may compute something else.
+# If a subclass overrides one of these methods but inherits `stages`, the stages may compute a
+# different loss.
 LOSS_METHODS = ("forward", "loss", "loss_sum")
 
 
@@ -52,7 +54,7 @@ def own_stages(model: nn.Module) -> Callable[[Any], Sequence[Callable]] | None:
 
     - The model has no such method.
     - A subclass or the instance overrides `forward`, `loss` or `loss_sum`, but not `stages`, so the
-      stages may compute something else.
+      stages may compute another loss.
     - The model has forward hooks, which the stages would not run.
     """
     if model._forward_hooks or model._forward_pre_hooks:
@@ -87,10 +89,11 @@ def runs_stages(model: nn.Module, recipe: Recipe) -> bool:
 def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, float | Tensor]:
     """Run the functions that the model's method `stages` returns, and compute the loss.
 
-    With checkpoint="segments", the functions run one after the other. Those between the first
-    function with parameters and the last function are divided into segments, and every segment
-    except the last one is checkpointed. With checkpoint="optimal", a schedule decides which
-    functions run again in backward.
+    With checkpoint="segments", the functions run one after the other. The functions up to and
+    including the first one with parameters belong to no segment, and neither does the last
+    function. The functions between them are divided into segments, and every segment except the
+    last one is checkpointed. With checkpoint="optimal", a schedule decides which functions run
+    again in backward.
 
     Args:
         model: Model with a method `stages`.
@@ -110,13 +113,13 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
     inside = len(stages) - 2
     if recipe.segments > inside:
         raise ValueError(
-            f"segments must be at most {max(inside, 0)}, the number of stages that"
-            f" {type(model).__name__}.stages returns between the first and the last, got"
-            f" {recipe.segments}"
+            f"segments must be at most {max(inside, 0)}, got {recipe.segments}:"
+            f" {type(model).__name__}.stages returns only {max(inside, 0)} functions between the"
+            " first one with parameters and the last one"
         )
     # Each segment of stages is wrapped in a checkpoint instead of running in a ScheduledSequential.
-    # A ScheduledSequential recomputes whole stages, whereas a checkpoint stops at the last tensor
-    # that backward needs, which comes before the last matrix product of a segment. With a
+    # A ScheduledSequential recomputes whole stages. A checkpoint stops at the last tensor that
+    # backward needs, so it does not repeat the last matrix product of a segment. With a
     # ScheduledSequential, the course's decoder would need 2% more FLOPs for 4 layers in 2 segments,
     # 7% more for 8 layers in 8 segments, and up to 3 kB more memory. Segments made of the model's
     # blocks cannot be wrapped in this way, because the model's own code calls each block.
@@ -134,7 +137,8 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
         function = Repeatable(function, BlockState(segment, comparison, statistics=True))
         hidden = function.checkpoint((hidden,), {}, preserve_rng_state=may_draw(model))
     hidden = nn.Sequential(*stages[last:-1])(hidden)
-    # The first segment's input is kept until here, because `checkpoint_sequential` keeps it too.
+    # The first segment's input stays live until here, so that this step needs as much memory as the
+    # script for this recipe. The script's `checkpoint_sequential` also keeps this input.
     del first
     return stages[-1](hidden)
 
@@ -150,7 +154,10 @@ def max_segments(model: nn.Module, batch: Any) -> int:
 
 
 def _split_into_stages(model: nn.Module, batch: Any) -> tuple[Any, list[nn.Module]]:
-    """Return the input of the chain and its stages."""
+    """Return the pair (input of the first stage, stages), with the stages of a model as modules.
+
+    If the first stages have no parameters, they are run here and left out of the result.
+    """
     name = f"{type(model).__name__}.stages"
     function = own_stages(model)
     takes_arguments(name, function, "(batch), unless the recipe names blocks", batch)
@@ -164,7 +171,8 @@ def _unpack_sequentials(stages: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the stages, with each `nn.Sequential` replaced by its modules."""
     found: list[nn.Module] = []
     for stage in stages:
-        # Hooks run only with the whole stage, so a stage with hooks is not taken apart.
+        # The hooks of an nn.Sequential run only if it is called as a whole. An nn.Sequential with
+        # hooks is therefore kept.
         hooked = stage._forward_hooks or stage._forward_pre_hooks
         found += stage if type(stage) is nn.Sequential and not hooked else [stage]
     return found
@@ -173,18 +181,20 @@ def _unpack_sequentials(stages: Sequence[nn.Module]) -> list[nn.Module]:
 # ---- Comparison in the first step
 
 
-ADVICE = 'exclude it from checkpointing, with checkpoint="none" or other blocks'
-# Maps each model to the recipes whose recomputations have been compared.
+ADVICE = 'exclude the block from checkpointing, with checkpoint="none" or other blocks'
+# Maps each model to the recipes for which a step has compared recomputations with first runs.
 _compared: WeakKeyDictionary[nn.Module, set[Recipe]] = WeakKeyDictionary()
 
 
 def is_compared(model: nn.Module, recipe: Recipe) -> bool:
     """Return whether a step compares each recomputation of a block with the block's first run.
 
-    The result is True in the first step of a model with a recipe. It is also True in every step on
-    symbolic tensors, which have no values. In such a step, only the arguments of a block are
-    compared, and only if its recomputation raises an error. The message then names an argument that
-    has changed.
+    The result is True until a step of this model with this recipe has made the comparison.
+
+    In a step on symbolic tensors, the result is always True, although these tensors have no values
+    to compare. If the recomputation of a block raises an error in such a step, the block's
+    arguments are compared with those of its first run. The error message then names an argument
+    that has changed.
 
     Args:
         model: Model to train.
@@ -194,10 +204,10 @@ def is_compared(model: nn.Module, recipe: Recipe) -> bool:
 
 
 def record_comparison(model: nn.Module, recipe: Recipe) -> None:
-    """Record that a step compared its recomputations and found no difference.
+    """Record that a step compared its recomputations with the first runs and found no difference.
 
-    Later steps of the same model and recipe then skip the comparison. A step on symbolic tensors is
-    not recorded.
+    Later steps of the same model and recipe then skip the comparison. A step on symbolic tensors,
+    which have no values, is not recorded.
 
     Args:
         model: Model of the step.
@@ -210,7 +220,7 @@ def record_comparison(model: nn.Module, recipe: Recipe) -> None:
 # ---- Schedules
 
 
-# Maps each model to its measured chains.
+# Maps each model to its measured chains (the FLOPs and sizes of stages).
 _chains: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()
 _cached_optimal = lru_cache(64)(optimal)
 
@@ -222,12 +232,12 @@ def fastest(chain: Chain, budget_bytes: int) -> Schedule:
     of up to 64 calls are cached.
 
     Args:
-        chain: Times and sizes of the stages that run one after the other.
+        chain: FLOPs and sizes in bytes of the stages, which run one after the other.
         budget_bytes: Limit in bytes for the activations.
 
     Raises:
-        InfeasibleBudget: No schedule fits. The message calls the limit schedule_bytes, which is the
-            name of the recipe's field.
+        InfeasibleBudget: No schedule fits. The message calls the limit `schedule_bytes`, because it
+            is set by the field `Recipe.schedule_bytes`.
     """
     try:
         return _cached_optimal(chain, budget_bytes)
@@ -250,9 +260,9 @@ def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
     """Return the FLOPs and the sizes of the stages that the model's method `stages` returns.
 
     The times in the chain are numbers of FLOPs, and the sizes are in bytes. Stages are measured on
-    symbolic tensors, and the result is cached. Call this function inside
-    `course_lib.budget.step.apply_techniques`, which applies the recipe's attention and loss head to
-    the model.
+    symbolic tensors, which have shapes but no values, and the result is cached. Call this function
+    inside `course_lib.budget.step.apply_techniques`, which applies the recipe's attention and loss
+    head to the model.
 
     Args:
         model: Model with a method `stages`.
@@ -262,8 +272,8 @@ def chain_of_stages(model: nn.Module, batch: Any, recipe: Recipe) -> Chain:
 
     def stages_of(probe: tuple[nn.Module, Any]) -> tuple[Sequence[nn.Module], Any]:
         for copied, module in zip(probe[0].modules(), model.modules(), strict=True):
-            # `copy.deepcopy` drops the compiled call. The copy is marked as compiled again, without
-            # compiling it, so that `stages` divides it into the same stages as the original.
+            # `copy.deepcopy` drops the compiled call of a module. The copy is marked as compiled,
+            # without compiling it, so that `stages` returns the same stages as for the original.
             if copied is not module and module._compiled_call_impl is not None:
                 copied._compiled_call_impl = copied._call_impl
         x, stages = _split_into_stages(*probe)

@@ -1,4 +1,4 @@
-"""Build the model and the optimizer of a recipe, and run its training step."""
+"""Build the model and the optimizer of a recipe, and run a training step with its techniques."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def build(
         make_model: Function without arguments that returns a model in fp32.
         recipe: Memory-saving techniques of the training step.
         lr: Learning rate of the optimizer.
-        store: Store for the offloaded optimizer state; by default that of `OffloadedOptimizer`.
+        store: Store for the offloaded optimizer state. By default, `OffloadedOptimizer` chooses it:
+            a new `DiskStore` for a model on the CPU.
         state: Whether to create the optimizer state now. If not, the first training step creates
             it.
 
@@ -96,8 +97,9 @@ def model_of(make_model: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
 class _CopiesOfSymbolic(TorchFunctionMode):
     """Mode in which `copy.deepcopy` of a symbolic tensor returns a symbolic tensor.
 
-    `nn.TransformerEncoder`, for example, copies the parameters of its layer. Without this mode,
-    PyTorch would also copy the symbolic mode that the tensor belongs to.
+    Symbolic tensors have shapes but no values. `nn.TransformerEncoder`, for example, copies the
+    parameters of its layer. Without this mode, PyTorch would also copy the symbolic mode that the
+    tensor belongs to.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -105,7 +107,7 @@ class _CopiesOfSymbolic(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if id(tensor) not in memo:
-            # Copies of tensors that share a storage also share a storage.
+            # If several tensors share one storage, their copies also share one storage.
             storage, wholes = tensor.untyped_storage(), memo.setdefault("symbolic storages", {})
             if storage._cdata not in wholes:
                 elements = storage.nbytes() // tensor.itemsize
@@ -132,14 +134,15 @@ def optimizer_of(
     Args:
         model: Model, or a part of one.
         recipe: Memory-saving techniques of the training step.
-        store: Store for the offloaded optimizer state; by default that of `OffloadedOptimizer`.
+        store: Store for the offloaded optimizer state. By default, `OffloadedOptimizer` chooses it:
+            a new `DiskStore` for a model on the CPU.
         lr: Learning rate.
         whole_model: Whole model, if `model` is only a part of it. An optimizer such as Muon chooses
             its parameters by their position in the whole model.
     """
     parameters: list[Any] = trainable_parameters(model)
     if is_symbolic() and (code := _framework_of(whole_model or model)) is not None:
-        # A framework may group the parameters, or use another class of optimizer.
+        # The framework's optimizer may differ from the recipe's in its class or parameter groups.
         made = code.optimizer(whole_model or model, parameters, recipe, lr)
         if made is not None:
             return made
@@ -160,7 +163,11 @@ def optimizer_of(
 
 
 def _framework_of(model: nn.Module) -> Any:
-    """Return the `Framework` whose step an estimate of the model runs; None for `train_step`."""
+    """Return the `Framework` with which `Framework.model_maker` marked a model, or None.
+
+    Estimates of a marked model run the framework's training step. Without a mark, estimates run the
+    step of `train_step`.
+    """
     return getattr(model, "_training_code", None)
 
 
@@ -222,15 +229,17 @@ def train_step(
       modules;
     - attributes of the block's modules that are tensors, arrays, numbers, or containers of these.
 
-    To restore tensors in attributes, they are copied during the first run, and the copies of
-    changed tensors are kept. Inside a compiled model, only PyTorch's random numbers are restored.
+    To restore tensors in attributes, the step copies these tensors before the first run. After this
+    run, it keeps only the copies of tensors that have changed. Inside a compiled model, only
+    PyTorch's random numbers are restored.
 
-    **Comparison.** The first step of a model with a recipe compares the recomputation of each block
-    with the first run of the block, by checksums of the tensors saved for backward or of the
-    block's outputs. It also checks that the recomputation does not change the block's parameters
-    and buffers. The comparison takes time, but `MemoryMeter` does not count its memory. Later steps
-    with the same model and recipe compare nothing. Checkpoints inside a compiled model are never
-    compared, and neither are tensor subclasses and symbolic, sparse, nested and quantized tensors.
+    **Comparison.** The first step that runs a model with a recipe compares the recomputation of
+    each block with the first run of the block. It compares checksums of the tensors saved for
+    backward or of the block's outputs. It also checks that the recomputation does not change the
+    block's parameters and buffers. The comparison takes time, but `MemoryMeter` does not count its
+    memory. Later steps with the same model and recipe compare nothing. Checkpoints inside a
+    compiled model are never compared, and neither are tensor subclasses and symbolic, sparse,
+    nested and quantized tensors.
 
     **Errors.** After an error, gradients and random generators have the values that they had before
     the step. No parameter has changed, with two exceptions: parameters that were already updated
@@ -261,7 +270,8 @@ def train_step(
             tensor whose first dimension is not the samples, such as packed sequences, graphs and
             boxes of objects. It is called only for several micro-batches. An estimate does not
             count the tensors that `split` creates.
-        store: Store for offloaded activations; by default that of `offload_activations`.
+        store: Store for offloaded activations. By default, activations are offloaded to host memory
+            from a GPU, and to a file from a CPU.
 
     Returns:
         A `StepResult`. If the loss is `model.loss`, the attribute `weight` is the number of
@@ -309,7 +319,8 @@ def run_micro_batches(
         recipe: Memory-saving techniques of the step.
         loss_sum: Function (model, batch) -> (sum of losses, weight). The weight is the number by
             which the sum is divided, such as the number of tokens. None uses the model's own loss.
-        store: Store for offloaded activations; by default that of `offload_activations`.
+        store: Store for offloaded activations. By default, activations are offloaded to host memory
+            from a GPU, and to a file from a CPU.
         max_norm: Norm to which the gradient is clipped; None for no clipping.
     """
 
@@ -362,11 +373,12 @@ def apply_techniques(model: nn.Module, recipe: Recipe) -> Iterator[Callable[[], 
 def chain_of(
     model: nn.Module, micro_batch: Any, recipe: Recipe, loss_sum: LossSum | None = None
 ) -> Chain:
-    """Return the FLOPs and sizes in bytes from which the schedule of a recipe is computed.
+    """Measure the FLOPs and bytes of a model's stages, from which a schedule is computed.
 
-    The model is measured for one micro-batch as a chain of stages that run one after the other. The
-    times in the chain are numbers of FLOPs. The stages come from the model's method `stages` if the
-    step runs it (see `runs_stages`). Otherwise the stages are the model's blocks.
+    A schedule decides which activations are saved and which are recomputed. The model is measured
+    for one micro-batch as a chain, that is, as stages that run one after the other. The times in
+    the chain are numbers of FLOPs. The stages come from the model's method `stages` if the step
+    runs it (see `runs_stages`). Otherwise the stages are the model's blocks.
 
     Args:
         model: Model to train.
@@ -395,7 +407,7 @@ def chain_of(
 
 
 class _ChainFound(Exception):
-    """Exception with which `chain_of` ends a forward pass after it has got the chain."""
+    """Exception that `chain_of` raises to end a forward pass when the chain has been measured."""
 
 
 def micro_batches_of(batch: Any, micro_batches: int, split: Split | None = None) -> list[Any]:
@@ -481,8 +493,9 @@ def _reject_meta_tensors(argument: str, on_meta: list[str], advice: str) -> None
     """Raise ValueError if a tensor is on the meta device, where a step computes no values.
 
     Args:
-        argument: Name of the argument that contains the tensors.
-        on_meta: Descriptions of its tensors on the meta device.
+        argument: Name of the argument that contains the tensors, such as "model".
+        on_meta: Descriptions of the tensors that are on the meta device. If the list is empty, no
+            error is raised.
         advice: Advice for the end of the message.
     """
     if on_meta:
