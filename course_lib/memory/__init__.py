@@ -52,8 +52,8 @@ __all__ = [
     "transformer_activation_bytes",
 ]
 
-# Public names that are imported when they are first used. A user who copies only the meter does
-# not need the modules of these names.
+# Maps public names to their modules. A module is imported when one of its names is first used, so a
+# user who copies only the meter does not need these modules.
 _ON_FIRST_USE = {
     "Block": "course_lib.caching_allocator",
     "CachingAllocator": "course_lib.caching_allocator",
@@ -63,7 +63,7 @@ _ON_FIRST_USE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module when it is first used."""
+    """Import a public name from its module when the name is first used."""
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)

@@ -1,4 +1,4 @@
-"""Measure the memory of a step at PyTorch's allocator.
+"""Measure the memory of a training step as PyTorch's allocator counts it.
 
 Unlike the meter, the allocator also counts memory that operators allocate and free internally. On a
 CPU the numbers come from PyTorch's profiler, and on CUDA from the allocator's statistics.
@@ -18,7 +18,7 @@ from torch.autograd.profiler import record_function
 from .._torch.devices import EventType
 from .._torch.modes import ObserverMode
 
-# Begins the names of the profile's records that `_NamingMode` makes.
+# Prefix of the names of the records that `_NamingMode` adds to the profile.
 _RECORD_PREFIX = "course_lib.memory: "
 
 
@@ -78,9 +78,9 @@ def _profile_allocations(
     """Run a step under PyTorch's profiler and return its allocations and its operators.
 
     Returns:
-        A list of (time, change in bytes) for each allocation and release, in order; and a list of
-        (operator, start, stop) for each operator that ran under `_NamingMode`. Times are in
-        nanoseconds.
+        Two lists. The first has a pair (time, change in bytes) for each allocation, and for each
+        release of memory that the step has allocated. The second has a tuple (operator, start,
+        stop) for each operator that ran under `_NamingMode`. Times are in nanoseconds.
     """
     # This setting stops the profiler from reporting its start and stop on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -109,8 +109,8 @@ def _profile_allocations(
         elif address in addresses_of_run:
             addresses_of_run.remove(address)
         else:
-            # The block was allocated before this run. If its release were subtracted, it would
-            # cancel an equal number of bytes that the run allocates.
+            # The block was allocated before this run. Subtracting its release would cancel an equal
+            # number of bytes that the run allocates.
             continue
         changes.append((time, change))
     return changes, calls
@@ -156,7 +156,7 @@ def _record_cuda_bytes(device: torch.device, found: list[tuple[int, int]]) -> It
 
 def _allocated_bytes_statistics(device: torch.device) -> dict[str, int]:
     """Return a dict with the bytes allocated now ("current") and their peak ("peak") on CUDA."""
-    # `torch.cuda.memory_allocated` sorts all statistics by name to return one of them, which is too
+    # `torch.cuda.memory_allocated` sorts all statistics by name to return one of them. This is too
     # slow for a call per operator.
     return torch.cuda.memory.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
 

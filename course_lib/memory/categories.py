@@ -30,7 +30,8 @@ from .timeline import Record, StorageTracker
 
 ADD = torch.ops.aten.add.Tensor
 # Without a dispatch mode, the gradient formulas of `max`, `gather`, `x[i]` and others write into a
-# tensor of zeros in place. With one, they call one of these operators, which makes a new tensor.
+# tensor of zeros in place. With a mode, these formulas call one of the following operators, which
+# makes a new tensor.
 _INTO_ZEROS = {
     torch.ops.aten.scatter.src,
     torch.ops.aten.scatter_add.default,
@@ -40,9 +41,10 @@ _INTO_ZEROS = {
     torch.ops.aten.masked_scatter.default,
 }
 IN_PLACE_WITHOUT_MODES = {ADD, *_INTO_ZEROS}
-# `torch.tensor([...])` calls this operator, which returns its input. The input's storage is new
-# although no operator has made it. `torch.from_numpy` calls this operator too, but there the
-# storage belongs to NumPy, and such a storage cannot be resized.
+# `torch.tensor([...])` and `torch.from_numpy` call this operator, which returns its input. With
+# `torch.tensor`, the input's storage is new, although no operator has made it. With
+# `torch.from_numpy`, the storage belongs to NumPy. The two are distinguished because only NumPy's
+# storage cannot be resized.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 # Operators that make a tensor on an existing storage, which is their second argument.
 _FROM_STORAGE = (
@@ -70,20 +72,23 @@ class CategoryTracker:
         self.leaves_are_parameters = leaves_are_parameters
         # Fake mode that was active when the meter was entered.
         self.fake_mode: FakeTensorMode | None = None
-        # Autograd node that ran the last operator (None in the forward pass), and the number of the
-        # first operator that this node ran.
+        # Autograd node that ran the last operator (None in the forward pass), and the index in
+        # `tracker.operators` of the first operator that this node ran.
         self.node, self.node_began = None, 0
-        # Records of the saved storages that this node has read so far.
+        # Records of the saved storages that `self.node` has read so far.
         self._storages_read: list[Record] = []
         # First output of the last operator. Its autograd node exists only after the operator has
         # returned, so `settle` examines the node before the next operator.
         self._output: weakref.ref | None = None
-        # Autograd numbers the nodes that each thread makes (`_sequence_nr`). These numbers show
-        # whether the last operator made a node: its nodes have numbers from `_oldest` up to, but
-        # not including, `_newest`. The next operator in a thread makes nodes from `_next[thread]`
-        # on. An `autograd.Function` makes its node before it runs operators, so the lower limit for
-        # such a node is `_oldest_of_node`. On a GPU, backward runs in its own thread, whose nodes
-        # may have any number; the limit `_newest` excludes most of these.
+        # Autograd numbers its nodes (`_sequence_nr`), separately in each thread. A node was made by
+        # the last operator if its number is at least `_oldest` and less than `_newest`. `_next`
+        # maps a thread to the lowest number that a node of the thread's next operator can have.
+        # `_oldest_of_node` is the lower limit, instead of `_oldest`, for the node of an
+        # `autograd.Function`, because such a function makes its node before it runs operators. This
+        # limit is 0 in the forward pass. In backward, it is the thread's next number at the time
+        # when `self.node` ran its first operator. On a GPU, backward runs in its own thread. There,
+        # the numbers of the nodes from the forward pass have no relation to these limits, and
+        # `_newest` excludes most of them.
         self._oldest = self._oldest_of_node = self._newest = 0
         self._next: dict[int, int] = {}
         self.buffers = BuffersForBackward()
@@ -133,7 +138,9 @@ class CategoryTracker:
                     continue
                 if record.role in (None, "input") and self._is_parameter(tensor, record):
                     record.role, record.since = "parameter", record.born
-                # A storage of the forward pass that backward reads must have been kept for it.
+                # A storage of the forward pass was kept for backward if backward reads it. A
+                # storage of a recomputation was kept if an operator outside of recomputations reads
+                # it in backward.
                 kept = record.made_in == "forward" or (
                     record.made_in == "recomputation" and made_in == "elsewhere"
                 )
@@ -160,7 +167,12 @@ class CategoryTracker:
                 self._storages_read.append(record)
 
     def _is_parameter(self, tensor: Tensor, record: Record) -> bool:
-        """Return whether an operator's input tensor, with this record, counts as a parameter."""
+        """Return whether a tensor that an operator reads counts as a parameter.
+
+        Args:
+            tensor: The tensor.
+            record: `Record` of the tensor's storage.
+        """
         if type(tensor) is nn.Parameter or (
             type(tensor) is FakeTensor and hasattr(tensor, "_is_param")
         ):
@@ -202,18 +214,18 @@ class CategoryTracker:
                         "input" if enters else None,
                         made_in,
                     )
-        # Under saved-tensor hooks the graph holds the values that the hooks returned instead of the
-        # tensors, so the output's node is not examined. The node of a view that was changed in
-        # place is not examined either: autograd rebuilds it when `grad_fn` is first read. For
-        # symbolic tensors, rebuilding runs an operator, which would read `grad_fn` again, and the
-        # recursion would not end.
+        # Under saved-tensor hooks, the graph does not hold the tensors, but the values that the
+        # hooks returned. Therefore the output's node is not examined. The node of a view that was
+        # changed in place is not examined either: autograd rebuilds it when `grad_fn` is first
+        # read. For symbolic tensors, rebuilding runs an operator. Before this operator, the meter
+        # would read `grad_fn` again, and the recursion would not end.
         watched = tensors and made_in != "elsewhere" and not hooks_active()
         # A higher-order operator has no `_schema`.
         if watched and tensors[0]._is_view() and hasattr(func, "_schema"):
             watched = not func._schema.is_mutable
         self._output = weakref.ref(tensors[0]) if watched else None
-        # Autograd makes a few more nodes after the operator has returned, for example when it was
-        # an in-place operator.
+        # The limit has a margin, because autograd can make a few more nodes after the operator has
+        # returned, for example after an in-place operator.
         self._newest = torch.autograd._get_sequence_nr() + 8
 
     def _is_only_a_shape(self, tensor: Tensor) -> bool:
@@ -230,7 +242,7 @@ class CategoryTracker:
 
         PyTorch shows saved tensors and accumulated gradients only after the operator has returned.
         Therefore `inputs` calls this method before the next operator, and the meter calls it before
-        it computes results.
+        computing results.
         """
         now = len(self.tracker.operators) - 1
         output = self._output and self._output()
@@ -279,8 +291,8 @@ class CategoryTracker:
         """Return the record of the input that autograd would overwrite without a dispatch mode.
 
         This method decides whether an operator's first argument counts as released when the
-        operator returns. The meter must report the bytes that the program needs without the meter,
-        and autograd saves memory without a dispatch mode. It then writes in place in two cases:
+        operator returns. The meter must report the bytes that the program needs without the meter.
+        Without a dispatch mode, autograd saves memory by writing in place in two cases:
 
         - Two gradients reach the same autograd node. Autograd adds the second gradient to the first
           one in place.
@@ -291,17 +303,23 @@ class CategoryTracker:
         `IN_PLACE_WITHOUT_MODES`. This operator creates a new tensor and leaves its first argument
         unchanged.
 
-        The method returns a record if all of these conditions hold:
+        The method returns a record if the operator meets all of its conditions. These conditions
+        apply to every operator:
 
         - Autograd's engine, not a Python function, called the operator.
-        - The first argument is dense. If the operator adds two gradients, the second one is dense
-          too, has the same shape, and has another storage.
+        - The first argument is dense (not sparse or nested).
         - The first argument is the only tensor in its storage, and fills the storage.
-        - If the operator writes into a tensor of zeros, the backward function that runs now has
-          created this tensor.
-        - If the operator adds two gradients, either the first gradient existed before the backward
-          function that runs now began, or this backward function produced both gradients. Gradients
-          are not enabled, as they are with create_graph=True.
+
+        One further condition applies to an operator that writes into a tensor of zeros:
+
+        - The currently running backward function has created this tensor.
+
+        Further conditions apply to an operator that adds two gradients:
+
+        - The second gradient is also dense, has the same shape, and has another storage.
+        - The currently running backward function produced both gradients, or the first gradient is
+          older than the start of this function.
+        - The backward pass runs without create_graph=True.
 
         The caller passes the record to `StorageTracker.count_as_released`. If the storage is still
         live at the next operator, the tracker counts it as live again.
@@ -311,8 +329,8 @@ class CategoryTracker:
                 The operator is one of `IN_PLACE_WITHOUT_MODES`.
 
         Returns:
-            The `Record` of the first argument's storage, or None if autograd would create a new
-            tensor without a dispatch mode too.
+            The `Record` of the first argument's storage. None if autograd would create a new tensor
+            even without a dispatch mode.
 
         Source: torch/csrc/autograd/input_buffer.cpp (`can_accumulate_inplace`), and
         `areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp.
@@ -342,7 +360,8 @@ class CategoryTracker:
             return None
         if func is not ADD:
             return record if record.born >= self.node_began else None
-        # Both gradients can also come from the same node, as for z * z, which uses z twice.
+        # The current node can also have produced both gradients. For example, the node of z * z
+        # sends two gradients to the node of z.
         edges = self.node.next_functions
         return record if record.born < self.node_began or len(set(edges)) < len(edges) else None
 
@@ -353,7 +372,7 @@ _ONE_HOLDER = holders_of(_alone.untyped_storage())
 
 
 def _called_by_autograd() -> bool:
-    """Return whether autograd's engine called the current operator, not a Python function.
+    """Return whether autograd's engine, and not a Python function, called the current operator.
 
     This is the case if all Python frames between this module and the engine belong to dispatch
     modes.
@@ -379,16 +398,17 @@ def _belongs_to_mode(frame) -> bool:
     )
 
 
-# This module, and the modules of the functions in which PyTorch wraps dispatch modes.
+# Names of this module, and of the modules whose functions PyTorch wraps around the methods of
+# dispatch modes.
 _WRAPPERS = (__name__, *WRAPPERS)
 
 
 class OptimizerPhase:
     """Detect which operators run inside an optimizer's `step()`, and find the optimizer's state.
 
-    A new object registers hooks that run before and after the step of every optimizer. After each
-    step, the optimizer's state tensors get the category "optimizer" in the tracker. If the step of
-    one optimizer calls the step of another, all their operators belong to the outer step.
+    The constructor registers hooks that run before and after the step of every optimizer. After
+    each step, the optimizer's state tensors get the category "optimizer" in the tracker. If the
+    step of one optimizer calls the step of another, all their operators belong to the outer step.
 
     Args:
         tracker: `StorageTracker` whose records are updated.
@@ -416,8 +436,9 @@ class OptimizerPhase:
         Args:
             node: Autograd node that runs the operator; None if no backward pass is running.
         """
-        # A step may call a closure, as that of LBFGS does. The closure's forward pass runs with
-        # gradients enabled, and its backward pass runs other nodes.
+        # An optimizer's step can call a closure, as LBFGS does. Operators of the closure are
+        # excluded: its forward pass runs with gradients enabled, and its backward pass runs in
+        # other autograd nodes.
         return self._outermost is not None and node is self._node and not torch.is_grad_enabled()
 
     def remove(self) -> None:
@@ -447,9 +468,9 @@ class OptimizerPhase:
 
         If an optimizer steps inside the backward pass, each step updates a single parameter.
         Searching the state of all parameters after each of these steps would take time that grows
-        with the square of their number. Therefore only an optimizer's first step in a backward pass
-        leads to a search, and any later step that made a tensor which is still live and may be part
-        of the state.
+        with the square of their number. Therefore the state is searched after an optimizer's first
+        step in a backward pass. After a later step, it is searched only if that step made a tensor
+        that is still live and may be part of the state.
         """
         backward = current_graph_task_id()  # -1 outside of a backward pass
         if backward != self._backward:

@@ -1,6 +1,6 @@
 """Observe code that `torch.compile` has made: its calls, and the buffers that it allocates.
 
-This code allocates buffers without an operator, so that a dispatch mode does not see them.
+Compiled code allocates buffers without an operator, so a dispatch mode does not see these buffers.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ class BuffersForBackward:
     """
 
     def __init__(self) -> None:
-        # Maps the sequence number of the compiled function's autograd node to the records. The key
-        # is None for buffers of a recomputation.
+        # Maps the sequence number of a compiled function's autograd node to the records of the
+        # function's buffers. The key is None for buffers of a recomputation.
         self._records_by_node: dict[int | None, list[Any]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._records_by_node)
 
     def add(self, record: Any, made_in: str) -> None:
-        """Add a buffer that a compiled function has just allocated.
+        """Add a buffer, which a compiled function has just allocated, to this object.
 
         Args:
             record: `Record` of the buffer's storage.
@@ -96,7 +96,9 @@ class BuffersForBackward:
                 "elsewhere". With "elsewhere", the buffer is not added.
         """
         if made_in != "elsewhere":
-            # An `autograd.Function` makes its node immediately before its forward pass runs.
+            # A compiled function is an `autograd.Function`, which makes its node immediately before
+            # its forward pass runs. Therefore the last number that was assigned belongs to this
+            # node.
             number = torch.autograd._get_sequence_nr() - 1 if made_in == "forward" else None
             self._records_by_node.setdefault(number, []).append(record)
 
@@ -104,8 +106,8 @@ class BuffersForBackward:
         """Return the records of the buffers that were kept for an autograd node.
 
         The method considers the buffers that the node's compiled function allocated in the forward
-        pass, and all buffers that were allocated in a recomputation. It removes all of these from
-        this object, and returns the records of those that are still live.
+        pass, and all buffers that were allocated in a recomputation. It removes all these buffers
+        from this object, and returns the records of the buffers that are still live.
 
         Args:
             node: Autograd node that is about to run.

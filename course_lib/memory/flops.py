@@ -2,10 +2,10 @@
 
 The meter uses this module instead of `FlopCounterMode`, whose hooks on modules keep tensors alive.
 
-The counts differ from PyTorch's in one case: causal fused attention. Here only the scores that the
-causal mask allows are counted, whereas PyTorch's formulas count all scores. Fused kernels skip the
-scores above the diagonal, except in the tiles that the diagonal crosses. FlashAttention's own
-benchmark halves its count for the same reason.
+Where PyTorch has a formula, the counts differ in one case: causal fused attention. Here only the
+scores that the causal mask allows are counted, whereas PyTorch's formulas count all scores. Fused
+kernels skip the scores above the diagonal, except in the tiles that the diagonal crosses.
+FlashAttention's own benchmark halves its count for the same reason.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.utils.flop_counter import flop_registry
 from course_lib._torch.operators import HigherOrderOperator, OpOverload, run_and_save_rng_state
 
 _aten = torch.ops.aten
-# Maps the CPU's operators for fused attention, which have no formula, to the GPU's operators, whose
-# formulas are used for them.
+# PyTorch has no FLOP formula for the CPU's operators of fused attention. This dict maps them to the
+# GPU's operators, whose formulas are used instead.
 _SAME_FORMULA_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -44,7 +44,7 @@ _QUERY_POSITION = {
 def _packed_weight_flops(x: Tensor, _, shape: Sequence[int], *others: Any, **named: Any) -> int:
     """Return the FLOPs of the matrix product of `x` with a quantized weight.
 
-    The weight is packed, several elements to a byte, so its shape is a separate argument.
+    A byte of the weight holds several elements, so the shape of the weight is a separate argument.
     """
     return 2 * x.numel() * shape[0]
 
@@ -68,8 +68,9 @@ def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
         result: Value that the operator returned.
     """
     if isinstance(func, HigherOrderOperator):
-        # Compiled code calls an operator that draws random numbers through a higher-order operator,
-        # which lets it run again with the same numbers. The inner operator is one of the arguments.
+        # Compiled code does not call a random operator directly. It passes the operator as an
+        # argument to a higher-order operator, which runs it and can repeat the run with the same
+        # random numbers.
         position = next((i for i, each in enumerate(args) if isinstance(each, OpOverload)), None)
         if position is None:
             return 0
@@ -90,7 +91,8 @@ def flops_of(func, args: tuple, kwargs: dict | None, result: Any) -> int:
     if not flops or not _is_causal(func, args, kwargs or {}):
         return flops
     n_q, n_k = args[query].shape[2], args[query + 1].shape[2]
-    # With PyTorch's `is_causal`, query i attends to the keys 0 to i, as far as there are keys.
+    # With PyTorch's `is_causal`, query i attends to the keys 0 to i, or to all keys if there are
+    # fewer.
     growing = min(n_q, n_k)  # number of queries that attend to 1, 2, 3, ... keys
     scores = growing * (growing + 1) // 2 + (n_q - growing) * n_k
     return flops // (n_q * n_k) * scores
@@ -132,8 +134,8 @@ def _is_causal(func, args: tuple, kwargs: dict) -> bool:
 def _expand_kv_heads(query: int, args: tuple) -> tuple:
     """Return the arguments of fused attention as if key and value had as many heads as the query.
 
-    Grouped-query attention has fewer heads for key and value. The formulas of torch 2.9 reject
-    that, and the formulas of newer versions count it in this way.
+    Grouped-query attention has fewer heads for key and value. The formulas of torch 2.9 reject such
+    arguments. The formulas of newer versions return the FLOPs of the expanded key and value.
 
     Args:
         query: Position of the query in `args`.

@@ -98,8 +98,8 @@ def transformer_activation_bytes(
     m, statistic = _checked_counts(0, mask_bytes=mask_bytes, statistic_bytes=statistic_bytes)
     if h % a:
         raise ValueError(f"heads must be a divisor of hidden = {h}, got {a}")
-    # Bytes per element of a tensor (s, b, h): the inputs of both projections, Q, K and V, and the
-    # mask of the output's dropout.
+    # Bytes per element of a tensor (s, b, h). The saved tensors are the input of the QKV
+    # projection, the input of the output projection, Q, K, V, and the mask of the output's dropout.
     attention = 5 * e + m
     # Bytes per token: the output of softmax, its dropout mask, and the probabilities after dropout.
     core = a * s * ((2 * e + m) if m else e)

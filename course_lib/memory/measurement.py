@@ -34,7 +34,8 @@ from .show import Table
 from .snapshot import Snapshot
 from .storages import check_model_and_optimizer
 
-# Largest number of runs under the meter after the warm-up. They end earlier if two runs agree.
+# Largest number of runs under the meter after the warm-up. The runs end early if two consecutive
+# ones agree.
 _MAX_METERED_RUNS = 4
 
 
@@ -52,7 +53,8 @@ class Measurement(Table):
             the number is negative, `notes` give the reason.
         flops: Floating-point operations of the step's matrix products, convolutions and fused
             attention.
-        seconds: Median duration of the timed runs; None if `allocator_peak_bytes` is None.
+        seconds: Median duration of the timed runs, in seconds; None if `allocator_peak_bytes` is
+            None.
         device: Device whose bytes are counted: "cpu", "cuda:0", ...
         at_peak: Dict from category, such as "activation", to its live bytes at the peak.
         workspace_by_operator: Dict from operator name to the largest workspace of one call in
@@ -108,9 +110,9 @@ def measure(
 
     1. `warmup` runs, which create the optimizer's state, so that the creation is not part of the
        results.
-    2. Up to four runs under a `MemoryMeter`, until two consecutive runs have the same operators and
-       the same peak. The first runs may differ; DDP, for example, arranges its buckets in the
-       second run.
+    2. Up to four runs under a `MemoryMeter`. They end with the first run that has the same
+       operators and the same peak as the run before it, which may be a warm-up run. The first runs
+       may differ; DDP, for example, arranges its buckets in the second run.
     3. One run without any dispatch mode, for the allocator's peak.
     4. One run for the workspace of each operator.
     5. `repeats` timed runs.
@@ -122,8 +124,8 @@ def measure(
     generators are in their original state, even if the step fails. For this, `measure` makes copies
     of parameters, buffers and optimizer state, which the results do not include. If `model` and
     `optimizer` are not given, `measure` restores only the random number generators and the
-    gradients of the parameters that the step uses. `Measurement.changed_parameters` is then the
-    number of parameters that the step has changed. Changes through `.data` are not detected.
+    gradients of the parameters that the step uses. In this case, `Measurement.changed_parameters`
+    is the number of parameters that the step has changed, except through `.data`.
 
     **Compiled code.** Functions that `torch.compile` has compiled remain compiled in all runs and
     afterwards. `Measurement.notes` states that compiled code was called. `allocator_peak_bytes` is
@@ -136,9 +138,10 @@ def measure(
             wanted, the optimizer's step.
         model: The model that is trained. Its bytes are part of the peak.
         optimizer: One optimizer or several that train the model. Their state is part of the peak.
-        warmup: Number of warm-up runs. With 0, each run is the first step of training, in which the
-            optimizer creates its state. `optimizer` must then be given if the step uses an
-            optimizer.
+        warmup: Number of warm-up runs. With 0, each run starts from the optimizer's state before
+            this call. For a new optimizer, each run is therefore the first step of training, which
+            creates the state. If the step uses an optimizer, pass it as `optimizer`, because only
+            then is its state reset before each run.
         repeats: Number of timed runs. With 0, items 3 to 5 of the list above are left out, and only
             live bytes and FLOPs are measured.
         needs_gradient: Whether the step must run a backward pass. False allows steps without a
@@ -227,7 +230,8 @@ def _notes(
     Args:
         changed: Number of parameters that could not be restored.
         runs_agree: Whether two consecutive runs had the same operators and peak.
-        excess_bytes: The meter's peak minus the allocator's; 0 if the latter was not measured.
+        excess_bytes: The meter's peak minus the allocator's peak, or 0 if the allocator's peak was
+            not measured.
         ran_compiled: Whether compiled code was called.
     """
     notes = []
@@ -275,14 +279,14 @@ class _RepeatedRuns:
         step: Function without arguments.
         model: The model, or None.
         optimizers: The optimizers.
-        first_step: Whether each run starts with the optimizers' state from before the block, as the
-            first step of a training does. Otherwise a run continues with the state of the run
-            before it.
+        first_step: Whether each run starts with the optimizers' state from before the `with` block,
+            as the first step of a training does. With False, a run continues with the optimizer
+            state that the previous run left.
 
     Attributes:
         changed: Number of parameters that changed and could not be restored; set at the end.
-        leaf_observers: Modes that find the parameters of an unknown model. `run` must enter them in
-            the runs under the meter. The list is empty if the model was given.
+        leaf_observers: Dispatch modes that find the parameters of an unknown model. Pass them to
+            `run` in the runs under the meter. The list is empty if the model was given.
     """
 
     def __init__(self, step, model, optimizers, first_step: bool):
@@ -314,8 +318,8 @@ class _RepeatedRuns:
 class _LeafObserver(ObserverMode):
     """Mode that reports each leaf tensor that requires a gradient, such as a parameter.
 
-    A leaf is reported when an operator of the forward pass reads it, or before it receives its
-    gradient.
+    A leaf is reported when an operator of the forward pass reads it, or, in the backward pass,
+    before its gradient is accumulated.
 
     Args:
         on_leaf: Function that is called with each leaf, possibly several times.
@@ -335,8 +339,8 @@ class _LeafObserver(ObserverMode):
             ]
         elif node is None:
             leaves = []
-        # An input of an `autograd.Function` can be a leaf that no operator has read. It is found
-        # here, before its gradient is accumulated.
+        # An input of an `autograd.Function` can be a leaf that no operator has read. Such a leaf is
+        # found here, before its gradient is accumulated.
         else:
             leaves = [
                 next_node.variable
@@ -382,7 +386,7 @@ class _FlopCounter(FlopCounterMode):
 
 
 class _FlopMode(ObserverMode, _FlopCounterMode):
-    """Dispatch mode that `_FlopCounter` enters."""
+    """Dispatch mode of `_FlopCounter`. It also counts operators inside higher-order operators."""
 
     def _handle_higher_order_ops(self, func, types, args, kwargs):
         result = super()._handle_higher_order_ops(func, types, args, kwargs)
@@ -423,7 +427,7 @@ def _without_garbage_collection() -> Iterator[None]:
     enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.disable()
     # `_RepeatedRuns.run` collects garbage before every run. Freezing the objects that already exist
-    # spares it from searching them each time.
+    # keeps the collector from searching them each time.
     if not frozen:
         gc.collect()
         gc.freeze()

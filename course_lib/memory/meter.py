@@ -1,19 +1,19 @@
 """Count the bytes of live tensors exactly, with the same result on every machine.
 
-The meter is a dispatch mode, so it sees what every operator returns. It keeps no tensor alive and
-installs no autograd hook. A saved-tensor hook would switch off PyTorch's check for in-place changes
-and forbid `torch.func`.
+The meter is a dispatch mode, so it sees what every operator returns. The meter keeps no tensor
+alive and installs no autograd hook. A saved-tensor hook would switch off PyTorch's check for
+in-place changes and forbid `torch.func`.
 
 Nevertheless the meter changes how a step runs, because autograd works differently while a dispatch
 mode is active:
 
-- It creates a new tensor when it adds two gradients that reach the same node. Some gradient
+- Autograd creates a new tensor when it adds two gradients that reach the same node. Some gradient
   formulas (those of `max`, `gather` and indexing) also create new tensors instead of writing in
-  place. The meter counts the bytes that autograd needs without a dispatch mode
+  place. In these cases the meter counts only the bytes that autograd needs without a dispatch mode
   (`CategoryTracker.overwritten_input`).
 - A few gradient formulas (those of `prod` and `cumprod`) use another method. The meter counts the
-  tensors that this method makes. If that raises the peak above the allocator's, `measure` adds a
-  note to its result.
+  tensors that this method makes. If the meter's peak is therefore above the allocator's peak,
+  `measure` adds a note to its result.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class MemoryBudgetExceeded(RuntimeError):
     """
 
     def __init__(self, operator: str, live_bytes: int, wanted_bytes: int, budget_bytes: int):
-        # All arguments are passed on, so that the error can be pickled.
+        # The base class gets all arguments, so that the error can be pickled.
         super().__init__(operator, live_bytes, wanted_bytes, budget_bytes)
         self.operator, self.live_bytes, self.wanted_bytes, self.budget_bytes = self.args
 
@@ -100,14 +100,14 @@ class MeterResults:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of the model's and the optimizer's tensors when the meter's block was entered."""
+        """Bytes of the model's and the optimizer's tensors at the start of the `with` block."""
         return self._tracker.main.entry_bytes
 
     @property
     def live_bytes(self) -> int:
         """Bytes that are live now on `device`.
 
-        The number still falls after the meter's block has ended, when a tensor that was made in the
+        After the meter's `with` block has ended, the number still falls when a tensor from the
         block is released.
         """
         with self._tracker.lock:
@@ -143,7 +143,11 @@ class MeterResults:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the operators that have run so far, by the formulas of `FlopCounterMode`."""
+        """FLOPs of the operators that have run so far.
+
+        The formulas are those of PyTorch's `FlopCounterMode`, except that causal fused attention
+        counts only the scores that the causal mask allows.
+        """
         return sum(self._tracker.flops.values())
 
     def trace(self, *, events: bool = True) -> Trace:
@@ -181,7 +185,7 @@ class MeterResults:
     def points(self) -> int:
         """Number of points of the trace that `trace()` would return now.
 
-        Each operator has one point, and the state on entry is another point.
+        A point is the time right after an operator, or the entry of the `with` block.
         """
         return len(self._tracker.operators)
 
@@ -254,10 +258,10 @@ class MemoryMeter(MeterResults, ObserverMode):
     - "optimizer": the optimizer's state and its master weights. Master weights are tensors that the
       optimizer updates instead of the parameters.
     - "input": tensors that an operator without input tensors creates in the forward pass, such as a
-      batch. They stay in this category if they are saved for backward.
+      batch. They stay in this category even if they are saved for backward.
     - "activation": tensors kept for backward. Either the autograd graph saved them, or the forward
-      pass created them and backward reads them, like the tensors that checkpointing keeps. This
-      includes a gradient that is passed to `backward` as an argument.
+      pass created them and backward reads them, like the tensors that checkpointing keeps. The
+      category includes a gradient that is passed to `backward` as an argument.
     - "temporary": all other tensors.
 
     The meter does not count:
@@ -266,8 +270,8 @@ class MemoryMeter(MeterResults, ObserverMode):
       reports);
     - tensors made in threads that you start yourself;
     - memory that is allocated without an operator, such as that of `torch.from_numpy` or a bare
-      `torch.UntypedStorage`. The exceptions, which are counted, are states of random number
-      generators, copies by `copy.deepcopy`, and storages that FSDP empties and fills.
+      `torch.UntypedStorage`. However, the meter does count three kinds of such memory: states of
+      random number generators, copies by `copy.deepcopy`, and storages that FSDP empties and fills.
 
     A function that `torch.compile` has compiled remains compiled inside the block and afterwards.
     The meter counts the outputs of the operators that the compiled code calls, and the buffers that
@@ -279,8 +283,8 @@ class MemoryMeter(MeterResults, ObserverMode):
     counted.
 
     While a dispatch mode such as the meter is active, the backward passes of `prod` and `cumprod`
-    use another formula. It makes a few more tensors than the usual formula, and the meter counts
-    these tensors.
+    use another formula. This formula makes a few more tensors than the usual one, and the meter
+    counts these tensors.
 
     All results except `peak_bytes_by_device` concern one device. For example, results for a GPU do
     not include tensors in host memory. Fake tensors count as 0 bytes if their fake mode is entered
@@ -293,7 +297,7 @@ class MemoryMeter(MeterResults, ObserverMode):
             None for no optimizer. The meter releases its references at the end of the block.
         budget_bytes: The largest number of bytes that may be live; None for no limit.
         device: The device that the results concern. The default is the first accelerator that has a
-            counted tensor. As long as no accelerator has one, it is the CPU. "meta" tensors count
+            counted tensor, or the CPU if no accelerator has a counted tensor. "meta" tensors count
             only with `device="meta"`.
         block_bytes: Granularity in bytes. The size of each storage is rounded up to a multiple of
             this number. The CUDA allocator rounds to multiples of 512.
@@ -303,9 +307,9 @@ class MemoryMeter(MeterResults, ObserverMode):
             operator of the backward pass has the line of `backward()`.
 
     Raises:
-        MemoryBudgetExceeded: The operator that the error names took the live bytes over
-            `budget_bytes`. The operator has run: inputs that it changes in place are changed, and
-            its outputs are released.
+        MemoryBudgetExceeded: An operator increased the live bytes beyond `budget_bytes`. The error
+            names the operator. The operator's in-place changes remain, and its outputs are
+            released.
         RuntimeError: The same meter is entered twice.
         NotImplementedError: An operator read or returned a tensor whose storages cannot be found,
             such as a tensor with oneDNN's opaque layout. After this or any other error, the meter
@@ -374,8 +378,9 @@ class MemoryMeter(MeterResults, ObserverMode):
         )
         swap = partial(self._swap_tensors, torch.utils.swap_tensors)
         self._undo.enter_context(patch.object(torch.utils, "swap_tensors", swap))
-        # Compiled code is observed only if it can run. A symbolic step calls none. A real step can
-        # call it only if Dynamo is loaded, either now or by this meter's first operator.
+        # Compiled code is observed only if it can run. A symbolic step never calls compiled code. A
+        # real step can call it if Dynamo is already loaded, or if the first operator under this
+        # meter loads Dynamo (then `_should_skip_dynamo` returns True).
         if not is_symbolic() and (DYNAMO in sys.modules or self._should_skip_dynamo()):
             self._undo.enter_context(buffers_of_generated_code(self, self._count_buffer))
             self._undo.enter_context(compiled_calls(self._note_compiled_call))
@@ -387,8 +392,8 @@ class MemoryMeter(MeterResults, ObserverMode):
     def _swap_tensors(self, swap: Callable, *tensors: Tensor) -> None:
         """Call PyTorch's function `swap_tensors`, passed as `swap`, on tensors of the step.
 
-        PyTorch's function rejects tensors with weak references. The meter has one to the last
-        operator's output, so it is dropped first.
+        PyTorch's function rejects tensors that have weak references. Therefore the meter first
+        drops its weak reference to the last operator's output.
         """
         with self._tracker.lock:
             self._usage.forget_output()
@@ -404,14 +409,16 @@ class MemoryMeter(MeterResults, ObserverMode):
             self._undo.close()
             with self._tracker.lock:
                 self._usage.finish()
-                # This includes tensors that `.to()` put into the model inside the block.
+                # The code inside the block can have put new tensors into the model, for example
+                # with `.to()`.
                 self._tracker.close(self._belongings())
         except Exception as own:
             if error is None:
                 raise
             error.add_note(f"MemoryMeter could not close its records: {own}")
         finally:
-            # A new tracker holds no node, no tensor and no record.
+            # The old `CategoryTracker` can hold an autograd node and records of storages. It is
+            # replaced to release them.
             self._usage = CategoryTracker(self._tracker, self._usage.leaves_are_parameters)
             self._tracker.closed = True
             self.model = None
@@ -427,8 +434,8 @@ class MemoryMeter(MeterResults, ObserverMode):
         if func.namespace in ("profiler", "prim"):
             return func(*args, **(kwargs or {}))
         if not all(map(owns_storage, types)):
-            # PyTorch then calls the wrapper subclass, which runs the operator on its inner tensors,
-            # and these calls reach this method again.
+            # After NotImplemented, PyTorch calls the wrapper subclass. The subclass runs the
+            # operator on its inner tensors, which calls this method again.
             return NotImplemented
         tracker = self._tracker
         usage = self._usage
@@ -456,15 +463,17 @@ class MemoryMeter(MeterResults, ObserverMode):
         return result
 
     def _run(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
-        """Run an operator with the modes and tensors below this meter, and return its result."""
+        """Run an operator under the dispatch modes that were entered before this meter."""
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _begin_point(self, func: Any, node: Any) -> None:
-        """Add a point to the timeline; the storages that are recorded next belong to it.
+        """Add an operator to the timeline, with its phase, module and line of code.
+
+        Storages that are recorded before the next call belong to this operator.
 
         Args:
             func: The operator, or `COMPILED_CODE`.
-            node: Autograd node that runs it; None in the forward pass.
+            node: Autograd node that runs the operator; None in the forward pass.
         """
         tracker = self._tracker
         tracker.confirm_released()
@@ -492,13 +501,13 @@ class MemoryMeter(MeterResults, ObserverMode):
     def _count_buffer(self, storage: torch.UntypedStorage) -> None:
         """Count a buffer that compiler-generated code has allocated."""
         node = current_node()
-        # The meter may run operators itself when it reads the parts of a sparse tensor. These do
-        # not belong to the step.
+        # Modes are disabled, because the meter itself runs operators when it reads the parts of a
+        # sparse tensor. These operators do not belong to the step.
         with disable_current_modes(), self._tracker.lock:
             made_in, _ = self._usage.inputs(None, (), {}, node)
             self._begin_point(COMPILED_CODE, node)
             # No operator returns the buffer, and compiled code reads it without operators.
-            # Therefore `buffers` determines later whether it was kept for backward.
+            # Therefore `buffers` determines later whether the buffer was kept for backward.
             self._tracker.add(storage, self._tracker.account(storage.device), None, made_in)
             self._usage.buffers.add(self._tracker.records[-1], made_in)
             self._tracker.note_peak()
@@ -524,8 +533,8 @@ class UnguardedMeter(MemoryMeter):
 
     def __enter__(self) -> MemoryMeter:
         modes = dispatch_modes()
-        # If the symbolic mode is the only mode below the meter, results are read from its cache
-        # without a call of PyTorch's dispatcher.
+        # If the symbolic mode is the only mode that was entered before the meter, `_run` reads
+        # results from this mode's cache and does not call PyTorch's dispatcher.
         self._symbolic = modes[0] if len(modes) == 1 and type(modes[0]) is Symbolic else None
         return super().__enter__()
 

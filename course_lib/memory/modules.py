@@ -27,7 +27,7 @@ class ModulePaths(AbstractContextManager):
     An operator of the backward pass belongs to the module whose forward pass made its autograd
     node. This module is found from the node's number. However, autograd numbers the nodes of each
     thread separately, and on a GPU backward runs in its own thread. If a checkpoint recomputes
-    layers there, operators of the backward pass may be attributed to a wrong module.
+    layers on a GPU, operators of the backward pass may be attributed to a wrong module.
 
     Args:
         model: The model whose modules are found.
@@ -42,7 +42,8 @@ class ModulePaths(AbstractContextManager):
             self.owners[p] = name.rpartition(".")[0]
         # Paths of the modules that are running, from the outermost to the innermost.
         self.inside: list[str] = []
-        # Nodes from number `numbers[i]` up to `numbers[i + 1]` were made in the module `since[i]`.
+        # An autograd node belongs to the module with the path `since[i]` if its sequence number is
+        # at least `numbers[i]` and less than `numbers[i + 1]`.
         self.numbers, self.since = [0], [""]
 
     def __enter__(self) -> ModulePaths:

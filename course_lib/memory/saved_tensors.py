@@ -131,8 +131,8 @@ def saved_tensors(
     roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
     if not roots:
         raise ValueError(
-            "function must return a tensor that requires a gradient, got none; without one"
-            " autograd keeps no tensors"
+            "function must return a tensor that requires a gradient, got none; without such"
+            " a tensor, autograd saves nothing for backward"
         )
     held = [item for item in (ref() for ref in packed) if item is not None]
     leaves = _name_packed_tensors(roots, held)
@@ -141,7 +141,7 @@ def saved_tensors(
 
 
 def _table(held: list[_PackedTensor], hidden: set[int]) -> SavedTensors:
-    """Return the table of saved tensors.
+    """Return a table with one row for each saved tensor that is not hidden, and sums of bytes.
 
     Args:
         held: Saved tensors that the graph still holds, with their names.
@@ -179,7 +179,8 @@ class _PackedTensor:
         number: Sequence number of the autograd node that saves it.
 
     Attributes:
-        operator, argument: Name of that node, and of the tensor in it.
+        operator: Name of the autograd node that saves the tensor, such as "AddmmBackward0".
+        argument: Name under which the node saves the tensor, such as "mat1".
     """
 
     # Packed tensors that autograd unpacked while `_name_tensors_of_node` read a saved tensor. They

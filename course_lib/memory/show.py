@@ -53,7 +53,7 @@ def bytes_text(count: int) -> Label:
 def bytes_in_english(count: int) -> str:
     """Return a number of bytes as an English string, such as "1,234,567 bytes (1.23 MB)".
 
-    Error messages use this function instead of `bytes_text`, because it does not import
+    Error messages use this function instead of `bytes_text`, because this function does not import
     `course_lib.labels`. The text is the same as the English text of `bytes_text`.
     """
     megabytes = "" if abs(count) < 10_000 else f" ({count / 1e6:,.2f} MB)"
@@ -139,7 +139,7 @@ def _cell_text(value) -> str:
 
 
 def _html_cell(value) -> str:
-    """Return a cell as HTML, without its tag."""
+    """Return the content of a cell as HTML, without the enclosing `<td>` tag."""
     labels = _labels()
     return (
         labels.markup(value) if isinstance(value, labels.Label) else html.escape(_cell_text(value))
@@ -164,7 +164,7 @@ def _html_row(tag: str, cells: Iterable[str], sides: Sequence[str]) -> str:
 
 
 def _all_numeric(cells: Iterable[str]) -> bool:
-    """Return whether all cells of a column are numbers or empty, so that it is aligned right."""
+    """Return whether each cell of a column is a number or empty. Such a column is right-aligned."""
     return all(re.fullmatch(r"[\d.,–-]*", cell) for cell in cells)
 
 

@@ -19,8 +19,8 @@ class Snapshot:
 
     Making a snapshot saves the current state and removes the gradients from the parameters, so that
     a step starts without gradients. All parameters and buffers are copied, even those that the step
-    will not change. PyTorch's version counters cannot replace the copies, because batch norm's
-    kernel and changes through `.data` do not increase them.
+    will not change. PyTorch's version counters do not show reliably which tensors have changed.
+    Batch norm's kernel and changes through `.data` do not increase these counters.
 
     Args:
         model: Model whose parameters and buffers are saved; None if there is no model.
@@ -29,7 +29,8 @@ class Snapshot:
 
     def __init__(self, model: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]):
         parameters = [] if model is None else list(model.parameters())
-        # Pairs (namespace of a module's parameters or buffers, dict of its tensors).
+        # Pairs (namespace, dict of its tensors at the time of the snapshot). A namespace is the
+        # dict of a module's parameters or of its buffers.
         self._modules = []
         self._values = []  # pairs (parameter or buffer, copy of its values)
         if model is not None:
@@ -56,7 +57,8 @@ class Snapshot:
                     optimizer
                 )
             )
-        # Maps each parameter to its gradient and its version counter at the time of the snapshot.
+        # Maps each parameter to the pair (gradient, version counter of the parameter) that
+        # `stash_gradient` found.
         self._gradients = WeakTensorKeyDictionary()
         for parameter in parameters:
             self.stash_gradient(parameter)
@@ -106,10 +108,10 @@ class Snapshot:
 
 
 class _StateInAttribute:
-    """Saved state of an optimizer that has all of it in its attribute `state`.
+    """Saved state of an optimizer that keeps its whole state in its attribute `state`.
 
     The steps change a copy of the state. The original tensors, which other objects may hold, keep
-    their values and are put back at the end.
+    their values, and `restore` gives them back to the optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -139,9 +141,9 @@ class _StateInAttribute:
 
 
 class _StateInStateDict:
-    """Saved state of an optimizer that has part of it outside its attribute `state`.
+    """Saved state of an optimizer that keeps part of its state outside its attribute `state`.
 
-    The optimizer's own `state_dict` and `load_state_dict` save and restore it.
+    The optimizer's own methods `state_dict` and `load_state_dict` save and restore the state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):

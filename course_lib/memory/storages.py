@@ -30,8 +30,8 @@ def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
             it is a wrapper subclass whose attributes contain no tensors.
     """
     if not (type(tensor) is Tensor or type(tensor) is nn.Parameter or owns_storage(type(tensor))):
-        # This case includes jagged tensors, which are wrappers with the layout `torch.jagged`, and
-        # DTensors. The parts of a DTensor include its mesh, which is not a tensor.
+        # This case includes DTensors and jagged tensors, which are wrappers with the layout
+        # `torch.jagged`. The parts of a DTensor include its mesh, which is not a tensor.
         parts = _inner_tensors(tensor)
     elif tensor.layout is torch.strided:
         if not (tensor.is_nested or tensor.is_quantized):
@@ -46,7 +46,7 @@ def storages_of(tensor: Tensor) -> tuple[UntypedStorage, ...]:
         parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     else:
         raise NotImplementedError(
-            "the layout of a tensor must be strided or sparse for its bytes to be counted, got"
+            "the bytes of a tensor can be counted only if its layout is strided or sparse, got"
             f" {tensor.layout}"
         )
     return tuple(
@@ -76,7 +76,8 @@ def _inner_tensors(tensor: Tensor) -> list[Any]:
     if not parts:
         raise NotImplementedError(
             f"the bytes of {type(tensor).__name__} cannot be counted: define a method"
-            " __tensor_flatten__ in its class that names the attributes that hold its tensors"
+            " __tensor_flatten__ in this class that returns the names of the attributes with"
+            " tensors"
         )
     return parts
 
@@ -124,9 +125,9 @@ def held_by(optimizer: torch.optim.Optimizer, of_groups: bool = False) -> Iterat
 
     Args:
         optimizer: The optimizer.
-        of_groups: Whether to yield only the state of parameters that are in the parameter groups
-            now. True saves time for an optimizer whose groups contain only a few of its parameters
-            at a time. With False, the state of all parameters is yielded.
+        of_groups: Whether to limit the yielded state to the parameters that are in the parameter
+            groups now. True saves time for an optimizer whose groups contain only a few of its
+            parameters at a time. With False, the state of all parameters is yielded.
     """
     if hasattr(optimizer, "held_tensors"):
         yield from optimizer.held_tensors()
@@ -173,8 +174,8 @@ def saved_by(node) -> list[Tensor]:
     place.
 
     Args:
-        node: A `grad_fn` that was made while no saved-tensor hooks were active. Reading the tensors
-            of any other node would run its hooks.
+        node: A `grad_fn` that was made while no saved-tensor hooks were active. If hooks were
+            active, reading the node's tensors would run their unpack functions.
     """
     try:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -194,8 +195,8 @@ def check_model_and_optimizer(model, optimizer) -> tuple[torch.optim.Optimizer, 
         optimizer: One optimizer, an iterable of optimizers, or None.
 
     Raises:
-        TypeError: `model` is neither a module nor None, or `optimizer` is or contains an object
-            that is not a `torch.optim.Optimizer`.
+        TypeError: `model` or `optimizer` has none of the types above, or the iterable `optimizer`
+            contains an object that is not a `torch.optim.Optimizer`.
     """
     kind("model", model, (nn.Module, type(None)), "a torch.nn.Module or None")
     wanted = "a torch.optim.Optimizer, several of them or None"
@@ -215,7 +216,8 @@ def storages_without_operators(
 
     Three kinds of storages are reported: states of random number generators, copies by
     `copy.deepcopy`, and storages that FSDP empties and fills. For example, a checkpoint keeps the
-    state of a generator, 5,056 bytes, until backward.
+    state of the CPU's generator (5,056 bytes) until backward. In a step on CUDA, this state is in
+    host memory and is not reported.
 
     Args:
         mode: Dispatch mode. Storages are reported only in threads in which this mode is active.
@@ -236,7 +238,7 @@ def storages_without_operators(
         return call
 
     def on_generator_state(storage: UntypedStorage) -> None:
-        # A step on CUDA keeps the state of the CPU's generator in host memory.
+        # In a step on CUDA, the state of the CPU's generator is in host memory and does not count.
         if tracked_device_kind() == "cpu":
             on_new(storage)
 

@@ -1,4 +1,4 @@
-"""Record when each storage is live, how many bytes it takes, and in which category.
+"""Record when each storage is live, how many bytes it takes, and which category it has.
 
 A point is the time right after an operator. Points are numbered; number 0 is the state on entry.
 """
@@ -50,7 +50,7 @@ class Sample:
 
 
 class Timeline(Sequence):
-    """Sequence of `Sample` objects, one per operator.
+    """Live bytes after each operator of a step, as a sequence of `Sample` objects.
 
     A step can have many thousands of operators, so each `Sample` is created only when it is read.
 
@@ -171,8 +171,8 @@ class Record(weakref.ref):
         the index of the first point after the period.
 
         Args:
-            end: How many points there are so far. This is the `stop` of a period that has not ended
-                yet.
+            end: Number of points so far. A period that has not ended yet has this number as its
+                `stop`.
         """
         end = end if self.died is None else self.died
         starts = [(self.born, "temporary")]
@@ -222,7 +222,7 @@ class StorageTracker:
         operators: List of pairs (operator, phase), one per point. The first pair is ("(entry)",
             "forward").
         accounts: Dict from device to the `Account` that counts its live bytes.
-        named: Whether the argument `device` was given, that is, is not None.
+        named: True if a device was passed as the argument `device`, False if it was None.
         main: `Account` of the device whose bytes are reported.
         flops: Dict from point to the FLOPs of the operator. Operators without FLOPs have no entry.
         modules: Dict from point to the path of the module that ran the operator. Empty if `paths`
@@ -232,10 +232,11 @@ class StorageTracker:
         lines: Dict from point to (file, line, function) of the user's own code that ran the
             operator.
         records: List of the `Record` of each storage, including storages that have been freed.
-        repeated: Bytes of the temporaries of stages that did not run. If a checkpointing schedule
-            has equal stages, an estimate runs only one of them. For each of the others, the list
-            has a pair (first point, int64 array of shape (points, categories)), as described in
-            `course_lib.budget.traces.equal_stages`.
+        repeated: List with the temporaries of forward passes that an estimate skips. A stage is one
+            of the modules that a checkpointed model calls in order. An estimate runs only one of
+            several equal stages. For each skipped forward pass of an equal stage, the list has a
+            pair (first point of the pass, live bytes of its temporaries). The bytes are an int64
+            array of shape (points, categories).
         lock: Lock for the attributes above, because autograd runs one thread per device.
         closed: Whether the meter's `with` block has ended.
     """
@@ -256,9 +257,10 @@ class StorageTracker:
         self.repeated: list[tuple[int, np.ndarray]] = []
         self._by_address: dict[int, Record] = {}
         # Records of released storages that `confirm_released` has not yet processed. The callbacks
-        # of the weak references append to it, in any thread.
+        # of the weak references append to this deque, in any thread.
         self._newly_released: deque[Record] = deque()
-        # Record of a storage that `count_as_released` counted as released too early.
+        # Record of a storage that `count_as_released` has counted as released. The next call of
+        # `confirm_released` checks whether the storage is still live.
         self._to_verify: Record | None = None
         # Result of `history`, which is cached after the end of the block.
         self._final: dict[str, np.ndarray] | None = None
@@ -283,7 +285,9 @@ class StorageTracker:
         return record if record is not None and record() is storage else None
 
     def add(self, storage, account: Account, role: str | None, made_in: str) -> None:
-        """Count a new storage as live from the last point in `operators` on.
+        """Create the `Record` of a new storage and count its bytes as live.
+
+        The storage counts from the last point that is in `operators` now.
 
         Args:
             storage: The storage.
@@ -318,15 +322,15 @@ class StorageTracker:
             account.entry_bytes = account.peak_bytes = account.live_bytes
 
     def assign(self, tensor: Tensor, role: str, since: int = 0) -> None:
-        """Set the role of a tensor's storages, such as "gradient".
+        """Set the role, such as "gradient", of a tensor's storages.
 
         A storage that already has a role other than "input" keeps its old role.
 
         Args:
             tensor: Tensor whose storages get the role.
             role: New role: "parameter", "buffer", "gradient" or "optimizer".
-            since: Index in `operators` of the operator after which the storages have the role; 0
-                means from the start.
+            since: Index in `operators` of the operator after which the storages have the role. With
+                0, they have the role from their creation on.
         """
         for storage in storages_of(tensor):
             record = self.find(storage)
@@ -334,11 +338,14 @@ class StorageTracker:
                 record.role, record.since = role, max(since, record.born)
 
     def close(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
-        """Complete the records at the end of the meter's `with` block.
+        """End the tracking: process the last releases and set the roles of the given tensors.
+
+        Call this method at the end of the meter's `with` block.
 
         Args:
-            tensors: Pairs (tensor, role) of tensors whose role is determined only now, such as
-                parameters that were replaced inside the block. A role is, for example, "parameter".
+            tensors: Pairs (tensor, role) of tensors whose role is determined only at the end, such
+                as parameters that were replaced inside the block. A role is, for example,
+                "parameter".
         """
         self.confirm_released()
         for tensor, role in tensors:

@@ -1,9 +1,9 @@
 """Trace of a training step: its operators, storages, FLOPs, and bytes copied or communicated.
 
-A meter makes a trace of a step that runs, on real or on symbolic tensors. An estimate makes one of
-a step that runs only in part: as one of several ranks, or with a few of a model's blocks. From a
-trace, this module computes the live bytes by category, the peak and its phase, and the allocations
-on a device. A point of a trace is the time right after an operator.
+A meter makes a trace of a step that runs, on real or on symbolic tensors. An estimate makes a trace
+of a whole step, but runs only a part of the step, such as one of several ranks or a few of a
+model's blocks. From a trace, this module computes the live bytes by category, the peak and its
+phase, and the allocations on a device. A point of a trace is the time right after an operator.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class Event:
     category and a birth in the new one.
 
     Attributes:
-        point: Index in the trace of the point (the time right after an operator).
-        kind: "birth" or "release". A birth is at the first point at which the storage has this
-            category, and a release is at the first point at which it no longer has it.
+        point: Time of the event, as the index of a point of the trace. A point is the time right
+            after an operator.
+        kind: "birth" or "release". A birth is at the first point at which the storage has the
+            category. A release is at the first point at which it no longer has the category.
         storage: Number that identifies the storage.
         bytes: Bytes of the storage.
         category: One of `CATEGORIES`, such as "activation".
@@ -83,11 +84,11 @@ class Trace:
 
     Attributes:
         operators: List of pairs (operator, phase), one per point.
-        live: Live bytes of each category at each point: an int64 array (points, categories), with
-            the categories in the order of `CATEGORIES`.
+        live: Live bytes of each category at each point. An int64 array of shape (points,
+            categories), with the categories in the order of `CATEGORIES`.
         flops_at: Dict from point to the FLOPs of its operator. Operators without FLOPs have no
             entry.
-        flops: FLOPs of the whole step, by the formulas of `FlopCounterMode`. An estimate runs only
+        flops: FLOPs of the whole step, as `MemoryMeter.flops` counts them. An estimate runs only
             one of several equal micro-batches, but this number includes all of them.
         modules: Dict from point to the path of the module that ran the operator. Empty if modules
             were not recorded.
@@ -184,7 +185,7 @@ class Trace:
 
     @property
     def _first_operator_index(self) -> int:
-        """Number of the first operator: 1 if point 0 is the state on entry, else 0."""
+        """Index of the first operator's point: 1 if point 0 is the state on entry, else 0."""
         return int(bool(self.operators) and self.operators[0][0] == ENTRY)
 
     @property
@@ -197,7 +198,7 @@ class Trace:
         return dict(zip(CATEGORIES, self.live[self.peak_index].tolist(), strict=True))
 
     def phase_peaks(self) -> dict[str, int]:
-        """Return the peak of each phase: the most bytes that are live after one of its operators.
+        """For each phase, return the largest number of live bytes after one of its operators.
 
         Returns:
             A dict from "forward", "backward" and "optimizer" to bytes; 0 for a phase without
@@ -212,7 +213,7 @@ class Trace:
         return peaks
 
     def series(self) -> dict[str, np.ndarray]:
-        """Return a dict from category to its live bytes, as an array with one element per point."""
+        """Return a dict from category to an array of its live bytes, with one element per point."""
         return dict(zip(CATEGORIES, self.live.T, strict=True))
 
     def flops_by_operator(self) -> dict[str, int]:
@@ -243,7 +244,7 @@ class Trace:
     def replay(self) -> np.ndarray:
         """Return the live bytes of each category at each point, computed from `events()`.
 
-        The array has the shape of `live`, so that a test can compare the two.
+        The array has the shape of `live`, so that a test can compare it with `live`.
 
         Raises:
             ValueError: The trace was made without events, as by `MemoryMeter.trace(events=False)`.
@@ -312,14 +313,15 @@ class Trace:
     ) -> CachingAllocator:
         """Return a simulated GPU allocator that has allocated and freed the storages of this trace.
 
-        The storages that exist on entry are allocated first, one after another. The allocator's
-        method `memory_stats` returns statistics, such as the peaks of allocated and of reserved
-        bytes.
+        The storages that exist before the first operator are allocated first, one after another.
+        The allocator's method `memory_stats` returns statistics, such as the peaks of allocated and
+        of reserved bytes.
 
         Args:
             expandable_segments: Whether the allocator simulates PyTorch's option
                 `expandable_segments`.
-            record_history: Whether the allocator stores each event, which a snapshot needs.
+            record_history: Whether the allocator stores each of its events, so that its method
+                `snapshot` can return them.
 
         Raises:
             ValueError: The trace was made without events, as by `MemoryMeter.trace(events=False)`.
@@ -359,6 +361,6 @@ class Trace:
         """Raise `ValueError` if the trace was made without events."""
         if self.spans is None:
             raise ValueError(
-                "the trace must have been made with events, got one that holds only sums per"
-                " category; call meter.trace() without events=False"
+                "the trace must contain events, got a trace that contains only sums per category;"
+                " call meter.trace() without events=False"
             )
