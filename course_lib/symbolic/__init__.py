@@ -2,8 +2,8 @@
 
 A symbolic tensor takes no memory. Inside `symbolic()` a model can be built and trained for a step,
 and a `MemoryMeter` of `course_lib.memory` counts the bytes that the same step needs on real
-tensors. For this, each result has a storage of the size that the CPU kernel allocates. Small
-tensors of integers keep their values, because steps read them.
+tensors. The storage of each result has the size that the CPU kernel allocates. Small tensors of
+integers keep their values, because steps read them.
 
 `Symbolic` is the dispatch mode that `symbolic()` enters. `cast` converts the dtype of a module with
 real or symbolic tensors. `Gpu` describes the GPU for which a step is estimated.

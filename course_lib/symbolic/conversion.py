@@ -15,7 +15,7 @@ _apply = nn.Module._apply
 
 
 class _ConvertOnce:
-    """Conversion of tensors that converts each symbolic tensor only once.
+    """Function object that converts tensors, and converts each symbolic tensor only once.
 
     Modules that share a tensor therefore share the converted tensor, too.
 
@@ -33,10 +33,11 @@ class _ConvertOnce:
     def replacement_of(self, old: Tensor) -> Tensor:
         """Return the converted tensor that replaces a symbolic parameter or buffer.
 
-        This is the same object if the conversion does not change it.
+        If the conversion does not change the tensor, the result is `old` itself.
         """
         if old not in self.replacements:
-            # The class of a parameter may have its own method `to`, for example to quantize it.
+            # A parameter with a class of its own is not detached, because this class can have its
+            # own method `to`, for example one that quantizes the parameter.
             has_class = isinstance(old, nn.Parameter) and type(old) is not FakeTensor
             source = old if has_class else old.detach()
             with torch.no_grad():

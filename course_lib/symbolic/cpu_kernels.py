@@ -11,10 +11,10 @@ A rule is a function (dispatch, arguments by name, symbolic result) that returns
 result. It makes new symbolic tensors by running operators with `dispatch`.
 
 According to the source of torch 2.13, the CUDA kernels of the losses, `im2col`, `col2im` and the
-backward passes of GLU, log-softmax and layer norm allocate what the CPU kernels allocate. Padding,
-`max_unpool2d` and `channel_shuffle` return contiguous results on CUDA, and `_embedding_bag`
-allocates other indices there, so that these rules apply to CPU tensors only. This has not been
-measured on a GPU.
+backward passes of GLU, log-softmax and layer norm allocate the same bytes as the CPU kernels. On
+CUDA, padding, `max_unpool2d` and `channel_shuffle` return contiguous results, and `_embedding_bag`
+allocates other indices. Therefore the rules for these operators are only in `CPU_RULES`, which
+apply to CPU tensors. None of this has been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _grouped_mm(dispatch: Dispatch, func: OpOverload, args: Sequence, kwargs: Ma
 
 
 def _ctc_loss(dispatch: Dispatch, call_args: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the symbolic results of the CTC loss: losses (samples), and a table of the alignment.
+    """Return the symbolic results of the CTC loss: one loss per sample, and the alignment table.
 
     The table has the shape (samples, time steps, states). There are 2 l + 1 states, where l is the
     length of the longest target. PyTorch's symbolic kernel rejects the operator, because l is a
@@ -178,7 +178,8 @@ def _view_strides(
     """
     if 0 in sizes:
         return tuple(strides) if sizes == wanted else make_contiguous_strides_for(wanted)
-    # Pairs (number of elements, distance of neighboring elements), from the innermost run.
+    # One pair (number of elements, distance between neighboring elements) per run, from the
+    # innermost run to the outermost.
     runs: list[list[int]] = []
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if runs and (size == 1 or stride == math.prod(runs[-1])):
@@ -197,7 +198,8 @@ def _view_strides(
 def _like_dense_self(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
     """Return the result of a function such as `zeros_like` with the strides of its input.
 
-    The strides are kept if the input is dense and the call chooses no memory format.
+    If the input is not dense, or the call chooses a memory format, the symbolic result is returned
+    unchanged.
 
     Source: aten/src/ATen/native/TensorFactories.cpp (`empty_like`).
     """
@@ -213,7 +215,7 @@ def _loss_in_full_storage(
     """Return a reduced loss as a scalar in a storage as large as that of the unreduced loss.
 
     The kernel first computes all elements in the output's storage. At the end it resizes the output
-    to a scalar, which does not free any memory. An unreduced loss follows the rule `unreduced`.
+    to a scalar, but this does not free any memory. An unreduced loss follows the rule `unreduced`.
 
     Source: aten/src/ATen/native/BinaryOps.cpp and Loss.cpp.
     """
@@ -226,7 +228,7 @@ def _loss_in_full_storage(
 def _with_elementwise_strides(
     dispatch: Dispatch, call_args: dict[str, Any], result: Tensor
 ) -> Tensor:
-    """Return a loss with the strides of an elementwise operator on the input and the target."""
+    """Return a loss with the strides that an elementwise kernel on input and target chooses."""
     return _elementwise(dispatch, (call_args["self"], call_args["target"]), result)
 
 
@@ -263,7 +265,8 @@ def _soft_margin_backward(dispatch: Dispatch, call_args: dict[str, Any], result:
     return dispatch(_aten.mul.Tensor, (), (call_args["target"], product), {})
 
 
-# Operators whose kernels consider their operands' strides in the reverse of the schema's order.
+# Operators whose kernels consider the strides of the last operand first. Other kernels consider the
+# operands in the order of the operator's schema.
 _OPERANDS_REVERSED = {_aten.threshold_backward.default}
 # Elementwise operators to which PyTorch gives no tag `pointwise`.
 _UNTAGGED_ELEMENTWISE = {
@@ -280,14 +283,15 @@ _UNTAGGED_ELEMENTWISE = {
     _aten.softplus_backward.default,
     _aten.softshrink_backward.default,
 }
-# Operators whose kernels use a number directly. Other overloads for a number convert it to a
-# 0-dimensional tensor. Then the strides of dimensions of size 1 affect the result, too.
+# Operators that have a number among their operands and use it directly. All other operators convert
+# a number to a 0-dimensional tensor, so their operands do not all have the same shape. If the
+# shapes differ, the strides of dimensions of size 1 affect the strides of the result.
 _TAKE_NUMBERS = {_aten.pow.Tensor_Scalar, _aten.lerp.Scalar}
 
 
 @cache
 def _is_elementwise(func: OpOverload) -> bool:
-    """Return whether an operator makes a new tensor element by element and chooses its strides."""
+    """Return whether an operator is elementwise and makes a new tensor whose strides it chooses."""
     tagged = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
     # The caller of `clone` chooses the strides.
     return (tagged and func is not _aten.clone.default) or func in _UNTAGGED_ELEMENTWISE
@@ -309,12 +313,13 @@ def _elementwise(
     """Return an elementwise operator's result with the strides that the real kernel chooses.
 
     The real kernel finds the strides of the result from those of the operands. PyTorch's symbolic
-    kernel may find others, because it computes the operator in several steps and first converts
-    16-bit operands to fp32. The strides of its result come from the last step, whose operands may
-    be dense although the operator's own operands are expanded.
+    kernel may find other strides, because it computes the operator in several steps and first
+    converts 16-bit operands to fp32. The strides of its result come from the last step, whose
+    operands may be dense although the operator's own operands are expanded.
 
     If operands have different dtypes and one of them is not dense, the symbolic result is returned
-    unchanged, because the real kernel then converts an operand, which changes its strides.
+    unchanged. In this case the real kernel converts an operand, and the conversion changes the
+    operand's strides.
 
     Args:
         dispatch: Function that runs operators on symbolic tensors.
@@ -360,13 +365,14 @@ def _iterated_strides(
     """Return the strides that an elementwise kernel chooses for its result.
 
     PyTorch's own function in Python, `compute_elementwise_output_strides`, gives other strides to
-    dimensions of size 1. These strides determine the memory format of later results.
+    dimensions of size 1. The strides of such dimensions determine the memory format of later
+    results.
 
     Args:
         operands: The tensors from which the result is computed.
         shape: Shape of the result.
-        one_shape: Whether all operands, including numbers, have this shape if those in `operands`
-            do.
+        one_shape: False if an operand that is not in `operands`, such as a number, has another
+            shape.
 
     Source: aten/src/ATen/TensorIterator.cpp (`fast_set_up`, `reorder_dimensions`).
     """
@@ -379,7 +385,7 @@ def _iterated_strides(
             return operands[0].stride()
     steps = [_broadcast_strides(each, shape) for each in operands if each.dim()]
     from_last = list(reversed(range(len(shape))))
-    # The loop sorts this list: dimensions from the innermost to the outermost.
+    # The loop sorts the dimensions in this list from the innermost to the outermost.
     order = from_last.copy()
     for place in range(1, len(order)):
         for before in reversed(range(place)):
@@ -405,7 +411,7 @@ def _broadcast_strides(tensor: Tensor, shape: torch.Size) -> list[int]:
 def _is_outer(
     one: int, other: int, steps: Sequence[Sequence[int]], shape: torch.Size
 ) -> bool | None:
-    """Return whether dimension `one` must be outside dimension `other` in the result's memory.
+    """Return whether the result must have a larger stride in dimension `one` than in `other`.
 
     Args:
         one, other: Indices of dimensions.
@@ -413,8 +419,10 @@ def _is_outer(
         shape: Shape of the result.
 
     Returns:
-        The decision of the first operand that decides: by its strides, or by the sizes of the
-        dimensions if its strides are equal. None if no operand decides.
+        The decision of the first operand that decides; None if no operand decides. An operand with
+        a stride of 0 in one of the dimensions does not decide. Otherwise, the dimension with the
+        larger stride is the outer one. If the strides are equal, the operand decides only if
+        dimension `one` has the larger size, and the result is True.
     """
     for each in steps:
         if not each[one] or not each[other]:
@@ -431,8 +439,8 @@ def _contiguous_in_larger_storage(
 ) -> Tensor:
     """Return a contiguous result in a storage with at least as many elements as the input.
 
-    The kernel allocates the output with the size of the input and then resizes it, which never
-    frees memory.
+    The kernel allocates the output with the size of the input, and then resizes the output.
+    Resizing never frees memory.
 
     Source: aten/src/ATen/native/Im2Col.cpp and Col2Im.cpp.
     """
@@ -447,9 +455,10 @@ def _contiguous(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -
 def _like_dense(
     dispatch: Dispatch, call_args: dict[str, Any], result: Tensor, *, name: str = "self"
 ) -> Tensor:
-    """Return a result with the strides of the input `name`, if that input is dense.
+    """Return an operator's symbolic result with the strides of its input `name`, if possible.
 
-    If the input has another shape than the result, the symbolic result is returned unchanged.
+    The result is returned unchanged if the input has gaps or overlaps in memory (is not dense), or
+    if its shape is not that of the result.
     """
     like = call_args[name]
     if like.stride() == result.stride() or like.shape != result.shape or not _is_dense(like):
@@ -460,7 +469,10 @@ def _like_dense(
 def _apply_to_first(
     dispatch: Dispatch, call_args: dict[str, Any], result: tuple, *, rule: Rule = _contiguous
 ) -> tuple:
-    """Apply a rule to the first of an operator's results, unless it is None, and return all."""
+    """Apply a rule to the first result of an operator, and return all results.
+
+    The other results are unchanged. A first result of None is unchanged, too.
+    """
     if result[0] is None:
         return result
     return rule(dispatch, call_args, result[0]), *result[1:]
@@ -469,7 +481,7 @@ def _apply_to_first(
 def _apply_to_each(
     dispatch: Dispatch, call_args: dict[str, Any], result: tuple, *, rule: Rule
 ) -> tuple:
-    """Apply a rule to each of an operator's results, and return them."""
+    """Apply a rule to each result of an operator, and return the corrected results."""
     return tuple(rule(dispatch, call_args, each) for each in result)
 
 
@@ -493,8 +505,8 @@ def _in_memory_format(dispatch: Dispatch, call_args: dict[str, Any], result: Ten
 def _batch_norm(dispatch: Dispatch, call_args: dict[str, Any], result: Tensor) -> Tensor:
     """Return the result of a batch norm in the memory format in which the input is contiguous.
 
-    `suggest_memory_format` alone does not suffice: for an input with a single sample, the strides
-    may differ from those that it expects.
+    PyTorch's `suggest_memory_format` alone does not find this format: the strides of an input with
+    a single sample may differ from the strides that it expects.
     """
     x = call_args["input"]
     if x.is_contiguous():
@@ -715,11 +727,11 @@ class Inexact(NamedTuple):
 
 
 _ZEROS_UNKNOWN = Inexact(
-    "keeps only values that are not zero, but symbolic tensors have no values and the result is"
-    " counted as if none were zero",
+    "keeps only nonzero values, but symbolic tensors have no values, so the result is counted as"
+    " if all values were nonzero",
     "keep the tensor dense",
 )
-# Operators whose bytes no rule can give.
+# Operators for which no rule can give exact bytes.
 INEXACT: dict[OpOverload, Inexact] = {
     _aten._to_sparse.default: _ZEROS_UNKNOWN,
     _aten._to_sparse.sparse_dim: _ZEROS_UNKNOWN,

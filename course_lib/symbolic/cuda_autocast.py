@@ -7,10 +7,10 @@ symbolic tensors (`test_budget_precision.py`). No step under autocast has been m
 
 `CudaCasts` does not follow autocast for CUDA in three cases:
 
-- Other functions of `torch.nn.functional` call one of these functions, as
+- A function of `torch.nn.functional` that is not in `FP32` calls a function that is. For example,
   `multi_head_attention_forward` with `need_weights` calls softmax.
-- Autocast casts the inputs of a function to fp32 on a CPU only, such as those of pooling in three
-  dimensions.
+- Autocast casts the inputs of a function to fp32 on a CPU, but not on CUDA. An example is pooling
+  in three dimensions.
 - A function converts its inputs to the widest dtype among them, as `addcmul` does.
 """
 
@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch.tensors import map_tensors
 
-# Names of the functions whose inputs autocast casts to fp32 on CUDA. They call an operator in
-# PyTorch's list `AT_FORALL_FP32` or `AT_FORALL_FP32_SET_OPT_DTYPE`, or the operator `norm`. For
-# example, `cross_entropy` calls `log_softmax`, and `square` calls `pow`.
+# Names of the functions whose inputs autocast casts to fp32 on CUDA. Each function calls an
+# operator in PyTorch's list `AT_FORALL_FP32` or `AT_FORALL_FP32_SET_OPT_DTYPE`, or the operator
+# `norm`. For example, `cross_entropy` calls `log_softmax`, and `square` calls `pow`.
 #
 # Source: aten/src/ATen/autocast_mode.h (torch 2.11).
 _NAMES = """
@@ -48,8 +48,8 @@ class CudaCasts(TorchFunctionMode):
     converts its input itself.
     """
 
-    # No function mode is active inside `backward`. Checkpoints enter a mode with this attribute
-    # again for the recomputation.
+    # No function mode is active inside `backward`. If a mode has this attribute, checkpoints enter
+    # the mode again before they recompute.
     when_recomputed = True
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

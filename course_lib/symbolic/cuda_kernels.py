@@ -1,17 +1,18 @@
 """Run the operators on symbolic tensors that PyTorch runs for tensors on CUDA.
 
-Symbolic tensors report the CPU as their device. Inside `Symbolic(kind="cuda")`, functions that
-choose their operator by the device choose the operator for CUDA, so that the tensors saved for
-backward have the same bytes as on CUDA. `RULES` corrects results whose dtype or size differs on
-CUDA. Whole steps were compared with an H200 and torch 2.11
+Symbolic tensors report the CPU as their device. Some functions choose their operator by the device.
+Inside `Symbolic(kind="cuda")`, these functions choose the operator for CUDA, so that the tensors
+saved for backward have the same bytes as on CUDA. `RULES` corrects results whose dtype or size
+differs on CUDA. Whole steps were compared with steps on an H200 with torch 2.11
 (`tests/library/test_budget_on_gpu.py`).
 
 `ATTENTION_RULES` determines which attention kernel runs. The rules were compared with the compiled
 checks of torch 2.11 and 2.13 (`test_attention_selection.py`). The attribute `measured` of a rule
 says whether steps on an H200 have confirmed it.
 
-This module does not model workspaces that an operator allocates and frees, memory that cuDNN and
-cuBLAS keep, and cuDNN's CTC loss, which runs only for one-dimensional labels of dtype int32.
+This module does not model three things: workspaces that an operator allocates and frees, memory
+that cuDNN and cuBLAS keep, and cuDNN's CTC loss. The latter runs only for one-dimensional labels of
+dtype int32.
 """
 
 from __future__ import annotations
@@ -115,9 +116,10 @@ class Call:
         return all(x.stride(-1) == 1 for x in (*self.inputs, *masks))
 
     def last_strides_are_1_or_one_element(self) -> bool:
-        """Return whether `last_strides_are_1()` holds, or the head size of the query is 1.
+        """Return whether all last strides are 1, except that heads of size 1 may have any stride.
 
-        If the head size is 1, only the mask (if not None) must have a last stride of 1.
+        If the head size of the query is above 1, the last strides of query, key, value and mask (if
+        not None) must be 1. If the head size is 1, only the last stride of the mask must be 1.
         """
         one = self.query.shape[-1] == 1 and (self.mask is None or self.mask.stride(-1) == 1)
         return one or self.last_strides_are_1()
@@ -127,7 +129,7 @@ class Call:
 
         The batch sizes of query, key and value must be equal. If the call allows grouped heads and
         the kernel supports them, the numbers of key heads and of value heads must divide the number
-        of query heads. Otherwise the numbers of heads must be equal too.
+        of query heads. Otherwise query, key and value must have equal numbers of heads.
 
         Args:
             grouped: Whether the kernel supports fewer key and value heads than query heads.
@@ -177,8 +179,8 @@ class AttentionRule:
         holds: Function that returns whether a `Call` meets the condition.
         function: Name of the C++ function of PyTorch that checks the condition.
         file: Source file of this function, in the folder that `SOURCE` names.
-        since: First version of PyTorch that checks the condition, as (major, minor). (2, 11) means
-            that version 2.11 and possibly earlier versions check it.
+        since: First version of PyTorch that checks the condition, as (major, minor). For a
+            condition that is older than version 2.11, it is (2, 11) as well.
         measured: Whether measurements on an H200 with torch 2.11 have confirmed the condition.
     """
 
@@ -196,11 +198,12 @@ FUSED = CUDNN + FLASH + EFFICIENT
 SOURCE = "pytorch/pytorch, aten/src/ATen/native/transformers, tags v2.11.0 and v2.13.0"
 _SHARED = "sdp_utils_cpp.h"
 
-# A kernel may run for a call if all rules for this kernel hold. The rules follow the header
-# `sdp_utils_cpp.h` at both tags, and `cuda/sdp_utils.cpp` at commit 001f694, which is later. Where
-# that commit differs from the tags, the rules follow the compiled functions of both wheels for CUDA
-# 13. These wheels have cuDNN 9.19 (torch 2.11) and 9.20 (torch 2.13); older versions of cuDNN have
-# other limits. Rules for nested tensors and for AMD's GPUs are left out.
+# A kernel can run for a call if all rules for this kernel hold. The rules follow two of PyTorch's
+# files: the header `sdp_utils_cpp.h` at the tags v2.11.0 and v2.13.0, and `cuda/sdp_utils.cpp` at
+# the later commit 001f694. Where that commit differs from the tags, the rules follow the compiled
+# functions in PyTorch's wheels for CUDA 13. These wheels have cuDNN 9.19 (torch 2.11) and 9.20
+# (torch 2.13); older versions of cuDNN have other limits. Rules for nested tensors and for AMD's
+# GPUs are left out.
 ATTENTION_RULES = (
     AttentionRule(
         FLASH,
@@ -392,8 +395,8 @@ def kernels_in_order(gpu: Gpu) -> tuple[str, ...]:
     """Return the names of the fused attention kernels in the order in which PyTorch tries them.
 
     cuDNN's kernel comes first on GPUs of compute capability 9.x and 10.x (before torch 2.13, only
-    9.0, 9.3, 10.0 and 10.3). On other GPUs, PyTorch would try it only after the unfused operators,
-    which can always run, so the result does not contain it.
+    9.0, 9.3, 10.0 and 10.3). On other GPUs, PyTorch would try cuDNN's kernel only after the unfused
+    operators. These can always run, so the result does not contain cuDNN's kernel.
 
     Source: cuda/sdp_utils.cpp, `check_prefer_cudnn_attention` and `priority_order`.
     """
@@ -456,7 +459,7 @@ def scaled_dot_product_attention(
         return handle_torch_function(
             scaled_dot_product_attention, (query, key, value), *given, **options
         )
-    # The operators below do not pass through autocast.
+    # Autocast does not cast the inputs of the operators below, so they are cast here.
     if dtype := autocast_of(query):
         query, key, value, attn_mask = map_tensors(
             lambda x: x.to(dtype) if x.is_floating_point() else x, (query, key, value, attn_mask)
@@ -495,7 +498,7 @@ def _flash_attention(call: Call, scale: float | None) -> Tensor:
 def _float_mask(call: Call) -> Tensor | None:
     """Return a call's mask as a tensor to be added to the scores, or None if there is no mask.
 
-    A boolean mask is converted: True, which allows attention, to 0, and False to minus infinity.
+    In a boolean mask, True (which allows attention) becomes 0, and False becomes minus infinity.
     """
     if call.mask is None or call.mask.dtype != torch.bool:
         return call.mask
@@ -504,9 +507,10 @@ def _float_mask(call: Call) -> Tensor | None:
 
 
 def _align_mask(mask: Tensor) -> Tensor:
-    """Return the mask with strides that are multiples of 8, as the memory-efficient kernel needs.
+    """Return the mask with the strides that the memory-efficient attention kernel needs.
 
-    If the strides are others, the result is a view of a padded copy.
+    All strides except the last must be multiples of 8. If the mask has other strides, the result is
+    a view of a padded copy.
     """
     if not any(stride % 8 for stride in mask.stride()[:-1]):
         return mask
@@ -596,7 +600,10 @@ def choose_operators_as_on_cuda(gpu: Gpu) -> Iterator[None]:
 
 
 def _fp32_statistics(dispatch: Dispatch, result: tuple) -> tuple:
-    """Return the results of a norm on 16-bit inputs with its statistics in fp32, as on CUDA.
+    """Return the results of a norm, with statistics in fp32.
+
+    The norm saves these statistics for backward, and on CUDA they are in fp32. If the output is not
+    in fp16 or bf16, nothing is changed.
 
     Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu and Normalization.cu.
     """

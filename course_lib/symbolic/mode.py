@@ -1,6 +1,6 @@
 """Dispatch mode in which tensors are symbolic, except for small tensors of integers and booleans.
 
-Those are real, because steps read their values.
+These small tensors are real, because steps read their values.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from .conversion import apply_to_module
 from .cuda_kernels import Gpu
 from .quantization import parameter_subclasses
 
-# Largest storage, in bytes, with which a tensor of integers is real. Because it is small,
-# a symbolic model takes almost no memory, but 128 samples of 4,096 tokens each are still real.
+# A tensor of integers or booleans is real only if its storage has at most this number of bytes. The
+# limit is small enough that a symbolic model takes almost no memory. It is large enough that 128
+# samples of 4,096 tokens each are real.
 MAX_REAL_BYTES = 1 << 22
 _aten = torch.ops.aten
 # Operators whose results have no defined values, and are therefore symbolic.
@@ -39,19 +40,21 @@ _WITHOUT_VALUES = {
     _aten.new_empty,
     _aten.new_empty_strided,
 }
-# Models make floating-point masks with these operators, and test whether such a mask is causal. The
-# values of their results are therefore remembered.
+# Models make floating-point masks with these operators, and test whether such a mask is causal.
+# Therefore the values that these operators return are remembered.
 _CONSTANT_FILLS = {_aten.zeros, _aten.ones, _aten.full}
-# Operators that keep the values of their input, and comparisons, whose results models read.
+# Operators that copy values of their input, and operators that compare values. Models read the
+# values of the results.
 _COPIES = {_aten._to_copy, _aten.clone, _aten.triu, _aten.tril}
 _COMPARISONS = {_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge, _aten.isinf}
-# Operators whose small floating-point results keep their values. Models that drop layers at random
-# read them: a random number for each layer, and drop rates that rise linearly from layer to layer.
+# Operators whose floating-point results keep their values if they have few elements. Models that
+# drop layers at random read such values: one random number per layer, and drop rates that rise
+# linearly with the layer.
 _VALUES_ARE_READ = {_aten.rand, _aten.linspace}
 # Tags of operators that read the values of their inputs, such as `item` and `nonzero`.
 _TAGS_OF_VALUE_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# Operators that begin and end a named part of a profile, as each optimizer step does. They have no
-# tensors as inputs.
+# Operators that begin and end a named part of a profile. Each optimizer step runs them. None of
+# their inputs is a tensor.
 _PROFILER_MARKERS = {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -63,20 +66,21 @@ _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_im
 class Symbolic(FakeTensorMode):
     """Dispatch mode in which tensors are symbolic: they have shapes and storages, but no values.
 
-    There is one exception: tensors of integers or booleans on the CPU are real if they take at most
-    4 MiB, because training steps read their values. For example, Hugging Face models drop an
-    attention mask if it is real and all ones, but they keep a symbolic mask.
+    There are two exceptions: small tensors of integers or booleans are real, and some symbolic
+    floating-point tensors have known values. Tensors of integers or booleans on the CPU are real if
+    they take at most 4 MiB, because training steps read their values. For example, Hugging Face
+    models drop an attention mask if it is real and all ones, but they keep a symbolic mask.
 
     - If all inputs of an operator are real and its outputs are tensors of integers or booleans of
       at most 4 MiB, the operator runs on real tensors.
-    - If an input of an operator is symbolic, its outputs are symbolic. If the operator writes its
-      output into a real tensor, the values of that tensor are unknown from then on. Reading them
-      raises the same error as reading a symbolic tensor.
+    - If an input of an operator is symbolic, all outputs of the operator are symbolic. If the
+      operator writes its output into a real tensor, the values of that tensor are unknown from then
+      on. Reading them raises the same error as reading a symbolic tensor.
 
     Two kinds of symbolic floating-point tensors have known values:
 
     - Results of `torch.rand` and `torch.linspace`, tensors with a single element that was computed
-      from real tensors, and views of all these. `item` returns their values, as PyTorch's
+      from real tensors, and views of these tensors. `item` returns their values, as PyTorch's
       `FakeTensorMode` does for `torch.tensor(0.5)`.
     - Results of `torch.ones`, `torch.zeros` and `torch.full`, and their upper or lower triangles,
       until they are written to. Comparing such tensors with each other or with numbers, or
@@ -84,8 +88,8 @@ class Symbolic(FakeTensorMode):
 
     Args:
         kind: Kind of device for which bytes are estimated, "cpu" or "cuda". All tensors report the
-            CPU as their device. With "cuda", operators save for backward the tensors that they save
-            on CUDA (see `cuda_kernels`).
+            CPU as their device. With "cuda", each operator saves the same tensors for
+            backward as on CUDA (see `cuda_kernels`).
         gpu: GPU that determines which attention kernels run if `kind` is "cuda". The default is an
             H100 or H200.
 
@@ -101,13 +105,13 @@ class Symbolic(FakeTensorMode):
     def __init__(self, kind: str = "cpu", gpu: Gpu | None = None):
         super().__init__()
         self.kind, self.gpu = kind, gpu or Gpu()
-        # PyTorch's own cache finds almost nothing behind `shape_cache`, and its keys take time.
+        # `shape_cache` finds almost all results, so PyTorch's own cache would only take time.
         self.cache_enabled = False
         # Maps each device to the attributes that all symbolic tensors on it have in common.
         self.attributes: dict[torch.device, dict[str, Any]] = {}
         # `_is_decomposing` is True while PyTorch runs an operator by decomposing it into others.
         self.looks, self._is_decomposing = 0, False
-        # Storages of real tensors into which something symbolic was written.
+        # Storages of real tensors into which a symbolic tensor was written.
         self._unknown: WeakSet[torch.UntypedStorage] = WeakSet()
         # Maps the storages of symbolic tensors with known values to functions that make these
         # values. The values take memory only when such a function is called.
@@ -117,12 +121,12 @@ class Symbolic(FakeTensorMode):
         self._dispatch_cached = partial(shape_cache.dispatch_cached, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Symbolic:
-        # A copy of a symbolic tensor, which refers to its mode, belongs to the same mode.
+        # A symbolic tensor refers to its mode. A copy of the tensor must refer to the same mode.
         return self
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # PyTorch is running an operator by decomposing it. All operators of the decomposition must
-        # return symbolic tensors, because real tensors cannot be combined with symbolic ones here.
+        # While PyTorch runs an operator by decomposing it, all operators of the decomposition must
+        # return symbolic tensors. Here, real tensors cannot be combined with symbolic ones.
         if self._is_decomposing:
             return shape_cache.fake(self, func, types, args, kwargs or {})
         # Autograd and conversions call this operator very often, so it is handled first.
@@ -138,7 +142,7 @@ class Symbolic(FakeTensorMode):
             self._is_decomposing = False
 
     def cached_result(self, func, args, kwargs) -> Any:
-        """Return the result of an operator from the cache, or `shape_cache.NOT_FOUND`.
+        """Return the cached result of an operator, or `shape_cache.NOT_FOUND` if there is none.
 
         The cache has the result if the operator has run before on equal arguments. Tensors count as
         equal if they have the same shape, strides, storage offset and dtype. The result is equal to
@@ -156,7 +160,7 @@ class Symbolic(FakeTensorMode):
     def _dispatch(self, func, types, args, kwargs) -> Any:
         """Run an operator and return its result.
 
-        The method depends on whether its inputs are symbolic, real, or some of each kind.
+        Operators run differently on symbolic inputs, on real inputs, and on inputs of both kinds.
         """
         if found := cpu_kernels.INEXACT.get(func):
             warnings.warn(f"{func} {found.reason}; {found.remedy}", stacklevel=2)
@@ -191,7 +195,7 @@ class Symbolic(FakeTensorMode):
         return self._values_functions.get(tensor.untyped_storage()) if strided else None
 
     def _run_on_real(self, func, types, args, kwargs) -> Any:
-        # A view of a real tensor is real, even if something symbolic was written into its storage.
+        # A view of a real tensor is real, even if a symbolic tensor was written into its storage.
         if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         if all(map(self.has_known_values, tensors_among(args, kwargs))):
@@ -225,7 +229,7 @@ class Symbolic(FakeTensorMode):
             return result
         if all(map(_is_small_integer_or_bool, outputs)):
             return func(*args, **kwargs)
-        # The dtype is fixed now, because the default dtype may be another one when the values are
+        # The current dtype is passed on, because the default dtype can change before the values are
         # read.
         if kind in _CONSTANT_FILLS:
             self._remember_values(result, partial(func, *args, **kwargs | {"dtype": result.dtype}))
@@ -241,9 +245,9 @@ class Symbolic(FakeTensorMode):
     def _symbolic_result(self, func, result: Tensor, inputs: list[Tensor], args, kwargs) -> Tensor:
         """Return the result of an operator on symbolic inputs, some of which have known values.
 
-        The result of a copy or a comparison is real if all inputs have known values and it is a
-        small tensor of integers or booleans. Otherwise it is the symbolic `result`, whose values
-        are remembered if it is a copy of known values.
+        The result of a copy or a comparison is real if all inputs have known values and the result
+        is a small tensor of integers or booleans. Otherwise the symbolic `result` is returned. If
+        it is a copy of known values, these values are remembered.
         """
         if func.overloadpacket not in _COPIES | _COMPARISONS:
             return result
@@ -309,6 +313,9 @@ class Symbolic(FakeTensorMode):
 def _depends_on_shapes_only(func, kind: str) -> bool:
     """Return whether `cached_result` may use the cache for an operator.
 
+    The cache is not used for operators whose results need a correction for CUDA (if `kind` is
+    "cuda"), or whose bytes cannot be exact.
+
     Args:
         func: The operator.
         kind: Kind of device of the mode, "cpu" or "cuda".
@@ -352,7 +359,7 @@ def _values_of_view(whole_values: Callable[[], Tensor], view: Tensor) -> Callabl
 
 
 def _is_small_integer_or_bool(made: Tensor) -> bool:
-    """Return whether a tensor of integers or booleans has at most `MAX_REAL_BYTES` bytes.
+    """Return whether a tensor has integers or booleans, and at most `MAX_REAL_BYTES` bytes.
 
     Such a tensor is computed with its real values, not symbolically.
     """
@@ -360,7 +367,7 @@ def _is_small_integer_or_bool(made: Tensor) -> bool:
 
 
 def _is_integer_or_bool(value: Tensor | torch.dtype | None) -> bool:
-    """Return whether a tensor or a dtype is one of integers or booleans.
+    """Return whether a dtype, or the dtype of a tensor, is an integer or boolean dtype.
 
     The result is False for a tensor of a subclass that the user has defined.
     """
@@ -381,8 +388,8 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
     - **Integers.** Tensors of integers and booleans, such as tokens and masks, are real if they are
       on the CPU and take at most 4 MiB each. A step that reads their values therefore takes the
       same branches as the real step. For example, it drops a mask that is all ones.
-    - **Values of other tensors** are unknown. Reading them raises PyTorch's own error, which names
-      the operator.
+    - **Values of other tensors** are unknown, with the exceptions that `Symbolic` lists. Reading
+      unknown values raises PyTorch's own error, which names the operator.
     - **Random numbers.** Where a model drops layers at random, the random numbers are drawn, and
       they decide which layers are dropped. At the end of the context the random number generators
       are restored to their earlier states.
@@ -436,7 +443,7 @@ def symbolic(mode: Symbolic | None = None) -> Iterator[Symbolic]:
 
 @contextmanager
 def _count_value_reads(mode: Symbolic) -> Iterator[None]:
-    """Add the calls of `Tensor.numpy` and `Tensor.tolist` in a `with` block to `mode.looks`.
+    """Count the calls of `Tensor.numpy` and `Tensor.tolist` in a `with` block in `mode.looks`.
 
     These methods read the values of a tensor without an operator, so the mode does not see them.
     """
@@ -464,7 +471,7 @@ def _ctc_loss(
     """Run `torch.ctc_loss` so that its mean also works on symbolic tensors.
 
     If the lengths of the targets are a list and the loss is a mean, PyTorch writes the lengths into
-    a new tensor without an operator, which symbolic tensors do not allow. In this case, this
+    a new tensor without an operator. Symbolic tensors do not allow this, so in this case this
     function computes the mean with operators. In all other cases it calls PyTorch's function.
 
     Source: aten/src/ATen/native/LossCTC.cpp (`get_clamped_target_length`).
@@ -487,7 +494,9 @@ def _run_compiled_code_eagerly() -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             return result
 
-        # Nothing can be compiled before the compiler is loaded, and loading it takes seconds.
+        # `set_stance` would load the compiler, which takes seconds. If the compiler is not loaded
+        # yet, no function has been compiled, so `set_stance` can wait until `torch.compile` is
+        # called.
         if DYNAMO in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         else:

@@ -3,8 +3,8 @@
 Such subclasses make their instances with `Tensor._make_subclass`, which rejects symbolic tensors.
 Therefore this module makes an instance of a class that is derived from both the parameter's class
 and `FakeTensor`. The instance has the methods of the parameter's class, such as the method that
-quantizes it, and operators on it run their symbolic kernels. bitsandbytes itself registers symbolic
-kernels for its operators.
+quantizes the parameter. Operators on the instance run their symbolic kernels. bitsandbytes itself
+registers symbolic kernels for its operators.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _adapt_bitsandbytes(mode: FakeTensorMode, stack: ExitStack) -> None:
 
     Args:
         mode: The symbolic mode.
-        stack: The changes are undone when this stack is closed.
+        stack: Exit stack. Closing it undoes the changes to bitsandbytes.
     """
     functional = sys.modules.get("bitsandbytes.functional")
     if functional is None or is_symbolic(functional.name2qmap.get("dynamic")):
@@ -86,7 +86,7 @@ def copy_parameter_subclasses(
         symbolic: Function that returns a symbolic tensor with the shape and dtype of a real tensor.
         parameters: Parameters of any class. Plain `nn.Parameter` objects are ignored.
         memo: Memo of `copy.deepcopy`: a dict from the `id` of an object to its copy. The symbolic
-            copies, which are added to it, also have copies of the parameters' attributes.
+            copies are added to this dict. They also have copies of the parameters' attributes.
     """
     for parameter in parameters:
         if is_parameter_subclass(type(parameter)) and id(parameter) not in memo:
@@ -94,7 +94,8 @@ def copy_parameter_subclasses(
                 plain = parameter.detach()  # a tensor of PyTorch's own class
             cls, copied = type(parameter), symbolic(plain)
             copied = _as_parameter_of_class(cls, copied, parameter.requires_grad)
-            # Attributes may refer to the parameter, so the memo contains it before they are copied.
+            # An attribute can refer to the parameter itself. Therefore the parameter's copy is put
+            # into the memo before the attributes are copied.
             memo[id(parameter)] = copied
             vars(copied).update(copy.deepcopy(vars(parameter), memo))
 
@@ -152,7 +153,7 @@ def _is_of_bitsandbytes(value: Any) -> bool:
 
 
 def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor itself, or the tensors in the attributes of an object of bitsandbytes."""
+    """Yield `value` if it is a tensor, or the tensors in its attributes if bitsandbytes made it."""
     if isinstance(value, Tensor):
         yield value
     elif _is_of_bitsandbytes(value) and not isinstance(value, nn.Module):

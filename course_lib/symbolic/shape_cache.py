@@ -21,8 +21,9 @@ from . import cpu_kernels
 
 # The cache is cleared when it has this number of entries.
 MAX_ENTRIES = 1 << 16
-# PyTorch's own method, which runs an operator on fake tensors. `unwrap` removes the guards against
-# compilation around it, which take a third of a symbolic operator's time.
+# PyTorch's own method, which runs an operator on fake tensors. PyTorch wraps this method in
+# functions, for example to keep the compiler out of it. These wrappers take a third of a symbolic
+# operator's time, so `unwrap` removes them.
 fake = unwrap(FakeTensorMode.__torch_dispatch__)
 # Types of arguments, other than tensors, that can be part of a key.
 _KEY_TYPES = (
@@ -36,7 +37,7 @@ _KEY_TYPES = (
     torch.layout,
     torch.memory_format,
 )
-# `parameter_subclasses` replaces this method of `Tensor` while a model is made.
+# PyTorch's own method. `parameter_subclasses` replaces it in `Tensor` while a model is made.
 _make_subclass = Tensor._make_subclass
 # Returned by `cached_result` if the cache does not have the result of a call.
 NOT_FOUND = object()
@@ -53,7 +54,7 @@ _KEEP_SHAPE = {
     torch.ops.aten.zero_.default,
     torch.ops.aten.zeros_like.default,
 }
-# The cache: maps keys to what `_outline_of` returns; None for results that cannot be cached.
+# The cache: maps keys to results of `_outline_of`, or to None if a result cannot be cached.
 _entries: dict[tuple, tuple | None] = {}
 
 
@@ -127,7 +128,7 @@ def dispatch_cached(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
 
 
 def cached_result(mode: FakeTensorMode, func, args, kwargs) -> Any:
-    """Return the result of an operator on symbolic tensors from the cache, or `NOT_FOUND`.
+    """Return the cached result of an operator on symbolic tensors; `NOT_FOUND` if there is none.
 
     Unlike `dispatch_cached`, this function runs no operator.
 
@@ -145,8 +146,8 @@ def cached_result(mode: FakeTensorMode, func, args, kwargs) -> Any:
 def _is_cacheable(func) -> bool:
     """Return whether calls of an operator can be cached.
 
-    They cannot if the operator changes the shape or strides of an input in place, as `t_` does, or
-    writes its result into an argument `out`.
+    The calls cannot be cached if the operator changes the shape or strides of an input in place, as
+    `t_` does, or writes its result into an argument `out`.
     """
     return torch.Tag.inplace_view not in func.tags and func._overloadname != "out"
 
@@ -180,7 +181,7 @@ def _make_constant(mode: FakeTensorMode, number: Tensor) -> FakeTensor:
 def _view_of_constant(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
     """Run a view operator on a tensor with known values, so that the view has known values too.
 
-    `FakeTensorMode` would discard the values of both tensors.
+    `FakeTensorMode` would discard the known values of the tensor, and those of the view.
     """
     base, values = args[0], args[0].constant
     base.constant = None
@@ -197,11 +198,11 @@ def _view_of_constant(mode: FakeTensorMode, func, types, args, kwargs) -> Any:
 
 
 def _key(kind: str, func, args, kwargs, inputs: list[Tensor]) -> tuple | None:
-    """Return the cache key of a call, which contains everything that determines its result.
+    """Return the cache key of an operator call: everything that determines the call's result.
 
     Args:
         kind: Kind of device of the symbolic mode, "cpu" or "cuda".
-        func, args, kwargs: The call, as a dispatch mode receives it.
+        func, args, kwargs: Operator and its arguments, as `__torch_dispatch__` receives them.
         inputs: List to which the tensors among the arguments are appended.
 
     Returns:
@@ -245,13 +246,13 @@ def _outline_of(func, result: Any, inputs: list[Tensor]) -> tuple | None:
 
     Args:
         func: The operator.
-        result: Its result: a tensor, a tuple or list of tensors, or None.
-        inputs: Its input tensors.
+        result: Result of the operator: a tensor, a tuple or list of tensors, or None.
+        inputs: Input tensors of the operator.
 
     Returns:
-        The type of the container (None for a single tensor), and a list with one item per tensor:
-        an `Outline`, or the index of an input if the operator returned this input itself. The
-        result is None if the operator's result cannot be described in this way.
+        The type of the container (None for a single tensor), and a list with one item per tensor.
+        An item is an `Outline`, or the index of an input if the operator returned this input
+        itself. `_outline_of` returns None if the result cannot be described in this way.
     """
     if result is None:
         return NoneType, []
@@ -277,7 +278,7 @@ def _outline_of(func, result: Any, inputs: list[Tensor]) -> tuple | None:
 
 
 def _key_for_any_shape(kind: str, func, args, kwargs, inputs: list[Tensor]) -> tuple | None:
-    """Return a key of a call that does not contain the shape of its inputs.
+    """Return a cache key of an operator call that does not contain the shapes of the call's inputs.
 
     Only operators whose results have the shape of their inputs have such a key. With it, training
     steps on models of different sizes share entries of the cache.
@@ -287,10 +288,11 @@ def _key_for_any_shape(kind: str, func, args, kwargs, inputs: list[Tensor]) -> t
         inputs: Input tensors of the call.
 
     Returns:
-        The key, or None for other operators, and for inputs that are not contiguous tensors of the
-        same shape. It is also None if a dimension has the size 0 or 1. The strides of such
-        dimensions do not matter, so a tensor may be contiguous and channels-last at once, and the
-        result would not show which of the two the operator keeps.
+        The key, or None for operators whose results may have another shape, and for inputs that are
+        not contiguous tensors of the same shape. The key is also None if a dimension has the size 0
+        or 1. A tensor with such a dimension may be contiguous and channels-last at once, because
+        the stride of the dimension does not matter. The result would not show which of the two
+        formats the operator keeps.
     """
     if not inputs or not _keeps_shape(func):
         return None
@@ -309,16 +311,20 @@ def _key_for_any_shape(kind: str, func, args, kwargs, inputs: list[Tensor]) -> t
 
 @cache
 def _keeps_shape(func) -> bool:
-    """Return whether the results of an operator on tensors of one shape have this shape."""
+    """Return whether an operator on tensors of equal shapes returns tensors of the same shape."""
     if any(isinstance(argument.type, ListType) for argument in func._schema.arguments):
         return False
     return torch.Tag.pointwise in func.tags or func in _KEEP_SHAPE
 
 
 def _with_shape_of(like: Tensor, entry: tuple | None) -> tuple | None:
-    """Return an entry of the cache with the shape and strides of a contiguous tensor.
+    """Return a cache entry whose outlines have the shape and strides of `like`.
 
     The result is None if the entry describes a view or is None.
+
+    Args:
+        like: Contiguous tensor.
+        entry: Value of `_outline_of`.
     """
     if entry is None:
         return None
@@ -355,7 +361,7 @@ def extent(tensor: Tensor) -> int:
 
 
 def _recreate(mode: FakeTensorMode, entry: tuple, inputs: list[Tensor]) -> Any:
-    """Return a new result that equals the one described by an entry of the cache.
+    """Make the result that an entry of the cache describes, and return it.
 
     Args:
         mode: The symbolic mode.
@@ -363,7 +369,7 @@ def _recreate(mode: FakeTensorMode, entry: tuple, inputs: list[Tensor]) -> Any:
         inputs: Input tensors of the operator.
     """
     container, outlines = entry
-    if container is NoneType:  # as for `_foreach_add_`, which writes to its arguments
+    if container is NoneType:  # the operator returns nothing, as `_foreach_add_` does
         return None
     result = [inputs[x] if isinstance(x, int) else make_fake(mode, x, inputs) for x in outlines]
     return container(result) if container else result[0]

@@ -42,7 +42,8 @@ class _ViewsByGeometry(TorchFunctionMode):
     an equal view that `torch.as_strided` makes of the base.
     """
 
-    # Checkpoints enter a mode with this attribute again for the recomputation.
+    # No function mode is active inside `backward`. If a mode has this attribute, checkpoints enter
+    # the mode again before they recompute.
     when_recomputed = True
 
     def __torch_function__(
@@ -51,9 +52,9 @@ class _ViewsByGeometry(TorchFunctionMode):
         replaced = tuple(map(_by_geometry, args))
         result = func(*replaced, **(kwargs or {}))
         if args:
-            # If an operator changes a view in place, autograd makes the view's new gradient
-            # function immediately, and so does this call. A function that is made later would run
-            # earlier in the backward pass.
+            # If an operator changes a view in place, autograd immediately makes a new gradient
+            # function for the view. This call does the same, because a gradient function that is
+            # made later would run earlier in the backward pass.
             _by_geometry(args[0])
         if isinstance(result, FakeTensor) and result._is_view():
             if args and result is replaced[0]:
@@ -70,8 +71,9 @@ def _by_geometry(argument: Any) -> Any:
     """
     if type(argument) in (list, tuple):
         return type(argument)(map(_by_geometry, argument))
-    # The order of these tests matters: a placeholder, such as that for logits in chunks, raises an
-    # error if its base is read.
+    # `_is_view` and `requires_grad` are checked before `_base` is read, because some placeholder
+    # tensors raise an error if their `_base` is read. For example, such a placeholder represents
+    # logits that are computed in chunks.
     if (
         not isinstance(argument, FakeTensor)
         or not argument._is_view()
