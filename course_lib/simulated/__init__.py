@@ -1,7 +1,7 @@
 """A simulated GPU that runs on the CPU, has a clock, and detects races between its streams.
 
-It is a tool for tests and lessons. It implements the interface of `course_lib.offload.Device`, so
-code that offloads tensors runs on it unchanged. The modules are:
+`SimulatedDevice` is a tool for tests and lessons. It has the interface of
+`course_lib.offload.Device`, so code that offloads tensors runs on it unchanged. The modules are:
 
 - `device`: the simulated device.
 - `operators`: modes that report PyTorch's operators to the race detector.

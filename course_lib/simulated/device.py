@@ -1,6 +1,7 @@
 """A simulated GPU that checks whether operators and copies on several streams wait for one another.
 
-It runs on any machine. It also computes when each stream would be busy on a real GPU.
+The simulated GPU runs on any machine. It also computes when each stream would be busy on a real
+GPU.
 
     with SimulatedDevice() as device:
         model, x = device.move(model), device.move(x)
@@ -63,11 +64,11 @@ class Race(RuntimeError):
 class _Streams(Device):
     """The part of `SimulatedDevice` that implements streams, events and waits.
 
-    Streams are actors of an access log. Each thread of the host has its own current stream, as in
-    PyTorch.
+    Each stream is an `Actor` of an `AccessLog`. Each thread of the host has its own current stream,
+    as in PyTorch.
 
     Args:
-        log: The access log.
+        log: The `AccessLog` in which the streams record their accesses to memory.
     """
 
     def __init__(self, log: AccessLog):
@@ -137,7 +138,8 @@ class SimulatedDevice(_Streams):
       tensors made without an input tensor, as by `torch.zeros(3)`.
     - Host tensors are tensors made before the block, tensors that `pinned` returns, and results of
       operators on host tensors.
-    - A tensor with a single element can be combined with both kinds, as on CUDA.
+    - A host tensor with a single element can be an operand together with device tensors, as on
+      CUDA.
 
     The simulation has these limits:
 
@@ -166,8 +168,8 @@ class SimulatedDevice(_Streams):
             the part that is used takes memory of this machine.
         flops_per_second, bytes_per_second: Rates of the device. An operator takes the time of its
             FLOPs or of the bytes that it reads and writes, whichever is longer. FLOPs are counted
-            by PyTorch's formulas, for matrix products, convolutions and attention. For an expanded
-            tensor, only its bytes in memory count. By default an operator takes no time.
+            only for matrix products, convolutions and attention, by PyTorch's formulas. For an
+            expanded tensor, only its bytes in memory count. By default an operator takes no time.
         up_bytes_per_second: Rate of copies from the host to the device (H2D). By default these
             copies take no time.
         down_bytes_per_second: Rate of copies from the device to the host (D2H). By default these
@@ -191,8 +193,8 @@ class SimulatedDevice(_Streams):
         TypeError, ValueError: An option has the wrong type or value, or does not exist.
         Race: Raised at the end of the block if `races` is not empty and no other error was raised.
         torch.OutOfMemoryError: Raised by an operator if `memory_bytes` is too small.
-        RuntimeError: Raised by an operator if some of its tensors are on the host and some on the
-            device.
+        RuntimeError: Raised by an operator other than `copy_` if some of its tensors are on the
+            host and some on the device. Host tensors with a single element are allowed.
 
     Example:
         >>> with SimulatedDevice(bytes_per_second=1e9) as device:
@@ -325,8 +327,8 @@ class SimulatedDevice(_Streams):
     def transfer(self, target: Tensor, source: Tensor) -> None:
         up, stream = self.holds(target), self.current()
         host, name = (source, "up") if up else (target, "down")
-        # A pending copy must not keep the memory of its tensors from being reused, so it works on
-        # aliases.
+        # A pending copy must not prevent the reuse of its tensors' memory. Therefore the copy works
+        # on aliases of the tensors.
         target_alias, source_alias = (
             self.memory.alias(self.host_memory.alias(tensor)) for tensor in (target, source)
         )
@@ -354,7 +356,7 @@ def _checked_rates(rates: dict[str, float | None]) -> dict[str, float]:
     """Return a dict with all `RATES`; a rate that is missing or None is infinite.
 
     Raises:
-        TypeError, ValueError: There is no such option, or a rate is not a positive number.
+        TypeError, ValueError: A name is not in `RATES`, or a rate is not a positive number.
     """
     if unknown := rates.keys() - set(RATES):
         raise TypeError(

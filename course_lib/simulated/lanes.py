@@ -10,8 +10,8 @@ from course_lib.labels.drawing import pyplot
 
 from .race_detector import Span
 
-#: Maps each kind of work (`Span.kind`) to a color. The colors differ from those of the categories
-#: of bytes. Those of "compute", "up" and "down" also differ from one another in grayscale.
+#: Maps each kind of work (`Span.kind`) to a color. No category of bytes has one of these colors in
+#: other plots. The colors of "compute", "up" and "down" also differ from one another in grayscale.
 LANE_COLORS = {"compute": "#004488", "down": "#997700", "up": "#EECC66", "host": "#994455"}
 #: Maps each stream to the label of its lane, in the order in which the lanes are drawn.
 LANE_NAMES = {
@@ -61,8 +61,8 @@ def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float, unti
         until: Simulated time in seconds at which the plot ends.
     """
     ax = ax or _new_axes()
-    # The samples are in the order in which the host called the operators. That may differ from the
-    # order in time, because streams run at the same time.
+    # The samples are in the order in which the host called the operators. This order may differ
+    # from the order of their simulated times, because streams run at the same time.
     samples = sorted(samples, key=lambda sample: sample[0])
     before = [live for seconds, live in samples if seconds <= since][-1:]
     after = [(seconds - since, live) for seconds, live in samples if seconds > since]
@@ -81,5 +81,5 @@ def draw_bytes(samples: Iterable[tuple[float, int]], ax: Any, since: float, unti
 
 
 def _new_axes() -> Any:
-    """Return new axes in the size of both plots."""
+    """Return new Matplotlib axes with the size of this module's plots."""
     return pyplot().subplots(figsize=(7, 1.8), layout="constrained")[1]

@@ -73,7 +73,8 @@ class Operators(TorchDispatchMode):
         self.device = device
 
     @classmethod
-    # PyTorch's own method imports the compiler's guards, which takes longer than a small step.
+    # If this method returned True, as PyTorch's own method does, the first operator would import
+    # the compiler. This takes longer than a small step.
     def _should_skip_dynamo(cls) -> bool:
         return False
 
@@ -111,8 +112,8 @@ class Operators(TorchDispatchMode):
             result = func(*args, **kwargs)
         results = _tensors(result)
         new = _new_storages(results, tensors)
-        # Making a view reads nothing. A view of a single element of a host tensor counts as a read,
-        # because the program usually reads it next without an operator.
+        # Making a view does not read the tensor. Only a view of a single element of a host tensor
+        # counts as a read, because the program usually reads the element next without an operator.
         if results and not changed and not new:
             if not on_device and func is aten.select.int and result.numel() == 1:
                 device.log.record_access(actor, str(func), results, [])
@@ -141,10 +142,12 @@ class Operators(TorchDispatchMode):
 
         Args:
             result: Result of the operator.
-            new: Its new storages, by the address of their C++ object.
+            new: Storages that the operator created. The keys are the addresses of their C++
+                objects.
 
         Returns:
-            The same result on the copies, and the copies as tensors of bytes.
+            The result with each new storage replaced by its copy, and the copies as tensors of
+            bytes.
         """
         log, copies = self.device.log, {}
         for key, storage in new.items():
@@ -220,10 +223,10 @@ def _without(tensors: list[Tensor], others: list[Tensor]) -> list[Tensor]:
 
 
 def _new_storages(results: list[Tensor], inputs: list[Tensor]) -> dict[int, UntypedStorage]:
-    """Return a dict of the storages that an operator created, by the address of their C++ object.
+    """Return a dict with the storages that an operator created, by address of their C++ objects.
 
-    A tensor with a single element that was created without an input tensor is left out, because it
-    can be combined with tensors on the host and on the device.
+    A tensor with a single element that was created without an input tensor is left out. Such a
+    tensor can be combined with tensors on the host and with tensors on the device.
     """
     old = {tensor.untyped_storage()._cdata for tensor in inputs}
     created = (value.untyped_storage() for value in results if inputs or value.numel() > 1)
@@ -246,7 +249,10 @@ def _bytes(tensors: list[Tensor]) -> int:
 def _written_tensors(
     func: Callable, args: tuple, kwargs: dict
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operator writes, and those among them that it does not read."""
+    """Return two lists of the tensors that an operator writes.
+
+    The first list has all of them. The second list has those whose old values are not read.
+    """
     changed = written_arguments(func, args, kwargs)
     # By their schema, fused optimizers write the gradients. Without grad_scale they only read them.
     if kwargs.get("grad_scale") is None:

@@ -41,7 +41,7 @@ COPIES = {"up": "a host-to-device copy (H2D)", "down": "a device-to-host copy (D
 
 @dataclass(frozen=True)
 class Event:
-    """Point after a task of a stream or a host thread; other streams and threads can wait for it.
+    """Marker in the tasks of a stream or host thread; other streams and threads can wait for it.
 
     The class corresponds to a CUDA event.
 
@@ -88,7 +88,7 @@ class Actor:
         return Event(self, self.submitted, self.clock.copy(), self.seconds)
 
     def wait_for(self, event: Event) -> None:
-        """Make this actor wait: its later tasks run after the event of another actor.
+        """Make this actor wait for an event of another actor before it runs further tasks.
 
         An actor is a simulated stream or a host thread.
         """
@@ -126,8 +126,9 @@ class Block:
         nbytes: Size of the block in bytes.
         pool: Number of the pool to which the block returns when it is freed: 0 for the host,
             otherwise the index of the stream that allocated the block.
-        used_by: Other streams that use the block. The block is reused only after these streams have
-            finished all tasks that were submitted to them before the block was freed.
+        used_by: Streams that use the block, in addition to the stream or host that allocated it.
+            The block is reused only after these streams have finished all tasks that were submitted
+            to them before the block was freed.
     """
 
     start: int
@@ -159,7 +160,7 @@ class Access(NamedTuple):
 
 
 def _rounded_size(nbytes: int) -> int:
-    """Return the size of the block for a tensor; an empty tensor has a block of its own too."""
+    """Return the size in bytes of the block for a tensor; even an empty tensor gets a block."""
     return max(1, -(-nbytes // BLOCK_MULTIPLE)) * BLOCK_MULTIPLE
 
 
@@ -173,8 +174,8 @@ class Arena:
     For each byte, the arena stores the last write and, for each actor, the last read since that
     write, as ranges of bytes (see `Access`). Each block has one list of writes and one list of
     reads, which remain when the block is freed and reused. Blocks are never split or merged. The
-    size of a block is rounded up to a multiple of `BLOCK_MULTIPLE`, and a freed block is reused
-    only as a whole, for a tensor with the same rounded size.
+    size of a block is rounded up to a multiple of `BLOCK_MULTIPLE`. A freed block is reused only
+    as a whole, for a tensor with the same rounded size.
 
     Args:
         name: Name of the memory in messages.
@@ -191,13 +192,13 @@ class Arena:
         self.top = self.live_bytes = self.peak_bytes = 0
         # Maps the start of each block that is in use to the block.
         self.blocks: dict[int, Block] = {}
-        # Dropped blocks that `collect` has not yet made available, with the events that must be
-        # waited for before they are reused.
+        # Dropped blocks that `collect` has not yet made available, each with the events to wait for
+        # before the block is reused.
         self.freed: deque[tuple[Block, list[Event]]] = deque()
         # Maps (pool, rounded size) to the free blocks, as pairs (start, events to wait for).
         self.free: dict[tuple[int, int], list[tuple[int, list[Event]]]] = {}
-        # Map the start of a block to the last writes (at most one per byte) and to the last reads
-        # (at most one per byte and actor).
+        # These dicts map the start of a block to its last writes (at most one per byte) and to its
+        # last reads (at most one per byte and actor).
         self.writes: dict[int, list[Access]] = {}
         self.reads: dict[int, list[Access]] = {}
 
@@ -244,7 +245,7 @@ class Arena:
         self.freed.append((block, [actor.event() for actor in block.used_by]))
 
     def collect(self) -> None:
-        """Free all blocks whose tensors are no longer referenced, so that they can be reused."""
+        """Free all blocks whose tensors are no longer referenced, for use by other tensors."""
         while self.freed:
             block, events = self.freed.popleft()
             del self.blocks[block.start]
@@ -253,7 +254,7 @@ class Arena:
             self.free.setdefault(key, []).append((block.start, events))
 
     def block_of(self, tensor: Tensor) -> Block | None:
-        """Return the `Block` that holds a tensor's storage, or None if it is not in this arena."""
+        """Return the `Block` that holds a tensor, or None for a tensor outside this arena."""
         storage = tensor.untyped_storage()
         return self.blocks.get(storage.data_ptr() - self.origin) if storage.nbytes() else None
 
@@ -283,7 +284,7 @@ class Arena:
         return first, first + elements_spanned(tensor) * tensor.itemsize
 
     def concurrent_writes(self, tensor: Tensor, actor: Actor) -> list[Access]:
-        """Return the last writes to a tensor's bytes, without those that an actor has waited for.
+        """Return the last writes to a tensor's bytes for which an actor has not waited.
 
         Args:
             tensor: Tensor; if it is not in this arena, the list is empty.
@@ -467,7 +468,7 @@ class AccessLog:
         Args:
             actor: `Actor` that runs the block.
             tensors: All tensors that the block reads or writes.
-            written: Those of the tensors that the block writes.
+            written: The tensors that the block writes, all of which are also in `tensors`.
         """
         later_writes = []
         for arena in self.arenas if self.keeps_old_values else ():
@@ -523,15 +524,15 @@ class AccessLog:
 
         Args:
             access: Description of the later access.
-            actor: Label of its actor.
+            actor: Label of the actor of the later access.
             past: "written" or "read": the kind of the earlier access.
             task: Name of the operator or copy of the earlier access.
             other: Label of the actor of the earlier access.
         """
         race = (
-            f"{access} that {task} on {other} has {past}, without waiting for it: {actor} must wait"
-            f" for an event that {other} records afterwards, or, if the memory was freed in"
-            f" between, the program must call `used` while {other} is current; {_calling_line()}"
+            f"{access} that {task} on {other} has {past}, without waiting for {other}"
+            f" ({_calling_line()}). Let {actor} wait for an event that {other} records after"
+            f" {task}. If the memory was freed in between, call `used` while {other} is current"
         )
         if race not in self.races:
             self.races.append(race)
