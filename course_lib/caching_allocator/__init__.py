@@ -1,8 +1,9 @@
 """Simulate PyTorch's caching allocator of GPU memory.
 
-`CachingAllocator` replays the allocations of a trace, or single ones, and reserves memory by
-PyTorch's rules. It shows how much GPU memory PyTorch reserves for a step in addition to its
-tensors. Lesson 01 uses it to show how memory becomes fragmented.
+`CachingAllocator` replays the allocations of a whole trace, or makes single allocations, and
+reserves memory by PyTorch's rules. It shows how much GPU memory PyTorch reserves for a step in
+addition to the bytes of the step's tensors. Lesson 01 uses it to show how memory becomes
+fragmented.
 """
 
 from .allocator import Block, CachingAllocator

@@ -1,7 +1,7 @@
 """The simulated caching allocator: its public methods `allocate`, `free`, `replay` and others.
 
-The rules for reserving, splitting, merging and releasing memory are in `segments.py`. They are
-those of c10/cuda/CUDACachingAllocator.cpp in torch 2.13, and names in comments are from that file.
+The rules for reserving, splitting, merging and releasing memory are in `segments.py`. They follow
+c10/cuda/CUDACachingAllocator.cpp of torch 2.13, and names in comments are from that file.
 The simulation has one stream, no CUDA graphs and no private pools. Memory that libraries request
 from CUDA directly (the context, NCCL) is not included. The only simulated setting of
 PYTORCH_CUDA_ALLOC_CONF is `expandable_segments`.
@@ -28,7 +28,7 @@ from .segments import (
     round_up,
 )
 
-# Maps the identifier of each storage that is allocated to its block.
+# Maps the identifier of each allocated storage to the storage's block.
 Live = dict[Hashable, "Block"]
 
 
@@ -50,8 +50,9 @@ class Block:
 
     Attributes:
         address: Address of the first byte.
-        size_bytes: Bytes of the block: the requested bytes, rounded up to a multiple of 512, and
-            possibly a remainder that was too small to be split off.
+        size_bytes: Bytes of the block: the requested bytes, rounded up to a multiple of 512. If the
+            free memory that was used for the block had more bytes, but too few to be split off, the
+            block includes them.
         requested_bytes: Bytes that were requested.
         allocated: True until the block is freed.
     """
@@ -234,8 +235,8 @@ class CachingAllocator:
 def _out_of_memory(segments: Segments, size: int) -> str:
     """Return PyTorch's out-of-memory message for a request of `size` bytes.
 
-    It has the form of the message without NVML. With NVML, PyTorch's message also reports the
-    memory of each process.
+    The message has the form that PyTorch uses without NVML. With NVML, PyTorch's message also
+    reports the memory of each process.
     """
     wanted, free, total = map(
         _size_text, (segments.segment_bytes(size), segments.free_bytes, segments.total_bytes)

@@ -46,7 +46,8 @@ class Statistics(dict):
         "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes",
         "active_bytes", "inactive_split_bytes", "requested_bytes",
     )  # fmt: skip
-    # Always zero, because they count blocks that the setting `max_split_size_mb` keeps whole.
+    # These statistics count blocks that the setting `max_split_size_mb` keeps whole. They are
+    # always zero, because the simulation has no such setting.
     ALWAYS_ZERO = ("oversize_allocations", "oversize_segments")
     COUNTERS = (
         "num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc",
@@ -102,8 +103,8 @@ class Chunk:
         allocated: Whether the chunk contains a block.
         requested: Bytes that were requested for the block; 0 for a free chunk.
         frames: Call stack of the request for the block; empty for a free chunk.
-        segment_frames: Call stack of the request for which the segment was made. Only the first
-            chunk of a segment has it; for other chunks it is empty.
+        segment_frames: Call stack of the request for which the segment was made. Empty for all
+            chunks of a segment except the first.
     """
 
     __slots__ = (
@@ -129,7 +130,7 @@ class Chunk:
         return self.previous is not None or self.next is not None
 
     def split_off(self, size: int) -> Chunk:
-        """Split off the first `size` bytes of this chunk as a new chunk, and return the new one."""
+        """Split off the first `size` bytes of this chunk as a new chunk; return the new chunk."""
         front = Chunk(self.pool, self.segment, self.address, size, self.expandable)
         front.mapped = self.mapped
         front.segment_frames, self.segment_frames = self.segment_frames, ()
@@ -143,7 +144,8 @@ class Chunk:
     def merge(self, other: Chunk | None) -> int:
         """Merge a neighboring chunk into this one, if possible.
 
-        This is possible if the neighbor is free and memory is mapped to both chunks or to neither.
+        Merging is possible if the neighbor is free, and if memory is mapped to both chunks or to
+        none of them.
 
         Args:
             other: Previous or next chunk; None at the end of the segment.
@@ -175,9 +177,9 @@ class Pool:
     A chunk is a part of a segment, and it is mapped if its addresses have memory. Mapped chunks are
     sorted by size, then by the age of their segment (oldest first), then by address. PyTorch sorts
     them in this way from torch 2.13 on (`BlockComparatorSizeCounterAddress`). Chunks of the same
-    size are sorted by the age of the chunk in torch 2.12, and by address in older versions. The
-    order by address is the same as that of torch 2.13 if each new segment has a higher address than
-    all earlier ones. This holds in the simulation, but CUDA does not guarantee it.
+    size are sorted by the age of the chunk in torch 2.12, and by address in older versions. Sorting
+    by address gives the same order as torch 2.13 if each new segment has a higher address than all
+    earlier segments. This holds in the simulation, but CUDA does not guarantee it.
 
     Args:
         name: "small_pool" or "large_pool".

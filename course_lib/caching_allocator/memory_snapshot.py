@@ -37,7 +37,7 @@ def snapshot_of(segments: Segments, allocated_chunks: Iterable[Chunk]) -> dict:
         *(chunk for pool in (segments.small, segments.large) for *_, chunk in pool.free),
     ]
     # As in PyTorch, each contiguous mapped range of an expandable segment is listed as a segment.
-    # These chunks are the first ones of the ranges.
+    # `heads` has the first chunk of each range.
     heads = [chunk for chunk in chunks if chunk.previous is None or not chunk.previous.mapped]
     return {
         "segments": [_segment(head) for head in sorted(heads, key=lambda chunk: chunk.address)],
@@ -114,7 +114,8 @@ def _copy_frames(frames: Sequence) -> list[dict]:
 def _settings(expandable_segments: bool) -> dict:
     """Return the allocator's settings in the viewer's format."""
     return {
-        # PyTorch stores "no limit" as the largest size_t, which becomes -1.
+        # -1 means "no limit". PyTorch stores it as the largest size_t, which becomes -1 in a
+        # snapshot.
         "max_split_size": -1,
         "garbage_collection_threshold": 0.0,
         "expandable_segments": expandable_segments,

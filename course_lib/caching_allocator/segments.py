@@ -7,10 +7,11 @@ these:
   small pool, and a larger one from the large pool.
 - The smallest free chunk that is large enough is used. It is split if at least 512 bytes remain
   in the small pool, or more than 1 MiB in the large pool.
-- If there is no such chunk, a segment is requested from CUDA: 2 MiB for the small pool, 20 MiB for
-  sizes below 10 MiB, and otherwise the size rounded up to a multiple of 2 MiB. With expandable
-  segments, pages of 2 MiB (small pool) or 20 MiB (large pool) are mapped instead, at the lowest
-  range of free addresses that is large enough.
+- If there is no such chunk, a segment is requested from CUDA. In the small pool the segment has
+  2 MiB. In the large pool it has 20 MiB for a block below 10 MiB, and otherwise the size of the
+  block, rounded up to a multiple of 2 MiB. With expandable segments, pages of 2 MiB (small pool) or
+  20 MiB (large pool) are mapped instead. They are mapped to the lowest range of free addresses that
+  is large enough.
 - Freed chunks are merged with their free neighbors and stay reserved.
 - If CUDA has no memory left, all segments that are free as a whole are released to CUDA, and the
   request is repeated.
@@ -27,19 +28,22 @@ from __future__ import annotations
 from .device_memory import Chunk, Pool, Statistics
 
 MIB = 1 << 20
-# kMinBlockSize: every block size is a multiple of it.
+# kMinBlockSize: every block size is a multiple of this number.
 MIN_BLOCK_BYTES = 512
 # kSmallSize: blocks up to this size come from the small pool.
 SMALL_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
-# This is large_segment_size_ in the source, and kLargeBuffer until 2.9.
+# large_segment_size_ (until torch 2.9, kLargeBuffer): size of a segment of the large pool for a
+# request below MIN_LARGE_BYTES.
 LARGE_SEGMENT_BYTES = 20 * MIB
-# kMinLargeAlloc: a request of at least this size has its own segment.
+# kMinLargeAlloc: a new segment for a request of at least this size has the size of the request,
+# rounded up.
 MIN_LARGE_BYTES = 10 * MIB
-# kRoundLarge: the size of that segment is a multiple of this.
+# kRoundLarge: the size of a segment for a request of MIN_LARGE_BYTES or more is a multiple of this.
 ROUND_LARGE_BYTES = 2 * MIB
 
-# Segments begin at this address, as on Linux. Any other address would do.
+# The first segment begins at this address, as on Linux. The simulation would work with any other
+# address.
 FIRST_ADDRESS = 0x7F00_0000_0000
 # Size of a device if no capacity is given: 256 TiB, the size of a 48-bit address space.
 ENDLESS_BYTES = 1 << 48
@@ -161,7 +165,7 @@ class Segments:
     # ---- steps of `malloc`
 
     def _take_free_chunk(self, pool: Pool, size: int) -> Chunk | None:
-        """Remove the best free chunk for a block from its pool and return it (`get_free_block`).
+        """Remove the best free chunk for a block from `pool` and return it (`get_free_block`).
 
         The result is None if no free chunk has at least `size` bytes.
         """
@@ -186,9 +190,9 @@ class Segments:
         return chunk
 
     def _split_to_size(self, chunk: Chunk, size: int) -> Chunk:
-        """Split a chunk if the rest is large enough, and return the chunk for the block.
+        """Split a chunk if the remainder is large enough, and return the chunk for the block.
 
-        The rest is put into the pool. This is `alloc_found_block` in PyTorch.
+        The remainder is put into the pool. This is `alloc_found_block` in PyTorch.
         """
         was_split, pool = chunk.is_split, chunk.pool
         if not self._worth_splitting(chunk, size):
@@ -259,7 +263,7 @@ class CudaMalloc(Segments):
         )
 
     def _release_free(self, pool: Pool) -> None:
-        """Release the segments of a pool that are free as a whole."""
+        """Release those segments of a pool that contain no allocated block."""
         for chunk in [chunk for *_, chunk in pool.free if not chunk.is_split]:
             self._release(chunk)
 
@@ -288,8 +292,8 @@ class ExpandableSegments(Segments):
     def _reserve(self, pool: Pool, size: int, frames) -> Chunk | None:
         """Map memory for a chunk of at least `size` bytes and return the chunk.
 
-        The result is None if the device has too little memory. Pages that were mapped before it ran
-        out stay mapped. This is `try_allocate_expandable_block` in PyTorch.
+        The result is None if the device has too little memory. Pages that were mapped before the
+        memory ran out stay mapped. This is `try_allocate_expandable_block` in PyTorch.
         """
         chunk = self._find_addresses(pool, size)
         if not chunk.mapped:
@@ -316,7 +320,7 @@ class ExpandableSegments(Segments):
                 return first
         page = pool.page_bytes
         address = round_up(self._address, page)
-        # PyTorch reserves addresses for "1 1/8 the total memory".
+        # As in PyTorch, the segment's addresses span 9/8 of the device's memory.
         size = round_up(self.total_bytes + self.total_bytes // 8, page)
         chunk = Chunk(pool, self._segments_made, address, size, expandable=True)
         self._segments_made += 1
@@ -378,7 +382,9 @@ class ExpandableSegments(Segments):
 
 
 def _largest_possible_size(entry: tuple) -> int:
-    """Return the bytes to which a free chunk can grow, if unmapped addresses follow it.
+    """Return the size in bytes that a free chunk can reach.
+
+    A chunk can grow if unmapped addresses follow it. Otherwise, the result is its present size.
 
     Args:
         entry: Item of `Pool.free`.
