@@ -1,7 +1,7 @@
 """Schedules as sequences of actions, their simulated cost, and a plot.
 
 A schedule lists which stage runs when, and what each forward keeps. This module does not run any
-stage. The modules `executor` and `blocks` do that.
+stage. The modules `executor` and `blocks` run stages.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Schedule(Sequence):
 class IllegalSchedule(ValueError):
     """Error for a schedule that cannot run, for example because a stage's input is not live.
 
-    `simulate` describes the rules. The message gives the action that breaks a rule, and the rule.
+    `simulate` describes the rules. The message has the first illegal action and the broken rule.
     """
 
 
@@ -148,7 +148,7 @@ def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
       stage i-1 otherwise.
     - S_i, everything that stage i saved for its backward. Its size is the `saved_bytes` of stage i.
       S_i contains x_{i+1}.
-    - one gradient d_i of x_i, as large as x_i.
+    - the gradient d_i of one value x_i. It has the same size as x_i.
 
     At the start only x_0 is live. A value x_i can be live as a part of S_{i-1}, or by itself,
     without S_{i-1}. An action that needs x_i can run in either case.
@@ -158,14 +158,15 @@ def simulate(schedule: Sequence[Action], chain: Chain) -> Cost:
     - `Forward(i, "input")` needs x_i. It creates x_{i+1}.
     - `Forward(i, "nothing")` needs x_i. It creates x_{i+1}. Then it releases x_i if x_i is live by
       itself. It does not release S_{i-1}.
-    - `Backward(i)` needs S_i, x_i and d_{i+1}, so each backward runs once, from L-1 down to 0. It
-      creates d_i, and releases S_i, d_{i+1}, and x_i and x_{i+1} if they are live by themselves.
-      The gradient d_L of the chain's output becomes live at the beginning of `Backward(L-1)`.
+    - `Backward(i)` needs S_i, x_i and d_{i+1}. It creates d_i, and releases S_i and d_{i+1}. It
+      also releases each of x_i and x_{i+1} that is live by itself. Because d_{i+1} is needed, each
+      backward runs once, in the order from stage L-1 down to stage 0. The gradient d_L of the
+      chain's output becomes live at the beginning of `Backward(L-1)`.
 
     While an action runs, the bytes that were live before it are live, plus additional bytes:
 
     - For a forward, the additional bytes are the sum of `saved_bytes` and `forward_overhead_bytes`,
-      for every value of `keep`. Both count even if the same values are live already.
+      whatever `keep` is. The full sum counts even if S_i or x_{i+1} is live already.
     - For a backward, the additional bytes are `backward_overhead_bytes`. The simulation assumes
       that a backward creates d_i in the memory that it releases. If a real backward needs more
       memory for d_i, the overhead includes the difference. The overhead also includes the gradients
@@ -250,12 +251,13 @@ class Simulation:
             i: Number of the action's stage, `action.stage`. It must be a stage of the chain.
 
         Raises:
-            IllegalSchedule: The backward of stage i has run already, or x_i is not live.
+            IllegalSchedule: The backward of stage i has run already, or the stage's input x_i is
+                not live.
         """
         if i > self.next_backward:
             self.raise_illegal(action, "a stage does not run again after its backward")
         if i not in self.inputs and i - 1 not in self.saved:
-            self.raise_illegal(action, f"a stage runs only if its input is live, and x_{i} is not")
+            self.raise_illegal(action, f"stage {i} needs its input x_{i}, which is not live")
         stage = self.stages[i]
         self.record_peak(stage.saved_bytes + stage.forward_overhead_bytes)
         self.release_value(i + 1)
@@ -282,7 +284,8 @@ class Simulation:
             i: Number of the action's stage, `action.stage`. It must be a stage of the chain.
 
         Raises:
-            IllegalSchedule: The backward of stage i is not the next one, or S_i or x_i is not live.
+            IllegalSchedule: The backward of stage i is not the next one, or the stage's saved data
+                S_i or its input x_i is not live.
         """
         if i != self.next_backward:
             state = (
@@ -296,12 +299,13 @@ class Simulation:
         if i not in self.saved:
             self.raise_illegal(
                 action,
-                "a backward runs only if everything that its stage saved is live, and"
-                f" S_{i} is not; run Forward({i}, 'all') before it",
+                f"the backward of stage {i} needs the tensors that Forward({i}, 'all') saves"
+                f" (S_{i}), which are not live; run Forward({i}, 'all') before it",
             )
         if i not in self.inputs and i - 1 not in self.saved:
             self.raise_illegal(
-                action, f"a backward runs only if its stage's input is live, and x_{i} is not"
+                action,
+                f"the backward of stage {i} needs the stage's input x_{i}, which is not live",
             )
         stage = self.stages[i]
         if i == len(self.stages) - 1:
@@ -389,8 +393,8 @@ def _draw(schedule: Schedule, ax, chain: Chain | None):
 def _bars(schedule: Schedule, chain: Chain) -> tuple[list[tuple], list[tuple]]:
     """Return the bars of a plot, as two lists: actions that run, and values that are kept.
 
-    A bar is (stage, start, end, kind), with times of the chain. The kind is a key of `COLORS`; for
-    a kept value it is "all" or "input".
+    A bar is (stage, start, end, kind). Start and end are in the chain's unit of time. The kind of
+    an action is a key of `COLORS`, and the kind of a kept value is "all" or "input".
     """
     simulation = Simulation(chain)
     now = 0.0

@@ -1,7 +1,7 @@
 """Run the blocks of any model by a schedule, in place: `schedule_blocks`.
 
-The module `executor` runs the stages of a chain. This module calls it when the model calls its
-blocks, which must form a chain.
+When the model calls a block, this module lets the module `executor` run the next actions of the
+schedule. The blocks must form a chain: each block receives the output of the previous one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .executor import ChainRun, states_of
 from .stages import check_constants, differentiable, main_tensor, with_main_tensor
 
 CHAIN_RULE = (
-    "the blocks must form a chain, in which each is called once with the result of the previous one"
+    "the blocks must form a chain, in which each block is called once, with the result of the"
+    " previous block"
 )
 
 
@@ -48,8 +49,8 @@ def schedule_blocks(
     A block that runs again draws the same random numbers and starts with the same buffers and
     attributes as in its first run (see `ScheduledSequential`). Hooks on a block run once per
     forward pass; hooks on modules inside it run each time the block runs. Blocks that were compiled
-    with `torch.compile` run compiled. A compiled model has a graph break at each block, and its
-    blocks run uncompiled.
+    one by one with `torch.compile` run compiled. If the whole model was compiled instead, it has a
+    graph break at each block, and its blocks run uncompiled.
 
     Args:
         model: Model to change in place. Its blocks get a new `forward`.
@@ -68,8 +69,8 @@ def schedule_blocks(
 
     Raises:
         ValueError: `blocks` matches no module that has a forward method, a block is checkpointed
-            already, the schedule runs a block twice before the first backward, or (in a forward or
-            backward pass) the blocks do not form a chain.
+            already, or the schedule runs a block twice before the first backward. In a forward or
+            backward pass, the error is also raised if the blocks do not form a chain.
         TypeError: An argument has the wrong type.
         IllegalSchedule: The schedule is not legal for this number of blocks.
         RuntimeError: (In a forward or backward pass) a block cannot run by a schedule, for example
@@ -77,12 +78,16 @@ def schedule_blocks(
     """
     kind("model", model, nn.Module, "an nn.Module")
     if not isinstance(schedule, Schedule):
-        function("schedule", schedule, "a Schedule or a function of a Chain")
+        function(
+            "schedule",
+            schedule,
+            "a Schedule or a function that takes a Chain and returns a Schedule",
+        )
     return ScheduledBlocks(model, names_of(model, blocks), schedule)
 
 
 class ScheduledBlocks(BlocksInPlace):
-    """The handle that `schedule_blocks` returns, with which the original blocks can be restored.
+    """Handle that `schedule_blocks` returns. Its method `remove` restores the original blocks.
 
     Args:
         model, names: The model, and the names of its blocks.
@@ -95,8 +100,8 @@ class ScheduledBlocks(BlocksInPlace):
         run: State of the present forward pass, a `ChainRun`. None before the first block is called
             and after the last block has been called.
         complete: Whether all blocks have been called in the last forward pass.
-        advice: Advice at the end of the error message if a block that runs again differs from its
-            first run. If None, the runs are not compared.
+        advice: Text at the end of the error that is raised if a later run of a block differs from
+            its first run. If None, the runs are not compared, and this error is never raised.
     """
 
     advice: str | None = None
@@ -127,7 +132,7 @@ class ScheduledBlocks(BlocksInPlace):
             return forward(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             # With fullgraph=True the compiler raises an error here. Otherwise the blocks run
-            # outside its graph.
+            # outside the compiled graph.
             graph_break(
                 "schedule_blocks runs blocks in the order of the schedule, also during backward,"
                 " which one graph cannot do; compile the blocks instead of the model, or leave out"
@@ -139,10 +144,11 @@ class ScheduledBlocks(BlocksInPlace):
     def _run_scheduled(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run actions of the schedule until block i has run, and return the result of its call.
 
-        The result is a placeholder for the block's output; only the last block returns its output.
+        The call of the last block returns the block's output. The call of any other block returns
+        a placeholder for the output.
         """
-        # The order of calls is checked first, so that a block of another list of blocks raises a
-        # clear error.
+        # The order of calls is checked first, so that there is a clear error if the blocks are in
+        # two lists, such as an encoder and a decoder.
         input_placeholder = self._checked_input(i, args) if i else None
         check_constants(
             {f"argument {i + 1}": value for i, value in enumerate(args[1:], 1)} | kwargs
@@ -174,7 +180,11 @@ class ScheduledBlocks(BlocksInPlace):
         return x
 
     def _checked_input(self, i: int, args: tuple) -> Tensor:
-        """Check that block i is called with the result of the previous block, and return it."""
+        """Return the input tensor of block i, which must be the result of the previous block.
+
+        Raises:
+            ValueError: The block is called with another tensor, or out of order.
+        """
         name, previous = self.names[i], self.names[i - 1]
         if self.run is None or self.run.next_stage != i:
             raise ValueError(
@@ -190,13 +200,18 @@ class ScheduledBlocks(BlocksInPlace):
         return x
 
     def _chain(self, stages: list[_Stage], args: tuple, kwargs: dict) -> Chain:
-        """Measure the costs of the blocks on symbolic copies, or return them from the cache."""
+        """Return the FLOPs and bytes of the blocks as a chain.
+
+        They are measured on copies of the blocks whose tensors have shapes but no values. If the
+        cache has the chain already, they are not measured again.
+        """
         from course_lib.memory.storages import hooks_active
 
         if hooks_active():  # the hooks would also receive tensors of the copies
             raise ValueError(
-                "schedule must be a Schedule for blocks that run inside saved-tensor hooks, such as"
-                f" those of a checkpoint, got a function, and {self.names[0]} runs inside them"
+                f"schedule must be a Schedule, got a function: {self.names[0]} runs inside"
+                " saved-tensor hooks, such as those of a checkpoint, and a schedule cannot be"
+                " planned inside such hooks"
             )
         x = main_tensor(args[0])
         input_kinds = tuple(map(kind_of, tensors_in([args, kwargs])))
@@ -210,12 +225,14 @@ class ScheduledBlocks(BlocksInPlace):
 
 
 class _Stage(nn.Module):
-    """A block as a stage of the chain, with all arguments of its call except the chain's tensor.
+    """Stage of the chain that runs one block: it takes one tensor and returns one tensor.
+
+    The block itself may have further arguments, and a result that contains more than one tensor.
 
     Attributes:
         arguments: (first argument, other arguments, keyword arguments) of the block's call. In the
             first argument, an empty tensor replaces the tensor that goes through the chain.
-        result: Result of the block, also with an empty tensor instead of the chain's tensor.
+        result: Result of the block, in which an empty tensor replaces the stage's output.
     """
 
     def __init__(self, block: nn.Module, original_forward: Callable):
@@ -235,9 +252,9 @@ class _Stage(nn.Module):
 class _PlaceholderOutput(torch.autograd.Function):
     """Autograd function that makes a placeholder for a block's output.
 
-    The model passes the placeholder to the next block. That block gets the real output from the
-    `ChainRun`, and passes the gradient of its input there. If a gradient arrives at the
-    placeholder, the model has also used it elsewhere, which is an error.
+    The model passes the placeholder to the next block. The next block gets the real output from the
+    `ChainRun`, and passes the gradient of its input to the `ChainRun`. If a gradient arrives at the
+    placeholder, the model has also used the placeholder outside the next block. This is an error.
     """
 
     @staticmethod
@@ -254,14 +271,16 @@ class _PlaceholderOutput(torch.autograd.Function):
 
 
 def _only_tensor(name: str, value: Any) -> Tensor:
-    """Return the one floating-point tensor in a value, through which gradients flow.
+    """Return the only floating-point or complex tensor in a value.
+
+    Gradients flow through this tensor.
 
     Args:
         name: Name of the value, for error messages.
         value: A tensor or a container.
 
     Raises:
-        ValueError: The value does not have exactly one floating-point tensor.
+        ValueError: The value does not have exactly one such tensor.
     """
     floating = [tensor for tensor in tensors_in(value) if differentiable(tensor)]
     if len(floating) != 1:
@@ -277,14 +296,14 @@ def _check_schedule(schedule: Any, count: int) -> None:
 
     Raises:
         TypeError: `schedule` is not a `Schedule`.
-        IllegalSchedule: It is not legal for `count` blocks.
-        ValueError: It runs a block twice before the first backward.
+        IllegalSchedule: `schedule` is not legal for `count` blocks.
+        ValueError: `schedule` runs a block twice before the first backward.
     """
     kind("schedule", schedule, Schedule, "a Schedule")
     simulate(schedule, Chain.uniform(count))
     first = [action.stage for action in schedule[: count + 1]]
     if first != [*range(count), count - 1] or not isinstance(schedule[count], Backward):
         raise ValueError(
-            "schedule must run each block once before the first backward, got one that"
-            " runs a block twice"
+            "schedule must run each block only once before the first backward, got a schedule that"
+            " runs a block twice before it"
         )

@@ -53,8 +53,8 @@ class Stage:
             stage's input and `saved_bytes`. They are the same whatever the forward keeps.
         backward_overhead_bytes: Bytes that the backward needs while it runs, in addition to the
             stage's input, `saved_bytes` and the gradient of the output. Examples are temporaries
-            and the parameters' gradients. The input's gradient counts only if it is larger than
-            the memory that the backward has released before, and only by the difference.
+            and the parameters' gradients. If the input's gradient is larger than the memory that
+            the backward has already released, the difference is included too.
 
     Raises:
         TypeError, ValueError: A field has the wrong type or is out of range. The message names it.
@@ -165,8 +165,9 @@ class Chain:
                 inputs of the same shape and dtype.
 
         Raises:
-            TypeError, ValueError: An argument has the wrong type or value, or a stage returns no
-                tensor, or several through which gradients flow.
+            TypeError, ValueError: An argument has the wrong type or value.
+            TypeError: A stage returns no tensor, or several tensors, if not
+                exactly one of them is floating-point or complex.
         """
         modules = as_modules(stages)
         kwargs = dict(kwargs or {})
@@ -187,7 +188,7 @@ class Chain:
                     else i
                 )
                 if key not in results:
-                    # The stage runs on copies, so that its own buffers stay unchanged.
+                    # The stage runs with copies of its buffers, so that the buffers do not change.
                     before = ModuleState(stage, attributes=False, buffers=True)
                     with before.restore(last=True):
                         results[key] = _measure_stage(
@@ -208,14 +209,16 @@ def symbolic_chain(
 
     Symbolic tensors have shapes but no values. The result is the same as that of `Chain.profile`
     with `clock=False` and `alike=True`, so times are FLOPs. A `MemoryMeter` that is active during
-    the call does not count its tensors.
+    the call does not count the symbolic tensors.
 
     Args:
         name: Name of the first stage or of the model, for error messages.
-        probe: Tuple or list of the modules and tensors that the stages use. They are copied as
-            symbolic tensors, unless a symbolic mode is active already.
-        stages_of: Function that receives `probe` or its copy. It returns the arguments `stages` and
-            `x` of `Chain.profile`: the stages and the input of the first stage.
+        probe: Tuple or list of the modules and tensors that the stages use. The function copies
+            them, and all tensors of the copies are symbolic. If a symbolic mode is active already,
+            nothing is copied.
+        stages_of: Function that receives the copy of `probe`, or `probe` itself. It returns the
+            arguments `stages` and `x` of `Chain.profile`: the stages and the input of the first
+            stage.
 
     Raises:
         ValueError: A stage reads values of its data, or cannot be copied.
@@ -225,7 +228,7 @@ def symbolic_chain(
     from course_lib.symbolic.quantization import copy_parameter_subclasses, parameter_subclasses
 
     mode = detect_fake_mode()
-    inside = mode is not None  # inside an estimate, which raises its own error instead
+    inside = mode is not None  # True inside an estimate, which raises its own error
     with disable_current_modes():
         if mode is None:
             modules = [each for each in tree_leaves(probe) if isinstance(each, nn.Module)]
@@ -244,18 +247,20 @@ def symbolic_chain(
             if inside or not needs_values(error):
                 raise
             raise ValueError(
-                f"{name} or a block after it reads values of its data"
-                f" ({str(error).splitlines()[0][:80]}){error_location(error)}, but a schedule"
-                " within a budget is planned on symbolic copies, which have shapes but no values."
-                " Pass a Schedule, or use a recipe with another checkpoint"
+                f"{name} or a later block reads the values of a tensor, for example with"
+                f" .item(){error_location(error)}, but a schedule within a budget is planned on"
+                " symbolic copies, whose tensors have shapes but no values. Pass a Schedule, or"
+                " choose a recipe with a different `checkpoint`. PyTorch's error:"
+                f" {str(error).splitlines()[0][:80]}"
             ) from error
         except AssertionError as error:
             if "FakeTensor" not in str(error):
                 raise
             raise ValueError(
-                f"{name} must run the forward of its class, got a forward that still refers to the"
-                " original module after a copy, such as that of a compiled module. Alternatively,"
-                " pass a Schedule"
+                f"{name} has a replaced forward, as after torch.compile(block), but a schedule"
+                " within a budget needs the forward of its class: it is planned on a copy of the"
+                f" block, and the replaced forward would still call {name} itself. Use"
+                " block.compile() instead, or pass a Schedule"
             ) from error
 
 
@@ -279,7 +284,7 @@ def copies_of_generators(probe: Any) -> dict[int, Any]:
 def _measure_stage(
     i: int, stage: nn.Module, value: Any, kwargs: dict, needs_gradient: bool, timed_runs: int
 ) -> tuple[Stage, Any]:
-    """Measure stage i; return its costs, and its output for the next stage.
+    """Measure stage i, and return its times and bytes, and its output for the next stage.
 
     Args:
         i: Number of the stage, for error messages.
@@ -287,7 +292,8 @@ def _measure_stage(
         value: Input of the stage.
         kwargs: Constants that the stage receives as keyword arguments.
         needs_gradient: Whether the gradient of the input is computed.
-        timed_runs: Number of runs whose seconds are measured; with 0, times are FLOPs.
+        timed_runs: Number of runs in which seconds are measured. With 0, the times are numbers of
+            FLOPs.
     """
     from course_lib.memory import MemoryMeter
     from course_lib.memory.measurement import flop_counter

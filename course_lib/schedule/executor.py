@@ -42,33 +42,37 @@ from .stages import (
 class ScheduledSequential(nn.Sequential):
     """A sequence of stages, such as layers, that runs by a schedule with unchanged results.
 
-    **Results.** Outputs and gradients are the same as without a schedule. Every stage is one node
-    of autograd's graph, so gradients accumulate in the same order. A stage that runs again draws
-    the same random numbers as in its first run, from the global generators of PyTorch, Python and
-    NumPy and from generators in its attributes. It starts with the values that its buffers and
-    attributes had before its first run. Only the first run of a stage changes generators, buffers
-    and attributes. With gradients disabled, the stages simply run one after the other.
+    **Results.** Outputs and gradients are the same as without a schedule, with one exception (see
+    Autocast). Every stage is one node of autograd's graph, so gradients accumulate in the same
+    order as without a schedule. A stage that runs again draws the same random numbers as in its
+    first run. This holds for the global generators of PyTorch, Python and NumPy and for generators
+    in attributes of the stage. The stage starts with the values that its buffers and attributes had
+    before its first run. Only the first run of a stage changes generators, buffers and attributes.
+    With gradients disabled, the stages simply run one after the other.
 
     **Autocast.** A later run of a stage uses the autocast settings of its first run. Gradients
     differ from those without a schedule only if several stages use one parameter under autocast.
-    With a schedule, the parameter's gradients are added in the parameter's data type. Without one,
-    they are added in autocast's lower precision, because the stages share one cast copy of it.
+    With a schedule, the parameter's gradients are added in the parameter's data type. Without a
+    schedule, they are added in autocast's lower precision, because the stages share one cast copy
+    of the parameter.
 
     **Memory.** The live bytes are those that `simulate` counts for the chain of `Chain.profile`,
-    plus the gradients accumulated in `grad` of the parameters, plus some state of stages that run
-    again. This state consists of copies of buffers and of tensors in attributes. All of them are
-    copied for a stage's first run. After this run, a copy is kept only if the run has changed the
-    original. For a stage that draws random numbers, the state also includes the states of the
-    generators (5,056 bytes on the CPU). The new gradients of a stage's parameters are passed to
-    autograd only when the stage's backward ends. Until then `simulate` counts them.
+    plus two parts: the gradients accumulated in `grad` of the parameters, and some state of stages
+    that run again. This state consists of copies of buffers and of tensors in attributes. All of
+    these tensors are copied before a stage's first run. After this run, a copy is kept only if the
+    run has changed the original. For a stage that draws random numbers, the state also includes the
+    states of the generators (5,056 bytes on the CPU). The new gradients of a stage's parameters are
+    passed to autograd only when the stage's backward ends. Until then `simulate` counts these
+    gradients.
 
     Args:
         module: The stages: an `nn.Sequential`, or a list of modules and functions. Modules are used
             without copying, and keep their names. The parameters of a function are those in its
             closure and defaults, or in a `partial`. A stage receives the result of the previous
             stage: a tensor, or a container with exactly one floating-point tensor. A tuple of one
-            tensor and Nones becomes that tensor. Gradients flow only through that tensor. A stage
-            must not change its input in place, and must compute the same result each time.
+            tensor and Nones becomes that tensor. Gradients flow only through the floating-point
+            tensor. A stage must not change its input in place, and must compute the same result
+            each time.
         schedule: A schedule that is legal for this number of stages.
 
     Call the module with the input of the first stage. Keyword arguments are constants that every
@@ -76,12 +80,13 @@ class ScheduledSequential(nn.Sequential):
 
     Raises:
         IllegalSchedule: The schedule is not legal for this number of stages.
-        TypeError, ValueError: An argument has the wrong type or value, or a stage returns no
-            tensor, or several through which gradients flow.
-        RuntimeError: A stage changes its input in place, uses a tensor that requires a gradient and
-            is neither its input nor its parameter, or returns another shape or dtype when it runs
-            again. The error is also raised if the backward pass runs a second time, or if second
-            derivatives are computed.
+        TypeError, ValueError: An argument has the wrong type or value.
+        TypeError: A stage returns no tensor, or several tensors, if not
+            exactly one of them is floating-point or complex.
+        RuntimeError: A stage changes its input in place, returns another shape or dtype when it
+            runs again, or uses a tensor that requires a gradient but is neither the stage's input
+            nor one of its parameters. The error is also raised if the backward pass runs a second
+            time, or if second derivatives are computed.
     """
 
     def __init__(self, module: Sequence[Callable], schedule: Schedule):
@@ -93,8 +98,8 @@ class ScheduledSequential(nn.Sequential):
             self.add_module(name, stage)
         self.training = getattr(module, "training", True)
         self.schedule = schedule
-        # Advice at the end of the error message if a later run of a stage differs from its first
-        # run. If None, the runs are not compared.
+        # If a later run of a stage differs from its first run, the error message ends with this
+        # advice. If the advice is None, the runs are not compared.
         self.advice: str | None = None
         self._length = len(stages)
 
@@ -127,9 +132,10 @@ _runner: ContextVar[Callable | None] = ContextVar("runner", default=None)
 def use_forward_runner(runner: Callable) -> Iterator[None]:
     """Inside a `with` block, let `runner` run stages that build no autograd graph.
 
-    A schedule runs a stage without a graph if it keeps only the stage's input, or nothing. A
-    forward pass that begins in the `with` block also uses the runner in its backward pass.
-    `course_lib` uses this to skip stages whose result it has computed before.
+    A stage runs without a graph if the schedule keeps only the stage's input, or nothing. If a
+    forward pass begins in the `with` block, the runner is also used in the backward pass of this
+    forward pass, even after the end of the `with` block. `course_lib` uses this to skip stages
+    whose result it has computed before.
 
     Args:
         runner: Function (stage, tensors, settings, compute, detector) -> result of the stage.
@@ -137,8 +143,9 @@ def use_forward_runner(runner: Callable) -> Iterator[None]:
             buffers. `settings` is a tuple of bools on which the result also depends. The runner may
             call `compute()`, which runs the stage, or return an equal result without running it.
 
-            `detector` may have an attribute `seen`. If the stage draws random numbers, `compute()`
-            sets `seen` to True, and a runner that does not call `compute` must do so itself.
+            `detector` may have an attribute `seen`, which must be True after a stage that draws
+            random numbers. `compute()` sets it in this case. A runner that returns the result of
+            such a stage without calling `compute` must set `detector.seen` itself.
     """
     token = _runner.set(runner)
     try:
@@ -216,7 +223,8 @@ class ChainRun:
         self.states = dict(enumerate(states))
         self.stages, self.kwargs, self.actions = stages, kwargs, iter(schedule)
         self.next_stage = 0  # index of the first stage that has not run yet
-        # Number of the stage whose backward is the next action; None if a forward is the next one.
+        # Number of the stage whose backward is the next action; None if the next action is a
+        # forward.
         self.due: int | None = None
         # Number of forward actions that have not run yet, by stage.
         self.forwards_left = Counter(
@@ -235,14 +243,17 @@ class ChainRun:
         self.runner = _runner.get()
 
     def run_next_stage(self, link: Tensor) -> Tensor:
-        """Run the schedule's actions up to the first run of the next stage.
+        """Run the schedule's actions up to and including the first run of the next stage.
+
+        For the last stage, the forward actions before the first backward action also run.
 
         Args:
             link: Result of the previous call. For the first stage, the `main_tensor` of its input,
                 through which gradients flow.
 
         Returns:
-            The output of the stage's autograd node, an empty tensor.
+            The output of the stage's autograd node: an empty tensor, which carries no data and only
+            links this node to the next one.
         """
         i = self.next_stage
         with self.autocast.restore(cache_enabled=False):
@@ -275,8 +286,9 @@ class ChainRun:
         The attribute `due` is set to the number of the stage whose backward is next.
         """
         # The autocast cache is disabled, because it would keep cast weights in memory. In older
-        # versions of torch, a weight that was cast while gradients were disabled would also stay in
-        # the cache without a graph.
+        # versions of torch, it would also keep weights that were cast while gradients were
+        # disabled. Later runs would use these weights, which have no graph, so the parameters would
+        # get no gradients.
         with self.autocast.restore(cache_enabled=False):
             for action in self.actions:
                 if isinstance(action, Backward):
@@ -317,7 +329,8 @@ class ChainRun:
         """
         self.forwards_left[i] -= 1
         runs_again = self.forwards_left[i] > 0
-        # After the last run of a stage, its state is removed, which releases the copies in it.
+        # The last run of a stage removes the stage's state, so that the copies in the state are
+        # released when this run ends.
         state = self.states[i] if runs_again else self.states.pop(i)
         with state.next_run(runs_again, main_tensor(value).device) as detector:
             if keep == "all":
@@ -338,8 +351,8 @@ class ChainRun:
         Args:
             i: Number of the stage.
             value: Input of the stage.
-            detector: Object that is passed to the runner that `use_forward_runner` has set.
-                Without a runner, it is not used.
+            detector: Object that the runner receives as its argument `detector` (see
+                `use_forward_runner`). If no runner was set, the object is not used.
         """
         stage = self.stages[i]
         compute = partial(run_stage, i, stage, value, self.kwargs)
@@ -360,8 +373,8 @@ class ChainRun:
     def settings_of(self, i: int) -> tuple:
         """Return three bools on which the result of stage i depends, besides its tensors.
 
-        They state whether it is the last stage, whether backward needs the gradient of its input,
-        and whether autocast is enabled on the CPU.
+        They state whether stage i is the last one, whether backward needs the gradient of the
+        stage's input, and whether autocast is enabled on the CPU.
         """
         return i == len(self.stages) - 1, self.needs_gradient[i], torch.is_autocast_enabled("cpu")
 
@@ -384,7 +397,7 @@ class ChainRun:
             self.slot.take()
             raise RuntimeError(
                 "this backward pass has already run, and its saved tensors are freed; "
-                "call the module again instead of backward() with retain_graph=True"
+                "call the module again, because a schedule does not support retain_graph=True"
             )
         self.due = None
         self.values.pop(i + 1, None)
@@ -400,10 +413,10 @@ def check_output_kind(i: int, output: Tensor, output_kinds: dict[int, tuple]) ->
         i: Number of the stage.
         output: Output of the stage's last run.
         output_kinds: Map from the number of a stage to (shape, dtype, device) of its first output.
-            If the stage has run for the first time, this function adds its output.
+            If the stage has run for the first time, this function adds an entry for its output.
     """
     output_kind = tuple(output.shape), output.dtype, output.device
-    # Without this check, a shape that broadcasts or another dtype would not raise an error later.
+    # Later operators would accept an output with another dtype, or with a shape that broadcasts.
     if output_kinds.setdefault(i, output_kind) != output_kind:
         raise RuntimeError(
             f"stage {i} returned {output_kind} when it ran again, but {output_kinds[i]} in its"
@@ -419,8 +432,8 @@ def states_of(
     Args:
         blocks: The blocks.
         names: Names of the blocks, for error messages.
-        advice: Advice at the end of the error message if a later run of a block differs from its
-            first run. With None, runs are not compared.
+        advice: Text at the end of the error that is raised if a later run of a block differs from
+            its first run. If None, the runs are not compared, and this error is never raised.
     """
     return [
         BlockState(block, Comparison(name, advice) if advice is not None else None, buffers=True)

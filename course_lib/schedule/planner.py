@@ -1,7 +1,7 @@
 """Find the fastest schedule within a budget, and the Pareto frontier over all budgets.
 
-The schedules in the module `rules` follow fixed rules. Those of this module are computed from the
-costs of all stages, by dynamic programming.
+This module computes schedules from the costs of all stages, by dynamic programming. In contrast,
+the schedules in the module `rules` follow fixed rules.
 """
 
 from __future__ import annotations
@@ -16,36 +16,39 @@ from .rules import INFINITE_BYTES, Sizes, advance, store_all
 
 # The planner's table of times has one float64 for each pair of stages and each memory level (number
 # of free bytes). The number of levels is limited so that there are at most about CELLS entries
-# (64 MB). This limit is at least LEAST_LEVELS, so 200 stages, for example, may need 160 MB.
+# (64 MB). LEAST_LEVELS levels are always allowed, so a table for 200 stages may need 160 MB.
 CELLS, LEAST_LEVELS = 8_000_000, 500
 
 
 def optimal(chain: Chain, budget_bytes: int) -> Schedule:
     """Find the fastest persistent schedule with a simulated peak within the budget.
 
-    A schedule is persistent if a value that it keeps stays until the backward of the stage that
-    needs it. The method is dynamic programming. Stage i computes x_{i+1} from x_i. Let Time[s,t](m)
-    be the least time in which the forwards and backwards of stages s to t can run with m bytes in
-    addition to their input x_s. It is the smaller of two options:
+    A schedule is persistent if each value that it keeps stays in memory until the backward that
+    needs this value has run. The method is dynamic programming. Stage i computes x_{i+1} from x_i.
+    Let Time[s,t](m) be the least time in which the forwards and backwards of stages s to t can run
+    with m bytes in addition to their input x_s. Time[s,t](m) is the time of the faster of two
+    options:
 
-    - Run the forward of stage s and keep everything that its backward needs. Stages s+1 to t then
-      run with m minus the `saved_bytes` of stage s, and after them the backward of stage s.
-    - Run the forwards from x_s to some x_e and keep x_e. Then run the forwards and backwards
-      of stages e to t with m minus the bytes of x_e, and those of stages s to e-1 with m bytes.
+    - Run the forward of stage s and keep everything that its backward needs. Then run stages s+1 to
+      t with the remaining bytes, which are m minus the `saved_bytes` of stage s. Then run the
+      backward of stage s.
+    - Run the forwards from x_s to some x_e and keep x_e. Then run the forwards and backwards of
+      stages e to t with the remaining bytes, which are m minus the bytes of x_e. Then run the
+      forwards and backwards of stages s to e-1 with m bytes.
 
-    Time changes only at values of m that are sums of the chain's sizes. A table stores Time for a
-    limited number of values of m (levels): 8,000,000 / L**2, but at least 500. If all sums are in
-    the table, the result is exact. Otherwise the levels are multiples of one size, and m is rounded
-    down to a level in each recursion. The result is then still within the budget, but it may be
-    slower than the best schedule, because it does not use the bytes lost by rounding.
+    As a function of m, Time changes only where m is a sum of sizes (in bytes) in the chain. A table
+    stores Time for a limited number of values of m (levels): 8,000,000 / L**2, but at least 500. If
+    all these sums are in the table, the result is exact. Otherwise the levels are evenly spaced,
+    and m is rounded down to a level in each recursion. The result is then still within the budget,
+    but it may be slower than the best schedule, because it does not use the bytes lost by rounding.
 
     Args:
         chain: A chain of L stages, with their times and bytes.
         budget_bytes: Largest `peak_bytes` that the schedule may have in `simulate`.
 
     Raises:
-        InfeasibleBudget: No schedule fits. The message gives the smallest budget for which one
-            fits, which is exact.
+        InfeasibleBudget: No persistent schedule fits into the budget. The message gives the
+            smallest budget for which there is a persistent schedule. This number is exact.
         TypeError, ValueError: An argument has the wrong type or value.
 
     Source: Beaumont et al., arXiv:1911.13214, theorem 1.
@@ -57,7 +60,7 @@ def optimal(chain: Chain, budget_bytes: int) -> Schedule:
     least_bytes = chain.input_bytes + int(table.need[0, -1])
     if budget_bytes < least_bytes:
         raise InfeasibleBudget(
-            budget_bytes, least_bytes, f"this chain needs at least {least_bytes}"
+            budget_bytes, least_bytes, f"this chain needs at least {least_bytes} bytes"
         )
     return table.schedule(budget_bytes - chain.input_bytes)
 
@@ -65,13 +68,13 @@ def optimal(chain: Chain, budget_bytes: int) -> Schedule:
 def frontier(chain: Chain) -> list[Cost]:
     """Find the Pareto frontier of persistent schedules, from the least peak to the least time.
 
-    A schedule is persistent if a value that it keeps stays until the backward of the stage that
-    needs it. Its cost is on the frontier if no other schedule has a peak and a time that are both
-    at most as large.
+    A schedule is persistent if each value that it keeps stays in memory until the backward that
+    needs this value has run. The cost of a schedule is on the frontier if every schedule with a
+    lower peak takes more time, and every faster schedule has a higher peak.
 
-    The result is exact if the chain's sizes have few different sums, as described in `optimal`.
-    Otherwise some costs may be missing. Every returned cost is that of a schedule, and the first
-    cost has the least possible peak.
+    The result is exact if the table that `optimal` describes has room for all sums of sizes in the
+    chain. Otherwise some costs may be missing. Every returned cost is that of an actual schedule,
+    and the first cost has the least possible peak.
 
     Args:
         chain: A chain of L stages, with their times and bytes.
@@ -117,8 +120,8 @@ class _Table:
         self.need = np.full((length, length), INFINITE_BYTES)
         self.time = np.empty((length, length, len(self.levels) + 1))
         self.workspace = np.empty((length, len(self.levels) + 1))
-        # after_value[s][k] is like after_saved[s][k], with the bytes of x_s instead of those that
-        # stage s saves.
+        # after_value[s][k] is computed like after_saved[s][k], but subtracts the bytes of x_s
+        # instead of the bytes that stage s saves.
         after_value, self.after_saved = (
             np.array([self.level_index(np.append(self.levels, -1) - size) for size in kind])
             for kind in (self.sizes.values, self.sizes.saved)
@@ -133,13 +136,17 @@ class _Table:
                 np.add(self.time[s, t, after_value[s]], self.sizes.elapsed[s], out=right[s])
 
     def level_index(self, count: np.ndarray) -> np.ndarray:
-        """Return the index of the largest level of at most `count` bytes; -1 if there is none."""
+        """For each number n in `count`, return the index of the largest level that is at most n.
+
+        The index is -1 if all levels are larger than n.
+        """
         return np.searchsorted(self.levels, count, side="right") - 1
 
     def least_bytes_per_option(self, s: int, t: int) -> np.ndarray:
         """Return how many bytes stages s to t need with each option, in addition to x_s.
 
-        Option 0 is to keep all of stage s. Option k is to run ahead to x_{s+k} and keep it.
+        Option 0 is to keep everything that the backward of stage s needs. Option k is to run the
+        forwards from x_s to x_{s+k} first, and keep x_{s+k}.
         """
         sizes = self.sizes
         option_bytes = np.empty(t - s + 1, dtype=np.int64)
@@ -156,8 +163,8 @@ class _Table:
 
         Args:
             s, t: First and last stage of the part.
-            right: right[e] is the time of the forwards from x_0 to x_e, plus the least time of
-                stages e to t with x_e kept, at each level.
+            right: right[e] has one time for each level (number of free bytes). It is the time of
+                the forwards from x_0 to x_e, plus the least time of stages e to t with x_e kept.
         """
         option_bytes = self.least_bytes_per_option(s, t)
         best = self.time[s, t]
@@ -167,7 +174,7 @@ class _Table:
             parts_bytes = np.maximum(
                 self.need[s, s:t], self.need[s + 1 : t + 1, t] + self.sizes.values[s + 1 : t + 1]
             )
-            # Exclude levels with enough bytes for both parts, but not for running ahead to x_e.
+            # Exclude levels with enough bytes for both parts, but too few for the forwards to x_e.
             for e in np.flatnonzero(option_bytes[1:] > parts_bytes):
                 total[e, : np.searchsorted(self.levels, option_bytes[e + 1])] = np.inf
             np.minimum.reduce(total, axis=0, out=best)
@@ -219,15 +226,16 @@ class _Table:
             )
             times[1:] += sizes.elapsed[ends] - sizes.elapsed[s]
         times[option_bytes > m] = np.inf
-        # If the levels are too coarse, all times may be infinite. The option with the least bytes
-        # always fits.
+        # If the levels are too coarse, all times may be infinite. Then choose the option with the
+        # least bytes, which always fits.
         return int(times.argmin() if np.isfinite(times.min()) else option_bytes.argmin())
 
 
 def _levels(sizes: Sizes, most: int) -> np.ndarray:
     """Return the levels of the table: all numbers of bytes at which a least time may change.
 
-    They are at most `most`. If there are too many, multiples of one step are returned instead.
+    No level is larger than `most`. If there are too many such levels, evenly spaced levels are
+    returned instead. The largest of them is `most`.
     """
     limit = max(LEAST_LEVELS, CELLS // sizes.length**2)
     gradients, through = np.unique(sizes.gradient), np.unique(sizes.through[sizes.through > 0])

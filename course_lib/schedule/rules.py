@@ -1,6 +1,6 @@
 """Schedules that follow a fixed rule, such as keeping everything or only segment boundaries.
 
-Unlike those in the module `planner`, they do not depend on a budget in bytes.
+Unlike the schedules of the module `planner`, these schedules do not depend on a budget in bytes.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def sqrt_segments(chain: Chain) -> Schedule:
     """Return `segments(chain, k)` for the number of segments k that needs about the least memory.
 
     Only the input of each segment is kept, and backward recomputes one segment at a time. Let each
-    of L stages save s bytes, and let each segment boundary have b bytes. Keeping k boundaries and
-    everything of one segment of L/k stages needs k*b + (L/k)*s bytes, which is least at k* =
+    of L stages save s bytes, and let each segment boundary have b bytes. The k boundaries and the
+    saved bytes of one segment of L/k stages need k*b + (L/k)*s bytes. This sum is least at k* =
     sqrt(L*s/b). If k* is not a whole number, the better of the two nearest whole numbers is used.
 
     Args:
@@ -92,13 +92,13 @@ def sqrt_segments(chain: Chain) -> Schedule:
 
 
 def recursive(chain: Chain) -> Schedule:
-    """Return the schedule that halves the chain recursively and runs the second half first.
+    """Return the schedule that halves the chain recursively and keeps the input of each half.
 
     At the beginning, the first half runs forward to compute the input of the second half, and only
-    this input is kept. Then the second half runs forward and backward, and after it the first half.
-    Each half is halved in the same way. At most ceil(log2 L) + 1 inputs and the saved bytes of one
-    stage are live at the same time. In return, the schedule has about (L/2) * log2 L extra
-    forwards.
+    this input is kept. Then the second half runs forward and backward. After that, the first half
+    runs forward and backward. Each half is halved in the same way. At most ceil(log2 L) + 1 inputs
+    and the saved bytes of one stage are live at the same time. In return, the schedule has about
+    (L/2) * log2 L extra forwards.
 
     Args:
         chain: A chain of L stages.
@@ -162,8 +162,8 @@ def binomial(length: int, slots: int) -> Schedule:
 def _binomial_split(length: int, slots: int) -> int:
     """Return the number of stages that `binomial` runs before it keeps the next input.
 
-    It is the largest number for which no stage of either part has more than r forward actions that
-    do not keep everything, with r as in `binomial`.
+    Often several numbers lead to a schedule with the fewest forwards. The largest of these numbers
+    is returned.
     """
     if slots == 1:
         return length - 1
@@ -188,7 +188,7 @@ def _keep_all(start: int, end: int) -> list[Action]:
 def advance(start: int, end: int) -> list[Action]:
     """Return forward actions that run stages `start` to end-1 to compute the input of stage `end`.
 
-    Only this value and the input of stage `start` are kept.
+    Only the inputs of stages `start` and `end` are kept.
     """
     return [Forward(start, "input"), *(Forward(i, "nothing") for i in range(start + 1, end))]
 
@@ -259,9 +259,10 @@ def _best_cuts(chain: Chain, count: int) -> list[int]:
     """Return the boundaries of `count` segments for which `segment_schedule` has the least peak.
 
     The boundaries are 0 = c_0 < ... < c_count = L. In the code, need[a] is the least number of
-    bytes for stages a to L-1 in a given number of segments, without x_a and the boundaries before
-    it. If the first of these segments ends at b, the number is the larger of two: the bytes of this
-    segment alone, and those of x_b plus need[b] for the rest.
+    bytes for stages a to L-1 in a given number of segments. It does not include the bytes of x_a
+    and of the inputs of earlier segments. If the first of these segments ends at b, need[a] is the
+    larger of two numbers: the bytes of this segment alone, and the bytes of x_b plus need[b]. This
+    need[b] is for one segment less.
     """
     sizes = Sizes(chain)
     length = len(chain)

@@ -1,7 +1,7 @@
 """Run one stage of a chain under autograd, with a backward that frees memory early.
 
-The module `executor` uses this to run the stages of a schedule, and the module `chain` to measure
-each stage.
+The module `executor` uses this module to run the stages of a schedule. The module `chain` uses it
+to measure each stage.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _identities = itertools.count()
 
 
 class _FunctionModule(nn.Module):
-    """Module that calls a function, and has the modules and parameters that the function uses.
+    """Module that calls a function, and has the function's modules and parameters as its own.
 
     The stages that a model's `stages` method returns are often methods, partials and lambdas that
     use modules of the model. The wrapper must have these modules as submodules. Otherwise a stage
@@ -62,8 +62,9 @@ class _FunctionModule(nn.Module):
         super().__init__()
         self.function = function
         references = list(dict.fromkeys(_modules_and_parameters(function)))
-        # This attribute makes any two functions different for `module_signature`, because their
-        # code is not compared. `id` is not used, because Python may reuse it for another function.
+        # `module_signature` does not compare the code of functions. This number differs for each
+        # wrapped function, so that two functions never count as equal. The `id` of the function is
+        # not used, because Python may reuse it for another function.
         self.identity = str(next(_identities))
         self.modules_held = nn.ModuleList(
             value for value in references if isinstance(value, nn.Module)
@@ -79,8 +80,9 @@ class _FunctionModule(nn.Module):
 def _modules_and_parameters(value: Any) -> Iterator[nn.Module | nn.Parameter]:
     """Yield the modules and parameters that a function refers to.
 
-    A function refers to the arguments of a partial, the object of a method, the variables of a
-    closure, default arguments, and the items of lists, tuples and dicts among these.
+    The search covers the arguments of a partial, the object of a method, the variables of a
+    closure, and default arguments. If one of these is a list, tuple or dict, its items are searched
+    as well.
     """
     if isinstance(value, (nn.Module, nn.Parameter)):
         yield value
@@ -110,7 +112,7 @@ def checked_value(name: str, value: Any) -> Any:
         value: A tensor, or a container of tensors.
 
     Raises:
-        TypeError: The value has no tensor, or it has several and not exactly one of them is
+        TypeError: The value has no tensor, or it has several tensors but not exactly one that is
             floating-point or complex.
     """
     tensors = list(tensors_in(value))
@@ -129,9 +131,9 @@ def main_tensor(value: Any) -> Tensor:
     """Return the tensor through which gradients flow from one stage to another.
 
     Args:
-        value: Value that one stage passes to the next: a tensor, or a container with exactly one
-            floating-point or complex tensor, which is returned. If the container has a single
-            tensor, this tensor is returned, whatever its data type is.
+        value: Value that one stage passes to the next: a tensor or a container of tensors. If it
+            has a single tensor, this tensor is returned, whatever its data type is. Otherwise, it
+            must have exactly one floating-point or complex tensor, and this tensor is returned.
     """
     tensors = list(tensors_in(value))
     return tensors[0] if len(tensors) == 1 else next(filter(differentiable, tensors))
@@ -162,7 +164,9 @@ def check_constants(kwargs: dict[str, Any]) -> None:
     """
     for name, value in kwargs.items():
         if any(tensor.requires_grad for tensor in tensors_in(value)):
-            raise ValueError(f"{name} must not require gradients, got {describe(value)} that does")
+            raise ValueError(
+                f"{name} must not require gradients, got {describe(value)} that requires gradients"
+            )
 
 
 # ---- forward
@@ -179,7 +183,8 @@ def run_stage(i: int, stage: nn.Module, value: Any, kwargs: dict) -> Any:
 
     Raises:
         RuntimeError: The stage changes its input in place.
-        TypeError: The stage returns no tensor, or several through which gradients flow.
+        TypeError: The stage returns no tensor, or several tensors, if not
+            exactly one of them is floating-point or complex.
     """
     versions = [tensor._version for tensor in tensors_in(value)]
     output = stage(value, **kwargs)
@@ -188,22 +193,24 @@ def run_stage(i: int, stage: nn.Module, value: Any, kwargs: dict) -> Any:
             f"stage {i} changed its input in place, but a schedule may need the input again; use an"
             " out-of-place operator instead"
         )
-    return checked_value(f"what stage {i} returns", output)
+    return checked_value(f"the result of stage {i}", output)
 
 
 # ---- backward
 
 
 class GradientSlot:
-    """Container for the gradient that one stage's backward passes to the next.
+    """Container in which a stage's backward leaves a gradient for the previous stage's backward.
 
-    It has the only reference to the gradient, so that autograd can free the gradient after its last
-    use. If the gradient were passed to `torch.autograd.grad`, the caller would hold a second
-    reference during the whole backward of the stage. Instead, the first node of this backward takes
-    the gradient out of the slot.
+    This gradient is that of the stage's input, which is the output of the previous stage. The slot
+    has the only reference to the gradient, so that autograd can free it after its last use. If the
+    gradient were passed to `torch.autograd.grad`, the caller would hold a second reference during
+    the whole backward that uses it. Instead, the first node of this backward takes the gradient out
+    of the slot.
 
     Attributes:
-        gradient: The gradient. None if the slot is empty, or if the loss does not use the output.
+        gradient: Gradient of the output of the stage whose backward runs next. None if the slot is
+            empty, or if the loss does not use this output.
     """
 
     def __init__(self) -> None:
@@ -222,14 +229,15 @@ class KeptStage:
         i, stage, value, kwargs: Number of the stage, the stage itself, its input and its keyword
             arguments, as in `run_stage`.
         needs_gradient: Whether the backward computes the gradient of the input.
-        slot: Container of the gradient of the output. The caller puts the gradient into it before
-            `backward`, which takes it out.
+        slot: Container of the gradient of the output. The caller puts the gradient into the slot
+            before it calls `backward`, and `backward` takes it out.
 
     Raises:
-        RuntimeError: The stage changes its input in place, uses a tensor that requires gradients
-            and is neither its input nor its parameter, or stores a tensor with a graph in an
-            attribute.
-        TypeError: The stage returns no tensor, or several through which gradients flow.
+        RuntimeError: The stage changes its input in place, stores a tensor with a graph in an
+            attribute, or uses a tensor that requires gradients but is neither the stage's input nor
+            one of its parameters.
+        TypeError: The stage returns no tensor, or several tensors, if not
+            exactly one of them is floating-point or complex.
     """
 
     def __init__(
@@ -244,8 +252,8 @@ class KeptStage:
         x = main_tensor(value)
         with torch.enable_grad():
             self.x = x.detach().requires_grad_(needs_gradient and differentiable(x))
-            # The stage receives a view of the leaf, because the hook that FlopCounterMode puts on a
-            # module's input fails for a leaf inside `torch.autograd.grad`.
+            # The stage receives a view, because FlopCounterMode puts a hook on each module's input.
+            # This hook fails in `torch.autograd.grad` if the input is a leaf.
             self.output = run_stage(
                 i, stage, with_main_tensor(value, self.x.view_as(self.x)), kwargs
             )
@@ -254,14 +262,14 @@ class KeptStage:
         self.parameters = trainable_parameters(stage)
         if not {*map(id, _reached_leaves(self.end))} <= {*map(id, (self.x, *self.parameters))}:
             raise RuntimeError(
-                f"stage {i} uses a tensor that requires a gradient and is neither its input nor"
-                " one of its parameters; use a module as the stage and make the tensor a parameter"
-                " of it, or detach the tensor"
+                f"stage {i} uses a tensor that requires a gradient, but this tensor is neither the"
+                " input nor a parameter of the stage; make the stage a module with this tensor as"
+                " a parameter, or detach the tensor"
             )
         if attribute := next(_attributes_with_graph(stage), None):
             raise RuntimeError(
                 f"stage {i} stores a tensor that requires a gradient in {attribute}, but gradients"
-                " flow only through its output; return that tensor, or detach it"
+                " flow only through the output of the stage; return this tensor, or detach it"
             )
 
     def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -290,7 +298,7 @@ class KeptStage:
 class _TakeGradient(torch.autograd.Function):
     """Last node of a stage's graph, whose output is an empty tensor.
 
-    Its backward takes the gradient of the stage's output from the slot.
+    Its backward takes the gradient of the stage's output from the `GradientSlot`.
     """
 
     @staticmethod
@@ -309,7 +317,7 @@ def trainable_parameters(stage: nn.Module) -> list[nn.Parameter]:
 
 
 def _attributes_with_graph(stage: nn.Module) -> Iterator[str]:
-    """Yield the names of attributes in which a run has stored a tensor that has a graph.
+    """Yield the names of attributes in which a run has stored a tensor with an autograd graph.
 
     Weights that a hook computes before each run are skipped.
     """
