@@ -1,7 +1,7 @@
 """Offload tensors when autograd saves them, and fetch them shortly before backward reads them.
 
-A whole storage is offloaded at a time. It is copied once, even if several saved tensors are views
-of it. A storage is always in one of these states (`_State`), and methods of `_SavedStorage` move
+A storage is always offloaded as a whole, and only once, even if several saved tensors are views of
+it. A storage is always in one of these states (`_State`), and methods of `_SavedStorage` move
 it to the next one:
 
     PARTIAL
@@ -17,12 +17,12 @@ it to the next one:
     from every state to FREED, when the last handle is dropped
 
 `pack` and `unpack` are autograd's saved-tensor hooks. `pack` creates a storage as PARTIAL. If the
-first saved tensor covers the whole storage, it becomes ON_DEVICE in the same call. Until the copy
-to the lower tier is complete, the attribute `device_tensor` refers to the device memory. While a
-storage is FETCHING, `finish_fetch` refers to it. The storage has a reservation in the store from
-OFFLOADING on. Only an OFFLOADED storage uses no device memory, and saving this memory is the
-purpose of the module. If a graph is retained, its storages can change between OFFLOADED and
-FETCHING more than once.
+first saved tensor covers the whole storage, the storage becomes ON_DEVICE in the same call. Until
+the copy to the lower tier is complete, the attribute `device_tensor` refers to the device memory.
+While a storage is FETCHING, `finish_fetch` refers to the device memory. From OFFLOADING on, the
+storage has a reservation in the store. Only an OFFLOADED storage uses no device memory, and saving
+this memory is the purpose of the module. If a graph is retained, its storages can change between
+OFFLOADED and FETCHING more than once.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class offload_activations:
       in `keep`
     - storages smaller than `min_bytes`
     - the storages saved last (see `prefetch`), because backward needs them first
-    - storages that the saved tensors cover only in part, as when a batch is a slice of a data set:
-      the data set stays in memory anyway, so offloading would free nothing
+    - storages that the saved tensors cover only in part. For example, if a saved batch is a slice
+      of a data set, the data set stays in memory anyway, so offloading would free nothing.
     - sparse, quantized and nested tensors
 
     A storage is copied to the lower tier only once, even if several saved tensors are views of it.
@@ -154,8 +154,8 @@ class offload_activations:
         if kind is None and all_too_small and not self._warned:
             self._warned = True
             warnings.warn(
-                "no activation was moved: the largest storage that was saved has"
-                f" {forward_pass.too_small} bytes, and min_bytes is {self.min_bytes}",
+                "no activation was moved: the largest storage that was saved for backward has"
+                f" {forward_pass.too_small} bytes, less than min_bytes = {self.min_bytes}",
                 stacklevel=2,
             )
 
@@ -163,11 +163,11 @@ class offload_activations:
 class _State(Enum):
     """State of a saved storage. The module docstring shows the transitions between states."""
 
-    PARTIAL = auto()  # stays on the device, because the saved tensors cover only a part of it
+    PARTIAL = auto()  # stays on the device, because saved tensors cover only a part of the storage
     ON_DEVICE = auto()  # on the device; will be offloaded unless backward begins first
     OFFLOADING = auto()  # being copied to the lower tier, and still on the device
     OFFLOADED = auto()
-    FETCHING = auto()  # being copied back, or copied back already; readers wait for the copy
+    FETCHING = auto()  # the copy back to the device has started; readers wait for it
     FREED = auto()
 
 
@@ -181,10 +181,11 @@ class _ForwardPass:
         too_small: Bytes of the largest saved storage that is smaller than `min_bytes`.
         large_enough: Whether a storage of at least `min_bytes` was saved.
         storages: All storages that may be offloaded, in the order in which they were saved.
-        on_device: The storages that were saved last and whose copies have not started yet.
+        on_device: The storages that were saved last. Their copies to the lower tier have not yet
+            started.
         offloading: Storages whose copy to the lower tier may be in flight.
-        running_node: Node of backward that is reading its saved tensors now.
-        unpacked: Storages that this node has read.
+        running_node: Autograd node that is reading its saved tensors now, in backward.
+        unpacked: Storages that `running_node` has read.
     """
 
     def __init__(self, options: offload_activations):
@@ -195,7 +196,7 @@ class _ForwardPass:
         self.modules: set[int] = set()
         self.too_small = 0
         self.large_enough = False
-        self.storages: list[_SavedStorage] = []  # backward reads them from the end
+        self.storages: list[_SavedStorage] = []  # backward reads the list from its end
         self.on_device: deque[_SavedStorage] = deque()
         self.offloading: deque[_SavedStorage] = deque()
         self.running_node, self.unpacked = None, []
@@ -217,7 +218,7 @@ class _ForwardPass:
     def pack(self, tensor: Tensor) -> _KeptTensor | _Handle:
         """Return what autograd saves instead of a tensor; autograd calls this hook.
 
-        This is a handle if the tensor is to be offloaded, and a `_KeptTensor` otherwise.
+        The result is a handle if the tensor is to be offloaded, and a `_KeptTensor` otherwise.
         """
         if not _has_storage(tensor) or self._must_stay(tensor):
             return _KeptTensor(tensor)
@@ -248,25 +249,25 @@ class _ForwardPass:
     def _must_stay(self, tensor: Tensor) -> bool:
         """Return whether a tensor must not be offloaded.
 
-        This is so for a parameter, for another leaf that requires gradients, for a view of one of
-        these, and if the tensor's storage is in `kept_storages`.
+        This is True for parameters, for other leaf tensors that require gradients, for views of
+        parameters or such leaf tensors, and for tensors whose storage is in `kept_storages`.
         """
         base = tensor._base if tensor._is_view() else tensor
         leaf = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
         return leaf or tensor.untyped_storage() in self.kept_storages
 
     def _or_device_default(self, requested: int | None, saved: _SavedStorage) -> int:
-        """Return the requested number; for None, return the default of the storage's device."""
+        """Return `requested`, or the default of the storage's device if `requested` is None."""
         return saved.device.ahead if requested is None else requested
 
     def unpack(self, packed: _KeptTensor | _Handle) -> Tensor:
-        """Return a saved tensor for backward, and start fetching those that backward reads next."""
+        """Return a saved tensor for backward, and start fetching the storages needed next."""
         if isinstance(packed, _KeptTensor):
             return packed.restore()
         with self.lock:
             node = _running_node()
-            # A node may read a saved tensor twice, so its storages are released only when the next
-            # node reads a tensor.
+            # A node may read a saved tensor twice. Therefore the storages that a node has read are
+            # released only when the next node reads a tensor.
             if node != self.running_node:
                 for saved in self.unpacked:
                     saved.release()
@@ -290,8 +291,9 @@ class _ForwardPass:
 class _KeptTensor:
     """A saved tensor that is not offloaded.
 
-    It refers to the tensor without its autograd history. Otherwise an operator that saves its own
-    result would be part of a reference cycle, and its graph would not be freed when it is dropped.
+    This object refers to the tensor without the tensor's autograd history. With the history, an
+    operator that saves its own result would be part of a reference cycle. The graph would then not
+    be freed when the last reference from outside the cycle is dropped.
     """
 
     def __init__(self, tensor: Tensor):
@@ -322,7 +324,7 @@ class _Handle:
     saved: _SavedStorage | None = None
 
     def __init__(self, saved: _SavedStorage, tensor: Tensor):
-        self.key = object()  # an id could be reused before this handle's delayed `remove_handle`
+        self.key = object()  # an id might be reused before `remove_handle` runs
         self.view = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         self.conjugated, self.negated = tensor.is_conj(), tensor.is_neg()
         # Count each byte of the storage once, because a view may skip elements or repeat them.
@@ -332,7 +334,7 @@ class _Handle:
         self.saved = saved
 
     def restore(self) -> Tensor:
-        """Return the saved tensor as a view of its storage, which is fetched first if necessary."""
+        """Fetch the storage if necessary, and return the saved tensor as a view of it."""
         view = view_of(self.saved.wait_for_data(self), *self.view)
         if self.conjugated:
             view = torch._conj(view)
@@ -344,16 +346,17 @@ class _Handle:
 
 
 class _SavedStorage:
-    """A storage that autograd has saved one or more tensors of, and the state of its offload.
+    """A storage with one or more tensors that autograd has saved, and the state of its offload.
 
     Attributes:
         state: Where the data is, as a `_State`.
-        device_tensor: A tensor on the device that has this storage; None from OFFLOADED on.
-        version, changed: Version counter of the tensor when it was saved, and whether the tensor
-            had been changed in place when its copy was complete.
+        device_tensor: A tensor on the device that has this storage. None once the state is
+            OFFLOADED.
+        version: Version counter of the tensor when it was saved.
+        changed: Whether the tensor had been changed in place by the time its copy was complete.
         stream: The stream on which the tensor was saved.
         index: Position in `storages` of the forward pass; None while the state is PARTIAL.
-        reservation: Reservation in the store, from OFFLOADING on.
+        reservation: Reservation of space in the store. None until the state is OFFLOADING.
         finish_fetch: While FETCHING, a function that waits for the copy and returns the tensor.
         handles: Map from the key of each live handle to (offset, size) of its tensor, in bytes.
         unread: Keys of the handles that backward has not read since the storage was fetched.
@@ -363,7 +366,7 @@ class _SavedStorage:
         self.state = _State.PARTIAL
         self.forward_pass = forward_pass
         self.store = forward_pass.options.store or default_store(tensor)
-        self.device_tensor: Tensor | None = tensor.detach()  # shares the version counter
+        self.device_tensor: Tensor | None = tensor.detach()  # shares the tensor's version counter
         self.version, self.changed = tensor._version, False
         self.device = Device.of_tensor(tensor)
         self.stream = self.device.current()
@@ -391,7 +394,7 @@ class _SavedStorage:
 
         If the copy failed, the storage stays on the device and the error is raised.
         """
-        if self.state is not _State.OFFLOADING:  # it was freed while the copy was in flight
+        if self.state is not _State.OFFLOADING:  # the storage was freed during the copy
             return
         try:
             with self.device.on(self.stream):
@@ -417,9 +420,9 @@ class _SavedStorage:
             handle: The handle whose saved tensor backward reads now.
 
         Raises:
-            RuntimeError: The data was changed in place before it was offloaded, or the running
-                operator is `rrelu` in training mode, which fills the tensor that it saves only
-                after saving it.
+            RuntimeError: The data was changed in place before it was offloaded. The error is also
+                raised if the running operator is `rrelu` in training mode, which saves a tensor
+                before it fills the tensor.
         """
         if self.changed or (
             self.device_tensor is not None and self.device_tensor._version != self.version
@@ -427,7 +430,7 @@ class _SavedStorage:
             raise RuntimeError(
                 _CHANGED.format(shape=handle.view[1], when=" before it was offloaded")
             )
-        # The data may have been copied before the operator wrote it.
+        # The store may have copied the tensor before rrelu filled it.
         if self.reservation is not None and writes_after_saving(current_node()):
             raise RuntimeError(
                 "rrelu in training cannot be combined with offload_activations, because it saves"
@@ -452,7 +455,7 @@ class _SavedStorage:
             self.finish_fetch = None
 
     def remove_handle(self, key: object) -> None:
-        """Remove a handle that was dropped; after the last one, free the data everywhere."""
+        """Remove a dropped handle; if it was the last one, free the data on device and in store."""
         del self.handles[key]
         self.unread.discard(key)
         if not self.handles:

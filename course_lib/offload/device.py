@@ -1,7 +1,7 @@
 """Streams, events, pinned memory and copies of a device, behind one small interface.
 
-`Device` is the CPU, `Cuda` is a GPU, and `course_lib.simulated` has a simulated GPU for tests. All
-streams, events and copies of a GPU that this package uses go through these methods, so that the
+`Device` is the CPU, `Cuda` is a GPU, and `course_lib.simulated` has a simulated GPU for tests. This
+package uses streams, events and copies only through the methods of these classes, so that the
 simulated device can replace a GPU.
 """
 
@@ -17,15 +17,15 @@ from course_lib._torch.symbolic import is_symbolic
 
 
 class Device:
-    """Streams, events and copies of the CPU; subclasses are for other devices.
+    """Base class of devices, with methods for streams, events and copies.
 
-    The memory of the CPU is host memory, and a copy is complete when the call returns. A CPU has no
-    streams and events, so its methods return None for them. The subclass `Cuda` overrides these
-    methods.
+    This class itself represents a CPU, and its subclass `Cuda` represents a GPU. The memory of a
+    CPU is host memory, and a copy is complete when the call returns. A CPU has no streams and
+    events, so methods that return a stream or an event return None here.
 
     Attributes:
         has_own_memory: Whether the device's memory is separate from host memory.
-        ahead: Default of `prefetch` and `in_flight` in `offload_activations`.
+        ahead: Default value of the arguments `prefetch` and `in_flight` of `offload_activations`.
         guests: Registered devices, such as a simulated GPU, whose tensors are CPU tensors for
             PyTorch. `of_tensor` checks these devices first.
     """
@@ -38,7 +38,7 @@ class Device:
     def of_tensor(tensor: Tensor) -> Device:
         """Return the device that a tensor is on.
 
-        For a symbolic tensor, which has no memory, the result is the CPU, whose copies need no
+        For a symbolic tensor, the result is the CPU: the tensor has no memory, and a copy needs no
         synchronization.
         """
         if is_symbolic(tensor):
@@ -69,7 +69,7 @@ class Device:
         return None
 
     def on(self, stream: Any) -> AbstractContextManager:
-        """Return a context manager that makes this stream the current one."""
+        """Return a context manager that makes `stream` the current stream."""
         return nullcontext()
 
     def side(self, name: str) -> Any:
@@ -105,7 +105,7 @@ class Device:
         return tensor
 
     def pinned(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialized host tensor that this device can copy without the CPU.
+        """Allocate an uninitialized host tensor that this device can copy by itself (DMA).
 
         On a GPU the tensor is in pinned memory, and on a CPU in ordinary memory.
         """
@@ -167,7 +167,7 @@ class Cuda(Device):
         return torch.cuda.stream(stream)
 
     def side(self, name: str) -> torch.cuda.Stream:
-        # Streams are reused, because the allocator has a separate memory pool for each.
+        # Streams are reused, because the allocator has a separate memory pool for each stream.
         if name not in self._sides:
             self._sides[name] = torch.cuda.Stream(self.device)
         return self._sides[name]

@@ -2,13 +2,13 @@
 
 If a parameter has low precision, the optimizer updates an fp32 copy of it, the master weights.
 `MasterWeights` keeps this copy and the optimizer state on the parameter's device. Two subclasses
-keep them on the lower tier: `HostState` (`state_host.py`) in host memory, where the CPU updates
-them, and `FileState` (`state_file.py`) in a file, from which they are read page by page. A subclass
-can override
+keep the copy and the state on a lower tier. `HostState` (`state_host.py`) keeps them in host
+memory, where the CPU updates them. `FileState` (`state_file.py`) keeps them in a file, and a step
+reads them page by page. A subclass can override
 
 - how a step updates all parameters that have gradients (`step`), and which bytes of the store it
   reserves before the update (`reserve`);
-- which tensor the base optimizer updates (`make_weights`, `attach_states`);
+- which tensor the base optimizer, such as AdamW, updates (`make_weights`, `attach_states`);
 - how parameter values and gradients are copied to the weights, and how the updated weights are
   written back to the parameter (`values`, `gradient`, `write_values`);
 - how the state is read and set (`has_state`, `state`, `load_state`, `held_tensors`).
@@ -37,11 +37,12 @@ class StateOptions:
 
     Attributes:
         overlap: Whether copies overlap the update of other parameters.
-        page_bytes: Largest size of a page in bytes. A page is a group of parameters, with their
-            optimizer state, that are updated together.
+        page_bytes: Largest size of a page in bytes. A page is a group of parameters that are
+            updated together, with their optimizer state.
         state_names: Keys of the state tensors that have the shape of their parameter, such as
             "exp_avg" of AdamW.
-        store: The store for the state of CPU parameters; None until it is first needed.
+        store: The store (a file, for example) for the state of CPU parameters; None until it is
+            first needed.
     """
 
     overlap: bool
@@ -73,8 +74,8 @@ class MasterWeights:
         states: The `state` of the base optimizer, a dict from each tensor that it updates to the
             state of that tensor.
         version: Address and version counter of the parameter when it was last equal to the weights.
-            They show whether other code has changed the parameter since. None for a parameter on a
-            CPU, where the values themselves are compared.
+            If one of the two differs later, other code has changed the parameter. None for a
+            parameter on a CPU, where the parameter's values are compared instead.
     """
 
     def __init__(self, p: nn.Parameter, options: StateOptions):
@@ -117,21 +118,23 @@ class MasterWeights:
 
     @classmethod
     def reserve(cls, masters: Sequence[Self], options: StateOptions) -> None:
-        """Reserve the space in the store that an optimizer step with these master weights needs.
+        """Reserve the space that an optimizer step with these master weights needs in the store.
 
-        An optimizer calls this before it changes anything, so that an error leaves the parameters
-        unchanged. The base class needs no space, so it does nothing.
+        The store is a file, for example. An optimizer calls this method before it changes anything,
+        so that an error leaves the parameters unchanged. In the base class, no space is needed, so
+        the method does nothing.
         """
 
     @classmethod
     def step(
         cls, masters: Sequence[Self], update: Callable[..., None], options: StateOptions
     ) -> None:
-        """Run an optimizer step on the parameters of these master weights.
+        """Run an optimizer step on the parameters that belong to the given master weights.
 
-        Parameters without an fp32 copy are updated together. Fp32 copies are updated one page (a
-        group of limited size) after another, because the update of a copy needs the gradient in
-        fp32. The fp32 gradients therefore exist for only one page at a time.
+        Parameters without an fp32 copy are updated together. Parameters with an fp32 copy are
+        updated one page after another; a page is a group of limited size. The update of an fp32
+        copy also needs the gradient in fp32. Because of the pages, these fp32 gradients exist for
+        only one page at a time.
 
         Args:
             masters: Master weights of the parameters that have gradients.
@@ -189,7 +192,7 @@ class MasterWeights:
         return self.p.data_ptr(), self.p._version
 
     def values(self) -> Tensor:
-        """Return the parameter's values, on the device of the master weights."""
+        """Return the parameter, in its own dtype, on the device of the master weights."""
         return self.p.detach()
 
     def gradient(self) -> Tensor | None:
@@ -203,11 +206,11 @@ class MasterWeights:
         """Copy the master weights to the parameter, rounded to the parameter's data type."""
         self.p.copy_(self.weights)
 
-    # ---- reading and setting the state: the dict of the base optimizer, with the additional key
-    # "master" for weights whose dtype differs from the parameter's
+    # ---- reading and setting the state: the dict of the base optimizer. If the weights have a
+    # dtype that differs from the parameter's, the dict has the additional key "master".
 
     def has_state(self) -> bool:
-        """Return whether the parameter has optimizer state or an fp32 copy that differs from it."""
+        """Return whether there is optimizer state, or an fp32 copy unequal to the parameter."""
         if self.states.get(self.weights):
             return True
         return self.p.dtype != self.dtype and not torch.equal(
@@ -230,7 +233,7 @@ class MasterWeights:
 
         Args:
             state: State with the keys that the method `state` returns. An empty dict removes the
-                current state.
+                current state, and sets the master weights to the parameter's values.
         """
         state = dict(state)
         self.load_weights(state.pop("master", self.p.detach()))
@@ -241,7 +244,7 @@ class MasterWeights:
             }
 
     def load_weights(self, values: Tensor) -> None:
-        """Set the master weights to these values.
+        """Set the master weights to `values`.
 
         If the master weights are the parameter itself, nothing is changed.
         """

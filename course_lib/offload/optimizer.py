@@ -1,4 +1,4 @@
-"""An optimizer whose state is offloaded to the lower tier.
+"""An optimizer whose state is offloaded to host memory or to a file.
 
 `OffloadedOptimizer` wraps any PyTorch optimizer. For each parameter, one of the classes in
 `master_weights.py`, `state_host.py` and `state_file.py` keeps the weights and the state.
@@ -23,7 +23,7 @@ from .state_host import HostState
 from .stores import Store
 
 PAGE_BYTES = 16 << 20
-# A step updates the parameters of these classes in this order.
+# Classes that keep the state of a parameter, in the order in which a step updates their parameters.
 STATE_CLASSES: tuple[type[MasterWeights], ...] = (MasterWeights, HostState, FileState)
 
 
@@ -36,32 +36,33 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     and the results are rounded and written to the parameters.
 
     **CPU parameters.** The state is in a file, and a step reads and writes it in pages of
-    `page_bytes`. While one page is updated, the next is read and the previous one is written, so
-    three pages are in memory.
+    `page_bytes`. While one page is updated, the next page is read and the previous page is written,
+    so three pages are in memory.
 
-    **CUDA parameters.** The state is in host memory, and the CPU runs the update. While it updates
-    one parameter, gradients of other parameters are copied to the host, and updated parameters are
-    copied to the GPU. The update uses `fused=True` if `base` has that option and neither `fused`
-    nor `foreach=True` is passed.
+    **CUDA parameters.** The state is in host memory, and the CPU runs the update. While the CPU
+    updates one parameter, gradients of other parameters are copied to the host, and updated
+    parameters are copied to the GPU. The update uses `fused=True` if `base` has that option and
+    neither `fused` nor `foreach=True` is passed.
 
-    **Changes by other code.** Between `backward` and `step`, gradients may be changed in any way:
-    clipped, unscaled, or summed over processes. Other code may set parameters at any time, and the
-    next step starts from the new values. On CUDA, for parameters with master weights or offloaded
-    state, the optimizer recognizes a changed parameter by PyTorch's version counter. `p.copy_(...)`
-    under `torch.no_grad()` and `load_state_dict` increase the counter. In-place changes through
-    `p.data` and by collectives do not, so call `torch.autograd.graph.increment_version(p)` after
-    those.
+    **Changes by other code.** Between `backward` and `step`, gradients may be changed in any way.
+    For example, they may be clipped, unscaled, or summed over processes. Other code may set
+    parameters at any time, and the next step starts from the new values. On CUDA, for parameters
+    with master weights or offloaded state, the optimizer recognizes a changed parameter by
+    PyTorch's version counter. `p.copy_(...)` under `torch.no_grad()` and `load_state_dict` increase
+    the counter. In-place changes through `p.data` and by collectives do not increase it. After such
+    a change, call `torch.autograd.graph.increment_version(p)`.
 
     **Reading the state.** `optimizer.state[p]` returns the state of a parameter `p` as a dict. If
     the state is in a file, the dict and its tensors are copies, so changing them in place has no
-    effect on later steps. For any parameter, the tensor "master" is a copy too. To change the
-    state, assign the complete dict: `optimizer.state[p] = changed` writes it to the file or to host
-    memory. `load_state_dict(state_dict())` restores the state bit for bit.
+    effect on later steps. For a bf16 or fp16 parameter, the dict also has the fp32 master weights
+    under the key "master". This tensor is always a copy. To change the state, assign the complete
+    dict: `optimizer.state[p] = changed` writes it to the file or to host memory.
+    `load_state_dict(state_dict())` restores the state bit for bit.
 
     Args:
         params: Parameters or groups, as for any optimizer.
         base: Optimizer class that computes the updates, such as `torch.optim.AdamW`. It must update
-            each parameter separately and keep a separate state for each.
+            each parameter separately and keep a separate state for each parameter.
         fraction: Fraction of the optimizer state that is offloaded, 0 to 1, counted in elements of
             the parameters. The largest parameters are chosen first. The state of the other
             parameters stays on their device. Megatron-LM's hybrid optimizer has the same option,
@@ -77,8 +78,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     Raises:
         TypeError, ValueError: An argument has the wrong type or value, `base` does not keep a state
             for each parameter, or a parameter is complex or sparse.
-        TypeError: (In `step`) a gradient is complex or sparse; nothing has changed.
-        StoreFull: The state does not fit into the store; the parameters are unchanged.
+        TypeError: (In `step`) a gradient is complex or sparse. The parameters are unchanged.
+        StoreFull: The state does not fit into the store. The parameters are unchanged.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
         # `_base` is None while the constructor of `torch.optim.Optimizer` calls this method for
-        # each group. Our constructor makes the master weights of all these groups together, so that
+        # each group. Our constructor later makes the master weights of all groups together, so that
         # the largest parameters of all groups are offloaded.
         if self._base is not None:
             try:
@@ -142,8 +143,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             The loss that the closure returns, or None without a closure.
 
         Raises:
-            TypeError: A gradient is complex or sparse; nothing has changed.
-            StoreFull: The state does not fit into the store; nothing has changed.
+            TypeError: A gradient is complex or sparse. Parameters and state are unchanged.
+            StoreFull: The state does not fit into the store. Parameters and state are unchanged.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         pending = [master for master in self._masters.values() if master.p.grad is not None]
@@ -174,7 +175,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        """Mapping from each parameter to its state, a dict with the keys that `base` uses.
+        """Mapping from each parameter to its optimizer state, a dict with the keys of `base`.
 
         The state of a bf16 or fp16 parameter also has the key "master", its fp32 master weights.
         """
@@ -219,8 +220,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 class _States(MutableMapping):
     """The `state` of an `OffloadedOptimizer`: a mapping from each parameter to its state.
 
-    Reading an item fetches it from where the parameter's master weights keep it, and setting an
-    item writes it there. Parameters without state are not keys.
+    Reading an item fetches the state from the place where the parameter's `MasterWeights` keeps it,
+    and setting an item writes to this place. Parameters without state are not keys.
     """
 
     def __init__(self, masters: dict[nn.Parameter, MasterWeights]):
@@ -254,7 +255,7 @@ class _States(MutableMapping):
 
 
 def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
-    """Choose the parameters whose optimizer state is offloaded, the largest first.
+    """Choose the parameters whose optimizer state is offloaded, starting with the largest.
 
     Args:
         parameters: Parameters to choose from.
@@ -277,7 +278,11 @@ def chosen_below(parameters: Sequence[Tensor], fraction: float) -> set[Tensor]:
 def _make_masters(
     parameters: list[nn.Parameter], fraction: float, options: StateOptions
 ) -> dict[nn.Parameter, MasterWeights]:
-    """Make master weights for each parameter, of a class that depends on its device."""
+    """Make the master weights of each parameter.
+
+    Their class depends on whether the parameter's state is offloaded, and on the parameter's
+    device.
+    """
     for p in parameters:
         _check_dense("a parameter", p)
     chosen = chosen_below(parameters, fraction)
@@ -322,8 +327,8 @@ def _update_with(
             master.load_grad()
         base.param_groups = chosen_groups
         base.step()
-    # This also runs if the step is interrupted, because `base` may have updated some weights by
-    # then, which must be written to their parameters.
+    # This also runs if the step is interrupted: weights that `base` has already updated must be
+    # written to their parameters.
     finally:
         base.param_groups = all_groups
         for master in masters:
@@ -349,8 +354,8 @@ def _defaults_and_state_names(base: Any, base_kwargs: dict) -> tuple[dict[str, A
     if needs_closure(base) or (hasattr(base, "train") and hasattr(base, "eval")):
         raise TypeError(
             "base must be a class whose step() needs neither a closure nor a call of train(), got"
-            f" {describe(base)}. Use that class without offloading, or offload the state of another"
-            " one, such as torch.optim.AdamW"
+            f" {describe(base)}. Use this class without offloading, or pass another class, such as"
+            " torch.optim.AdamW"
         )
     p = nn.Parameter(torch.zeros(2, 2))
     p.grad = torch.zeros(2, 2)

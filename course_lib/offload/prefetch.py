@@ -17,7 +17,7 @@ from .device import Device
 
 
 class Prefetcher:
-    """Iterable over the batches of a loader, which a background thread loads and copies ahead.
+    """Iterable over the batches of a loader; a background thread loads and copies them in advance.
 
     Batches are copied to CUDA from pinned memory, on a side stream, so that the copies overlap
     computation. Each new iteration restarts the loader. If the loop is left early, the thread stops
@@ -75,7 +75,7 @@ class Prefetcher:
         finally:
             stop.set()
             free_slots.release()
-            thread.join(timeout=0.1)  # short, because a loader that blocks would delay Ctrl-C
+            thread.join(timeout=0.1)  # short timeout, because a blocking loader would delay Ctrl-C
 
     def _load_batches(
         self, batches: queue.SimpleQueue, free_slots: threading.Semaphore, stop: threading.Event
@@ -83,8 +83,8 @@ class Prefetcher:
         """Load batches, copy them to the device and put them into the queue; the thread runs this.
 
         Args:
-            batches: Queue of (batch, event at the end of its copy, None). After the last batch
-                comes (None, `_END`, None), or after an error (None, None, error).
+            batches: Queue of tuples (batch, event at the end of its copy, None). The last item is
+                (None, `_END`, None), or (None, None, error) after an error.
             free_slots: Semaphore with the number of batches that may still be loaded ahead.
             stop: Event that is set when the loop has ended.
         """
@@ -98,7 +98,7 @@ class Prefetcher:
                 if stop.is_set():
                     return
                 batches.put((moved, event, None))
-                device.finish(event)  # after this the loader may reuse the memory of its batch
+                device.finish(event)  # the loader can reuse the memory of its batch after this wait
             batches.put((None, _END, None))
         except BaseException as error:
             batches.put((None, None, error))

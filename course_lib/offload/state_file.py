@@ -15,7 +15,7 @@ from course_lib._torch.tensors import holders_of
 from .master_weights import MasterWeights, StateOptions, is_large, pages
 from .stores import Reservation, StoreFull
 
-# Key of the weights among the state tensors. No optimizer has a state of this name.
+# Key of the master weights in dicts of state tensors. No optimizer has a state of this name.
 WEIGHTS = "the master weights"
 # Number of references to a storage that no tensor uses, as `holders_of` counts them.
 _HOLDERS_WITHOUT_TENSOR = holders_of(UntypedStorage(0))
@@ -24,8 +24,8 @@ _HOLDERS_WITHOUT_TENSOR = holders_of(UntypedStorage(0))
 class FileState(MasterWeights):
     """Master weights and optimizer state of one parameter, kept in a store (a file) between steps.
 
-    They are in memory only during an optimizer step. Before the first step nothing is in the store,
-    and the master weights are read from the parameter.
+    Weights and state are in memory only during an optimizer step. Before the first step, the store
+    has no data of the parameter, and the master weights are read from the parameter.
 
     Attributes:
         reservations: Map from the name of a state tensor, such as "exp_avg", to its reserved space
@@ -42,7 +42,7 @@ class FileState(MasterWeights):
 
     def attach_states(self, states: dict[Tensor, dict[str, Any]]) -> None:
         super().attach_states(states)
-        # The weights may be empty from now on: the base optimizer has already checked their shape.
+        # The base optimizer has checked the weights' shape, so their memory can be released now.
         self._empty_weights()
 
     def _empty_weights(self) -> None:
@@ -81,9 +81,10 @@ class FileState(MasterWeights):
 
         A page is a group of parameters whose state in the file has a limited size. With
         `options.overlap`, while one page is updated, the next one is read and the previous one is
-        written. The memory of a page that has been written is used again for the next read. New
-        memory for each page would have to be mapped and cleared by the operating system, which took
-        15 to 27% of a step of AdamW on 12.6 million parameters, measured on two cores.
+        written. The memory of a page that has been written is used again for the next read.
+        Otherwise, the operating system would have to map and clear new memory for each page.
+        Mapping and clearing took 15 to 27% of a step of AdamW on 12.6 million parameters, measured
+        on two cores.
 
         Args:
             masters: Master weights of the parameters that have gradients.
@@ -104,7 +105,7 @@ class FileState(MasterWeights):
                 reads = start_reads(following, spare) if options.overlap else []
                 try:
                     update(page)
-                finally:  # also after an interruption, because the state in memory has changed
+                finally:  # runs also after an interruption, because the state in memory has changed
                     errors += finish_writes(writes, spare)
                     writes = [master.page_out() for master in page]
                 if not options.overlap:
@@ -112,7 +113,7 @@ class FileState(MasterWeights):
         finally:
             errors += finish_writes(writes, [])
         if errors:
-            raise errors[0]  # at the end, so that every parameter is updated and no state is lost
+            raise errors[0]  # raised last, so that every parameter is updated and no state is lost
 
     def load_values(self) -> None:
         if self.weights.shape != self.p.shape:
@@ -194,7 +195,7 @@ class FileState(MasterWeights):
 
     def _reservation_for(self, name: str, nbytes: int) -> Reservation:
         """Return the reservation for a state tensor; reserve again if its size has changed."""
-        # `reserve` assumes the parameter's size, but a state tensor may have another size.
+        # `reserve` assumes that a state tensor has the parameter's size, which may be wrong.
         if name not in self.reservations or self.reservations[name].nbytes != nbytes:
             self.reservations[name] = self.options.open_store([self.p]).reserve(nbytes)
         return self.reservations[name]
@@ -207,8 +208,8 @@ class FileState(MasterWeights):
     def state(self) -> dict[str, Any]:
         """Return a copy of the parameter's optimizer state, with the keys of the base optimizer.
 
-        State tensors in the store are read. If the parameter is bf16 or fp16, the dict has the
-        additional key "master", the fp32 master weights.
+        State tensors that are in the store are read from it. If the parameter is bf16 or fp16, the
+        dict has the additional key "master", the fp32 master weights.
         """
         reads = {name: self.reservations[name].get() for name in self.stored}
         state = {**self.states.get(self.weights, {}), **self._tensors_in_memory()}
@@ -241,9 +242,9 @@ def start_reads(
 
     Args:
         masters: Master weights of the page.
-        spare: Unused storages. State is read into storages of the right size. The others are
-            released before the reads start, so that a step uses the memory of at most three pages.
-            The list is empty afterwards.
+        spare: Unused storages. State is read into storages of the right size. All other storages
+            are released before the reads start, so that a step uses the memory of at most three
+            pages. The list is empty afterwards.
 
     Returns:
         One function per element of `masters`. It waits for that parameter's reads and gives the
@@ -274,6 +275,6 @@ def finish_writes(
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor that is its whole storage: the same tensor, or a contiguous copy of it."""
+    """Return the tensor if it fills its storage, otherwise a contiguous copy that fills its own."""
     is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
     return tensor.clone(memory_format=torch.contiguous_format) if is_part else tensor

@@ -15,15 +15,15 @@ class HostState(MasterWeights):
     """Master weights and optimizer state of one GPU parameter in host memory, updated by the CPU.
 
     The weights are a copy of the parameter in pinned memory. An update never changes weights that
-    are still being copied to the GPU. It waits for its gradient, and the copy of a gradient to the
-    host starts only after the previous copy of the weights to the GPU has ended.
+    are still being copied to the GPU. The update waits for the gradient's copy to the host, and the
+    gradient's copy starts only after the previous copy of the weights to the GPU has ended.
 
-    Gradients are copied in `step` and not during backward, because clipping, unscaling and sums
-    over processes may still change them after backward.
+    Gradients are copied in `step` and not during backward, because other code may still change them
+    after backward, for example by clipping, unscaling or summing over processes.
 
     Attributes:
-        gradient_copy: Tuple of the gradient on the host and the event at the end of its copy; None
-            if no copy was started.
+        gradient_copy: Tuple of the gradient on the host and the event at the end of its copy. None
+            before this copy starts, and after an update has used it.
         parameter_copied: Event at the end of the last copy of the weights to the GPU; None before
             the first copy.
     """
@@ -39,8 +39,9 @@ class HostState(MasterWeights):
     ) -> None:
         """Update the parameters on the CPU, one at a time.
 
-        With `options.overlap`, gradients of later parameters are copied to the host, and updated
-        parameters are copied to the GPU, while the CPU updates a parameter.
+        With `options.overlap`, two kinds of copies run while the CPU updates a parameter. Gradients
+        of the parameters that are updated next are copied to the host, and parameters that have
+        been updated are copied to the GPU.
 
         Args:
             masters: Master weights of the parameters that have gradients.

@@ -1,4 +1,4 @@
-"""Stores, which keep offloaded tensors: a file, pinned host memory, and one for symbolic tensors.
+"""Stores for offloaded tensors: in a file, in pinned host memory, and for symbolic tensors.
 
 A `Store` gives out reservations of bytes. `reservation.put(tensor)` starts copying a tensor to
 the lower tier, and `reservation.get()` starts copying it back. Neither of them waits for the copy.
@@ -55,10 +55,10 @@ def view_of(
 ) -> Tensor:
     """Return a view of the storage of `data` with any dtype, shape, stride and offset.
 
-    Memory meters do not see the view, unless it is symbolic. It shares the version counter of
-    `data`, by which `offload_activations` recognizes a storage that it has saved before.
-    `Tensor.set_` is not used, because it would make a new version counter, and would keep a
-    symbolic storage alive forever.
+    Dispatch modes, such as memory meters, are disabled while the view is made, unless `data` is
+    symbolic (without values). The view shares the version counter of `data`. `offload_activations`
+    uses this counter to recognize a storage that it has saved before. `Tensor.set_` is not used,
+    because it would make a new version counter, and would keep a symbolic storage alive forever.
 
     Args:
         data: A tensor that uses the storage.
@@ -85,9 +85,9 @@ class DeferringLock:
     """A lock with a queue of calls, which run as soon as the lock is free.
 
     It is made for calls in `__del__`, which Python may run at any time and in any thread. If such a
-    call waited for the lock, it could wait forever, for example because its own thread holds the
-    lock. `call_when_free` therefore never waits. If the lock is taken, the thread that holds the
-    lock runs the call when it releases the lock.
+    call waited for the lock, it could wait forever, for example because its own thread has the
+    lock. `call_when_free` therefore never waits. While a thread has the lock, the call is queued.
+    This thread runs the call when it releases the lock.
     """
 
     def __init__(self):
@@ -123,10 +123,10 @@ class Reservation:
     Attributes:
         nbytes: Number of reserved bytes.
         place: Location of the bytes, such as an offset in the store's file. Only the store uses it.
-        last_copy: The store's record of the last copy, so that the next copy can wait for it. None
-            before the first copy.
-        wait: Function that waits for the copy that `put` started, and raises its error, if there is
-            one. Set by `put`.
+        last_copy: Data about the last copy, with which the store makes later operations wait for
+            this copy. None before the first copy.
+        wait: Function that waits for the copy that `put` started. If the copy failed, it raises the
+            copy's error. Set by `put`.
     """
 
     def __init__(self, store: Store, nbytes: int, place: Any = None):
@@ -140,7 +140,7 @@ class Reservation:
         """Start copying a tensor into the reserved space.
 
         Args:
-            tensor: A tensor that uses its whole storage, of `nbytes` bytes.
+            tensor: A tensor that uses its whole storage. The storage must have `nbytes` bytes.
 
         Returns:
             This reservation. Its `wait()` waits for the copy.
@@ -261,7 +261,7 @@ class Store:
         raise NotImplementedError
 
     def read(self, reservation: Reservation, data: Tensor) -> Callable[[], Any]:
-        """Start copying the bytes of the last `write` back from the store.
+        """Start copying back the bytes that the last `write` stored.
 
         Args:
             reservation: Reserved space that contains the bytes.
@@ -273,7 +273,7 @@ class Store:
         raise NotImplementedError
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
-        """Return a view of a tensor's whole storage as bytes, for `data` in `write` and `read`."""
+        """Return a uint8 view of a tensor's whole storage, to pass to `write` or `read`."""
         return bytes_of(tensor)
 
     def memory_for(
@@ -295,8 +295,8 @@ class Store:
     def claim(self, nbytes: int) -> Any:
         """Find space for a new reservation and return its location, such as an offset in a file.
 
-        The location becomes the attribute `place` of the `Reservation`. It is None in the base
-        class, whose space is not limited. The store calls `claim` and `release` under its lock, so
+        The location becomes the attribute `place` of the `Reservation`. The base class, whose space
+        is not limited, returns None. The store calls `claim` and `release` under its lock, so
         only one thread runs them at a time.
 
         Args:
@@ -319,14 +319,13 @@ class SymbolicStore(Store):
     """Store for steps on symbolic tensors (see `course_lib.symbolic`), which have no values.
 
     It counts the bytes of all offloaded tensors, as if they were copied. A symbolic tensor is not
-    copied, and `get` returns a new symbolic tensor of the same shape. Inside `symbolic`, a few
-    tensors are real, such as small tensors of indices. If the values of a real tensor are known,
-    the store copies them.
+    copied, and `get` returns a new symbolic tensor of the same shape. Inside `symbolic`, the values
+    of a few tensors are known, such as small tensors of indices. The store copies known values.
     """
 
     def write(self, reservation: Reservation, data: Tensor) -> Callable[[], None]:
-        # The modes of `course_lib.symbolic` store the values of some tensors; those of PyTorch do
-        # not.
+        # The modes of `course_lib.symbolic` store the values of some tensors. PyTorch's own modes
+        # store none and have no method `has_known_values`.
         has_known_values = getattr(detect_fake_mode(), "has_known_values", None)
         reservation.place = None
         if has_known_values is not None and has_known_values(data):
@@ -338,8 +337,8 @@ class SymbolicStore(Store):
         return lambda: None
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
-        # No view of a tensor without values is made, because it is not copied. A view would run
-        # four operators.
+        # A tensor without values is not copied, so no view of its bytes is needed. Making the view
+        # would run four operators.
         return tensor if isinstance(tensor, FakeTensor) else bytes_of(tensor)
 
     def memory_for(self, reservation, shape, stride, dtype, device) -> Tensor:
@@ -378,8 +377,8 @@ class HostStore(Store):
 
     def release(self, reservation: Reservation) -> None:
         super().release(reservation)
-        # The streams that started the copies wait for them, so that no memory is reused while a
-        # copy still reads or writes it.
+        # Each stream from which a copy was started waits for the end of this copy. Otherwise,
+        # memory could be reused while the copy still reads or writes it.
         for device, stream, event in (reservation.last_copy or {}).values():
             with device.on(stream):
                 device.wait(event)
@@ -388,8 +387,8 @@ class HostStore(Store):
 class DiskStore(Store):
     """Store that keeps offloaded tensors in a file, which a few threads write and read.
 
-    If the operating system supports files without a name, the file is deleted even if the process
-    is killed.
+    The file is deleted when the store is closed or garbage-collected. If the operating system
+    supports files without a name, the file is deleted even if the process is killed.
 
     Args:
         directory: Folder in which the file is created. By default this is the folder in the
@@ -433,7 +432,8 @@ class DiskStore(Store):
         weakref.finalize(self, self._file.close)
         self.file_bytes = 0
         self._end = 0  # offset at which the last reservation in the file ends
-        self._free: dict[int, int] = {}  # end -> start of each free range before `_end`, as offsets
+        # Maps the end of each free range before `_end` to the start of the range.
+        self._free: dict[int, int] = {}
         self._pool = ThreadPoolExecutor(threads, "disk-store")
         self._process = os.getpid()
 
@@ -454,7 +454,10 @@ class DiskStore(Store):
         return start
 
     def _allocate(self, end: int) -> None:
-        """Extend the file to `end` bytes, with disk space, so that no later write fails."""
+        """Extend the file to `end` bytes and reserve disk space, so that later writes do not fail.
+
+        On a system without `posix_fallocate`, no disk space is reserved.
+        """
         missing = end - self.file_bytes
         try:
             if hasattr(os, "posix_fallocate"):
@@ -482,10 +485,10 @@ class DiskStore(Store):
         """Mark a range of the file as free."""
         if nbytes:
             self._free[start + nbytes] = start
-        # Free ranges are merged only after the last reservation. Without any merging, a file with
-        # optimizer state and the activations of twelve batches of different sizes grew to 7.7
-        # times the size that it has with this merging, and it kept growing, because the sizes of
-        # activations change with each new batch size.
+        # Free ranges are merged only at the end of the file, behind the last reservation. Without
+        # any merging, a file with optimizer state and the activations of twelve batches of
+        # different sizes grew to 7.7 times the size that it has with this merging. It kept growing,
+        # because the sizes of activations change with each new batch size.
         while self._end in self._free:
             self._end = self._free.pop(self._end)
         # The file is not truncated, because allocating the same space again in every step took a
@@ -504,8 +507,8 @@ class DiskStore(Store):
     def _submit(self, reservation: Reservation, copy: Callable, data: Tensor) -> Callable[[], None]:
         """Let a thread run `_write` or `_read`; return a function that waits for it."""
         self.check_open()
-        # `_write` and `_read` remove the tensor from the list that it is passed in, so that the
-        # thread does not keep it alive after the copy.
+        # The tensor is passed inside a list. `_write` and `_read` remove it from this list, so that
+        # the thread does not keep the tensor alive after the copy.
         reservation.last_copy = self._pool.submit(
             copy, reservation.place, reservation.nbytes, [data], reservation.last_copy
         )
@@ -519,7 +522,8 @@ class DiskStore(Store):
 
     def _write(self, start: int, nbytes: int, data: list[Tensor], previous: Future | None) -> None:
         if previous is not None:
-            # Wait for the previous copy. Its error is raised by the function that waits for it.
+            # Wait for the previous copy, and ignore its error. The function that `_submit` returned
+            # for the previous copy raises this error.
             previous.exception()
         view = memoryview(data.pop().numpy())
         done = 0
@@ -582,8 +586,8 @@ def default_store(tensor: Tensor) -> Store:
         if Device.of_tensor(tensor).has_own_memory
         else DiskStore
     )
-    # A forked process gets a store of its own: it has none of the threads, and must not write to
-    # the same file.
+    # A forked process gets its own store, because it has none of its parent's threads and must not
+    # write to its parent's file.
     key = (make, os.getpid())
     if key not in _default_stores:
         _default_stores[key] = make()
