@@ -52,9 +52,7 @@ class Ranks:
         self.has_views = self.replica is not None and self.replica.gradient_as_bucket_view
 
     def validate_in_buckets(self, scaler: torch.amp.GradScaler, in_buckets: bool) -> bool:
-        """Check the options `scaler` and `in_buckets` for this model, and return `in_buckets`.
-
-        They are options of `AccumulatedStep`.
+        """Check two options of `AccumulatedStep` for this model, and return `in_buckets` unchanged.
 
         Args:
             scaler: Gradient scaler. It must be disabled for an FSDP2 model.
@@ -66,13 +64,14 @@ class Ranks:
         """
         if scaler.is_enabled() and self.model is not self.replica:
             raise ValueError(
-                "scaler must be None for an FSDP2 model, got a GradScaler; one rank could skip a"
-                " step that another rank does not skip"
+                "scaler must be None for an FSDP2 model, got a GradScaler: it could skip a step"
+                " on one rank but not on another"
             )
         if in_buckets and (not self.has_views or self.replica.find_unused_parameters):
             raise ValueError(
-                "in_buckets must be False unless the model is a DistributedDataParallel with"
-                " gradient_as_bucket_view=True and without find_unused_parameters, got True"
+                "in_buckets must be False for this model, got True: in_buckets needs a"
+                " DistributedDataParallel with gradient_as_bucket_view=True and"
+                " find_unused_parameters=False"
             )
         return in_buckets
 
@@ -132,12 +131,14 @@ class Ranks:
 
 
 def _parallel_module(model: nn.Module) -> nn.Module | None:
-    """Return the DDP or FSDP2 module of a model, or None if it has none.
+    """Return the DDP or FSDP2 module of a model, or None if the model has no such module.
 
     Raises:
-        TypeError: The model has other modules that synchronize gradients, or several DDP modules.
+        TypeError: The model has several DDP modules, or modules of another kind that synchronize
+            gradients.
     """
-    methods = ("no_sync", "set_requires_gradient_sync")  # methods of DDP or FSDP, and of FSDP2
+    # DDP and FSDP have the first of these methods, and FSDP2 has the second one.
+    methods = ("no_sync", "set_requires_gradient_sync")
     wrappers = [
         module for module in model.modules() if any(hasattr(module, method) for method in methods)
     ]

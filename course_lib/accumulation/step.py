@@ -57,28 +57,28 @@ class AccumulatedStep:
 
     The gradients are those of the full batch's mean loss, up to rounding, if the model treats
     samples independently. They differ if BatchNorm is in training mode, because it computes its
-    statistics from each micro-batch. The first step with several micro-batches then gives a
-    warning, unless the model or a module in it has an attribute `batch_norm_per_micro_batch` that
+    statistics from each micro-batch. In this case, the first step with several micro-batches gives
+    a warning, unless the model or a module in it has an attribute `batch_norm_per_micro_batch` that
     is True. The gradients also differ with dropout, which draws other numbers than for the full
     batch, and with spectral norms, which change with each micro-batch.
 
     **Several ranks.** With `DistributedDataParallel` or FSDP2, each rank has its own
     `AccumulatedStep`, and `loss_sum` must call the DDP or FSDP2 module. With sync="last", DDP ranks
-    may have different numbers of micro-batches, but each needs at least one. To find out which
-    micro-batch is the last, the next one is taken from the iterable before the current one runs.
+    may have different numbers of micro-batches, but each rank needs at least one. To find out which
+    micro-batch is the last, the step reads the next micro-batch before the current one runs.
 
     **Errors on several ranks.** An invalid loss or weight raises an error on all ranks. Any other
     error on one rank leaves the other ranks waiting, as usual with collectives. After such an
-    error, an FSDP2 model may still have unsharded gradients. If the error was raised after DDP had
-    received some of the gradients but not all, DDP rejects every further forward pass, with or
-    without this class. In that case, make a new `DistributedDataParallel` of the same model.
+    error, an FSDP2 model may still have unsharded gradients. A DDP module that received only some
+    gradients before the error rejects every further forward pass, even outside of this class. In
+    that case, make a new `DistributedDataParallel` of the same model.
 
     Args:
         model: The model, which is passed to `loss_sum`.
         optimizer: An optimizer whose `step` needs no closure, so not LBFGS. An optimizer with a
             training mode, such as a schedule-free one, must be in its training mode. `optimizer`
-            may be a list of optimizers. The gradients are then clipped by the norm of all gradients
-            together, and either all optimizers step or none does.
+            may be a list of optimizers. For a list, the gradients are clipped by the norm of all
+            gradients together, and either all optimizers step or none does.
         loss_sum: Function (model, micro_batch) -> (sum of losses, weight). The sum is a scalar
             tensor that requires gradients. The weight is the number of tokens or samples in the
             sum, as a number or a scalar tensor. It may be 0, if all tokens are masked. The mean
@@ -90,9 +90,10 @@ class AccumulatedStep:
         autocast_dtype: Autocast dtype of the forward passes, torch.bfloat16 or torch.float16. None
             for no autocast.
         accumulate: "fp32" to sum the gradients of bf16 and fp16 parameters in fp32, in 4 bytes per
-            parameter instead of 2. After the last micro-batch, their mean is cast to the
-            parameters' dtype. None sums in the parameters' dtype, in which the sum over many small
-            micro-batches is inaccurate. Must be None for a DDP or FSDP2 model.
+            parameter instead of 2. After the last micro-batch, the sums are scaled to the gradient
+            of the mean loss, and cast to the parameters' dtype. None sums in the parameters' dtype,
+            in which the sum over many small micro-batches is inaccurate. Must be None for a DDP or
+            FSDP2 model.
         sync: With "last", only the last micro-batch reduces gradients over the ranks. With "each",
             every micro-batch does. This sends more bytes, but FSDP2 does not keep unsharded
             gradients between micro-batches.
@@ -100,14 +101,15 @@ class AccumulatedStep:
             of in separate tensors. From the third step on, this saves the memory of one set of
             gradients. It needs DDP with `gradient_as_bucket_view=True`.
         in_backward: Whether the optimizer updates each parameter as soon as its gradient is
-            complete and then releases the gradient, so that the gradients never exist all at once.
-            The step must have a single micro-batch, and the model must not be a DDP or FSDP2 model.
+            complete. The gradient is then released, so the gradients never exist all at once. The
+            step must have a single micro-batch, and the model must not be a DDP or FSDP2 model.
             Cannot be combined with `scaler`, `max_norm` or `accumulate`. The optimizer's `step` is
-            called for one parameter at a time, when no other one has a gradient, so the update of a
-            parameter must not depend on other gradients. With reentrant checkpoints, autograd may
-            accumulate a gradient in several parts, and each part causes an update. A checkpointed
-            block that uses a detached parameter may be recomputed after the parameter's update,
-            with the new value. After an error, parameters that were already updated stay updated.
+            called for one parameter at a time, and during the call, no other parameter of the
+            optimizer has a gradient. The update of a parameter must therefore not depend on other
+            gradients. With reentrant checkpoints, autograd may accumulate a gradient in several
+            parts, and each part causes an update. A checkpointed block that uses a detached
+            parameter may be recomputed after the parameter's update, with the new value. After an
+            error, parameters that were already updated stay updated.
 
     Source for adding sums of losses instead of averaging means: "Fixing Gradient Accumulation",
     huggingface.co/blog/gradient_accumulation.
@@ -165,18 +167,20 @@ class AccumulatedStep:
 
         The gradients of the optimizer's parameters are set to None at the beginning and at the end.
         To read the gradients that the optimizer uses, register a hook with
-        `register_step_pre_hook`. For other parameters of the model, the gradient of the mean loss
-        is added to .grad, as backward does, so that another optimizer may use it. After an error,
-        gradients, random number generators, scaler and `no_sync` are as before the call. Side
-        effects of forward passes, such as BatchNorm's running averages, remain.
+        `register_step_pre_hook`. For parameters of the model that the optimizer does not update,
+        the gradient of the mean loss is added to .grad, as backward does. Another optimizer may use
+        these gradients. After an error, gradients, random number generators, scaler and `no_sync`
+        are reset to their state before the call. Side effects of forward passes, such as
+        BatchNorm's running averages, remain.
 
         Args:
-            micro_batches: Several micro-batches, such as `split(batch, 8)` or a list. Each of them
-                is passed to `loss_sum`. With `in_backward`, there must be exactly one.
+            micro_batches: Iterable of micro-batches, such as `split(batch, 8)` or a list. Each
+                micro-batch is passed to `loss_sum`. With `in_backward`, there must be exactly one
+                micro-batch.
 
         Raises:
-            TypeError, ValueError: `micro_batches` is a single batch or empty, `loss_sum` did not
-                return a finite sum and a weight of at least 0, or all weights are zero.
+            TypeError, ValueError: `micro_batches` is a single batch or empty; `loss_sum` did not
+                return a pair of a finite sum and a weight of at least 0; or all weights are zero.
             RuntimeError: No parameter of the optimizer got a gradient, the norm of the gradients is
                 inf or NaN, or `loss_sum` did not call the DDP model.
         """
@@ -204,8 +208,9 @@ class AccumulatedStep:
                     [*optimized, *others], sums, self._loss_divisor * self.ranks.count / weight
                 )
                 grad_norm, stepped = self._step(_gradients(others))
-        # The next step divides by this, because its own weight is unknown before its last forward
-        # pass, but will be similar.
+        # Each step needs `_loss_divisor` before its last forward pass, when the step's own weight
+        # is not known yet. The next step therefore uses the weight of this step, which is usually
+        # similar.
         self._loss_divisor = _nearest_power_of_two(weight)
         return StepResult(loss / weight, weight, grad_norm, stepped)
 
@@ -258,8 +263,8 @@ class AccumulatedStep:
             )
         if weight == 0:
             raise ValueError(
-                "the sum of the weights of all micro-batches must be above 0, got 0; at least"
-                " one token or sample must not be masked"
+                "the sum of the weights of all micro-batches must be above 0, got 0; leave"
+                " at least one token or sample unmasked"
             )
         return loss, weight
 
@@ -270,20 +275,21 @@ class AccumulatedStep:
             warnings.warn(
                 "the model has BatchNorm in training mode, which computes its statistics from each"
                 " micro-batch, so the gradient is not that of the full batch; put BatchNorm into"
-                f" eval mode, or allow it with model.{ALLOWS_BATCH_NORM} = True",
+                f" eval mode, or set model.{ALLOWS_BATCH_NORM} = True to allow such statistics",
                 stacklevel=4,
             )
 
     def _backward(self, micro_batch: Any, last: bool, weights: list) -> Tensor:
         """Add the gradient of one micro-batch to .grad.
 
-        It is the gradient of the micro-batch's sum of losses, divided by `self._loss_divisor`.
+        The added gradient is that of the micro-batch's sum of losses, divided by
+        `self._loss_divisor`.
 
         Args:
             micro_batch: The micro-batch.
-            last: Whether it is the last one.
-            weights: Weights of the earlier micro-batches. This function appends the weight of this
-                one.
+            last: Whether it is the last micro-batch of the step.
+            weights: Weights of the earlier micro-batches. This function appends the weight of
+                `micro_batch`.
 
         Returns:
             The sum of losses, without its autograd history.
@@ -293,9 +299,9 @@ class AccumulatedStep:
             self._loss_divisor = _nearest_power_of_two(*self.ranks.sum_over_ranks(_value(weight)))
         # The mean loss is the sum of losses divided by the total weight, which is known only after
         # the last forward pass. Until then .grad has gradients of sums. Sums are much larger than
-        # means, so in fp16 they would overflow at a loss scale that is right for means. They are
-        # therefore divided by a number close to the total weight. It is a power of two, so that the
-        # division does not round, and it is the same on all ranks.
+        # means, so in fp16 they would overflow at a loss scale that is right for means. Therefore
+        # each sum is divided by a number close to the total weight. This number is a power of two,
+        # so that the division does not round, and it is the same on all ranks.
         scaled = self.scaler.scale(loss)
         weights.append(weight)
         scaled.backward(torch.full_like(scaled, 1 / self._loss_divisor))
@@ -309,7 +315,8 @@ class AccumulatedStep:
         Args:
             micro_batch: The micro-batch.
             name: Name of the micro-batch, for error messages.
-            last: Whether it is the last one. Its call of the DDP model is checked.
+            last: Whether it is the last micro-batch of the step. For the last one, an error is
+                raised if `model` is a DDP model that `loss_sum` did not call.
         """
         autocast = (
             torch.autocast(self.device_type, self.autocast_dtype)
@@ -338,8 +345,8 @@ class AccumulatedStep:
                 not clipped.
 
         Returns:
-            The norm of the gradient before clipping, or None if it was not computed, and whether
-            the optimizer stepped.
+            A pair. The first item is the norm of the gradient before clipping, or None if no norm
+            was computed. The second item is whether the optimizer stepped.
         """
         parameters = _optimized_parameters(self.optimizer)
         if not _gradients(parameters):
@@ -370,7 +377,7 @@ class AccumulatedStep:
         """
         if len(micro_batches) != 1:
             raise ValueError(
-                "micro_batches must be 1 micro-batch when in_backward is True, got"
+                "micro_batches must contain only 1 micro-batch when in_backward is True, got"
                 f" {len(micro_batches)}"
             )
         loss, weight = self._forward(micro_batches[0], "micro-batch 0")
@@ -387,17 +394,17 @@ class AccumulatedStep:
 def _reject_with_in_backward(max_norm: Any, scaler: Any, accumulate: Any) -> None:
     """Raise a ValueError for options that cannot be combined with `in_backward`."""
     for name, given, reason in (
-        ("max_norm", max_norm, "because the gradients never exist all at once"),
+        ("max_norm", max_norm, "the gradients never exist all at once"),
         (
             "scaler",
             scaler if scaler.is_enabled() else None,
-            "because the gradients never exist all at once",
+            "the gradients never exist all at once",
         ),
-        ("accumulate", accumulate, "which accumulates nothing"),
+        ("accumulate", accumulate, "no gradients are accumulated then"),
     ):
         if given is not None:
             raise ValueError(
-                f"{name} must be None when in_backward is True, {reason}, got {describe(given)}"
+                f"{name} must be None when in_backward is True, got {describe(given)}: {reason}"
             )
 
 
@@ -405,7 +412,7 @@ def _reject_with_in_backward(max_norm: Any, scaler: Any, accumulate: Any) -> Non
 def _updates_in_backward(
     optimizer: torch.optim.Optimizer | _OptimizerGroup, parameters: Iterable[nn.Parameter]
 ) -> Iterator[list[nn.Parameter]]:
-    """Update each parameter when its gradient is complete, in a backward pass in a `with` block.
+    """Inside a `with` block, update each parameter as soon as backward has completed its gradient.
 
     Args:
         optimizer: Optimizer of the parameters.
@@ -417,7 +424,7 @@ def _updates_in_backward(
     updated = []
 
     def update(parameter: nn.Parameter) -> None:
-        optimizer.step()  # no other parameter of the optimizer has a gradient
+        optimizer.step()  # updates one parameter, because no other one has a gradient
         parameter.grad = None
         updated.append(parameter)
 
@@ -437,7 +444,7 @@ def _optimized_parameters(optimizer: torch.optim.Optimizer | _OptimizerGroup) ->
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients of the parameters that have one."""
+    """Return the gradients of those parameters that have a gradient."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
@@ -445,11 +452,11 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def _set_gradients_aside(
     optimized: list[nn.Parameter], others: list[nn.Parameter], ranks: Ranks
 ) -> Iterator[None]:
-    """Remove all gradients at the beginning of a `with` block, and restore some at its end.
+    """Set all gradients to None for a `with` block, and restore or combine them at its end.
 
-    At the end, `.grad` is None for the parameters in `optimized`. For `others`, the new gradients
-    are added to the previous ones. If the block raises an error, all previous gradients are
-    restored.
+    At the end of the block, `.grad` of each parameter in `others` becomes the sum of its previous
+    gradient and its new one. For parameters in `optimized`, `.grad` becomes None. If the block
+    raises an error, all parameters get their previous gradients back.
     """
     parameters = [*optimized, *others]
     previous = [parameter.grad for parameter in parameters]
@@ -502,8 +509,8 @@ def _scale_to_mean(
         factor: Number by which all gradients and sums are multiplied.
     """
     gradients = [*_gradients(parameters), *sums.values()]
-    # With a factor of 1 nothing is multiplied. An in-place change would invalidate the copies that
-    # an optimizer may already have made of the gradients.
+    # With a factor of 1 nothing is multiplied, because an in-place change would invalidate the
+    # copies of gradients that an optimizer may already have made.
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
     for parameter in list(sums):
@@ -551,7 +558,8 @@ def _clip_gradients(
 def _recorded_calls(model: nn.Module | None) -> Iterator[list]:
     """Yield a list to which an item is appended for each call of the model in the `with` block.
 
-    For None or a compiled model, whose calls cannot be recorded, the list is never empty.
+    The calls of a compiled model cannot be recorded. For such a model, and if `model` is None, the
+    list has one item from the beginning, as if the model had been called.
     """
     if model is None or model._compiled_call_impl is not None:
         yield [True]
@@ -564,7 +572,7 @@ def _recorded_calls(model: nn.Module | None) -> Iterator[list]:
 def _mark_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Yield each item, and whether it is the last one.
 
-    To find this out, items are read one ahead.
+    Each item is yielded only after the next item has been read.
     """
     end = object()
     for item, following in pairwise(chain(items, [end])):
@@ -572,17 +580,20 @@ def _mark_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def _nearest_power_of_two(weight: float) -> float:
-    """Return a power of two close to a weight, or 1 if the weight is 0, inf or NaN."""
+    """Return a power of two close to a weight (number of tokens, for example).
+
+    The result is 1 if the weight is 0, inf or NaN.
+    """
     return 2.0 ** round(math.log2(weight)) if 0 < weight < math.inf else 1.0
 
 
 def _value(scalar: Real | Tensor) -> float:
-    """Return a number or the value of a scalar tensor; NaN for a symbolic tensor."""
+    """Return the value of a number or scalar tensor as a float; NaN for a symbolic tensor."""
     return math.nan if is_symbolic(scalar) else float(scalar)
 
 
 def _values(scalars: list[Tensor]) -> list[float]:
-    """Return the values of scalar tensors; NaN for each in a symbolic step."""
+    """Return the values of scalar tensors as floats; in a symbolic step, all of them are NaN."""
     return [math.nan] * len(scalars) if is_symbolic() else torch.stack(scalars).tolist()
 
 
@@ -611,7 +622,11 @@ def _check_loss_sum(pair: Any, name: str) -> tuple[Tensor, Real | Tensor]:
         or not loss.is_floating_point()
         or not loss.requires_grad
     ):
-        off = "" if torch.is_grad_enabled() else "; gradients are switched off where it is called"
+        off = (
+            ""
+            if torch.is_grad_enabled()
+            else "; gradients are switched off where loss_sum is called"
+        )
         raise TypeError(
             f"{name}: the sum of losses must be a floating-point scalar tensor that"
             f" requires a gradient, got {describe(loss)}{off}"
@@ -641,7 +656,10 @@ def _check_micro_batches(given: Any) -> None:
 
 
 class _OptimizerGroup:
-    """Several optimizers with the interface of one, so that a scaler steps all of them or none."""
+    """Wrapper that makes several optimizers look like one.
+
+    A gradient scaler then lets all of them step, or none.
+    """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
         self.optimizers = optimizers
@@ -658,7 +676,7 @@ class _OptimizerGroup:
 def _as_one_optimizer(given: Any) -> torch.optim.Optimizer | _OptimizerGroup:
     """Check one or several optimizers, and return an object that steps them together.
 
-    For a single optimizer, this is the optimizer itself.
+    For a single optimizer, the result is the optimizer itself.
 
     Raises:
         TypeError: An element is not an optimizer, or its `step` needs a closure.
@@ -675,10 +693,12 @@ def _as_one_optimizer(given: Any) -> torch.optim.Optimizer | _OptimizerGroup:
         check_no_closure(optimizer)
     combined = optimizers[0] if len(optimizers) == 1 else _OptimizerGroup(optimizers)
     parameters = _optimized_parameters(combined)
-    if not parameters or len(set(parameters)) < len(parameters):
+    if not parameters:
+        raise ValueError(f"optimizer must have parameters, got {describe(given)} without any")
+    if len(set(parameters)) < len(parameters):
         raise ValueError(
-            "optimizer must have parameters, and several optimizers must not share parameters,"
-            f" got {describe(given)}"
+            "optimizer must contain each parameter only once, got"
+            f" {describe(given)} with a parameter that occurs twice"
         )
     return combined
 
