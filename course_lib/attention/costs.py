@@ -17,22 +17,23 @@ The exponentials, maxima and sums are not counted, because they are O(N^2).
 
 Elements moved per head, if each operator reads its inputs once and writes its output once:
 
-- standard, forward: S = Q K^T reads 2 N d and writes N^2; P = softmax(S) reads and writes N^2; O =
+- standard, forward: S = Q K^T reads 2 N d and writes N^2. P = softmax(S) reads and writes N^2. O =
   P V reads N^2 + N d and writes N d. The total is 4 N^2 + 4 N d.
 - standard, backward: dV = P^T dO moves N^2 + 2 N d; dP = dO V^T moves the same amount; dS = P * (dP
   - rowsum(dP * P)) moves 3 N^2; dQ = dS K and dK = dS^T Q move N^2 + 2 N d each. The total is 7
   N^2 + 8 N d.
 - flash, forward: blocks of B = M / (4 d) rows of Q and of O stay on chip, where M is the number of
   elements that fit in `sram_bytes`. The other half of M holds short tiles of K, V and S. Q is read
-  once, O and the log-sum-exp are written once, and K and V are read once for each of N / B blocks:
-  2 N d + N + 2 N d * N / B. Leading term: 8 N^2 d^2 / M.
+  once. O and the log-sum-exp are written once. K and V are read once for each of N / B blocks. The
+  total is 2 N d + N + 2 N d * N / B. Leading term: 8 N^2 d^2 / M.
 - flash, backward: D = rowsum(dO * O) moves 2 N d + N. Blocks of B = M / (8 d) rows of K, V, dK and
   dV stay on chip and are read or written once, 4 N d. For each of N / B blocks, Q and dO are read,
   dQ is read and written, and the log-sum-exp and D are read: 4 N d + 2 N. Leading term: 32 N^2 d^2
   / M.
 - flash, backward in two passes (`tile_passes=2`): the first pass is as above without dQ, so it
-  moves 2 N d less per block. The second keeps Q, dO and dQ on chip, 3 N d, reads the log-sum-exp
-  and D once, and reads K and V for each block, 2 N d. Both together: 9 N d + 4 N d * N / B.
+  moves 2 N d less per block. The second pass keeps Q, dO and dQ on chip, 3 N d. It reads the
+  log-sum-exp and D once, and reads K and V for each block, 2 N d. The total of both passes is 9 N d
+  + 4 N d * N / B.
 
 Blocks are whole: B is rounded down, and N / B is rounded up. An element takes `dtype_bytes` bytes,
 and each number of the log-sum-exp and of D takes four bytes. A GPU moves fewer bytes than this if
@@ -53,7 +54,7 @@ from course_lib import _check
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """FLOPs and bytes moved of one forward or backward pass of attention.
+    """FLOPs of one forward or backward pass of attention, and the bytes that it moves.
 
     Attributes:
         flops: Floating-point operations of the matrix products. Each multiplication and each
@@ -87,7 +88,7 @@ def attention_cost(
     dtype_bytes: int = 2,
     tile_passes: int = 1,
 ) -> AttentionCost:
-    """Calculate the FLOPs and the bytes moved of a forward or backward pass of attention.
+    """Calculate the FLOPs of a forward or backward pass of attention, and the bytes that it moves.
 
     The results come from formulas, which the module docstring derives. The attention is not causal
     and has as many queries as keys.
@@ -101,8 +102,9 @@ def attention_cost(
             FlashAttention.
         pass_: "forward" or "backward".
         sram_bytes: Bytes of fast memory that one thread block can use. The default, 163 KiB, is
-            the limit on an A100. Actual kernels use less: with d = 64 in half precision, 32 KiB
-            correspond to blocks of 64 queries, and 64 KiB to blocks of 128 queries.
+            the limit on an A100. Actual kernels use less. For example, with d = 64 in half
+            precision, pass 32 KiB for a kernel with blocks of 64 queries, and 64 KiB for a kernel
+            with blocks of 128 queries.
         dtype_bytes: Bytes per element; 2 in half precision.
         tile_passes: Number of times that the backward pass of "flash" iterates over the tiles. It
             is 1 if one loop computes all gradients. It is 2 if one loop computes dK and dV and
@@ -115,8 +117,8 @@ def attention_cost(
         TypeError: A count is not a whole number.
         ValueError: A count is not positive, or `kind` or `pass_` is unknown. With "flash",
             `sram_bytes` is below 4 * head_dim * dtype_bytes (forward) or 8 * head_dim *
-            dtype_bytes (backward). `tile_passes` is neither 1 nor 2, or it is 2 although `kind`
-            is not "flash" or `pass_` is not "backward".
+            dtype_bytes (backward). `tile_passes` is neither 1 nor 2. `tile_passes` is 2 for
+            standard attention or for a forward pass.
 
     Example:
         >>> standard, flash = (
@@ -134,8 +136,8 @@ def attention_cost(
     _check.one_of("tile_passes", tile_passes, (1, 2))
     if tile_passes == 2 and (kind, pass_) != ("flash", "backward"):
         raise ValueError(
-            "tile_passes must be 1 unless kind is 'flash' and pass_ is 'backward', got 2 with"
-            f" kind={kind!r} and pass_={pass_!r}"
+            f"tile_passes must be 1 for kind={kind!r} and pass_={pass_!r}, got 2; only"
+            " kind='flash' with pass_='backward' supports 2"
         )
     n, d = sequence, head_dim
     products = {"forward": 2, "backward": 4 if kind == "standard" else 3 + 2 * tile_passes}[pass_]
@@ -144,7 +146,7 @@ def attention_cost(
         elements = 4 * n * n + 4 * n * d if pass_ == "forward" else 7 * n * n + 8 * n * d
         moved = elements * dtype_bytes
     else:
-        tensors = 4 if pass_ == "forward" else 8  # B = M / (4 d) or M / (8 d)
+        tensors = 4 if pass_ == "forward" else 8  # a block has B = M / (4 d) or M / (8 d) rows
         row_bytes = tensors * d * dtype_bytes
         blocks = -(-n // (_check.whole("sram_bytes", sram_bytes, row_bytes) // row_bytes))
         if pass_ == "forward":

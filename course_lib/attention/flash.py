@@ -50,7 +50,7 @@ def standard_attention(
     shift = _mask_shift(q, k, causal, is_causal)
     scale = _score_scale(q, scale)
     (batch, heads, n_q, d), (_, kv_heads, n_k, d_v) = q.shape, v.shape
-    rows_without_keys = min(n_q, max(0, -(shift or 0)))  # their softmax would be NaN
+    rows_without_keys = min(n_q, max(0, -(shift or 0)))  # the softmax of these rows would be NaN
     rows = n_q - rows_without_keys
     groups = batch * kv_heads
     stacked = heads // max(1, kv_heads) * rows  # rows of all heads that share K and V
@@ -100,12 +100,12 @@ def flash_attention(
     error.
 
     Args:
-        q: Queries, of shape (batch, heads, n_q, d), in float32, float64, bfloat16 or float16. Any
-            strides and dimensions of size 0 are allowed in q, k and v. Other numbers of leading
-            dimensions are allowed too, as in (n_q, d), (batch, n_q, d) and (a, b, heads, n_q, d),
-            if k and v have the same leading dimensions as q, except for the number of heads.
-            With more than four dimensions, the dimensions before the heads are merged. A tensor
-            whose strides do not allow this as a view is copied.
+        q: Queries, of shape (batch, heads, n_q, d), in float32, float64, bfloat16 or float16. q, k
+            and v may have any strides, and may have dimensions of size 0. They may have more or
+            fewer leading dimensions, as in (n_q, d), (batch, n_q, d) and (a, b, heads, n_q, d). The
+            leading dimensions of k and v must be those of q, except for the number of heads. With
+            more than four dimensions, the dimensions before the heads are merged. If the strides of
+            a tensor do not allow this merge as a view, the tensor is copied.
         k: Keys, of shape (batch, kv_heads, n_k, d). kv_heads must divide heads, and query head h
             uses head h // (heads / kv_heads) of K and V. This is grouped-query attention, or
             multi-query attention if kv_heads is 1. A tensor with fewer than four dimensions has no
@@ -126,8 +126,8 @@ def flash_attention(
         backend: "torch", "triton" or "auto". "auto" uses Triton for CUDA tensors if Triton can run,
             and otherwise plain torch. For symbolic tensors "auto" counts the bytes and FLOPs of the
             backend that real tensors would use, without running the loops over tiles.
-        attn_mask, dropout_p: Must be None and 0. These arguments exist so that code written for
-            PyTorch's function gets an error that explains what is not supported.
+        attn_mask, dropout_p: Must be None and 0, respectively. These arguments exist so that code
+            written for PyTorch's function gets an error that explains what is not supported.
 
     Returns:
         The output, of shape (batch, heads, n_q, d_v), in the dtype of q and with the leading
@@ -181,7 +181,8 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *args):
         raise RuntimeError(
-            "flash_attention cannot be combined with torch.vmap; use its batch dimension instead"
+            "flash_attention cannot be combined with torch.vmap; pass tensors with a batch"
+            " dimension"
         )
 
 
@@ -238,8 +239,8 @@ def _check_inputs(
     """Check the arguments, and return q, k and v in the dtype that autocast would use."""
     if attn_mask is not None:
         raise TypeError(
-            f"attn_mask must be None, got {_check.describe(attn_mask)}; the only masks are those of"
-            " causal and is_causal"
+            f"attn_mask must be None, got {_check.describe(attn_mask)}; the only supported masks"
+            " are those of causal and is_causal"
         )
     if dropout_p != 0:
         raise ValueError(
@@ -250,8 +251,8 @@ def _check_inputs(
         if x.is_nested or x.layout is not torch.strided or x.dim() < 2:
             actual = "a nested tensor" if x.is_nested else f"{_check.describe(x)}, {x.layout}"
             raise ValueError(
-                f"{name} must be a dense tensor (..., n, d), such as (batch, heads, n, d), got"
-                f" {actual}"
+                f"{name} must be a dense tensor of shape (..., n, d), such as (batch, heads, n,"
+                f" d), got {actual}"
             )
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -266,10 +267,10 @@ def _check_inputs(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
-    """Raise an error unless k and v have the dtype, the device and a shape that match q.
+    """Raise an error unless k and v have q's dtype and device, and shapes that match q.
 
-    n_k and d_v may be any numbers. The number of heads may differ from that of q only in tensors
-    with at least four dimensions.
+    The number of keys and the head dimension of v may be any numbers. k and v may have fewer heads
+    than q only if the tensors have at least four dimensions.
     """
     has_heads = q.dim() > 3
     leading = q.shape[:-2]
@@ -278,9 +279,9 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: Any) -> None:
         shared = enable_gqa is None or enable_gqa
         if kv_heads != heads and not (shared and kv_heads and heads % kv_heads == 0):
             allowed = (
-                f"a number of heads that divides q's {heads}"
+                f"a number of heads that divides the {heads} heads of q"
                 if shared
-                else f"as many heads as q, {heads} (or pass enable_gqa=True)"
+                else f"{heads} heads, the same number as q (or pass enable_gqa=True)"
             )
             raise ValueError(f"k must have {allowed}, got {kv_heads} heads")
         leading = (*leading[:-1], kv_heads)
@@ -308,12 +309,12 @@ def _as_4d(x: Tensor) -> Tensor:
 
 
 def _with_shape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshape a four-dimensional result to the number of dimensions of the arguments."""
+    """Reshape a four-dimensional result to `shape`; this undoes the reshaping of `_as_4d`."""
     return x if x.shape == torch.Size(shape) else x.reshape(shape)
 
 
 def _mask_shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | None:
-    """Return the number such that query i attends to keys up to i + shift; None without a mask."""
+    """Return the mask's shift: query i attends to keys up to i + shift. None without a mask."""
     if causal and is_causal:
         raise ValueError(
             "is_causal and causal cannot both be True: they align the mask differently"

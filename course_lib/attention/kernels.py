@@ -141,8 +141,8 @@ def product(a, b, accumulator=None):
         # Triton's interpreter would multiply the bits of bf16 numbers as if they were integers.
         a, b = a.to(tl.float32), b.to(tl.float32)
     # Without "ieee" a GPU rounds fp32 operands to TF32, which keeps 10 of 23 bits, and gradients
-    # become visibly inaccurate. "ieee" is slower. It does not affect fp16 and bf16, whose matrix
-    # products are exact in fp32.
+    # become visibly inaccurate. "ieee" is slower. It does not affect fp16 and bf16, because the
+    # product of two 16-bit numbers is exact in fp32.
     return tl.dot(a, b, accumulator, input_precision="ieee")
 
 
@@ -277,8 +277,8 @@ def forward_kernel(
                 scores = tl.where(columns[None, :] <= last[:, None], scores, float("-inf"))
 
             new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
-            # The maximum of a row without any key so far is -inf. It subtracts 0 instead, because
-            # -inf - -inf is NaN.
+            # The maximum of a row without any key so far is -inf. For such a row, 0 is subtracted
+            # instead, because -inf - -inf is NaN.
             base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
             # Scaling and subtraction are one expression, which the compiler fuses into one
             # instruction.
@@ -323,7 +323,7 @@ def rows_kernel(
     dots = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     offset = row_offset(batch, head, tl.num_programs(1), padded_q)
     tl.store(row_dots + offset + rows, dots)
-    # For a row without keys, and for one that does not exist, +inf makes the weights zero.
+    # For a row without keys, and for a row of padding, +inf makes the weights zero.
     sums = tl.load(
         lse + row_offset(batch, head, tl.num_programs(1), n_q) + rows,
         mask=rows < n_q,
@@ -421,8 +421,9 @@ def keys_backward_kernel(
                 weights = tl.exp2(scores)
                 weight_grads = product(value, tl.trans(out_grad))
                 score_grads = weights * (weight_grads - tl.load(row_dots + offset + rows)[None, :])
-                # Both sums are updated last. If value_grad were updated directly after the
-                # weights, the kernel would run out of registers on an H100.
+                # value_grad and key_grad are updated last. If value_grad were updated directly
+                # after the computation of `weights`, the kernel would run out of registers on an
+                # H100.
                 value_grad = product(weights.to(out_grad.dtype), out_grad, value_grad)
                 key_grad = product(score_grads.to(query.dtype), query, key_grad)
 

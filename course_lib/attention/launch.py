@@ -46,7 +46,7 @@ CANDIDATES = {
     },
 }
 # Smaller settings, ordered from large to small. If none of the `CANDIDATES` certainly fits into
-# shared memory, the tuner also tries the first of these that certainly fits.
+# shared memory, the tuner also tries the first smaller setting that certainly fits.
 SMALL_SETTINGS = [(64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)]
 # Settings for fp32, whose exact matrix products use no tensor cores. Larger tiles would spill
 # registers and take half a minute to compile.
@@ -54,7 +54,7 @@ FP32_SETTINGS = [(32, 32, 4, 2), (16, 16, 4, 1)]
 # Settings that are used for 16-bit dtypes without tuning: {(kernel, BLOCK_D, capability, causal):
 # (BLOCK_Q, BLOCK_K, warps, stages)}. On an H200 (bf16, torch 2.11, Triton 3.6) the tuner chose them
 # at all lengths that were measured: 4096, 8192 and 16384. `keys_backward_kernel` with BLOCK_D 128
-# and a causal mask has no setting here, because the tuner chose another one at each length.
+# and a causal mask has no setting here, because the tuner chose a different setting at each length.
 MEASURED_SETTINGS: dict[tuple[Any, int, tuple[int, int], bool], tuple[int, int, int, int]] = {
     (forward_kernel, 64, (9, 0), False): (128, 64, 4, 3),
     (forward_kernel, 64, (9, 0), True): (64, 64, 4, 3),
@@ -73,15 +73,16 @@ LARGEST_BLOCK = 128  # largest allowed value of block_q and block_k
 
 
 def _tile_bytes(kernel: Any, block_q: int, block_k: int, tiles: int, row_bytes: int) -> int:
-    """Return how many bytes of shared memory an instance needs.
+    """Return how many bytes of shared memory a program instance of a kernel needs.
 
-    Shared memory holds the blocks that the instance keeps (one in forward, two in backward), and
-    several tiles of each of the two tensors over which it iterates.
+    Shared memory holds the blocks that the program instance keeps: one block in the forward kernel,
+    and two in the backward kernels. It also holds `tiles` tiles of each of the two tensors over
+    which the instance iterates.
 
     Args:
         kernel: The kernel.
         block_q, block_k: Rows of a block of queries and of keys.
-        tiles: Number of tiles that are in flight.
+        tiles: Number of tiles of one tensor that are in shared memory at the same time.
         row_bytes: Bytes per row of a block.
     """
     own, streamed = (block_k, block_q) if kernel is keys_backward_kernel else (block_q, block_k)
@@ -130,8 +131,8 @@ def _triton_config(size: tuple[int, int, int, int]) -> Any:
 def _add_tuner(kernel: Any) -> Any:
     """Return the kernel with a tuner, which chooses the fastest setting by measurement.
 
-    It measures once for each new `_tuning_key` and dtype. Triton also stores the best settings on
-    disk.
+    The tuner measures once for each new combination of `_tuning_key`, BLOCK_D, CAUSAL and dtypes.
+    Triton also stores the fastest settings on disk.
     """
 
     def prune(_: list, arguments: dict[str, Any], **constants: Any) -> list:
@@ -164,12 +165,12 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def _tuning_key(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """Return the numbers for which the tuner measures separately.
+    """Return the numbers in the tuner's key; the tuner measures once for each new key.
 
-    They are the bytes of shared memory, the number of queries of all samples and heads together,
-    and the number of keys. The last two are rounded up to powers of two, so that a new length
-    seldom needs new tuning. They are also capped, because above the cap they fill a GPU anyway and
-    need no tuning of their own.
+    The numbers are the bytes of shared memory, the number of queries of all samples and heads
+    together, and the number of keys. The last two are rounded up to powers of two, so that a new
+    length seldom needs new tuning. They are also capped, because all larger numbers fill a GPU and
+    can use the same settings.
     """
     sizes = (q.shape[:3].numel(), 2**15), (k.shape[2], 2**13)
     return _shared_memory(q.device), *(
@@ -178,7 +179,7 @@ def _tuning_key(q: Tensor, k: Tensor) -> tuple[int, ...]:
 
 
 def _launch(kernel: Any, grid: Any, q: Tensor, options: Options, *arguments: Any) -> None:
-    """Start a kernel with the caller's blocks if given, otherwise with measured or tuned settings.
+    """Start a kernel with the caller's block sizes, or with measured or tuned settings by default.
 
     Args:
         kernel: The kernel.
@@ -188,8 +189,8 @@ def _launch(kernel: Any, grid: Any, q: Tensor, options: Options, *arguments: Any
         arguments: Arguments of the kernel, except its compile-time constants.
 
     Raises:
-        ValueError: A block of `options` is not supported, or the blocks need more shared memory
-            than this GPU has.
+        ValueError: A block size in `options` is not supported, or blocks of these sizes need more
+            shared memory than this GPU has.
     """
     d = q.shape[-1]
     causal = options.shift is not None
@@ -236,8 +237,8 @@ def _block_size_error(error: Any, kernel: Any, block_q: int, block_k: int, d: in
 def unsupported_reason(q: Tensor, v: Tensor) -> str | None:
     """Return why the Triton kernels cannot run on tensors like `q` and `v`, or None if they can.
 
-    The function checks neither the block sizes nor what `flash_attention` requires for every
-    backend, such as equal dtypes. Sequences may have any length.
+    The function does not check the block sizes. It also does not check what `flash_attention`
+    requires regardless of the backend, such as equal dtypes. Sequences may have any length.
 
     Args:
         q: Queries, of shape (batch, heads, n_q, d).
@@ -293,7 +294,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     q, k, v = (_with_32_bit_offsets(x) for x in (q, k, v))
     # The kernel finds the largest score before it scales the scores, so the scale must be positive.
-    # A scale of 0 is replaced by the smallest positive normal float.
+    # A negative scale is made positive, and q is negated instead. A scale of 0 is replaced by the
+    # smallest positive normal float.
     q, scale = (-q, -scale) if scale < 0 else (q, scale)
     scale_log2 = max(scale * math.log2(math.e), torch.finfo(torch.float32).tiny)
     with _current_gpu(q):

@@ -1,4 +1,4 @@
-"""Memory and FLOPs of `tiled` for symbolic tensors, without running its loops over all tiles.
+"""Count the memory and FLOPs of `tiled.py` on symbolic tensors, without running all tiles.
 
 A symbolic tensor has a shape but no memory. One operator, `course_lib::tiles`, replaces all tiles:
 it allocates as many bytes as the tiles need at their peak, and it counts their FLOPs. To find the
@@ -7,8 +7,8 @@ caller's memory meter. One group of heads represents all groups, because they us
 one after another. The last tiles of the group represent its earlier tiles.
 
 In a symbolic mode of kind "cuda", the Triton kernels of `launch` would compute the tiles on the
-chip, so the tiles need no bytes. Backward also allocates two fp32 numbers per row of scores. The
-number of rows is rounded up to a multiple of `PADDED_ROWS`.
+chip, so the tiles need no bytes. Apart from its results, backward then allocates only two fp32
+numbers per row of scores. The number of rows is rounded up to a multiple of `PADDED_ROWS`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _library.impl(
     "CompositeExplicitAutograd",
 )
 TILES = torch.ops.course_lib.tiles.default
-# The number of rows is rounded up to a multiple of this, as by `launch.LARGEST_BLOCK`.
+# The Triton kernels round the number of rows of their buffers up to a multiple of this number,
+# `launch.LARGEST_BLOCK`.
 PADDED_ROWS = 128
 # Cache of (bytes at the peak, operator at the peak), by function, options and the tensors' shapes,
 # strides, dtypes and devices.
@@ -43,7 +44,7 @@ _peaks: dict[tuple, tuple[int, str]] = {}
 
 @register_flop_formula(torch.ops.course_lib.tiles)
 def _flops_of_tiles(like, nbytes, flops, operator, **_) -> int:
-    """Return the FLOPs of one call of the operator, which are one of its arguments."""
+    """Return the FLOPs of one call of `course_lib::tiles`, which receives them as an argument."""
     return flops
 
 
@@ -53,7 +54,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, 
     The arguments and the results are the same as those of `tiled.forward`, except that the tensors
     are symbolic: they have shapes but no values. An active `MemoryMeter` or FLOP counter counts the
     peak bytes and the FLOPs that the pass would need with real tensors. Inside
-    `Symbolic(kind="cuda")`, it counts the bytes that the Triton kernels need.
+    `Symbolic(kind="cuda")`, the meter counts the bytes that the Triton kernels need.
     """
     o, lse = (
         q.new_empty(*q.shape[:3], v.shape[3]),
@@ -79,7 +80,7 @@ def backward(
     The arguments and the results are the same as those of `tiled.backward`, except that the tensors
     are symbolic: they have shapes but no values. An active `MemoryMeter` or FLOP counter counts the
     peak bytes and the FLOPs that the pass would need with real tensors. Inside
-    `Symbolic(kind="cuda")`, it counts the bytes that the Triton kernels need.
+    `Symbolic(kind="cuda")`, the meter counts the bytes that the Triton kernels need.
     """
     row_buffers = []
     if _kernels_would_run(q, v):
@@ -116,7 +117,7 @@ def _replace_tiles(
         *((x.shape, x.stride(), x.dtype, x.device) for x in (*queries, *keys)),
     )
     if key not in _peaks:
-        # A copy of this package needs the meter only for estimates.
+        # Imported here, so that a copy of this package needs the meter only for estimates.
         from course_lib.memory import MemoryMeter
 
         with disable_current_modes(), q.fake_mode, MemoryMeter(device=q.device) as meter:
@@ -124,7 +125,7 @@ def _replace_tiles(
         trace = meter.trace(events=False)
         _peaks[key] = trace.peak_bytes, trace.peak_operator if meter.operator_count else ""
     nbytes, operator = _peaks[key]
-    # `lse` is an argument, so that a meter sees that this operator uses the saved tensor.
+    # `lse` is an argument, so that a meter sees that this operator uses the saved tensor `lse`.
     torch.ops.course_lib.tiles(lse, nbytes, flops, operator)
 
 
@@ -145,7 +146,7 @@ def _run_last_tiles_forward(queries: tuple, keys: tuple, options: Options) -> No
 
 
 def _run_last_tiles_backward(queries: tuple, keys: tuple, options: Options) -> None:
-    """Run the last tiles of `tiled.backward_tiles`, with the other tensors that are live then."""
+    """Run the last tiles of `tiled.backward_tiles`, with the live bytes of the whole pass."""
     last, whole = _last_tiles(queries, keys, options)
     lse = whole[2]
     # `tiled.backward_tiles` computes delta for all rows before its loops.
@@ -162,9 +163,10 @@ def _run_last_tiles_backward(queries: tuple, keys: tuple, options: Options) -> N
 
 
 def _last_tiles(queries: tuple, keys: tuple, options: Options) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors of the first group of heads twice: their last rows, and all rows.
+    """Return two lists for the first group of heads: the last rows of all tensors, and all rows.
 
-    If the sequence is long enough, the last rows are at least two blocks of queries and of keys.
+    If the sequence is long enough, the last rows contain at least two blocks of queries and two
+    blocks of keys.
     """
     q, k = queries[0], keys[0]
     group = next(tiled.split_heads(queries, keys, tiled.heads_at_once(q, k, options)))

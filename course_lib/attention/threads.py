@@ -28,7 +28,8 @@ def thread_count(x: Tensor, scores: int, at_once: int) -> int:
 
     The result is 1 if the pass does not run on a CPU, or if it has fewer than
     `MIN_SCORES_FOR_THREADS` scores. The result is also 1 while a dispatch mode, the profiler or the
-    compiler observes the operators of this thread, because those of other threads are not observed.
+    compiler observes this thread, because these observers would miss operators that run in other
+    threads.
 
     Args:
         x: A tensor on the device of the pass.
@@ -61,7 +62,7 @@ def run_parts(function: Callable, parts: Iterable, count: int) -> None:
 
 
 def _run_without_grad(function: Callable, inference: bool, part: Iterable) -> None:
-    """Call `function(*part)` in a thread, with the inference mode of the thread that started it."""
+    """Call `function(*part)` in a worker thread, without gradients, in the given inference mode."""
     # A thread does not inherit these modes from the thread that started it.
     with torch.inference_mode(inference), torch.no_grad():
         function(*part)
@@ -94,7 +95,8 @@ def _pool(count: int, threads: int) -> ThreadPoolExecutor:
     for _ in range(count):
         pool.submit(int)
     started.wait()
-    # `start` has also changed the default for threads that start later, so restore it.
+    # `start` has called `torch.set_num_threads`, which also changes the default for threads that
+    # start later. This call restores the default.
     torch.set_num_threads(threads)
     return pool
 

@@ -24,7 +24,7 @@ BLOCK = 512  # default number of rows and columns of a tile
 # heads are therefore processed at once. On a CPU these scores are 1 MiB in float32, which fits into
 # a core's cache. A GPU needs more scores to be busy.
 TILE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
-# At least this many heads are processed at once, so that each of two threads has one.
+# At least this many heads are processed at once, so that each of two threads has a head.
 MIN_HEADS_AT_ONCE = 2
 LOG2_E = math.log2(math.e)
 
@@ -79,11 +79,12 @@ def online_softmax(scores: Tensor, block: int) -> Tensor:
     m = x.new_full((*x.shape[:-1], 1), torch.finfo(x.dtype).min)
     total = torch.zeros_like(m)
     for columns in x.split(block, dim=-1) if x.numel() else ():
-        # Subtracting m does not change the result, so no gradient has to flow through it.
+        # Subtracting m does not change the result, so no gradient has to flow through m.
         new_m = torch.maximum(m, columns.detach().amax(-1, keepdim=True))
         total = total * (m - new_m).exp() + (columns - new_m).exp().sum(-1, keepdim=True)
         m = new_m
-    # The clamp affects only a row that is all -inf, because total is at least 1 in all others.
+    # The clamp affects only rows in which all scores are -inf. In all other rows, total is at least
+    # 1.
     return ((x - m).exp() / total.clamp(min=1)).to(scores.dtype)
 
 
@@ -141,7 +142,8 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
         rows = slice(i, i + block_q)
         group_and_rows = q[:, :, rows].shape[1:3]
         q_i = q[:, :, rows].to(work).flatten(1, 2)  # (h, g * rows, d)
-        # Keys from this one on are masked for all queries of the block. Below 1 if all keys are.
+        # Keys from `last` on are masked for all queries of the block. If all keys are masked,
+        # `last` is below 1.
         last = n_k if shift is None else min(n_k, i + group_and_rows[1] + shift)
         acc = q_i.new_zeros(*q_i.shape[:2], v.shape[2])  # sum of p v so far
         m = acc.new_full((*acc.shape[:2], 1), torch.finfo(work).min)  # maximum so far
@@ -161,7 +163,7 @@ def forward_tiles(q, o, lse, k, v, options) -> None:
             acc = torch.baddbmm(acc.mul_(rescale), p, v_j)
             m = new_m
         lse[:, :, rows] = m.add_(total.log()).view_as(lse[:, :, rows])
-        # The clamp affects only rows that see no key, because total is at least 1 in all others.
+        # The clamp affects only rows without keys, because total is at least 1 in all other rows.
         o[:, :, rows] = acc.div_(total.clamp_(min=1)).view_as(o[:, :, rows])
 
 
@@ -213,8 +215,8 @@ def backward_tiles(q, o, lse, grad_o, dq, k, v, dk, dv, options) -> None:
 def with_blocks(options: Options, q: Tensor, k: Tensor) -> Options:
     """Return a copy of the options in which default block sizes replace None.
 
-    A tile contains queries of all query heads that share a key head. The default `block_q`, which
-    is the number of queries per head, is therefore smaller if more query heads share a key head.
+    A tile contains `block_q` queries of each of the query heads that share a key head. Therefore,
+    the more query heads share a key head, the smaller is the default of `block_q`.
 
     Args:
         options: Options whose block sizes may be None.
@@ -247,10 +249,10 @@ def split_heads(queries: tuple, keys: tuple, size: int) -> Iterator[list[Tensor]
     """Split all tensors by heads, and yield one list of tensors per group of heads.
 
     A group consists of up to `size` key heads, counted over the whole batch, and the query heads
-    that share them. Its list has the part of each tensor that belongs to these heads, first for
-    `queries`, then for `keys`. Below, h is the number of key heads in the group, and g is the
-    number of query heads per key head. The parts are views, but a tensor is copied first if its
-    batch and its heads cannot be merged into one dimension.
+    that share them. The list of a group has the part of each tensor in `queries` that belongs to
+    the group, and then the part of each tensor in `keys`. Below, h is the number of key heads in
+    the group, and g is the number of query heads per key head. The parts are views, but a tensor is
+    copied first if its batch and its heads cannot be merged into one dimension.
 
     Args:
         queries: Tensors of shape (batch, heads, n_q, ...). In a group they have the shape (h, g,
