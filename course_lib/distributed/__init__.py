@@ -6,9 +6,10 @@ the bytes that each rank held and communicated:
     python -m torch.distributed.run --standalone --nproc-per-node 2 \
         -m course_lib.distributed --mode ddp,fsdp
 
-`launch` does this from Python. `held_bytes` and `sent_bytes` compute the expected bytes with
-formulas. `predict` computes them with one symbolic rank, without starting any process. To measure
-steps in another program, use `Trainer` and `Watch`. Lesson 08 explains the modes.
+`launch` starts this script from Python. `held_bytes` and `sent_bytes` compute the expected bytes
+with formulas. `predict` computes them by running one rank on symbolic tensors (shapes without
+values), without starting any process. To measure steps in another program, use `Trainer` and
+`Watch`. Lesson 08 explains the modes.
 """
 
 import importlib
@@ -44,7 +45,8 @@ __all__ = [
 ]
 
 # `course_lib.budget` needs only the formulas, unless a recipe has ranks. The other modules import
-# FSDP, DTensor and the distributed checkpoints, which takes longer than the rest of the library.
+# FSDP, DTensor and the distributed checkpoints, which takes longer than importing the rest of the
+# library. Therefore a module is imported only when one of its names is first used.
 _MODULES = {
     "formulas": ("MODES", "held_bytes", "sent_bytes", "shapes_of"),
     "measurement": ("CommunicationCounter", "RankUsage", "Watch"),

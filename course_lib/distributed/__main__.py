@@ -169,7 +169,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-@record  # it reports an error of this rank to torchrun, which ends the other ranks
+@record  # `record` reports an error of this rank to torchrun, which ends the other ranks
 @silence_operator_log()
 def main() -> None:
     """Run the command: train on the ranks that torchrun has started, or predict with `--ranks`.
@@ -205,8 +205,8 @@ def main() -> None:
         device = group.__enter__()
         if "fsdp-cpu" in modes and device.type == "cpu":
             raise ValueError(
-                "--mode must not be fsdp-cpu without NCCL and a GPU per rank, got 'fsdp-cpu'"
-                " on a CPU, which has nothing to offload from"
+                "--mode fsdp-cpu needs NCCL and a GPU for each rank, because it moves weights from"
+                " GPU memory to host memory, got ranks on a CPU; choose another mode"
             )
     except Exception as error:
         if origin(error) is None and not isinstance(error, (TypeError, ValueError)):
@@ -226,12 +226,13 @@ def main() -> None:
 
 @contextmanager
 def _report_cause_first() -> Iterator[None]:
-    """Let the rank with the cause of a failure report first, if a `with` block fails.
+    """If a `with` block fails, let the rank that caused the failure report its error first.
 
-    If a rank fails because it has lost the connection to another one, it waits until torchrun ends
-    it because of the other rank's error. It does not wait if the user has interrupted the ranks. An
-    error from the user's own code, or an exceeded budget, is printed without a traceback, here and
-    in torchrun's report. Any other error keeps its traceback.
+    A rank that has only lost the connection to another rank waits for up to 20 seconds before it
+    raises its error. In this time torchrun ends it because of the other rank's error. The rank does
+    not wait if the user has interrupted the ranks. An error from the user's own code, or an
+    exceeded budget, is printed without a traceback, here and in torchrun's report. Any other error
+    keeps its traceback.
     """
     try:
         yield
@@ -252,8 +253,8 @@ def _report_cause_first() -> Iterator[None]:
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     """Raise `KeyboardInterrupt`, as Python does, and set the event `_interrupted`.
 
-    The exception alone is not enough: `torch.distributed.checkpoint` catches it while it writes,
-    and continues.
+    The exception alone is not enough, because `torch.distributed.checkpoint` catches it while a
+    checkpoint is written, and continues.
     """
     _interrupted.set()
     signal.default_int_handler(signum, frame)
@@ -282,8 +283,8 @@ def _parse_budgets(budget_text: str | None, modes: list[str]) -> dict[str, int]:
             raise ValueError(f"--budget {error}") from None
         if mode and mode not in modes:
             raise ValueError(
-                f"--budget must be bytes such as 48MB, or {modes[-1]}=48MB for one of the modes"
-                f" {','.join(modes)}, got {budget_text!r}"
+                f"--budget must be a number of bytes such as 48MB, or MODE=BYTES such as"
+                f" {modes[-1]}=48MB with one of the modes {','.join(modes)}, got {budget_text!r}"
             )
         budgets |= dict.fromkeys([mode] if mode else modes, budget)
     return budgets
@@ -363,14 +364,14 @@ def _predict(
     _check_sizes(task, args.ranks, args.micro_batches)
     if "fsdp-cpu" in modes:
         raise ValueError(
-            "--ranks cannot be combined with --mode fsdp-cpu: symbolic tensors have no"
-            " pinned memory to offload to"
+            "--ranks cannot be combined with --mode fsdp-cpu: --ranks predicts with"
+            " symbolic tensors, which cannot be offloaded to pinned memory"
         )
     _warn_about_root(shapes, modes)
     for mode in modes:
         start = time.perf_counter()
         held = [sum(each.values()) for each in held_bytes(shapes, mode, args.ranks)]
-        rank = held.index(max(held))  # rank 0, except with zero1
+        rank = held.index(max(held))  # the rank with the most bytes, which is 0 except in zero1
         part = partial(task.part, 0, args.ranks, rank)
         options |= {"rank": rank, "split": task.split}
         usage = predict(task.make_model, part, task.loss_sum, mode, args.ranks, **options)
@@ -393,7 +394,7 @@ def _print_status(line: str) -> None:
 def _exit_with_error(message: str, status: int = 2) -> NoReturn:
     """Print an error once, on rank 0, and exit.
 
-    The other ranks wait until torchrun ends them, which it does when rank 0 has exited.
+    The other ranks wait. Torchrun ends them after rank 0 has exited.
     """
     if RANK:
         time.sleep(60)

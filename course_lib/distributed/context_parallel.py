@@ -38,9 +38,12 @@ class RingAttention(torch.autograd.Function):
     """Causal attention of one rank's queries to the keys of all ranks.
 
     Rank r has part r of the sequence. Each rank sends its keys and values around a ring of the
-    ranks. The inputs of `apply` are q, k and v of shape (batch, heads, tokens / ranks, size), the
-    rank, the number of ranks, and a function that sends tensors to the next rank and returns those
-    of the previous rank, such as `pass_on`. The output has the shape of q.
+    ranks.
+
+    The inputs of `apply` are q, k, v, the rank, the number of ranks, and a function such as
+    `pass_on`. Each of q, k and v has the shape (batch, heads, tokens / ranks, size). The function
+    sends tensors to the next rank and returns the tensors that the previous rank has sent. The
+    output of `apply` has the shape of q.
     """
 
     @staticmethod
@@ -72,7 +75,7 @@ class RingAttention(torch.autograd.Function):
                 dq, dk, dv = dq + ds @ k, dk + ds.mT @ q, dv + p.mT @ gradient
             if step < ranks - 1:
                 k, v = pass_on(k, v)
-            dk, dv = pass_on(dk, dv)  # after the last step they are back at their own rank
+            dk, dv = pass_on(dk, dv)  # dk and dv are back at their own rank after the last step
         return dq, dk, dv, None, None, None
 
 
@@ -93,8 +96,8 @@ def pass_on(*tensors: Tensor) -> list[Tensor]:
 class ContextParallel:
     """Training of a `Decoder` with context parallelism: each rank computes a part of the sequence.
 
-    Call the object with a batch to do one step on all ranks, which updates the weights with AdamW
-    and returns the mean loss. A `Watch` can measure the steps, as it can measure those of a
+    Call the object with a batch to do one step on all ranks. The call updates the weights with
+    AdamW and returns the mean loss. A `Watch` can measure the steps, as it can measure those of a
     `Trainer`.
 
     Args:
@@ -111,7 +114,7 @@ class ContextParallel:
         self.optimizer = self.local = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention on this rank's part of the sequence; this replaces a layer's own."""
+        """Compute attention of this rank's queries; replaces the method `Attention.standard`."""
         return RingAttention.apply(q, k, v, self.rank, self.ranks, pass_on)
 
     def backward(self, batch: dict[str, Tensor]) -> Tensor:
@@ -140,13 +143,13 @@ class ContextParallel:
         return total
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
-        """Do one step, and return the mean loss."""
+        """Do one training step on a batch, and return the mean loss."""
         loss = self.backward(batch)
         self.update()
         return loss
 
     def update(self) -> None:
-        """Update the weights and release the gradients."""
+        """Update the weights with AdamW, and set all gradients to None."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -156,12 +159,12 @@ def context_sent_bytes(shapes: Shapes, ranks: int, part_bytes: int) -> int:
 
     In each layer, keys and values are sent ranks - 1 times in the forward pass and again in the
     backward pass. Their gradients are sent `ranks` times. The gradients of the weights are
-    all-reduced, which counts twice their bytes, as in `CommunicationCounter`.
+    all-reduced, and each of their bytes counts as two, as in `CommunicationCounter`.
 
     Args:
         shapes: Shapes of the model's parameters.
         ranks: Number of ranks in the ring.
-        part_bytes: Bytes of the keys of one layer on one rank.
+        part_bytes: Bytes of one layer's keys on one rank.
     """
     weights = sum(w.numbers * w.item_bytes for w in shapes.all)
     return len(shapes.blocks) * (4 * (ranks - 1) + 2 * ranks) * part_bytes + 2 * weights
@@ -170,9 +173,10 @@ def context_sent_bytes(shapes: Shapes, ranks: int, part_bytes: int) -> int:
 def predict_context_parallel(
     make_model: Callable[[], Any], make_batch: Callable[[], Any], ranks: int, rank: int
 ) -> RankUsage:
-    """Predict the bytes and FLOPs of the second training step on one rank of `ContextParallel`.
+    """Predict one rank's memory, communicated bytes and FLOPs with `ContextParallel`.
 
-    The prediction uses symbolic tensors in this process, and starts no other processes.
+    The prediction is for the second training step, at whose start AdamW's state exists. It uses
+    symbolic tensors in this process, and starts no other processes.
 
     Args:
         make_model: Function that builds the `Decoder`.

@@ -8,10 +8,11 @@ these bytes per rank (parameters + gradients + optimizer state):
     fsdp     4Ψ/N + 4Ψ/N + 8Ψ/N    each parameter, gradient and state is cut into N along its
                                    first dimension
 
-The table leaves out some bytes, which the functions below also count: Adam's step counters (4 bytes
-per parameter tensor), the unequal shares of zero1, which assigns whole tensors, and the padding of
-fsdp. If N does not divide a first dimension, fsdp cuts it as `torch.chunk` does, and the storages
-of parameters and gradients are as long on every rank as on the first. Adam's state has no padding.
+The functions below also count bytes that the table leaves out. Adam's step counters take 4 bytes
+per parameter tensor. The ranks' shares in zero1 are unequal, because zero1 assigns whole tensors.
+If N does not divide a first dimension, fsdp cuts it as `torch.chunk` does. The storages of
+parameters and gradients are then padded, so that they are as long on every rank as on the first.
+Adam's state has no padding.
 
 The number of bytes that a collective really sends depends on its algorithm. In a ring, each rank
 receives only from the previous rank and sends only to the next one. For a tensor of b bytes on N
@@ -25,13 +26,13 @@ ranks:
 `ring_bytes` converts the last column to the bytes of a ring. The broadcasts of zero1, one from each
 rank, together send as many bytes as an all-gather.
 
-The ranks of a machine are neighbors in the ring, so a single one of them sends to another machine.
-If the N ranks are in several machines, b (N - 1)/N bytes therefore leave each machine and the same
-number enters it, regardless of the number of ranks per machine. If several rings divide the
-tensor among them, each of them sends its part of these bytes over a separate network card. In an
+The ranks of a machine are neighbors in the ring, so only one rank per machine sends to another
+machine. If the N ranks are in several machines, b (N - 1)/N bytes therefore leave each machine, and
+the same number enters it, regardless of the number of ranks per machine. If several rings share the
+work on a tensor, each ring sends its part of these bytes over a separate network card. In an
 all-to-all, as in expert parallelism, each rank also sends b (N - 1)/N bytes, but directly to all
-other ranks. Within one machine this takes the same time, and between machines many more bytes leave
-each machine.
+other ranks. Within one machine, an all-to-all takes the same time as a ring. Between machines, it
+sends many more bytes out of each machine.
 
 Source: Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, sections 5 and 7;
 `torch.distributed.fsdp.fully_shard`; the factors of `doc/PERFORMANCE.md` in NVIDIA's nccl-tests.
@@ -81,12 +82,12 @@ class Weight:
     def share(self, ranks: int, rank: int = 0) -> int:
         """Return the number of elements on one rank if the rows are divided among ranks.
 
-        FSDP's padding is not included. It makes the storages of parameters and gradients on every
-        rank as long as the share of rank 0, which is the largest.
+        FSDP's padding is not included. The padding makes the storages of parameters and gradients
+        on every rank as long as the share of rank 0, the largest share.
 
         Args:
             ranks: Number of ranks among which the rows are divided.
-            rank: The rank.
+            rank: Rank whose elements are counted.
         """
         most = -(-self.rows // ranks)
         return max(0, min(most, self.rows - rank * most)) * self.columns
@@ -113,7 +114,7 @@ class Shapes:
 
     @property
     def trained(self) -> tuple[Weight, ...]:
-        """Parameters that require gradients, which an optimizer step changes."""
+        """Parameters that require gradients. An optimizer step changes only these parameters."""
         return tuple(weight for weight in self.all if weight.trained)
 
     @property
@@ -132,8 +133,8 @@ def blocks_of(model: nn.Module, blocks: str | list[str] | None = None) -> tuple[
 
     Args:
         model: The model.
-        blocks: Names of the blocks, with wildcards such as "layers.*". None finds the model's lists
-            of layers, as in `checkpoint_blocks`.
+        blocks: Names of the blocks, with wildcards such as "layers.*". With None, the model's lists
+            of layers are found automatically, as in `checkpoint_blocks`.
     """
     with checkpoint_blocks(model, blocks) as handle:
         return handle.names
@@ -144,8 +145,8 @@ def shapes_of(model: nn.Module, blocks: str | list[str] | None = None) -> Shapes
 
     Args:
         model: The model, real or symbolic. It must not be sharded.
-        blocks: Names of the blocks, with wildcards such as "layers.*". None finds the model's lists
-            of layers, as in `checkpoint_blocks`.
+        blocks: Names of the blocks, with wildcards such as "layers.*". With None, the model's lists
+            of layers are found automatically, as in `checkpoint_blocks`.
     """
     names = blocks_of(model, blocks)
     groups: dict[str, list[Weight]] = {name: [] for name in ("", *names)}
@@ -227,7 +228,8 @@ def sent_bytes(
 
     - DDP all-reduces the gradients, which counts as 2Ψ numbers. It also broadcasts the model's
       buffers, such as those of a rotary embedding.
-    - zero1 does the same as DDP, and then broadcasts each updated parameter, Ψ numbers.
+    - zero1 does the same as DDP. It then also broadcasts each updated parameter, which counts as Ψ
+      numbers for all parameters together.
     - FSDP gathers each block for its forward pass and, except in mode fsdp-keep, again for its
       backward pass. With the reduce-scatter of the gradients, this is 3Ψ numbers, or 2Ψ in mode
       fsdp-keep. The parameters outside the blocks (embedding, last norm, head) are gathered only

@@ -44,9 +44,10 @@ _COUNTED = {
 class CommunicationCounter(ObserverMode):
     """Dispatch mode that counts the bytes which this rank communicates inside a `with` block.
 
-    It counts the floating-point tensors that the rank passes to collectives: parameters and
-    gradients, and with tensor parallelism also activations. Integer and float64 tensors are not
-    counted. They are the loss, its weight and the order of DDP's buckets, a few bytes per step.
+    Among the tensors that the rank passes to collectives, the class counts only floating-point
+    tensors with fewer than 64 bits per element. These are parameters and gradients, and with tensor
+    or context parallelism also activations. The other tensors contain the loss, its weight and the
+    order of DDP's buckets, in total a few bytes per step.
 
     - An all-reduce of n bytes counts as 2n, because it is a reduce-scatter and an all-gather.
     - An all-gather counts the bytes of its output, and a reduce-scatter those of its input.
@@ -80,7 +81,7 @@ def _is_collective(func) -> bool:
 
 
 def _communicated_bytes(func, args) -> int:
-    """Return the bytes that a call of an operator counts in `CommunicationCounter`."""
+    """Return how many bytes `CommunicationCounter` counts for a call of an operator."""
     if (
         not _is_collective(func)
         or func.overloadpacket not in _COUNTED
@@ -89,7 +90,7 @@ def _communicated_bytes(func, args) -> int:
         return 0
     times, index = _COUNTED[func.overloadpacket]
     if func.overloadpacket is _functional.all_gather_into_tensor:
-        times = args[1]  # the number of ranks that are gathered
+        times = args[1]  # the number of ranks whose parts are gathered
     return times * sum(
         t.nbytes for t in tensors_in(args[index]) if t.is_floating_point() and t.itemsize < 8
     )
@@ -97,7 +98,7 @@ def _communicated_bytes(func, args) -> int:
 
 @dataclass(frozen=True)
 class RankUsage:
-    """Bytes and FLOPs of one training step on one rank.
+    """Memory, communicated bytes and FLOPs of one training step on one rank.
 
     Attributes:
         held: Bytes of parameters, gradients and optimizer state on this rank when the optimizer
@@ -106,7 +107,7 @@ class RankUsage:
         at_peak: Bytes at the peak, by category. The categories are those of `MemoryMeter`, and
             "gathered" for parameters that were gathered from other ranks.
         sent_bytes: Bytes communicated, as counted by `CommunicationCounter`.
-        flops: FLOPs of this rank, by the formulas of `FlopCounterMode`.
+        flops: FLOPs of this rank in the step, as `MemoryMeter` counts them.
     """
 
     held: dict[str, int]
@@ -128,8 +129,9 @@ class _Meter(UnguardedMeter):
     sending = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # gloo's thread releases the tensors of a collective some time after it has reported the
-        # end of the collective.
+        # gloo's thread releases the tensors of a collective some time after it has reported the end
+        # of the collective. The wait keeps these tensors from counting as live in the next
+        # operator.
         if self.sending:
             time.sleep(RELEASE_SECONDS)
         self.sending = _is_collective(func) and dist.get_backend() == "gloo"
@@ -137,10 +139,11 @@ class _Meter(UnguardedMeter):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def note_buckets(self, gradients: Iterable[Tensor]) -> None:
-        """Count the storages of these gradients as gradients from their creation on.
+        """Count the storages of `gradients` in the category "gradient" from their creation on.
 
         DDP creates its buckets in the forward pass, and backward writes gradients into them.
-        Without this method the meter would count the buckets as activations until then.
+        Without this method the meter would count the buckets as activations until backward writes
+        into them.
         """
         with self._tracker.lock:
             for gradient in gradients:
@@ -158,9 +161,9 @@ class Watch:
     inside `with watch.step(trainer)`.
 
     Attributes:
-        meter: The memory meter.
-        taken: Bytes and FLOPs of the last step, a `RankUsage`. None until the `with` block of the
-            `Watch` ends.
+        meter: Memory meter that counts the live bytes on this rank.
+        taken: `RankUsage` with the memory, the communicated bytes and the FLOPs of the last step.
+            None until the `with` block of the `Watch` ends.
         span: Slice of the meter's trace that contains the last step.
 
     Args:

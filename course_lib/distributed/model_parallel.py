@@ -3,9 +3,9 @@ r"""Run tensor, context and pipeline parallelism on the ranks that torchrun has 
     python -m torch.distributed.run --standalone --nproc-per-node 2 \
         -m course_lib.distributed.model_parallel
 
-The script prints one line of JSON per run. In the modes tp, tp-sp and cp it trains the course's
-decoder, once per mode. The pipeline has a smaller decoder, because it runs seven times with
-different settings.
+The script prints one line of JSON per run. It trains the course's decoder once in each of the modes
+tp (tensor parallelism), tp-sp (tensor and sequence parallelism) and cp (context parallelism). The
+pipeline has a smaller decoder, because it runs seven times with different settings.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def measure(
 
     Returns:
         A dict with the "mode", the number of "ranks", and the "losses" of all steps.
-        "gradient_difference" is the largest relative difference from `whole` in the first step.
-        "taken" has the bytes and FLOPs of the last step, one dict per rank.
+        "gradient_difference" is the largest relative difference between the gradients of the first
+        step and `whole`. "taken" is a list with one dict per rank: the memory, the communicated
+        bytes and the FLOPs of the last step, with the fields of `RankUsage` as keys.
     """
     model, difference = task.make_model(), 0.0
     with Watch(model) as watch:
@@ -63,7 +64,7 @@ def measure(
                     difference = gradient_difference(model, whole, cut=cut)
                 trainer.update()
             losses.append(loss.item())
-            del loss  # it would be live in the next step
+            del loss  # otherwise, the loss would be live in the next step
     usages = _gather_from_all_ranks(watch.taken)
     return {
         "mode": trainer.mode,

@@ -61,17 +61,17 @@ class Trainer:
         micro_batches: Number of micro-batches in a rank's batch.
         split: Function (batch, parts) -> list of `parts` batches, which splits a rank's batch into
             micro-batches. The default is `course_lib.accumulation.split`.
-        sync: With "last", only the last micro-batch reduces gradients over the ranks. With "each",
-            every micro-batch does. Before the last micro-batch, "last" uses DDP's `no_sync` or
+        sync: "each" if every micro-batch reduces gradients over the ranks, or "last" if only the
+            last micro-batch does. With "last", all earlier micro-batches use DDP's `no_sync` or
             FSDP2's `set_requires_gradient_sync(False)`.
-        blocks: Names of the blocks that are sharded (and checkpointed) separately, as in
-            `checkpoint_blocks`; ignored in ddp and zero1.
+        blocks: Names of the blocks that are sharded separately, as in `checkpoint_blocks`. Mode
+            fsdp-checkpoint also checkpoints these blocks. Ignored in ddp and zero1.
         wrapper: Whether fsdp-checkpoint uses PyTorch's `checkpoint_wrapper` instead of
             `checkpoint_blocks`.
         bf16: Whether an fsdp mode gathers weights and computes in bf16, and reduces gradients in
             fp32. Always true in mode fsdp-bf16, ignored in ddp and zero1.
         in_buckets: Whether gradients are accumulated in DDP's buckets instead of in separate
-            tensors, as in `AccumulatedStep`. Only for the modes ddp and zero1.
+            tensors (see `AccumulatedStep`). Only for the modes ddp and zero1.
         max_norm: Largest norm of the gradient over all ranks. A gradient with a larger norm is
             clipped. None for no clipping.
         lr: Learning rate of AdamW.

@@ -38,7 +38,7 @@ def part_of(decoder: Decoder, rank: int, ranks: int) -> nn.Sequential:
 
     Args:
         decoder: The decoder. Its layers are divided evenly.
-        rank: The rank.
+        rank: Rank whose modules are returned.
         ranks: Number of ranks in the pipeline.
     """
     embedding, *halves, _ = loss_stages(decoder, torch.zeros(1, 2, dtype=torch.long))
@@ -72,10 +72,11 @@ def measured_pipeline(schedule: str, micro_batches: int, return_outputs: bool) -
             and returns them.
 
     Returns:
-        A dict for this rank. "order" is the order of forward and backward passes. ["F0", "B0"]
-        stands for the forward and then the backward of micro-batch 0. "peak_bytes" is the peak.
-        "difference" is the largest relative difference between the gradients and those of one
-        process. The differences in a parameter's gradient are divided by the largest entry of this
+        A dict for this rank. "order" lists the forward and backward passes in the order in which
+        they ran. For example, ["F0", "B0"] is the forward and then the backward pass of micro-batch
+        0. "peak_bytes" is the largest number of tensor bytes that were live at once. "difference"
+        is the largest relative difference between the gradients and those of one process. For each
+        parameter, the largest absolute difference is divided by the largest absolute entry of the
         gradient in one process.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -107,7 +108,7 @@ def measured_pipeline(schedule: str, micro_batches: int, return_outputs: bool) -
 
 
 def _recorded_order(stage: PipelineStage) -> list[str]:
-    """Return a list to which the stage's passes are appended, such as "F0" and "B0"."""
+    """Return a list to which each pass of the stage is appended when it runs, such as "F0"."""
     order: list[str] = []
 
     def recorder(run: Any, letter: str) -> Any:

@@ -1,6 +1,7 @@
-"""Predict the bytes and FLOPs of one of N ranks, with one symbolic rank.
+"""Predict memory, communication and FLOPs of one of N ranks by running it on symbolic tensors.
 
-The rank runs in a fake process group, without starting any other process.
+The tensors have shapes but no values. The rank runs in a fake process group, whose collectives send
+nothing, so no other process is started.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def predict(
     rank: int = 0,
     **options: Any,
 ) -> RankUsage:
-    """Predict the bytes and FLOPs of one rank's training step, without starting other processes.
+    """Predict the memory, communicated bytes and FLOPs of one rank's training step.
 
     Adam's state exists when the predicted step begins, as in every step except the first. The step
-    runs on symbolic tensors, which have shapes but no values, in a fake process group. On real GPUs
-    the peak is higher in the modes with FSDP, because FSDP2 gathers the parameters of a block
-    before they are needed.
+    runs on symbolic tensors, which have shapes but no values, in a fake process group. No other
+    process is started. On real GPUs the peak is higher in the modes with FSDP, because FSDP2
+    gathers the parameters of a block before they are needed.
 
     Args:
         make_model: Function that builds the unsharded model, in fp32.
@@ -75,8 +76,8 @@ def watched_rank(
 ) -> Watch:
     """Run training steps of one rank on symbolic tensors, and return the `Watch` of these steps.
 
-    The `Watch` has the bytes and FLOPs of the last step and the trace of all steps. `predict`
-    returns only the bytes and FLOPs.
+    The `Watch` has two results: a `RankUsage` with the memory, the communicated bytes and the FLOPs
+    of the last step, and the trace of all steps. `predict` returns only the `RankUsage`.
 
     Args:
         make_model, make_batch, loss_sum, mode, ranks, rank, options: The arguments of `predict`.
@@ -117,24 +118,24 @@ def _create_optimizer_state(trainer: Trainer) -> None:
 # or test_distributed.py tests the behavior that this module relies on:
 #
 # torch.testing._internal.distributed.fake_pg: the group "fake", whose collectives return at once
-# torch.nn.parallel.distributed, DDP_FUNCTIONS: functions that DDP calls when it is created, and
-#     which need the values of tensors
+# torch.nn.parallel.distributed, DDP_FUNCTIONS: functions that need the values of tensors, and that
+#     DDP calls when it is created
 # torch.nn.modules.module, GLOBAL_HOOKS: hooks on all modules
 # torch.distributed.tensor._sharding_prop.ShardingPropagator, SHAPE_FUNCTION: the method that finds
 #     the shapes of DTensor's results
-# torch.distributed._tools.fake_collectives: kernels of collectives for symbolic tensors, which
-#     torch itself has from version 2.11 on
-# DistributedDataParallel.reducer, _rebuild_buckets: the C++ code that reorders buckets, for which
-#     it needs the values of tensors
+# torch.distributed._tools.fake_collectives: kernels with which collectives run on symbolic tensors
+#     (torch itself has these kernels from version 2.11 on)
+# DistributedDataParallel.reducer, _rebuild_buckets: the C++ code that reorders buckets (it needs
+#     the values of tensors)
 
 # DDP calls these functions to compare shapes between ranks, and to copy weights from rank 0.
 DDP_FUNCTIONS = "_verify_param_shape_across_processes", "_sync_module_states"
 # Hooks such as those of `FlopCounterMode` keep the graph of a recomputation, and with it all
-# recomputed tensors, alive until they are removed.
+# recomputed tensors, alive until the hooks are removed.
 GLOBAL_HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks"
-# DTensor finds the shape of a result by running the operator on tensors of the full size, which
-# need no memory on a real rank. Up to torch 2.11 it does so in every symbolic step, and these
-# tensors must not be measured.
+# DTensor finds the shape of a result by running the operator on fake tensors of the full size.
+# These tensors need no memory on a real rank, so they must not be measured. Up to torch 2.11,
+# DTensor runs the operator in this way in every symbolic step.
 SHAPE_FUNCTION = "_propagate_tensor_meta_non_cached"
 
 
@@ -156,7 +157,8 @@ def fake_rank(ranks: int, rank: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError(
-            "predict needs a process without a process group, but one exists already"
+            "predict must be called in a process without a process group of torch.distributed, but"
+            " this process already has one"
         )
     propagate = getattr(ShardingPropagator, SHAPE_FUNCTION)
 
@@ -202,7 +204,7 @@ def _fake_reductions(run: DistributedDataParallel) -> None:
 
 
 class _FixedBuckets:
-    """Reducer of DDP that never rebuilds its buckets, which would not change their total bytes."""
+    """Reducer of DDP that never rebuilds its buckets. A rebuild would not change their bytes."""
 
     def __init__(self, reducer):
         self._reducer = reducer

@@ -38,7 +38,7 @@ from course_lib.distributed.training.tasks import Task
 
 TENSOR_MODES = ("tp", "tp-sp")
 #: Ends of the names of parameters that are cut. Norms are whole on every rank. The biases of
-#: matrices that are cut by columns are whole as well, because they are added after the sum over
+#: `attention.out` and `feedforward.2` are whole as well, because they are added after the sum over
 #: ranks.
 CUT = (
     "attention.qkv.weight",
@@ -52,9 +52,9 @@ STEPS = 2  # number of steps; the first one creates Adam's state, and the second
 
 
 def plan_of(sequence: bool) -> dict[str, Any]:
-    """Return a map from names of modules in a `Decoder` to the styles in which they are cut.
+    """Return the plan for PyTorch's `parallelize_module` that cuts the matrices of a `Decoder`.
 
-    The map is the plan for PyTorch's `parallelize_module`.
+    The plan is a dict from the name of a module to its parallel style, such as `ColwiseParallel()`.
 
     Args:
         sequence: Whether to use sequence parallelism in addition to tensor parallelism.
@@ -120,7 +120,7 @@ def by_rank(qkv: Tensor, ranks: int) -> Tensor:
 
 
 class TensorParallel:
-    """Training of a `Decoder` with tensor parallelism: each rank has a part of each matrix.
+    """Training of a `Decoder` with tensor parallelism: each layer's matrices are cut among ranks.
 
     Call the object with the same batch on all ranks to do one step, in which the ranks update their
     parts with AdamW. The call returns the mean loss. A `Watch` can measure the steps, as it can
@@ -161,13 +161,13 @@ class TensorParallel:
         return loss.detach() / weight
 
     def __call__(self, batch: Any) -> Tensor:
-        """Do one step, and return the mean loss."""
+        """Do one training step on a batch, and return the mean loss."""
         loss = self.backward(batch)
         self.update()
         return loss
 
     def update(self) -> None:
-        """Update the weights and release the gradients."""
+        """Update the weights with AdamW, and set all gradients to None."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -194,15 +194,16 @@ def tensor_sent_bytes(shapes: Shapes, mode: str, activation_bytes: int) -> int:
 
     An all-reduce of n bytes counts as 2n, every other collective as n. In mode tp, each layer has
     two all-reduces in the forward pass and two in the backward pass. In mode tp-sp, a
-    reduce-scatter and an all-gather replace each of the four. This mode also has two all-gathers
-    outside the layers. One gathers the activations before the head. The other, in the backward
-    pass, gathers the gradient of the input of layer 0. In addition, tp-sp all-reduces the gradients
-    of the norms.
+    reduce-scatter and an all-gather replace each of these four all-reduces. Mode tp-sp also has two
+    all-gathers outside the layers. One gathers the activations before the head. The other, in the
+    backward pass, gathers the gradient of the input of layer 0. In addition, tp-sp all-reduces the
+    gradients of the norms.
 
     Args:
         shapes: Shapes of the model's parameters.
         mode: "tp" or "tp-sp".
-        activation_bytes: Bytes of one whole activation tensor (batch, sequence, hidden size).
+        activation_bytes: Bytes of one whole activation tensor, of shape (batch, sequence, hidden
+            size).
     """
     layers = len(shapes.blocks)
     if one_of("mode", mode, TENSOR_MODES) == "tp":
@@ -261,10 +262,10 @@ def whole_gradients(task: Task) -> dict[str, Tensor]:
 def gradient_difference(
     model: nn.Module, whole: Mapping[str, Tensor], *, cut: bool = True
 ) -> float:
-    """Return the largest relative difference of a parallel model's gradients from expected ones.
+    """Return the largest relative difference between the gradients of a parallel model and `whole`.
 
-    The difference of two entries is divided by the largest entry of the parameter's expected
-    gradient.
+    For each parameter, the largest absolute difference between two entries is divided by the
+    largest absolute entry of the expected gradient.
 
     Args:
         model: The parallel model, whose gradients were computed on all ranks.

@@ -20,14 +20,14 @@ from ..modes import Trainer
 from .sharded_checkpoint import check_fits, latest_complete_checkpoint, load, save
 from .tasks import Task
 
-# Number of measured steps. The first one creates Adam's state and the second one DDP's buckets, so
-# the third one needs the same bytes as all later ones.
+# Number of measured steps. The first step creates Adam's state, and the second step creates DDP's
+# buckets. The third step needs the same bytes as each later step.
 METERED = 3
 
 
 @dataclass(frozen=True)
 class Run:
-    """Result of training in one mode on all ranks. The bytes are those of the last measured step.
+    """Losses, gradient norms and measurements of a training run in one mode on all ranks.
 
     Attributes:
         mode: A mode of `Trainer`, such as "ddp" or "fsdp" (see `MODES`).
@@ -36,12 +36,13 @@ class Run:
         predicted: Bytes of parameters, gradients and optimizer state that ZeRO's formulas predict,
             with the keys "parameter", "gradient" and "optimizer". Each of the three numbers is the
             largest of all ranks.
-        taken: Measured bytes and FLOPs, one `RankUsage` per rank.
+        taken: Measured memory, communicated bytes and FLOPs of one step, as one `RankUsage` per
+            rank. This step is the third of the run, or the last one of a shorter run.
         predicted_sent: Bytes per step that a rank communicates, computed by `sent_bytes`.
         norms: Norm of the gradient before clipping, one number per step. If gradients were not
             clipped, the list has None for each step.
-        budget_bytes: Limit of live bytes on each rank, which also applies while the model is being
-            sharded. None if no limit was set.
+        budget_bytes: Limit of live bytes on each rank while the model is being sharded and in the
+            first 3 steps. None if no limit was set.
     """
 
     mode: str
@@ -114,16 +115,19 @@ def train(
     Args:
         task: The model and its batches.
         mode: A mode of `Trainer`, such as "ddp" or "fsdp" (see `MODES`).
-        steps: Number of steps.
+        steps: Number of steps that this call runs. Steps before the checkpoint `resume` are not
+            counted.
         device: Device on which this rank trains.
         save_to: Folder for checkpoints of the training state. With None, no checkpoints are
             written. Otherwise, one is always written after the last step.
-        every: Number of steps between two checkpoints. With None, there are no checkpoints before
-            the last step.
+        every: Number of steps between two checkpoints. A checkpoint is written if the number of
+            steps since the start of training, including those before `resume`, is a multiple of
+            `every`. With None, there are no checkpoints before the last step.
         resume: Path of the checkpoint from which training and its step numbers continue. None
             starts from the beginning.
-        budget_bytes: Limit of live bytes on each rank in the first 3 steps, which are measured. The
-            first operator that exceeds it raises an error. None for no limit.
+        budget_bytes: Limit of live bytes on each rank. The first operator that exceeds it raises an
+            error. The limit applies while the model is being sharded and in the first 3 steps,
+            which are measured. None for no limit.
         say: Function that is called with a line of progress after each step, on rank 0.
         options: Options of `Trainer`.
 
@@ -166,10 +170,10 @@ def train(
 
 
 def checkpoint_to_resume(folder: Path | str, mode: str, task: Task) -> Path:
-    """Return the path of the saved training state from which a mode continues.
+    """Return the path of the checkpoint from which training in a mode can be resumed.
 
-    If `folder` has a subfolder with the mode's name, this is the last complete checkpoint in the
-    subfolder. Otherwise, it is the last complete checkpoint in `folder` itself.
+    If `folder` has a subfolder with the mode's name, the result is the last complete checkpoint in
+    this subfolder. Otherwise, it is the last complete checkpoint in `folder` itself.
 
     Args:
         folder: Folder with checkpoints, as `train` writes them.
@@ -177,7 +181,8 @@ def checkpoint_to_resume(folder: Path | str, mode: str, task: Task) -> Path:
         task: Task whose model must have the same parameters as the checkpoint.
 
     Raises:
-        ValueError: There is no complete checkpoint, or it is not one of this model.
+        ValueError: There is no complete checkpoint, or its parameters are not those of the task's
+            model.
     """
     checkpoint = latest_complete_checkpoint(
         own if (own := Path(folder) / mode).is_dir() else folder

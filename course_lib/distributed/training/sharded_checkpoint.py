@@ -25,13 +25,13 @@ from course_lib._torch.generators import RandomState
 
 from ..modes import Trainer
 
-# State is saved by parameter name, because in mode zero1 the ranks that load it may be responsible
-# for other parameters.
+# State is saved by parameter name, because in mode zero1 a rank can load the state of a parameter
+# whose state another rank has saved.
 _BY_NAME = states.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
-    """Write a checkpoint of the training state. All ranks must call this, with the same folder.
+    """Write a checkpoint of the training state. All ranks must call this with the same folder.
 
     Args:
         folder: Folder of all checkpoints, which all ranks can access.
@@ -57,7 +57,7 @@ def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
 
 
 def latest_complete_checkpoint(folder: Path | str) -> Path:
-    """Return the path of the newest checkpoint in a folder that was written completely.
+    """Return the path of the complete checkpoint with the highest step number in a folder.
 
     Args:
         folder: Folder with the checkpoints that `save` has written.

@@ -38,9 +38,9 @@ class Task:
         loss_sum: Function (model, micro-batch) -> (sum of losses, weight). The weight is the number
             by which the sum is divided, such as the number of tokens.
         samples: Number of samples in a batch of all ranks, or None if it cannot be determined.
-        split: Function (batch, parts) -> list of `parts` batches. It cuts the batch into the shares
-            of the ranks, and a share into micro-batches. With None, tensors are cut along their
-            first dimensions.
+        split: Function (batch, parts) -> list of `parts` batches. It cuts the batch of all ranks
+            into one share per rank, and each share into micro-batches. With None, tensors are cut
+            along their first dimensions.
     """
 
     make_model: Callable[[], nn.Module]
@@ -59,11 +59,14 @@ class Task:
             device: Device to which the tensors are moved.
 
         Raises:
-            TypeError: Without the function `split`: the batch contains no tensor, or a tensor that
-                cannot be cut. With `split`: its result is not a list or tuple.
-            ValueError: Without `split`: the number of samples is not a multiple of the number of
-                ranks, the tensors have different numbers of samples, or a list in the batch has one
-                value per sample. With `split`: its result does not have one batch per rank.
+            TypeError: The function `split` returned neither a list nor a tuple. Without `split`,
+                there are two possible causes: the batch contains no tensor, or the batch contains a
+                nested or sparse tensor.
+            ValueError: The function `split` did not return one batch per rank. Without `split`,
+                the error has three possible causes. First, the number of samples is not a multiple
+                of the number of ranks. Second, the tensors have different numbers of samples.
+                Third, the batch contains a Python list with one value per sample; only tensors and
+                NumPy arrays are cut.
         """
         part = self.parts(step, ranks)[rank]
         return map_tensors(lambda tensor: tensor.to(device), part)
@@ -78,11 +81,14 @@ class Task:
             ranks: Number of ranks.
 
         Raises:
-            TypeError: Without the function `split`: the batch contains no tensor, or a tensor that
-                cannot be cut. With `split`: its result is not a list or tuple.
-            ValueError: Without `split`: the number of samples is not a multiple of the number of
-                ranks, the tensors have different numbers of samples, or a list in the batch has one
-                value per sample. With `split`: its result does not have one batch per rank.
+            TypeError: The function `split` returned neither a list nor a tuple. Without `split`,
+                there are two possible causes: the batch contains no tensor, or the batch contains a
+                nested or sparse tensor.
+            ValueError: The function `split` did not return one batch per rank. Without `split`,
+                the error has three possible causes. First, the number of samples is not a multiple
+                of the number of ranks. Second, the tensors have different numbers of samples.
+                Third, the batch contains a Python list with one value per sample; only tensors and
+                NumPy arrays are cut.
         """
         if self.split is None and self.samples is not None:
             check_divides(self.samples, ranks)
@@ -107,32 +113,32 @@ def task_of(
     sequence: int | None = None,
     unequal: bool = False,
 ) -> Task:
-    """Return the task for a model: one from a `config.json` or a function, or the course's decoder.
+    """Return the training task for a given model, or for the course's decoder by default.
 
-    The decoder is used if neither `config` nor `model` is given.
+    The model is given either by a `config.json` or by a function that builds it.
 
     Args:
         config: Path of a `config.json` that `course_lib.configs` can read.
         model: Name of a function that returns the model, as "package:function". The function must
             have an attribute `make_batch`, a function that returns the batch of all ranks. It may
-            have an attribute `split`, a function that cuts the batch. The loss is the function's
-            attribute `loss_sum` or the model's method `loss_sum`. Without either, it is a Hugging
-            Face model's own loss, weighted by the number of labels.
-        batch, sequence: Samples per batch and tokens per sample, by default 8 and 128; cannot be
-            combined with `model`.
+            have an attribute `split`, a function that cuts the batch. The loss is computed by the
+            function's attribute `loss_sum` or by the model's method `loss_sum`. Otherwise, the
+            model must be a Hugging Face model whose own loss is a mean over labels or samples.
+            `model` cannot be combined with any other argument.
+        batch, sequence: Samples per batch and tokens per sample, by default 8 and 128.
         unequal: Whether samples have unequal lengths, so that ranks have unequal numbers of tokens.
 
     Raises:
-        ValueError: The file or the function cannot be found or used, or arguments cannot be
-            combined.
+        ValueError: The file or the function cannot be found or used, or `model` is combined with
+            another argument.
     """
     values = {"config": config, "batch": batch, "sequence": sequence, "unequal": unequal}
     options = [name for name, value in values.items() if value]
     if model is not None:
         if options:
             raise ValueError(
-                f"--{options[0]} cannot be combined with --model, whose function brings its own"
-                " batch"
+                f"--{options[0]} cannot be combined with --model, because the function of"
+                " --model also creates the batch"
             )
         return _task_of_function(model)
     sizes = (
@@ -168,7 +174,7 @@ def token_loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, 
 
 
 def _ignore_last_labels(labels: Tensor, samples: int, sequence: int) -> None:
-    """Ignore the last labels of each sample, in place; later samples keep fewer labels."""
+    """Mark the last labels of each sample as ignored, in place; later samples keep fewer labels."""
     for i in range(samples):
         labels[i, sequence - sequence * i // samples :] = IGNORED
 
@@ -213,9 +219,10 @@ def _task_of_function(name: str) -> Task:
     with symbolic():
         if loss_sum is None and not has_loss_sum(make_model()):
             raise ValueError(
-                "--model must have a loss that is a sum with a known weight, got"
-                f" {name!r}; add an attribute loss_sum(model, batch) to the function, or a method"
-                " loss_sum(batch) to the model, and return (sum of losses, weight) from it"
+                "--model must create a model with a method loss_sum(batch) that returns (sum of"
+                " losses, weight), where the weight is, for example, the number of tokens, got"
+                f" {name!r}; add this method, or give the function an attribute loss_sum(model,"
+                " batch) that returns the same pair"
             )
     return Task(
         partial(_without_cache, make_model),
@@ -228,8 +235,8 @@ def _task_of_function(name: str) -> Task:
 
 def _own_loss(model: nn.Module, batch: Any) -> tuple[Tensor, float | Tensor]:
     """Return (sum of losses, weight) for the loss that a model itself defines."""
-    # `micro_batches=2` requires a loss with a weight, because a rank's batch is only a part of the
-    # whole batch.
+    # With `micro_batches=2`, a loss without a known weight raises an error. The weight is needed
+    # because a rank's batch is only a part of the whole batch.
     return own_loss(model, batch, micro_batches=2)
 
 

@@ -70,8 +70,8 @@ def process_group(backend: str | None = None):
     if backend == "nccl" and not enough:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         raise ValueError(
-            f"--backend must be 'gloo' without a GPU per rank, got 'nccl' with {count}"
-            f" GPUs for {local_ranks} ranks"
+            f"--backend nccl needs one GPU for each rank, got {count} GPUs for {local_ranks}"
+            " ranks; use --backend gloo"
         )
     if local_ranks == int(os.environ["WORLD_SIZE"]):
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
@@ -82,7 +82,8 @@ def process_group(backend: str | None = None):
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo")
     yield device
-    # This is not in a `finally`, because after an error other ranks may not respond.
+    # The group is not destroyed in a `finally` block, because after an error other ranks may not
+    # respond.
     dist.destroy_process_group()
 
 
@@ -112,12 +113,12 @@ def launch(
     timeout: float | None = None,
     script: str = "course_lib.distributed",
 ) -> list[dict[str, Any]]:
-    """Run a script of `course_lib` on several ranks under torchrun, and return its results.
+    """Run a script of `course_lib` on several ranks under torchrun, and return its JSON output.
 
-    On Linux without a GPU, the modules are imported once, in torchrun, which then forks the ranks.
-    Otherwise torchrun starts each rank as it does in a shell, because CUDA cannot be used in a
-    forked process. All processes have ended when this function returns or raises, even after
-    Ctrl-C.
+    On Linux without a GPU, torchrun imports the modules once and then forks the ranks. On other
+    machines, torchrun starts each rank as a new process. With a GPU this is necessary, because CUDA
+    cannot be used in a forked process. All processes have ended when this function returns or
+    raises, even after Ctrl-C.
 
     Args:
         ranks: Number of processes on this machine.
@@ -126,7 +127,7 @@ def launch(
         script: Module to run. It must be in `course_lib.distributed` and print JSON lines.
 
     Returns:
-        One dict per mode, from the lines of JSON that the script prints.
+        One dict per line of JSON that the script prints, for example one per mode.
 
     Raises:
         RuntimeError: The run failed. The message contains the script's error, or the end of its
@@ -168,7 +169,7 @@ def _stop_torchrun(torchrun: subprocess.Popen) -> None:
     try:
         with suppress(subprocess.TimeoutExpired):
             torchrun.communicate(timeout=40)
-    finally:  # also after another Ctrl-C
+    finally:  # runs also after another Ctrl-C
         torchrun.kill()
         torchrun.wait()
 
