@@ -1,7 +1,7 @@
 """Drop activations in the forward pass, and compute them again in the backward pass.
 
 The checkpoint itself is PyTorch's, `torch.utils.checkpoint.checkpoint` without reentrant autograd.
-This package adds what it lacks:
+This package adds the following:
 
 - `checkpoint_blocks` checkpoints blocks of any model. It selects them by name and changes the model
   in place.
@@ -16,7 +16,7 @@ This package adds what it lacks:
 As in PyTorch, buffers are the block's responsibility: the recomputation updates BatchNorm's running
 statistics a second time. Lesson 02 shows this, with a `context_fn` that prevents it.
 
-`course_lib.checkpoint.readable` is an implementation of checkpointing in 350 lines, to read after
+`course_lib.checkpoint.readable` is a checkpoint in about 350 lines, to read after
 lesson 02. It has the reentrant and the non-reentrant mode, and selective checkpointing. Nothing
 else in the library uses it.
 

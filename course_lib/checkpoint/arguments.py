@@ -21,13 +21,13 @@ from .._torch.tensors import version
 
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _WITHOUT_PARTS = (*_PLAIN, Tensor, type, ModuleType, FunctionType)
-# Number of parts of one argument that are recorded at most. A key-value cache of 100 layers has
-# about 1,000 parts.
+# Largest number of parts that are recorded per argument. A key-value cache of 100 layers has about
+# 1,000 parts.
 _MAX_PARTS = 10_000
 
 
 class ObjectArguments:
-    """Record of arguments that a checkpoint cannot copy, which shows whether they change later.
+    """Record of those arguments of a call that a checkpoint cannot copy, to detect their changes.
 
     These arguments are objects such as a key-value cache. They may also be items of lists, tuples
     or dicts among the arguments. Tensors, numbers, strings, functions and classes are not recorded.
@@ -52,8 +52,8 @@ class ObjectArguments:
         """Describe the first argument that has changed since the call, and how to avoid the change.
 
         Returns:
-            A part of an error message: two sentences, without a period at the end, so that the
-            caller can add a comma and its own advice. "" if no argument has changed.
+            A part of an error message, or "" if no argument has changed. The part is two sentences
+            without a period at the end, so that the caller can add a comma and its own advice.
         """
         for key, path, value, before in self.records:
             now = _part_identities(value)
@@ -63,9 +63,9 @@ class ObjectArguments:
                 where = f", in {changed[0].lstrip('.')}" if changed[0] else ""
                 return (
                     f"The argument {argument} has changed since the block received it{where}, so"
-                    " the recomputation started from other values. Do not pass such an object while"
-                    " training (if it is a cache of transformers, pass use_cache=False to the"
-                    " model), let the block change a copy of it"
+                    " the recomputation started from other values. Pass an object that is not"
+                    " changed (if it is a cache of transformers, pass use_cache=False to the"
+                    " model), let the block change a copy of the object"
                 )
         return ""
 
@@ -91,9 +91,11 @@ def _objects_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _part_identities(value: Any) -> dict[str, Any]:
-    """Return the identities of an object and all its parts, by path, nearest parts first.
+    """Return a dict from the path of each part of an object to the identity of this part.
 
-    Two results are equal if no part was replaced or changed in place in between.
+    The object itself has the path "". Parts with shorter paths come first.
+
+    Two results are equal if no part was replaced or changed in place between the two calls.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -131,6 +133,6 @@ def _identity(part: Any) -> Any:
     if isinstance(part, Tensor):
         storage = part.untyped_storage()._cdata if part.layout is torch.strided else None
         return id(part), version(part), storage
-    # Plain values are in a tuple, because NaN is not equal to itself, but two tuples with the same
-    # NaN object are equal.
+    # Plain values are compared inside a tuple. A NaN is not equal to itself, but two tuples with
+    # the same NaN object are equal.
     return (type(part), part) if isinstance(part, _PLAIN) else id(part)

@@ -1,8 +1,8 @@
 """Checkpoint the blocks of any model in place: `checkpoint_blocks`.
 
-`BlocksInPlace` replaces the `forward` of blocks until it is removed. `schedule_blocks` in
-`course_lib.schedule` uses it as well. The functions that select the blocks are at the end of this
-file.
+`BlocksInPlace` is a handle that replaces the `forward` of a model's blocks until its method
+`remove` is called. `checkpoint_blocks` and `course_lib.schedule.schedule_blocks` return instances
+of its subclasses. The functions that select the blocks are at the end of this file.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .repeatable import BlockState, Repeatable
 
 _STATE_NOT_PRESERVED = (
     "A block that is recomputed must compute the same values again. With preserve_module_state=True"
-    " it may also change its attributes and draw random numbers of random and numpy. Change the"
-    " block"
+    " it may also change its attributes and draw random numbers from the modules random and numpy."
+    " Change the block"
 )
-_ADVICE = "exclude it from checkpoint_blocks"
+_ADVICE = "exclude the block from checkpoint_blocks"
 
 
 def checkpoint_blocks(
@@ -66,8 +66,8 @@ def checkpoint_blocks(
             A module that is never called, such as an `nn.ModuleList`, is not a block.
 
             None searches the model for lists of modules, such as the layers of an encoder and those
-            of a decoder. A list inside a list that was found is ignored. If the model has lists of
-            several kinds, only one kind is used, the first in this order:
+            of a decoder. Lists inside a list that was already found are ignored. If the model has
+            lists of several kinds, only one kind is used, the first in this order:
 
             1. `nn.ModuleList` or `nn.Sequential` of two or more modules of one type;
             2. `nn.ModuleList` of one module;
@@ -95,15 +95,16 @@ def checkpoint_blocks(
         preserve_module_state: Whether the recomputation starts from the same state as the first
             run. The state is the attributes of the block's modules (tensors, numbers, containers of
             these, and generators) and the global random number generators of Python and NumPy.
-            After the recomputation, the state from just before the recomputation is restored. Has
+            Buffers are not included, except those of instance norms in training mode. After the
+            recomputation, the state from just before the recomputation is restored. This option has
             no effect inside a compiled model.
         compare: Whether to compare the first recomputation of each block with its first run, by
             checksums of the tensors saved for backward. This reads each of these tensors twice,
             which added 15% and 21% to the CPU time of the first step of two small language models.
             Later steps compare nothing. Until the recomputation, one checksum per saved tensor is
             kept, which memory meters do not count. On a CPU, checksums are exact. On a GPU they
-            allow for rounding, and computing them uses up to 8 MB of GPU memory. Has no effect
-            inside a compiled model or with `preserve_rng_state=False`.
+            allow for rounding, and computing them uses up to 8 MB of GPU memory. This option has no
+            effect inside a compiled model or with `preserve_rng_state=False`.
 
     Returns:
         A handle with the `names` of the blocks. `handle.remove()` undoes the change, as does the
@@ -116,9 +117,9 @@ def checkpoint_blocks(
         TypeError: An argument has the wrong type.
         RuntimeError: (In the backward pass) a block's first recomputation is not equal to its first
             run, so gradients would be wrong. The message names the block and an argument that has
-            changed, if there is one. The error is also raised if a recomputation fails after an
-            argument has changed, if a tensor among the arguments was changed in place, or if the
-            last operator of a block is `rrelu` in training mode.
+            changed, if there is one. The error is also raised in three other cases: a recomputation
+            fails after an argument has changed, a tensor among the arguments was changed in place,
+            or the last operator of a block is `rrelu` in training mode.
 
     Example:
         >>> from course_lib.models import Decoder, random_tokens
@@ -126,22 +127,23 @@ def checkpoint_blocks(
         >>> with checkpoint_blocks(decoder, "layers.*"):
         ...     decoder.loss(random_tokens(4, 16, 100)).backward()
 
-    The recomputation repeats the side effects of a block, such as an update of a buffer, and starts
-    from the values that the first run has changed. It stops as soon as all tensors that backward
-    needs exist, so side effects of later lines are not repeated. The following side effects happen
-    twice, once in forward and once in backward, whatever the value of `preserve_module_state`:
+    The recomputation repeats the side effects of a block, such as an update of a buffer. A repeated
+    update of a buffer starts from the values that the first run has left behind. The recomputation
+    stops as soon as all tensors that backward needs exist, so side effects after this point are not
+    repeated. The following side effects happen twice, once in forward and once in backward,
+    whatever the value of `preserve_module_state`:
 
     - Changes of buffers, such as the running statistics of batch norms and the vectors of spectral
       norms. Buffers of instance norms in training mode are the only exception: with
       `preserve_module_state=True` they are updated once.
     - Changes of objects among the arguments, such as a key-value cache. Train Hugging Face models
-      with `use_cache=False`, and pass no cache.
+      with `use_cache=False`, and pass no cache. Lists and dicts are an exception: the recomputation
+      gets copies with the original content.
     - Changes of anything outside the block's modules, such as global variables and files.
 
     Changes of attributes that are not buffers, such as a counter of calls, happen twice by default
     and once with `preserve_module_state=True`. If backward would compute with wrong values because
-    a side effect happened twice, the comparison raises an error. Changes of lists and dicts among
-    the arguments do no harm: the recomputation gets copies with the original content.
+    a side effect happened twice, the comparison raises an error.
     """
     kind("model", model, nn.Module, "an nn.Module")
     every = whole("every", every, 1)
@@ -217,16 +219,16 @@ class BlocksInPlace:
 
 
 class CheckpointedBlocks(BlocksInPlace):
-    """The handle that `checkpoint_blocks` returns, with which the checkpoints can be removed.
+    """Handle that `checkpoint_blocks` returns. Its method `remove` removes the checkpoints.
 
     Attributes:
-        compare: Whether each block's recomputation is compared with its first run, until the two
-            were equal once. A difference raises a RuntimeError.
-        advice: Last clause of the error message about a difference, such as "exclude it from
-            checkpointing", or None (default). If it is set, every recomputation is compared,
-            whatever the value of `compare`. With `preserve_module_state=True`, an error is then
-            also raised if a recomputation changes the block's parameters, or buffers other than
-            running statistics.
+        compare: Whether each block's recomputations are compared with its first run, until one
+            recomputation was equal. A difference raises a RuntimeError.
+        advice: Last clause of the error message that is raised if a recomputation differs, such as
+            "exclude the block from checkpointing". The default is None. If `advice` is a string,
+            every recomputation is compared, whatever the value of `compare`. If in addition
+            `preserve_module_state=True`, a recomputation that changes the block's parameters,
+            buffers or tensors in attributes raises a RuntimeError. Running statistics may change.
     """
 
     compare: bool = False
@@ -275,10 +277,12 @@ class CheckpointedBlocks(BlocksInPlace):
         self._called = True
         if torch.compiler.is_compiling():
             # PyTorch's checkpoint becomes a part of the compiled graph, which repeats random
-            # numbers by itself. The compiler cannot trace code that changes variables between the
-            # two runs, such as `run` below.
+            # numbers by itself. The function `run` below cannot be used here, because it changes
+            # `has_run`, and the compiler cannot trace a checkpoint whose function changes outer
+            # variables.
             function = lambda args, kwargs: forward(*args, **kwargs)  # noqa: E731
-            # On torch 2.9 it cannot trace the checks of a `Policy` either.
+            # The user's own policy is used, because on torch 2.9 the compiler cannot trace the
+            # checks of a `Policy` either.
             contexts = partial(create_selective_checkpoint_contexts, self._user_policy)
             options = {} if self._user_policy is None else {"context_fn": contexts}
             return checkpoint(function, args, kwargs, use_reentrant=False, **options)
@@ -311,7 +315,7 @@ class CheckpointedBlocks(BlocksInPlace):
         return Repeatable(run, state).checkpoint(args, kwargs, **options)
 
     def _comparison(self, name: str) -> Comparison | None:
-        """Return the comparison for the block's next run, or None if it is not compared."""
+        """Return the comparison for the block's next run, or None if no comparison is needed."""
         if self.advice:
             return Comparison(name, self.advice)
         if not self.compare or name in self._found_equal:
@@ -336,7 +340,7 @@ class _ReplacementForward:
     def __init__(self, block: nn.Module, call: Callable[[Callable, tuple, dict], Any]):
         self.block = weakref.ref(block)
         self.call = call
-        # Not None if another library, such as accelerate, has replaced the forward before.
+        # The replacement that another library, such as accelerate, has made before, or None.
         self.replaced = vars(block).get("forward")
         self.active = True
         block.forward = self
@@ -379,7 +383,7 @@ def names_of(model: nn.Module, blocks: str | Sequence[str] | None) -> list[str]:
     Args:
         model: The model.
         blocks: Names with wildcards such as "layers.*", or None to find the model's lists of
-            layers. `checkpoint_blocks` describes both.
+            layers, as in `checkpoint_blocks`.
 
     Raises:
         ValueError: `blocks` matches no module that has a forward method, or it is None and the
@@ -410,8 +414,8 @@ def lists_of(model: nn.Module) -> list[list[str]]:
         list(_find_lists(model, kind)) for kind in (_is_list_of_several, _is_list_of_one_type)
     )
     lists_of_any_type = sorted(_find_lists(model, _is_list), key=len, reverse=True)
-    # Lists of single layers, such as the heads of a model for several tasks, come last, because a
-    # single layer saves only its input anyway.
+    # Lists of single layers, such as the heads of a model for several tasks, come last. A
+    # checkpoint gains little for a single layer, because the layer keeps only its input anyway.
     larger = [
         [names for names in lists if any(model.get_submodule(names[0]).children())]
         for lists in (lists_of_several, lists_of_any_length)
@@ -425,7 +429,7 @@ def lists_of(model: nn.Module) -> list[list[str]]:
     block_lists = next(filter(None, choices), None)
     if block_lists is None:
         raise ValueError(
-            "blocks must be one or several names, with wildcards, for a model without a list of"
+            "blocks must be one or several names (wildcards allowed) for a model without a list of"
             f" blocks (nn.ModuleList), got None; {_available_names(model, names_to_choose(model))}"
         )
     return block_lists
@@ -435,8 +439,8 @@ def names_to_choose(model: nn.Module) -> list[str]:
     """Return the names of modules that an error message proposes to the user as blocks.
 
     These are the outermost modules that have a forward and contain other modules. If there is
-    exactly one, the function searches inside it instead. If there is none, all outermost modules
-    that have a forward are returned.
+    exactly one such module, the function searches inside it instead. If there is none, all
+    outermost modules that have a forward are returned.
     """
     outer = dict(_modules_with_forward(model))
     larger = {name: module for name, module in outer.items() if any(module.children())}
@@ -448,7 +452,7 @@ def names_to_choose(model: nn.Module) -> list[str]:
 
 
 def _modules_with_forward(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules inside a module that have a forward, with their names."""
+    """Yield (name, module) for each outermost module inside `module` that has a forward."""
     for name, child in module.named_children():
         if _has_forward(child):
             yield name, child
@@ -491,7 +495,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether a module's name matches a pattern with as many dots as the name."""
+    """Return whether a module's name matches a pattern and has as many dots as the pattern."""
     return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 

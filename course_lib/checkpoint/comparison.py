@@ -1,9 +1,10 @@
 """Compare a block's recomputation with its first run, by the tensors saved for backward.
 
-`FunctionWithSavedTensorCheck` installs saved-tensor hooks inside those of a checkpoint. They pass
-each tensor on to the checkpoint's hooks, and keep a checksum of it. In the backward pass they
-compare the checksum with that of the tensor which the checkpoint returns. They work with PyTorch's
-checkpoint and with any other one that uses saved-tensor hooks.
+`FunctionWithSavedTensorCheck` installs saved-tensor hooks inside those of a checkpoint. In the
+forward pass, the inner hooks keep a checksum of each saved tensor, and pass the tensor on to the
+checkpoint's hooks. In the backward pass, they compare this checksum with that of the tensor that
+the checkpoint returns. This works with every checkpoint that uses saved-tensor hooks, such as
+PyTorch's.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 STATE_PRESERVED = (
     "A block that is recomputed may change its attributes (tensors, numbers and containers of"
-    " these) and draw random numbers of torch, random, numpy or a generator in an attribute. It"
-    " must not change buffers or parameters, global variables, or other objects. Change the block"
+    " these) and draw random numbers from torch, random, numpy or a generator in an attribute. It"
+    " must not change buffers, parameters, global variables or other objects. Change the block"
 )
 
 
@@ -52,11 +53,12 @@ class Comparison:
 
     Args:
         name: Name of the block, for error messages.
-        advice: Advice at the end of the error message, such as "exclude it from checkpointing".
-        rule: Sentences that list the state which a recomputed block may change, such as attributes
-            and random number generators, and the state that it must not change, such as buffers and
-            global variables. The error message contains them if no cause of the difference was
-            found. Otherwise, it describes the cause, such as an argument that has changed.
+        advice: Advice at the end of the error message, such as "exclude the block from
+            checkpointing".
+        rule: Sentences that list which state a recomputed block may change (such as attributes) and
+            which state it must not change (such as buffers). The error message contains these
+            sentences if no cause of the difference was found. Otherwise, the message describes the
+            cause, such as an argument that has changed.
     """
 
     hint = ""  # additional sentence at the end of the error message about a difference
@@ -80,18 +82,19 @@ class Comparison:
         if first is None or not checksums_differ(first, checksum(tensor)):
             return ""
         kind = f"{str(tensor.dtype).removeprefix('torch.')}, shape {tuple(tensor.shape)}"
-        return f"{name} ({kind}) has other values"
+        return f"{name} ({kind}) has different values"
 
     def record_tensors(self, statistics: list[Tensor], tensors: dict[str, Tensor]) -> None:
-        """Record checksums of the block's parameters, buffers and attributes before it runs again.
+        """Record checksums of the block's parameters, buffers and attributes before a later run.
 
         Args:
-            statistics: Running statistics of batch norms. They are among `tensors`, but each run
-                may change them.
-            tensors: All tensors that `check_unchanged` compares after that run, by name.
+            statistics: Running statistics of batch norms. They are among `tensors`, but a
+                recomputation may change them.
+            tensors: Dict from name to tensor, with all tensors that `check_unchanged` compares
+                after the recomputation.
         """
         self.checksums_before = {name: checksum(tensor) for name, tensor in tensors.items()}
-        # Symbolic tensors have no address.
+        # Tensors without a checksum are left out, because symbolic tensors have no address.
         compared = [x for x in statistics if checksum(x) is not None]
         self.statistics = {x.untyped_storage().data_ptr() for x in compared}
 
@@ -108,7 +111,7 @@ class Comparison:
         for name, tensor in tensors.items():
             if checksums_differ(self.checksums_before[name], checksum(tensor)):
                 if tensor.untyped_storage().data_ptr() not in self.statistics:
-                    self.fail(f"it changes {name} again")
+                    self.fail(f"the recomputation changes {name} again")
         self.checksums_before = {}
 
     def fail(self, difference: str, arguments: str = "") -> None:
@@ -120,23 +123,23 @@ class Comparison:
                 or "" if none has.
         """
         raise RuntimeError(
-            f"the recomputation of {self.name} is not equal to its first run, so gradients or"
-            f" buffers would be wrong: {difference}. {arguments or self.rule}, or {self.advice}"
-            + self.hint
+            f"the recomputation of {self.name} differs from the first run of this block, so"
+            f" gradients or buffers would be wrong: {difference}. {arguments or self.rule}, or"
+            f" {self.advice}" + self.hint
         )
 
 
 class FirstComparison(Comparison):
-    """Comparison for a block that is compared until a recomputation was equal to its first run.
+    """Comparison of a block's recomputations with its first run, until one of them is equal.
 
-    `checkpoint_blocks` uses it with `compare=True`. Only the tensors saved for backward are
+    `checkpoint_blocks` uses this class if `compare=True`. Only the tensors saved for backward are
     compared. A recomputation may change the block's buffers without an error.
 
     Args:
         name, advice, rule: The arguments of `Comparison`.
         equal: Set of the names of all blocks whose recomputation was equal. The comparisons of all
-            blocks share it. Each adds the name of its block when a recomputed tensor is equal, and
-            removes the name when a tensor is not equal.
+            blocks share this set. A comparison adds the name of its block when a recomputed tensor
+            is equal, and removes the name if a later tensor of the block differs.
     """
 
     hint = ". If the difference does not matter, pass compare=False to checkpoint_blocks"
@@ -152,7 +155,7 @@ class FirstComparison(Comparison):
 
 
 class FunctionWithSavedTensorCheck:
-    """Wrapper of a block's function that checks that a recomputation saves equal tensors.
+    """Wrapper of a block's function, to check that a recomputation saves equal tensors.
 
     A checkpoint calls this object instead of the function: once in the forward pass, and again in
     the backward pass. When backward reads a recomputed tensor, this tensor is compared with the one
@@ -187,9 +190,9 @@ class ComparingHooks:
     differs.
 
     Args:
-        comparison: Comparison of the checkpointed block's first run with its recomputation. It must
-            not refer to this object. The checkpoint's hooks, to which this object refers, refer to
-            `comparison`, so such a reference would complete a cycle.
+        comparison: Comparison of the checkpointed block's first run with its recomputation.
+            `comparison` must not refer to this object. Otherwise there would be a reference cycle,
+            because this object refers to the checkpoint's hooks, which refer to `comparison`.
         arguments: Record of the arguments of the block's first run. An error message describes the
             first argument that has changed since then.
         inner: The checkpoint's hooks, a tuple (pack, unpack).
@@ -215,7 +218,10 @@ class ComparingHooks:
         return tensor
 
     def _check_complete(self, position: int) -> None:
-        """Raise an error if early stop kept the recomputation from filling a saved tensor.
+        """Raise an error if the recomputation stopped before it had filled the last saved tensor.
+
+        This happens if the last operator is `rrelu` in training mode. It saves its noise tensor
+        before it fills the tensor, and the recomputation stops after the last tensor is saved.
 
         Args:
             position: Number of the tensor among the tensors that the function saved.
@@ -223,12 +229,14 @@ class ComparingHooks:
         last = position == self.count - 1
         if last and writes_after_saving(current_node()):
             self.comparison.fail(
-                "its last operator is rrelu in training mode, which fills its noise only after it"
-                " has saved it, and the recomputation stops when everything is saved",
-                "Let another operator with a gradient follow, use another activation",
+                "the last operator of the block is rrelu in training mode, which saves its noise"
+                " tensor before it fills the tensor, and the recomputation stops as soon as"
+                " everything is saved",
+                "Add a differentiable operator after rrelu, use another activation",
             )
 
-    # `torch.compile` may trace functions that a backward pass calls. It must not trace this one.
+    # `torch.compile` can trace functions that a backward pass calls, but it must not trace this
+    # one.
     @torch._disable_dynamo
     def _compare(self, packed: list[Any], tensor: Tensor) -> None:
         """Raise an error if a tensor differs from the one that was saved in the first run.
@@ -248,7 +256,8 @@ class ComparingHooks:
     def _explain(self, error: Exception) -> None:
         """Raise a clearer error if a recomputation failed after an argument had changed.
 
-        Nothing is raised for errors with a type of their own, such as those for a full GPU.
+        Only a `CheckpointError` and errors of Python's built-in types, except `MemoryError`, are
+        explained. For any other error, such as `torch.OutOfMemoryError`, nothing is raised.
         """
         raw = type(error).__module__ == "builtins" or isinstance(error, CheckpointError)
         changes = self.arguments.changes() if raw and not isinstance(error, MemoryError) else ""
@@ -309,8 +318,8 @@ def _signs(count: int) -> Tensor:
 class Sketch:
     """A checksum that allows for rounding: the sum of the values with random signs.
 
-    Two sums of equal values differ only by rounding errors, which are small compared with the norm
-    of the values.
+    If a tensor is computed twice, the sums of the two results differ only by rounding errors. These
+    errors are small compared with the norm of the values.
 
     Attributes:
         sum: Sum of the values, each multiplied by 1 or -1. A float64 scalar on the tensor's device.

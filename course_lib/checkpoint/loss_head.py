@@ -36,11 +36,12 @@ def checkpointed_loss(
         hidden: Hidden states, of shape (tokens, h).
         weight: Weight of the output head, of shape (vocabulary, h). Alternatively, the head itself:
             a function from hidden states of shape (chunk, h) to logits of shape (chunk,
-            vocabulary), which must compute each token's logits from that token alone.
+            vocabulary). The function must compute the logits of a token from that token alone.
         targets: Target tokens, of shape (tokens,) and dtype int64.
         chunk: Number of tokens per chunk, at least 1; the last chunk may be smaller.
         ignore_index: Target value of tokens whose loss does not count.
-        reduction: "mean" for the mean loss of the tokens that count, or "sum" for their sum.
+        reduction: "mean" for the mean loss of the tokens that count, or "sum" for the sum of their
+            losses.
         preserve_rng_state: Whether the recomputation draws the same random numbers as the first
             run. Must be True for a head that draws random numbers.
 

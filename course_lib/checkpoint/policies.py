@@ -1,7 +1,8 @@
 """Policies of selective checkpointing, which determine the outputs that a checkpoint keeps.
 
-PyTorch's `create_selective_checkpoint_contexts` does the rest. The classes here check what a policy
-returns, and warn if none of the operators in a list ever runs.
+PyTorch's `create_selective_checkpoint_contexts` applies a policy. The classes here check what the
+policy returns. If the user passes a list of operators, they warn if none of the operators ever
+runs.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Policy:
     Raises:
         TypeError: `policy` is neither a list nor a function, or (in the forward pass) it returned
             an invalid value.
-        ValueError: An element of the list is not an `OpOverload`, or (in the forward pass) the
-            policy offloads an output, or keeps an output of `rrelu` in training mode.
+        ValueError: An element of the list is not an `OpOverload`. In the forward pass, the error is
+            also raised if the policy offloads an output, or keeps an output of `rrelu` in training
+            mode.
     """
 
     def __init__(self, policy: Callable | list):
@@ -39,7 +41,7 @@ class Policy:
         self.user_policy = policy
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the user's decision for an operator, after checking it."""
+        """Return the user's decision for an operator, or raise if the decision is invalid."""
         chosen = self._decide(context, operator, *args, **kwargs)
         if not isinstance(chosen, (bool, CheckpointPolicy)):
             raise TypeError(
@@ -56,8 +58,8 @@ class Policy:
         if name.endswith("SAVE") and operator in WRITES_AFTER_SAVING:
             raise ValueError(
                 f"the policy's return value for {operator} must be MUST_RECOMPUTE,"
-                f" PREFER_RECOMPUTE or False, got {name}: its backward needs the random noise that"
-                " the operator fills in while it runs, and a saved output does not include it"
+                f" PREFER_RECOMPUTE or False, got {name}: the operator's backward needs the"
+                " random noise that it draws while it runs, and a saved output does not contain it"
             )
         return chosen
 
@@ -87,7 +89,8 @@ class ListedOperators(Policy):
         super().__init__(operators)
         self._operators = frozenset(operators)
         self._has_run = not operators  # an empty list keeps nothing on purpose
-        # Names of the operators with FLOPs that ran, such as matrix products, in their order.
+        # Names of the operators with FLOPs, such as matrix products, in the order in which they
+        # ran.
         self._matrix_products: dict[str, None] = {}
 
     def _decide(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
@@ -100,14 +103,15 @@ class ListedOperators(Policy):
     def warn_if_none_has_run(self, names: Sequence[str]) -> None:
         """Give a warning, once, if no block has run a listed operator.
 
-        Call this when a block is recomputed, because the blocks have then run in the forward pass.
+        Call this method when a block is recomputed. At that time, all blocks have run in the
+        forward pass.
 
         Args:
             names: Names of all checkpointed blocks, for the warning.
         """
         if self._has_run:
             return
-        self._has_run = True  # so that the warning is given only once
+        self._has_run = True  # prevents a second warning
         listed = ", ".join(sorted(f"torch.ops.{operator}" for operator in self._operators))
         blocks = " to ".join(dict.fromkeys((names[0], names[-1])))
         message = (

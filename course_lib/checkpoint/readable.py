@@ -1,16 +1,17 @@
 """A checkpoint to read in one sitting: both modes of `torch.utils.checkpoint`, in one file.
 
 In lesson 02 you wrote `MyCheckpoint` and `with_hooks`. This file adds what these short versions
-lack. `checkpoint_blocks` uses PyTorch's own function instead of it.
+lack. `checkpoint_blocks` does not use this file, but PyTorch's `checkpoint`.
 
 `_Reentrant` is `MyCheckpoint` with several arguments and outputs. It runs the function without a
-graph, and its backward pass runs the function again, with a backward pass of its own.
+graph. Its backward pass runs the function again, now with a graph, and then runs backward through
+this graph.
 
 `_Region` is `with_hooks`. Hooks put an empty *slot* into the graph for each saved tensor, and the
 first slot that is read runs the function again, which fills all slots. Four ideas are new:
 
 - **Slots are released.** The graph holds the slots, and the region refers to them only weakly. A
-  slot gives its tensor away when it is read. So a recomputed tensor lives until its use, no longer.
+  slot drops its tensor when backward reads it, so a recomputed tensor lives only until its use.
 - **Early stop.** The recomputation ends as soon as it has saved as many tensors as the first run.
   Later operators, such as the last matrix product of a block, do not run again.
 - **Nesting.** An autograd node saves the function's inputs, as any operator saves its own. Inside
@@ -19,8 +20,8 @@ first slot that is read runs the function again, which fills all slots. Four ide
 - **Surroundings.** Random numbers and autocast also determine the result. They are recorded before
   the first run, and restored for the second.
 
-Selective checkpointing is separate from both: `_KeptOutputs` watches the operators of the first run
-and keeps some of their outputs, and returns these in the second run.
+Selective checkpointing is separate from `_Region` and `_Reentrant`: `_KeptOutputs` keeps the
+outputs of some operators in the first run, and returns these outputs in the second run.
 
 PyTorch's file has 1,800 lines. These parts of it are left out here, because they add no new idea:
 
@@ -29,9 +30,10 @@ PyTorch's file has 1,800 lines. These parts of it are left out here, because the
 - the default device of a `with torch.device(...)` block, which is not restored;
 - offloading by a policy, and saved-tensor hooks around what a policy keeps.
 
-Neither file restores other state: BatchNorm updates its running statistics twice, and Python's and
-NumPy's random numbers and global variables are not restored. If `rrelu` is the last operator, both
-need `early_stop=False`, because it fills its noise only after saving it.
+Neither PyTorch's file nor this one restores other state: BatchNorm updates its running statistics
+twice, and Python's and NumPy's random numbers and global variables are not restored. If `rrelu` is
+the last operator, both files need `early_stop=False`, because `rrelu` saves its noise tensor before
+it fills the tensor.
 
 Source: Chen et al. 2016, arXiv:1604.06174, for the idea; the modes are those of PyTorch.
 """
@@ -67,15 +69,16 @@ def checkpoint(
     Args:
         function: Function to run. It must do the same in both runs.
         *args: Positional arguments of the function. In the reentrant mode, pass each tensor that
-            needs a gradient as an argument of its own. In the other mode, such tensors may also be
-            in lists, tuples and dicts. The second run then receives new lists, tuples and dicts
-            with the same tensors. Parameters that the function uses get gradients in both modes.
+            needs a gradient as an argument of its own. In the non-reentrant mode, such tensors may
+            also be in lists, tuples and dicts. The second run then receives new lists, tuples and
+            dicts with the same tensors. Parameters that the function uses get gradients in both
+            modes.
         use_reentrant: Whether to use the reentrant mode. At least one argument must then be a
             tensor that requires gradients. Compute the gradients with `backward()` without its
             argument `inputs`, and not with `torch.autograd.grad`.
         preserve_rng_state: Whether the second run draws the same random numbers as the first.
-        early_stop: Whether the second run ends when it has saved as many tensors as the first. Has
-            no effect in the reentrant mode.
+        early_stop: Whether the second run ends when it has saved as many tensors as the first run.
+            This option has no effect in the reentrant mode.
         keep: Operators whose outputs are kept instead of computed again, such as
             `[torch.ops.aten.mm.default]`, or a function `keep(operator, *args, **kwargs)` that
             returns whether to keep the output. Random operators and casts always run again.
@@ -87,15 +90,17 @@ def checkpoint(
     Raises:
         ValueError: `keep` or keyword arguments are passed in the reentrant mode.
         CheckpointError: (In the backward pass of the non-reentrant mode) the second run saved fewer
-            tensors for backward than the first, or tensors of other shapes, dtypes or devices.
-            Values are not compared.
+            tensors than the first run, or tensors of other shapes, dtypes or devices. Values are
+            not compared.
         RuntimeError: (In the backward pass) an argument or a kept output was changed in place. In
             the reentrant mode, the error is raised in the forward pass if `function` itself changes
             an argument.
     """
     if use_reentrant:
         if kwargs or keep is not None:
-            raise ValueError("use_reentrant must be False with keep or keyword arguments, got True")
+            raise ValueError(
+                "use_reentrant must be False if keep or keyword arguments are passed, got True"
+            )
         return _Reentrant.apply(function, preserve_rng_state, *args)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -116,7 +121,7 @@ class _Slot:
     """An empty place in the graph for a saved tensor, which is filled once per backward pass."""
 
     def __init__(self):
-        self.tensors: dict[int, Tensor | None] = {}  # None after the tensor was read
+        self.tensors: dict[int, Tensor | None] = {}  # by backward pass; None after the read
 
 
 class _Stop(BaseException):
@@ -124,7 +129,7 @@ class _Stop(BaseException):
 
 
 class _SaveInputs(torch.autograd.Function):
-    """An autograd node that saves tensors. It exists because `anchor` requires gradients."""
+    """Autograd function whose node saves tensors. It needs an `anchor` that requires gradients."""
 
     @staticmethod
     def forward(context, anchor, *tensors):
@@ -133,18 +138,20 @@ class _SaveInputs(torch.autograd.Function):
 
 
 class _Region:
-    """One call of a checkpointed function: its slots, and everything needed to run it again.
+    """One call of a checkpointed function: its slots, and all data for running the function again.
 
-    The arguments are those of `checkpoint`, and a context manager for the second run.
+    `second` is a context manager in which the second run takes place. The other arguments are
+    those of `checkpoint`.
     """
 
     def __init__(self, function, args, kwargs, preserve_rng_state, early_stop, second):
         self.function, self.early_stop, self.second = function, early_stop, second
         leaves, self.structure = tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        # Only the node holds the tensors, so that hooks around this checkpoint can move them.
+        # Only the autograd node of `_SaveInputs` keeps the tensors, so that hooks around this
+        # checkpoint can offload them.
         anchor = torch.empty(0, device="cpu", requires_grad=True)
-        self.holder = _SaveInputs.apply(anchor, *tensors)  # while it lives, its node does, too
+        self.holder = _SaveInputs.apply(anchor, *tensors)  # keeps its autograd node alive
         self.leaves = [_Slot if isinstance(x, Tensor) else x for x in leaves]
         self.surroundings = _Surroundings(tensors, preserve_rng_state)
         self.slots: list[weakref.ref[_Slot]] = []
@@ -158,7 +165,7 @@ class _Region:
         return slot
 
     def unpack(self, slot: _Slot) -> Tensor:
-        """In the backward pass: return the tensor of a slot, which is then empty again."""
+        """In the backward pass: return the tensor of a slot, and empty the slot."""
         backward = torch._C._current_graph_task_id()  # -1 outside of a backward pass
         if backward not in slot.tensors:
             self.recompute(backward)
@@ -172,14 +179,14 @@ class _Region:
 
     def recompute(self, backward: int) -> None:
         """Run the function again. The i-th tensor that autograd saves goes into the i-th slot."""
-        saved = iter(self.holder.grad_fn.saved_tensors)  # an error if one has changed
+        saved = iter(self.holder.grad_fn.saved_tensors)  # raises if an input was changed in place
         leaves = [next(saved) if leaf is _Slot else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
         numbers, last = count(), len(self.slots) - 1
         found: list[tuple] = []
 
         def collect(tensor: Tensor) -> Tensor:
-            tensor, number = tensor.detach(), next(numbers)  # without the second run's graph
+            tensor, number = tensor.detach(), next(numbers)  # detached from the second run's graph
             found.append(_look(tensor))
             # The slot is gone if the graph was freed in part. Then nothing will read the tensor.
             slot = self.slots[number]() if number <= last else None
@@ -227,7 +234,7 @@ class _Reentrant(torch.autograd.Function):
         context.save_for_backward(*tensors)
         with torch.no_grad():
             outputs = function(*args)
-        # Autograd notices only changes after the end of this method.
+        # Autograd itself notices only in-place changes that happen after this method has ended.
         if versions != [x._version for x in tensors]:
             raise RuntimeError("use_reentrant=True: the function must not change inputs in place")
         return outputs
@@ -261,7 +268,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 class _Surroundings:
-    """Random numbers and autocast before the first run, on the CPU and the inputs' GPUs."""
+    """States of random generators and autocast before the first run, on CPU and inputs' GPUs."""
 
     def __init__(self, tensors: list[Tensor], preserve_rng_state: bool):
         self.preserved, self.gpus = preserve_rng_state, {x.device for x in tensors if x.is_cuda}
@@ -276,7 +283,7 @@ class _Surroundings:
 
     @contextmanager
     def restore(self) -> Iterator[None]:
-        """In a `with` block, restore the first run's surroundings; after it, the current ones."""
+        """Restore the recorded states in a `with` block, and the current states after it."""
         with torch.random.fork_rng(self.gpus, enabled=self.preserved), ExitStack() as stack:
             if self.preserved:
                 torch.set_rng_state(self.cpu_state)
@@ -289,17 +296,20 @@ class _Surroundings:
 
 # ---- selective checkpointing
 
-# These operators may run more often in one of the two runs, so their calls are not counted. Hooks
-# detach tensors. Autocast casts a weight at its first use only, which may be before the first run.
+# The calls of these operators are not counted, because one of the two runs may call them more
+# often. Saved-tensor hooks call `detach`. Autocast calls `_to_copy` only when a weight is first
+# used, which may be before the first run.
 _UNCOUNTED = (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default)
 
 
 class _KeptOutputs(TorchDispatchMode):
-    """A mode that keeps chosen outputs, and returns kept ones instead of computing them.
+    """Mode that keeps chosen outputs in the first run, and returns them in the second run.
 
     Args:
-        kept: (operator, number of its call) -> kept output, shared by the modes of both runs.
-        chosen: Function of an operator and its arguments, or None in the second run.
+        kept: Dict from (operator, number of the call) to the kept output. The modes of both runs
+            share this dict.
+        chosen: Function that takes an operator and its arguments, and returns whether to keep the
+            output. None in the second run.
     """
 
     def __init__(self, kept: dict[tuple, Any], chosen: Callable[..., bool] | None):
@@ -320,7 +330,8 @@ class _KeptOutputs(TorchDispatchMode):
             kept = self.kept.pop(key)
             return tree_map(_check, kept, is_leaf=lambda x: isinstance(x, _KeptTensor))
         result = operator(*args, **kwargs)
-        # If a random operator did not run again, all later ones would draw other numbers.
+        # Random operators always run again. Otherwise, all later random operators would draw other
+        # numbers.
         draws = torch.Tag.nondeterministic_seeded in operator.tags
         if self.chosen is not None and not draws and self.chosen(operator, *args, **kwargs):
             self.kept[key] = tree_map(_detach, result)
@@ -328,16 +339,18 @@ class _KeptOutputs(TorchDispatchMode):
 
 
 class _KeptTensor(NamedTuple):
-    """A kept tensor, and its number of in-place changes when it was kept."""
+    """A kept tensor, and its version counter (number of in-place changes) when it was kept."""
 
     tensor: Tensor
     version: int
 
 
 def _detach(value: Any) -> Any:
-    """Detach a tensor, because the history of an output would lead back to the mode that keeps it.
+    """Return a `_KeptTensor` with a detached tensor; return any other value unchanged.
 
-    Inside a mode, `detach` shares the output's version counter only if the key below is included.
+    The tensor is detached because its graph would refer to the `_KeptOutputs` mode. Inside a
+    dispatch mode, the detached tensor shares the version counter only if the dispatch key
+    `ADInplaceOrView` is active.
     """
     if not isinstance(value, Tensor):
         return value

@@ -2,9 +2,9 @@
 
 A checkpoint, a schedule and a measurement run the same function several times. Each run must start
 from the same state as the first one: random numbers, attributes, buffers, running statistics. This
-module keeps this state. An option excludes each part that a caller restores by itself.
+module keeps this state. Options exclude the parts of the state that a caller restores by itself.
 
-- `ModuleState` contains the attributes and buffers of a block's modules when it was created.
+- `ModuleState` is a snapshot of the attributes and buffers of a block's modules.
 - `StateBeforeFirstRun` records the state before the first run of a block and restores it for later
   runs.
 
@@ -129,10 +129,10 @@ class _TensorRecord:
     Args:
         name: Name of the attribute, for error messages.
         tensor: The tensor.
-        written_by: The module whose buffer the tensor is, or None for an attribute. A buffer's
-            values are compared to find a change, because normalization layers change their
-            statistics without increasing the version counter. Symbolic and sparse tensors cannot be
-            compared.
+        written_by: The module that owns the buffer, or None for a tensor that is treated as an
+            attribute. A buffer's values are compared to find a change, because normalization layers
+            change their statistics without increasing the version counter. Symbolic and sparse
+            tensors cannot be compared.
     """
 
     def __init__(self, name: str, tensor: Tensor, written_by: nn.Module | None):
@@ -154,22 +154,22 @@ class _TensorRecord:
             self.copy = None
 
     def restore(self, last: bool) -> Tensor:
-        """Return a tensor with the values before the first run.
+        """Return a tensor with the values that the recorded tensor had before the first run.
 
         Args:
             last: Whether this is the last run, which may use the copy itself instead of another
                 copy.
 
         Raises:
-            RuntimeError: The attribute was changed in place after the first run, which made no
-                copy.
+            RuntimeError: The attribute was changed in place after the first run, and no copy of
+                its earlier values exists.
         """
         if self.copy is not None:
             return self.copy if last else self.copy.clone()
         if self.written_by is None and version(self.tensor) != self.version:
             raise RuntimeError(
-                f"{self.name} was changed in place after the block had run with it, so its"
-                " recomputation would compute with other values. Assign a new tensor to the"
+                f"{self.name} was changed in place after the block had run with it, so a"
+                " recomputation of the block would use other values. Assign a new tensor to the"
                 " attribute instead, or pass the tensor to the block as an argument"
             )
         return self.tensor
@@ -190,7 +190,7 @@ _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, set, deque)
 def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield (name, object) for each object in nested containers that is not itself a container.
 
-    The keys of dicts are among them, because `copy.deepcopy` would copy keys as well.
+    Keys of dicts are yielded too, because `copy.deepcopy` would copy keys as well.
 
     Args:
         name: Name of the value.
@@ -211,7 +211,7 @@ def _leaves(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _namespaces(block: nn.Module, attributes: bool, buffers: bool) -> Iterator[Namespace]:
-    """Yield the dicts of attributes and buffers of a block's modules."""
+    """Yield a `Namespace` for each dict of attributes or buffers of a block's modules."""
     # Buffers come first: a tensor that is an attribute as well is recorded as a buffer.
     for name, module in block.named_modules():
         if buffers or is_instance_norm(module):
@@ -224,15 +224,15 @@ def _namespaces(block: nn.Module, attributes: bool, buffers: bool) -> Iterator[N
 class ModuleState:
     """Snapshot of the attributes and buffers of a block and its submodules.
 
-    If an attribute is a tensor, a NumPy array, a random number generator or a container (list,
-    tuple, dict, set or deque) of these, its content is recorded. For other attributes, only the
+    The content of an attribute is recorded if it is a tensor, a NumPy array, a random number
+    generator, or a list, tuple, dict, set or deque of such objects. For other attributes, only the
     reference is recorded. Parameters and submodules are not recorded.
 
     Args:
         block: The block, a module.
         attributes: Whether attributes are recorded.
-        buffers: Whether buffers are recorded. Those of instance norms in training mode are always
-            recorded.
+        buffers: Whether all buffers are recorded. With False, only buffers of instance norms in
+            training mode are recorded.
     """
 
     def __init__(self, block: nn.Module, *, attributes: bool = True, buffers: bool = False):
@@ -252,7 +252,11 @@ class ModuleState:
         self.initial = copy.deepcopy(initial, dict(self.leaves))
 
     def _record(self, name: str, value: Any, written_by: nn.Module | None) -> None:
-        """Record an object that is not a container. NumPy arrays are copied by `copy.deepcopy`."""
+        """Record an object that is not a container.
+
+        NumPy arrays of numbers are ignored here, because `copy.deepcopy` copies them with the
+        containers.
+        """
         is_array = isinstance(value, np.ndarray) and value.dtype != object
         if is_array or id(value) in self.leaves:
             return
@@ -317,7 +321,7 @@ class ModuleState:
             self._write(current)
 
     def _write(self, values_per_namespace: list[dict[str, Any]]) -> None:
-        """Write values to the modules; each dict has the values of one namespace."""
+        """Write values to the modules; each dict has the new entries of one `Namespace`."""
         for namespace, values in zip(self.namespaces, values_per_namespace, strict=True):
             namespace.write(values)
 
@@ -356,21 +360,22 @@ class StateBeforeFirstRun:
     """State of a block before its first run, from which every later run starts.
 
     The first run is in the forward pass, and later runs recompute it. The state always includes the
-    attributes of the block's modules, which may be random number generators, and the global random
-    number generators of Python and NumPy.
+    attributes of the block's modules, including attributes that are random number generators. It
+    also always includes the global generators of Python and NumPy.
 
     Args:
         block: The module whose state is kept.
         statistics: Whether the running statistics of batch norms have the same values after a later
             run as before it. With False, a later run updates them again, unless `buffers` is True.
-        buffers: Whether a later run starts from the buffers' values before the first run. After the
-            later run, the buffers have the same values as just before it.
+        buffers: Whether a later run starts with the values that the buffers had before the first
+            run. After the later run, the buffers get back the values from just before that run.
+            With False, only buffers of instance norms in training mode are treated in this way.
     """
 
     def __init__(self, block: nn.Module, *, statistics: bool = False, buffers: bool = False):
         self.block, self.statistics, self.buffers = block, statistics, buffers
         self.modules: ModuleState | None = None  # None before the first run
-        self.running_statistics: list[Tensor] = []  # those that the first run updated
+        self.running_statistics: list[Tensor] = []  # statistics that the first run updated
         self.generators = _GeneratorStates(())
         self.random: RandomState | None = None  # None if PyTorch's generators are not restored
 
@@ -380,17 +385,19 @@ class StateBeforeFirstRun:
         """Return the context manager in which the caller must run the block the next time.
 
         For the block's first run, the context manager records the block's state. For a later run,
-        it restores the recorded state, and after the run the state from just before the run.
+        it restores the recorded state. After the later run, it restores the state from just before
+        that run.
 
         In `with state.next_run(...) as detector`, the value `detector` is another context manager.
-        A caller that passes `device` and runs the block without an autograd graph must run it
-        inside `detector` too. In the first of several runs, if tensors are symbolic, `detector`
-        records whether an operator draws random numbers. In all other cases, it does nothing.
+        It is needed only if `device` is passed and the block runs without an autograd graph. The
+        caller then also enters `detector`, and runs the block inside both. For symbolic tensors, in
+        the first of several runs, `detector` records whether an operator draws random numbers.
+        Otherwise, `detector` does nothing.
 
         Args:
-            runs_again: Whether the block runs again after this run. With False, the first run
-                records nothing, and a later run uses the recorded copies of tensors themselves
-                instead of copying them again.
+            runs_again: Whether the block runs again after this run. With False, a first run records
+                nothing. With False, a later run gives the block the recorded tensor copies
+                themselves, and makes no further copies.
             device: Device whose PyTorch generator is recorded in the first run and restored in
                 later runs, together with that of the CPU. With None, the caller restores PyTorch's
                 generators, as a checkpoint does. Later runs ignore this argument.
@@ -411,8 +418,10 @@ class StateBeforeFirstRun:
                 None, PyTorch's generators are not recorded.
 
         Yields:
-            A context manager for the run. If tensors are symbolic and `device` is given, it detects
-            operators that draw random numbers. Otherwise, it does nothing.
+            A context manager inside which the caller runs the block. If tensors are symbolic and
+            `device` is given, it detects operators that draw random numbers, and otherwise it does
+            nothing. `first_run` itself reads the result at the end of the `with` block. If there
+            was no such operator, later runs do not restore PyTorch's generators.
         """
         self.random = None if device is None else RandomState([device])
         symbolic = self.random is not None and is_symbolic()
@@ -434,8 +443,8 @@ class StateBeforeFirstRun:
     def later_run(self, last: bool = False) -> Iterator[Any]:
         """Inside a `with` block, give the module the state that it had before its first run.
 
-        The caller runs the module again in the `with` block. At the end of the block, the state
-        from just before it is restored.
+        The caller runs the module again in the `with` block. At the end of the `with` block, the
+        state from just before the `with` block is restored.
 
         Args:
             last: Whether no further run follows, so that the recorded state need not be copied
