@@ -5,5 +5,6 @@ No other file of the library names a private module of PyTorch in its code, exce
 PyTorch moves or removes a private name, change it here and in `test_private_torch_names.py`, which
 lists the names that the library uses.
 
-A user who copies one technique needs only the modules of this folder that it imports.
+A user who copies one technique needs only the modules of this folder that the technique's code
+imports.
 """

@@ -34,9 +34,9 @@ def saved_value_may_differ(node: Any, saved: torch.Tensor) -> bool:
 
     - The noise of `rrelu`, which is saved while it is uninitialized.
     - The table of `ctc_loss`, whose padding is never filled or read.
-    - The seed and offset of the random generator, as integers, of the CUDA kernels of
-      `scaled_dot_product_attention`. Without dropout they are uninitialized. With dropout, another
-      seed leads to another output, which is saved and compared as well.
+    - The seed and the offset of the random generator that CUDA kernels of
+      `scaled_dot_product_attention` save as integers. Without dropout these are uninitialized. With
+      dropout, another seed leads to another output, which is saved and compared as well.
     - The running statistics of a batch norm in training mode, which are updated after they are
       saved. The backward pass does not read them.
 
@@ -61,7 +61,7 @@ def check_torch_func(error: BaseException | None, name: str) -> None:
     Args:
         error: Error that was raised under saved-tensor hooks or when they were set. With None, the
             function does nothing.
-        name: Name, in the message, of the context or function that sets the saved-tensor hooks.
+        name: Name of the context or function that sets the hooks, for the message.
 
     Raises:
         RuntimeError: `error` is such an error.
@@ -69,8 +69,9 @@ def check_torch_func(error: BaseException | None, name: str) -> None:
     if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
         raise RuntimeError(
             "torch.func.grad, vjp, jacrev and hessian cannot be combined with"
-            f" {name}, because PyTorch allows no saved-tensor hooks around them. Call"
-            f" torch.autograd.grad(..., create_graph=True) instead, or call them outside of {name}"
+            f" {name}, because PyTorch allows no saved-tensor hooks around these functions. Call"
+            " torch.autograd.grad(..., create_graph=True) instead, or call these functions outside"
+            f" of {name}"
         ) from error
 
 
@@ -81,7 +82,7 @@ def checked_torch_func(name: str) -> Iterator[None]:
     The new error is that of `check_torch_func`, and it replaces PyTorch's error.
 
     Args:
-        name: Name, in the message, of the context or function that sets the saved-tensor hooks.
+        name: Name of the context or function that sets the hooks, for the message.
     """
     try:
         yield

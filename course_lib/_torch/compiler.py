@@ -23,9 +23,10 @@ def generated_modules() -> list[ModuleType]:
 
 
 def activation_memory_budget(budget: float) -> AbstractContextManager[None]:
-    """Return a context in which functions are compiled to keep only a share of their activations.
+    """Return a context in which `torch.compile` lets functions keep only some of their activations.
 
     Args:
-        budget: The share, between 0 (recompute as much as possible) and 1 (the default of PyTorch).
+        budget: Fraction of the activations' bytes that a function may keep, between 0 (recompute as
+            much as possible) and 1 (the default of PyTorch).
     """
     return torch._functorch.config.patch(activation_memory_budget=budget)

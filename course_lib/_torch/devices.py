@@ -2,7 +2,7 @@
 
 import torch
 
-# Types of the events in a profile, one of which marks the allocator's events.
+# Types of the events in a profile. Events of the type `Allocation` come from the allocator.
 EventType = torch._C._profiler._EventType
 
 

@@ -1,4 +1,4 @@
-"""Private parts of `torch.distributed` for estimates: shapes of DTensors, symbolic collectives.
+"""Private names of `torch.distributed` that estimates with DTensors and collectives use.
 
 This module is imported only where it is used, because it loads `torch.distributed`.
 """

@@ -15,7 +15,7 @@ disable_current_modes = _python_dispatch._disable_current_modes
 disabled_torch_dispatch = torch._C._disabled_torch_dispatch_impl
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
-# Modules of the functions in which PyTorch wraps the methods of dispatch modes.
+# Names of the modules whose functions PyTorch wraps around the methods of dispatch modes.
 WRAPPERS = ("torch._compile", "torch._dynamo.eval_frame", "torch._ops")
 # Name of a module that is in `sys.modules` if any function has been compiled.
 DYNAMO = "torch._dynamo"
@@ -36,7 +36,7 @@ class AutocastState:
 
     @contextmanager
     def restore(self, *, cache_enabled: bool | None = None) -> Iterator[None]:
-        """Restore these settings inside a `with` block.
+        """Apply the saved autocast settings inside a `with` block.
 
         Args:
             cache_enabled: Whether autocast caches casts of weights. The default is the saved

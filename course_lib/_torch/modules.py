@@ -19,7 +19,8 @@ def kind_of(tensor: Tensor) -> tuple:
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
-# The attributes of every nn.Module, except `training`, which is a setting like others.
+# Attributes that every nn.Module has, which are therefore not settings. The exception is
+# `training`, which counts as a setting.
 _MODULE_ATTRIBUTES = vars(nn.Module()).keys() - {"training"} | {"forward"}
 
 
@@ -54,23 +55,25 @@ def module_signature(module: nn.Module) -> tuple:
 
 
 def _settings(part: nn.Module) -> list[tuple[str, Any]]:
-    """Return pairs (name, value) of the attributes that determine which operators a module runs.
+    """Return a pair (name, comparable value) for each plain attribute of a module.
 
-    An example is the stride of a convolution. Layer numbers and the values of nonzero floats, such
-    as dropout rates, do not affect the result, so modules that differ only in these count as equal.
+    `_comparable` keeps values that determine which operators run, such as the stride of a
+    convolution. It simplifies values that do not, such as layer numbers and the exact value of a
+    dropout rate.
     """
     return [(name, _comparable(name, value)) for name, value in attributes_of(part).items()]
 
 
 def _comparable(name: str, value: Any) -> Any:
-    """Return a value that is equal for settings which count as equal.
+    """Return a simplified value of a module's setting, by which two settings are compared.
 
-    A float is replaced by whether it is 0, and a layer number by `int`. An object whose class is
-    not in `_COMPARED_TYPES` is replaced by its class. Containers are replaced item by item.
+    A float is replaced by True if it is 0 and by False otherwise. A layer number is replaced by the
+    class `int`. An object whose class is not in `_COMPARED_TYPES` is replaced by its class.
+    Containers are replaced item by item.
 
     Args:
-        name: Name of the attribute.
-        value: Its value.
+        name: Name of the attribute that has the setting.
+        value: Value of the attribute.
     """
     if type(value) is int and NUMBER_ATTRIBUTES.search(name):
         return int
@@ -90,8 +93,8 @@ class Namespace(NamedTuple):
         name: Name of the module in the model or block.
         values: The dictionary.
         names: Function that returns the keys whose values are saved and restored.
-        written_by: The module whose buffers the dictionary contains, if its forward is expected to
-            write into them; otherwise None.
+        written_by: The module that owns the buffers in the dictionary, if the module's forward is
+            expected to write into these buffers; otherwise None.
     """
 
     name: str
@@ -100,16 +103,17 @@ class Namespace(NamedTuple):
     written_by: nn.Module | None = None
 
     def read(self) -> dict[str, Any]:
-        """Return a copy of the dictionary with the keys that `names` returns."""
+        """Return a dict with those entries of the dictionary whose keys `names` returns."""
         return {name: self.values[name] for name in self.names()}
 
     def write(self, values: dict[str, Any]) -> None:
-        """Replace the entries whose keys `names` returns by the entries of `values`.
+        """Replace the entries that `read` returns by those of `values`; keep all other entries.
 
-        The dictionary is changed directly, without a call of `nn.Module.__setattr__`.
+        Keys that `names` returns but that are not in `values` are deleted. The dictionary is
+        changed directly, without a call of `nn.Module.__setattr__`.
         """
-        # If keys were added or removed, all are deleted first, so that the order of parameters and
-        # buffers is restored, too.
+        # If keys were added, removed or reordered, all entries are deleted first. Adding them again
+        # restores the order of parameters and buffers.
         if [*self.names()] != [*values]:
             for name in [*self.names()]:
                 del self.values[name]

@@ -1,4 +1,4 @@
-"""Private names for PyTorch's operators, and a helper that finds arguments they write into."""
+"""Private names for PyTorch's operators, and a helper that finds arguments changed in place."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

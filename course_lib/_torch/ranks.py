@@ -1,4 +1,4 @@
-"""Private parts of `torch.distributed`.
+"""Private name of `torch.distributed` for training: the wrapper that checkpoints a module.
 
 This module is imported only where it is used, because it loads `torch.distributed`.
 """

@@ -11,7 +11,7 @@ from .._check import describe
 
 
 def needs_closure(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> bool:
-    """Return whether an optimizer's `step` needs a closure that computes the loss, as for LBFGS."""
+    """Return whether an optimizer's `step` needs a closure for the loss, as that of LBFGS does."""
     arguments = inspect.signature(optimizer.step).parameters.values()
     return any(each.name == "closure" and each.default is each.empty for each in arguments)
 
@@ -20,8 +20,9 @@ def check_no_closure(optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError if an optimizer's `step` needs a closure that computes the loss."""
     if needs_closure(optimizer):
         raise TypeError(
-            f"optimizer must step without a closure, got {describe(optimizer)}, whose step()"
-            " computes the loss itself. Call its step(closure) in a loop of your own"
+            f"optimizer must have a step() without a closure, got {describe(optimizer)}, whose"
+            " step(closure) computes the loss itself. Train with this optimizer in a loop of your"
+            " own"
         )
 
 

@@ -98,7 +98,7 @@ def _rebuild(value: Any, items: list) -> Any:
 def version(tensor: Tensor) -> int | None:
     """Return a tensor's version counter, which counts its in-place changes.
 
-    The result is None for an inference tensor, which has none.
+    The result is None for an inference tensor, which has no version counter.
     """
     return None if tensor.is_inference() else tensor._version
 
