@@ -24,24 +24,27 @@ from functools import cache, reduce
 from pathlib import Path
 
 LANGUAGES = ("en", "zh", "both")
-# File next to the learner's lessons with the language that was chosen by `make lab LANGUAGE=zh`.
+# File next to the learner's lessons. It contains the language that the learner chose, for example
+# with `make lab LANGUAGE=zh`.
 SETTING = Path(".course-language")
 CATALOG = Path(__file__).parent / "zh.toml"
 _MAX_MADE = 4096
-# Labels by their English text. `_fixed` has the labels that are in the catalog and have no
-# placeholders. `_made` has the other labels that were created, at most `_MAX_MADE` of them.
+# Both dicts map an English text to its label. `_fixed` has each label without placeholders whose
+# Chinese text is in the catalog or was passed with the label. `_made` has the newest other labels,
+# at most `_MAX_MADE`.
 _fixed: dict[str, "Label"] = {}
 _made: dict[str, "Label"] = {}
-# None until `choose` or `choose_only` is called. Until then `current` reads the environment.
+# Current language. It is None until `choose` or `choose_only` is called, and until then `current`
+# reads the environment.
 _chosen: str | None = None
-# Languages in which HTML and figures are written. If there are two, the page's switch hides one of
-# them. After `choose_only` there is only one.
+# Languages in which HTML and figures are written. If there are two languages, the page's switch
+# hides one of them. After `choose_only` there is only one language.
 _shown: tuple[str, ...] = ("en", "zh")
 
 # Text that is the same in every language: code, math, placeholders and addresses.
 _NOT_WORDS = re.compile(r"`[^`]*`|\$[^$]*\$|\{[^{}]*\}|https?://\S+")
-# An English word: lower-case letters, perhaps after one capital. `fp32`, `d_model`, `GFLOPs` and
-# `x` are not words.
+# An English word: at least two letters, of which only the first can be a capital. `fp32`,
+# `d_model`, `GFLOPs` and `x` are not words.
 _WORD = re.compile(r"(?<![\w.+=/])(?<!\d-)[A-Za-z][a-z]+(?![\w(]|\.\w)")
 
 _HAN = re.compile("[\u3400-\u9fff]")
@@ -50,9 +53,12 @@ _HAN = re.compile("[\u3400-\u9fff]")
 class LabelError(ValueError):
     """Error in a label or in its translation.
 
-    It is raised if a Chinese translation is missing, if the placeholders of the English text do not
-    match the Chinese text or the given values, or if two sections of `zh.toml` contain the same
-    English text.
+    The error is raised in three cases:
+
+    - A Chinese translation is missing.
+    - A label's English text and its Chinese translation have different placeholders, or the names
+      of the given values are not those of the placeholders.
+    - Two sections of `zh.toml` contain the same English text.
     """
 
 
@@ -135,7 +141,7 @@ def _from_environment() -> str | None:
 
 
 def _checked_language(value: str, name: str) -> str:
-    """Return a language; raise a ValueError with the name of its setting if it is unknown."""
+    """Return `value` if it is a known language, or raise a ValueError that names the setting."""
     if value not in LANGUAGES:
         raise ValueError(f'{name} must be "en", "zh" or "both", got {value!r}')
     return value
@@ -178,7 +184,7 @@ class Label(str):
         return zh.format(**values) if values else zh
 
     def _translated_value(self, value: object) -> object:
-        """Return a value as the Chinese text shows it: its translation, or the value itself."""
+        """Return a placeholder's value in Chinese, or unchanged if there is no translation."""
         if value == self or not isinstance(value, str):
             return value
         found = chinese(value)
@@ -242,7 +248,7 @@ def pair(english: str, chinese: str, /, **values: object) -> Label:
 
 
 def _made_label(english: str, values: dict[str, object], zh: str | None = None) -> Label:
-    """Create and store a label; `zh` is its Chinese if it is not in the catalog."""
+    """Create and store a label. `zh` is the Chinese text of a label that is not in the catalog."""
     label = Label(english.format(**values) if values else english)
     label.template, label.values, label.own_chinese = english, values, zh
     _remember(label)
@@ -252,8 +258,8 @@ def _made_label(english: str, values: dict[str, object], zh: str | None = None) 
 def _remember(label: Label) -> None:
     """Store a label, so that `chinese` finds it by its English text.
 
-    Labels that are in the catalog and have no placeholders are always kept, because they are few.
-    Only the newest `_MAX_MADE` of the other labels are kept.
+    Labels without placeholders that have a Chinese text are always kept, because they are few. Only
+    the newest `_MAX_MADE` of all other labels are kept.
     """
     if not label.values and (label.own_chinese or label in catalog()):
         _fixed[str(label)] = label
@@ -270,8 +276,8 @@ def join_labels(words: Iterable[object], separator: str = ", ") -> str:
     Args:
         words: Labels or other objects. Objects that are not strings are converted to strings. If
             there are no words, the result is "".
-        separator: English text between two labels. The catalog, `zh.toml`, must have an entry for
-            it, such as "{first}, {rest}" for the separator ", ".
+        separator: English text between two labels. For each separator, the catalog, `zh.toml`, must
+            have an entry for the whole pattern, such as "{first}, {rest}" for the separator ", ".
     """
     template = f"{{first}}{separator}{{rest}}"
     items = [str(each) if not isinstance(each, str) else each for each in words]
@@ -301,7 +307,10 @@ def chinese(words: object) -> str | None:
         return words
     if isinstance(words, Label):
         made = words
-    elif words in catalog():  # a label with this text may have it from a value that is verbatim
+    elif words in catalog():
+        # The catalog is searched before `_made`. A label in `_made` whose placeholder holds a
+        # `verbatim` value can by chance have the same English text as an entry of the catalog. But
+        # that label's Chinese text would contain the value in English.
         return catalog()[words]
     else:
         made = _made.get(words) or _fixed.get(words)
@@ -313,12 +322,12 @@ def in_both_languages(words: object) -> tuple[str, str]:
     """Return the English and the Chinese text of a label as a pair.
 
     If there is no Chinese translation, both items of the pair are the English text, because a
-    learner may write labels without Chinese. Only builds and tests of the course raise an error
-    instead. They set the environment variable COURSE_LABELS to "strict".
+    learner may write labels without Chinese. If the environment variable COURSE_LABELS is "strict",
+    a missing translation is an error instead. Builds and tests of the course set this variable.
 
     Raises:
-        LabelError: COURSE_LABELS is "strict", and the label or the value of a placeholder in it is
-            English text without a Chinese translation.
+        LabelError: COURSE_LABELS is "strict", and the label, or the value of one of its
+            placeholders, is English text without a Chinese translation.
     """
     words = words if isinstance(words, str) else str(words)
     zh = chinese(words)
@@ -343,8 +352,9 @@ def say(words: object, separator: str = " ") -> str:
 def markup(words: object) -> str:
     """Return a label as escaped HTML. Text between `backquotes` is shown as code.
 
-    If the two languages differ and the page has both (see `shown_languages`), the HTML has one
-    element per language, one above the other. The language switch of the page can hide one of them.
+    If the English and Chinese texts differ and the page has both (see `shown_languages`), the HTML
+    has one element per language, one above the other. The language switch of the page can hide one
+    of them.
     """
     en, zh = (
         re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(each))
@@ -362,7 +372,7 @@ def markup(words: object) -> str:
 
 
 def _translate_labels_in(words: str) -> str | None:
-    """Return a string in which each label is translated.
+    """Return `words` in Chinese, with each label in it translated.
 
     Returns:
         The string, or None if it contains no label or if English words would remain.
@@ -394,7 +404,7 @@ def is_english(words: str) -> bool:
     """Return whether a text is English that needs a Chinese translation.
 
     This is the case if the text has no Chinese character and at least one English word that must be
-    translated. Code need not be translated, and neither need the words in `same()`.
+    translated. Code needs no translation, nor do the words that `same` lists, such as Adam.
     """
     return not _HAN.search(words) and any(
         word not in same() for word in _WORD.findall(_NOT_WORDS.sub(" ", words))

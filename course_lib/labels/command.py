@@ -74,7 +74,8 @@ class Parser(argparse.ArgumentParser):
             super().__init__(
                 *args, description=_translate(description), epilog=_translate(epilog), **options
             )
-        # A value such as -5GB must not be parsed as an option, so that its own check rejects it.
+        # A value such as -5GB must not be parsed as an option, so that the check of the option's
+        # value rejects it.
         self._negative_number_matcher = re.compile(r"-\d")
 
     def add_argument(self, *names: str, help: str = "", **options: Any) -> argparse.Action:
@@ -179,7 +180,7 @@ def translated_error(message: str) -> str:
 
 
 def _sentence_in_chinese(message: str) -> str | None:
-    """Return the Chinese of an error message or of a part of it, or None if there is none."""
+    """Return an error message, or a part of one, in Chinese; None if there is no translation."""
     for pattern, chinese in _patterns():
         if found := pattern.fullmatch(message):
             values = {}
@@ -196,7 +197,7 @@ def _sentence_in_chinese(message: str) -> str | None:
 
 
 def _value_in_chinese(name: str, value: str) -> str:
-    """Return the value of a placeholder in Chinese, if it is English that the library writes.
+    """Return a placeholder's value in Chinese, or unchanged if the library has no translation.
 
     The value may itself be an entry of the catalog's [errors], such as the advice in a message.
     """
@@ -204,7 +205,8 @@ def _value_in_chinese(name: str, value: str) -> str:
         return _place_in_chinese(value)
     if name == "options":
         return value.replace(", ", "、").replace(" or ", " 或 ")
-    # In a message, the advice may begin a sentence with a capital letter.
+    # In a message, the advice can begin a sentence. Its first letter is then a capital, unlike in
+    # the catalog.
     found = _sentence_in_chinese(value) or _sentence_in_chinese(value[:1].lower() + value[1:])
     if found is not None:
         return found
@@ -224,13 +226,13 @@ def _place_in_chinese(place: str) -> str:
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """Return a pair (pattern, Chinese text) for each error message in the catalog's [errors].
 
-    A pattern matches the English message, and has one group per value. The value {options} is an
-    enumeration such as "'none' or 'layers'", without English words, {number} is an integer, and
-    {place} is "" or a place in the user's code, such as " at mine.py, line 5, in loss". Any other
-    value may be any text.
+    A pattern matches the English message, and has one group per placeholder. {options} matches an
+    enumeration such as "'none' or 'layers'", without English words. {number} matches an integer.
+    {place} matches "" or a place in the user's code, such as " at mine.py, line 5, in loss". Any
+    other placeholder matches any text.
 
-    Messages with the most fixed text come first. A message with little fixed text matches many
-    others, because a placeholder matches any text.
+    Messages with the most fixed text come first. The pattern of a message with little fixed text
+    also matches many other messages.
     """
     templates = sorted(
         sentences().items(), key=lambda entry: -len(re.sub(r"\{\w+\}", "", entry[0]))

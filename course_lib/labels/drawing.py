@@ -7,8 +7,8 @@ from types import ModuleType
 
 FONT = "Course Sans SC"
 _FILE = Path(__file__).parents[1] / "teaching" / "fonts" / "CourseSansSC-Regular.otf"
-#: In a string with math, matplotlib uses only the first font for all other text, so the first font
-#: must be the one with Chinese characters.
+#: In a string with math, matplotlib writes the text outside the math in the first font only.
+#: Therefore the first font must be the one with Chinese characters.
 FAMILY = [FONT, "DejaVu Sans"]
 
 
