@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ._check import argument_message, describe, whole
+from ._check import describe, whole
 from ._torch.tensors import items_in, map_tensors, tensors_in
 
 #: Type of a user's function (batch, parts) that returns a list of `parts` batches.
@@ -25,8 +25,8 @@ Split = Callable[[Any, int], Sequence[Any]]
 ARRAYS = (Tensor, np.ndarray)
 #: Advice, in error messages, for a batch that `split` cannot cut.
 GIVE_SPLIT = (
-    "pass a function split(batch, parts) that returns a list of `parts` batches (to a command, as"
-    " the attribute split of the function that --model names)"
+    "pass a function split(batch, parts) that returns a list of `parts` batches (for a command,"
+    " set it as the attribute split of the function that --model names)"
 )
 #: Name of the attribute with which a model allows micro-batches although it has BatchNorm.
 ALLOWS_BATCH_NORM = "batch_norm_per_micro_batch"
@@ -50,7 +50,7 @@ def split(batch: Any, micro_batch_size: int) -> Iterator[Any]:
     Raises:
         TypeError, ValueError: The batch contains no tensor, a nested or sparse tensor, tensors with
             different numbers of samples, or a list with one value per sample. The message says
-            where in the batch.
+            where in the batch the cause is.
 
     Example:
         >>> [len(each) for each in split(torch.zeros(20, 3), 8)]
@@ -87,12 +87,14 @@ def parts_of(batch: Any, parts: int, split_batch: Split | None = None) -> list[A
     if split_batch is None:
         return list(split(batch, max(1, math.ceil(_checked_length(batch) / parts))))
     found = split_batch(batch, parts)
-    allowed = f"a list of {parts} batches when it is called with parts={parts}"
     if not isinstance(found, (list, tuple)):
-        raise TypeError(argument_message("the result of split", allowed, describe(found)))
+        raise TypeError(
+            f"split(batch, {parts}) must return a list of {parts} batches, got {describe(found)}"
+        )
     if len(found) != parts:
         raise ValueError(
-            argument_message("the result of split", allowed, f"{describe(found)} of {len(found)}")
+            f"split(batch, {parts}) must return a list of {parts} batches, got {describe(found)} of"
+            f" {len(found)}"
         )
     return list(found)
 
@@ -112,7 +114,8 @@ def num_splittable_samples(batch: Any) -> int:
 def samples_in(batch: Any) -> int | None:
     """Return the number of samples in a batch, or None if it cannot be determined.
 
-    This number is the size of the first dimension, the same for all tensors and arrays.
+    This number is the size of the first dimension, which must be the same for all tensors and
+    arrays.
     """
     try:
         return _checked_length(batch)
@@ -123,12 +126,13 @@ def samples_in(batch: Any) -> int | None:
 def has_samples(part: Any, batch: Any) -> bool:
     """Return whether a micro-batch contains samples.
 
-    A tensor with the same shape as a tensor of the batch is ignored, because it may be a mask that
-    all samples share. The micro-batch contains samples if any of its other tensors is not empty.
+    Tensors of the micro-batch that have the shape of a tensor of the batch are ignored, because
+    they may be masks that all samples share. The micro-batch contains samples if at least one of
+    its remaining tensors is not empty.
 
     Args:
         part: The micro-batch.
-        batch: The batch from which it was split, into at least two micro-batches.
+        batch: The whole batch, which was split into at least two micro-batches.
     """
     shared = {tensor.shape for tensor in tensors_in(batch)}
     return any(tensor.numel() for tensor in tensors_in(part) if tensor.shape not in shared)
@@ -137,9 +141,9 @@ def has_samples(part: Any, batch: Any) -> bool:
 def mixes_samples(model: nn.Module) -> bool:
     """Return whether splitting a batch would change the loss of a sample, because of BatchNorm.
 
-    BatchNorm in training mode normalizes with the mean over all samples of a micro-batch. If the
-    user accepts this and has set the attribute `batch_norm_per_micro_batch` of the model or of a
-    module inside it to True, the result is False.
+    BatchNorm in training mode normalizes with the mean over all samples of a micro-batch. The
+    result is False if the user accepts this. To accept it, the user sets the attribute
+    `batch_norm_per_micro_batch` to True, on the model or on a module inside it.
     """
     allowed = any(getattr(module, ALLOWS_BATCH_NORM, False) for module in model.modules())
     return has_batch_norm(model) and not allowed
@@ -161,14 +165,13 @@ def _checked_length(batch: Any) -> int:
         if isinstance(array, Tensor) and (array.is_nested or array.layout is not torch.strided):
             nested = "a nested tensor" if array.is_nested else "a tensor"
             raise TypeError(
-                f"batch must hold dense tensors to be split, got {key}, {nested} with the layout"
-                f" {array.layout}, which PyTorch cannot cut into views along the first dimension;"
-                f" {GIVE_SPLIT}"
+                f"batch must contain only dense tensors so that it can be split, got {key},"
+                f" {nested} with the layout {array.layout}; {GIVE_SPLIT}"
             )
     if not found:
         raise TypeError(
-            "batch must be a tensor or a container of tensors to be split, got"
-            f" {describe(batch)}, which contains no tensor; {GIVE_SPLIT}"
+            "batch must be a tensor or a container of tensors so that it can be split, got"
+            f" {describe(batch)} without tensors; {GIVE_SPLIT}"
         )
     (key, first), *others = found
     differing = [each for each in others if each[1].shape[:1] != first.shape[:1]]
@@ -178,8 +181,8 @@ def _checked_length(batch: Any) -> int:
             for key, array in [(key, first), *differing[:1]]
         )
         raise ValueError(
-            "batch must have the same number of samples in each tensor to be split, got"
-            f" {actual}; {GIVE_SPLIT}"
+            "batch must have the same number of samples in all tensors so that it can be split,"
+            f" got {actual}; {GIVE_SPLIT}"
         )
     return len(first)
 
@@ -189,9 +192,9 @@ def _check_lists(batch: Any, length: int) -> None:
     if found := _find_list_without_tensors(batch, length):
         key, values = found
         raise ValueError(
-            f"batch must have its values per sample in tensors or NumPy arrays to be split, got"
-            f" {key}, {describe(values)} with one value for each of the {length} samples; make it a"
-            f" tensor, or {GIVE_SPLIT}"
+            "batch must hold the values of its samples in tensors or NumPy arrays so that it can be"
+            f" split, got {key}, {describe(values)} with one value for each of the {length}"
+            f" samples; convert it to a tensor, or {GIVE_SPLIT}"
         )
 
 

@@ -1,7 +1,7 @@
 """Check arguments of functions, with the same form of error message in the whole library.
 
-Each check returns the value, or raises an error with the message `NAME must be ALLOWED, got VALUE`:
-TypeError for a value of another type, and ValueError for a value out of range.
+Each check returns the value, or raises an error with the message `NAME must be ALLOWED, got VALUE`.
+The error is a TypeError for a value of another type, and a ValueError for a value out of range.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def whole(
 
     Args:
         name: Name of the argument, for the message.
-        value: Its value.
+        value: Value of the argument.
         least, most: Smallest and largest allowed value; None for no bound.
         of: Noun for the things that are counted, such as "bytes", for the message.
     """
@@ -58,7 +58,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def one_of(name: str, value: Any, options: Collection) -> Any:
-    """Return `value`, or raise if it does not equal any option of the same type."""
+    """Return `value`, or raise if no option has the same type and is equal to it."""
     if not any(
         value is option or (type(value) is type(option) and value == option) for option in options
     ):
@@ -77,7 +77,10 @@ def kind(name: str, value: Any, types: type | tuple[type, ...], allowed: str) ->
 
 
 def function(name: str, value: Any, allowed: str) -> Any:
-    """Return `value`, or raise if it is not callable; `allowed` describes the function."""
+    """Return `value`, or raise if it is not callable.
+
+    `allowed` describes the function in the message.
+    """
     if not callable(value):
         raise TypeError(argument_message(name, allowed, describe(value)))
     return value
@@ -119,20 +122,22 @@ def _range(least: float | None, most: float | None) -> str:
 
 
 class InfeasibleBudget(ValueError):
-    """Error raised when no schedule or recipe that was tried fits a memory budget.
+    """Error raised when the search finds no schedule or recipe that fits a memory budget.
 
-    The message states a larger budget that suffices, if one was found.
+    A recipe is a combination of memory-saving techniques. The message states a larger budget that
+    suffices, if one was found.
 
     Attributes:
         budget_bytes: The budget in bytes.
-        least_bytes: Smallest budget in bytes for which a solution was found; None if there is none.
+        least_bytes: Smallest budget in bytes for which a solution (a schedule or recipe) was found;
+            None if none was found.
         reason: Explanation why no solution fits, the second part of the message.
         least: Solution that needs `least_bytes`, such as a `course_lib.budget.Estimate`; None if
             none was found.
         name: Name of the argument that sets the budget, for the message.
         not_tried: Sentences on techniques that the search could not try for this model.
-        additions: Names of the fields of `course_lib.budget.Recipe` that set techniques which the
-            recipe of `least` does not use, but with which it could be combined.
+        additions: Techniques that could be added to the recipe of `least`, given as names of fields
+            of `course_lib.budget.Recipe`.
     """
 
     not_tried: Sequence[str] = ()

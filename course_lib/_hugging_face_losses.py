@@ -23,8 +23,8 @@ from ._check import describe, kind
 #: Advice, in error messages, on how to pass a loss whose weight is known.
 GIVE_LOSS_SUM = (
     "give the model a method loss_sum(batch) that returns (sum of losses, weight), or pass a"
-    " function loss_sum(model, batch) that does (to a command, as the attribute loss_sum of the"
-    " function that --model names)"
+    " function loss_sum(model, batch) that returns the same pair (for a command, set it as the"
+    " attribute loss_sum of the function that --model names)"
 )
 
 
@@ -33,7 +33,8 @@ def own_loss(model: nn.Module, batch: Any, micro_batches: int = 1) -> tuple[Tens
 
     The weight is the number of tokens or samples in the sum. A model's method `loss_sum` returns
     the sum and the weight. A method `loss` must return the mean over the samples, so the weight is
-    the number of samples, or 1 if that is not known. For other models, see `hugging_face_loss`.
+    the number of samples, or 1 if this number is not known. For other models, see
+    `hugging_face_loss`.
 
     Args:
         model: A model with a method `loss_sum` or `loss`, or a Hugging Face model.
@@ -69,13 +70,13 @@ def _call_loss_method(model: nn.Module, name: str, batch: Any) -> Any:
 
 
 def takes_arguments(name: str, function: Any, allowed: str, *arguments: Any) -> None:
-    """Raise TypeError if a function cannot be called with these arguments.
+    """Raise TypeError if a function cannot be called with the given positional arguments.
 
     Args:
         name: Name of the function in the message.
         function: The function or module. It is not called.
-        allowed: Description of the arguments in the message.
-        arguments: The arguments.
+        allowed: Description of `arguments` in the message, such as "no arguments".
+        arguments: Positional arguments that the function must accept.
     """
     try:
         signature = inspect.signature(
@@ -94,11 +95,11 @@ def takes_arguments(name: str, function: Any, allowed: str, *arguments: Any) -> 
 
 
 def checked_loss(model: nn.Module, loss: Any) -> Tensor:
-    """Return the result of a model's method `loss`, or raise if it is not a scalar with a graph."""
+    """Return a model's own loss; raise TypeError unless it is a scalar that requires gradients."""
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
         raise TypeError(
-            f"{type(model).__name__}.loss must return a scalar tensor with gradients, the mean over"
-            f" samples, got {describe(loss)}"
+            f"{type(model).__name__}.loss must return the mean over samples as a scalar tensor that"
+            f" requires gradients, got {describe(loss)}"
         )
     return loss
 
@@ -106,9 +107,10 @@ def checked_loss(model: nn.Module, loss: Any) -> Tensor:
 def has_loss_sum(model: nn.Module) -> bool:
     """Return whether the number of tokens or samples in the model's own loss is known.
 
-    It is known if the model's own loss is its method `loss_sum`, and not known if it is its method
-    `loss`. For a Hugging Face model with neither, it is known if the name of the class shows that
-    the loss is a mean over labels or samples, and the model adds no loss of its experts' routers.
+    A method `loss_sum` returns the number, and a method `loss` does not. For a Hugging Face model
+    without these methods, the number is known under two conditions. The name of the class must show
+    that the loss is a mean over labels or samples, and the model must not add a loss of its
+    experts' routers.
     """
     if has_method(model, "loss") or has_method(model, "loss_sum"):
         return has_method(model, "loss_sum")
@@ -123,11 +125,11 @@ def has_loss_sum(model: nn.Module) -> bool:
 def has_method(model: nn.Module, name: str) -> bool:
     """Return whether the model's own loss is its method `name`, which is "loss" or "loss_sum".
 
-    If a model has both, the one that the instance or the most derived class defines is its loss:
-    a subclass that defines `loss` does not use a `loss_sum` that it inherits.
+    If a model has both methods, its loss is the method that the instance or the most derived class
+    defines. For example, a subclass that defines `loss` does not use a `loss_sum` that it inherits.
 
-    Some Hugging Face models have an attribute `loss`, a function of outputs and targets. It does
-    not count.
+    Some Hugging Face models have an attribute `loss` that is a function of outputs and targets.
+    Such an attribute does not count as a method.
     """
     hugging_face = is_hugging_face(model)
     own = vars(model).keys() - ({"loss"} if hugging_face else set())
@@ -138,7 +140,8 @@ def has_method(model: nn.Module, name: str) -> bool:
                 if name == "loss_sum"
                 else callable(getattr(model, "loss", None))
             )
-    # The attribute may belong to a wrapped model, as with torch.compile, or it may be a submodule.
+    # No class of the model defines the attribute. It can still be a method of a wrapped model,
+    # which torch.compile's wrapper returns, or a submodule.
     found = getattr(model, name, None)
     return inspect.ismethod(found) or (callable(found) and not hugging_face)
 
@@ -172,7 +175,7 @@ MEAN_LOSS_CLASSES = (
 def is_hugging_face(model: nn.Module) -> bool:
     """Return whether a model counts as a Hugging Face model.
 
-    It does if the model inside its wrappers has an attribute `config` and a forward method.
+    The model inside its wrappers must have an attribute `config` and a forward method.
     """
     model = wrapped_in(model)
     return hasattr(model, "config") and type(model).forward is not nn.Module.forward
@@ -184,10 +187,11 @@ def has_auxiliary_loss(model: nn.Module) -> bool:
 
 
 class _MeanLossRecorder(TorchFunctionMode):
-    """Function mode that records each mean loss that a model computes, with its labels.
+    """Function mode that records the mean losses that a model computes, and their labels.
 
     Attributes:
-        means: Tuples (mean loss, labels, label that is ignored or None).
+        means: Tuples (mean loss, labels, value of the labels that the mean ignores). The last item
+            is None for a loss that ignores no labels.
     """
 
     def __init__(self):
@@ -218,7 +222,7 @@ def hugging_face_loss(
 
     The weight is the number of labels over which the model's loss is a mean, counted as the model
     itself counts them. If the loss is not such a mean, the weight is the number of samples, or 1 if
-    that cannot be determined. The sum is the model's loss times the weight.
+    this number cannot be determined. The sum is the model's loss times the weight.
 
     Args:
         model: The model, which is called with the items of the batch as keyword arguments.
@@ -238,13 +242,14 @@ def hugging_face_loss(
     if loss is None or not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(
             f"batch must contain what {name} needs to return a loss, such as labels, got"
-            f" {describe(batch)} of {', '.join(map(str, batch))}; or {GIVE_LOSS_SUM}"
+            f" {describe(batch)} with the keys {', '.join(map(str, batch))}; add what is missing,"
+            f" or {GIVE_LOSS_SUM}"
         )
     labels = [(target, ignored) for mean, target, ignored in recorder.means if mean is loss]
     if not labels and micro_batches > 1:
         raise ValueError(
-            f"micro_batches must be 1, because the loss of {name} is not a mean over labels, got"
-            f" {micro_batches}; or {GIVE_LOSS_SUM}"
+            f"micro_batches must be 1 for a {name}, got {micro_batches}: the loss of this"
+            f" model is not a mean over labels. To use several micro-batches, {GIVE_LOSS_SUM}"
         )
     if not labels:
         weight = samples_in(batch) or 1

@@ -43,11 +43,12 @@ _NEEDS_NUMBERS = re.compile(
     r"\.numpy\(\) is not supported|FakeTensor\.__format__|data is not allocated yet"
     r"|Not available for 'meta' device"
 )
-# Matches PyTorch's error for an operator of the user's own without a symbolic kernel.
+# Matches PyTorch's error for a user-defined operator that has no symbolic kernel.
 _NO_SYMBOLIC_KERNEL = re.compile(r"no fake impl registered for (?:<CustomOpDef\()?([\w.:]+)")
 _TOO_LARGE = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, ]*\])")
-# Matches PyTorch's error for a tensor subclass that is made from a symbolic tensor without an
-# operator and is not a subclass of nn.Parameter.
+# Matches PyTorch's error for code that turns a symbolic tensor into a tensor subclass without an
+# operator. `symbolic.quantization.parameter_subclasses` allows this for parameters, except those of
+# lazy modules.
 _NEW_SUBCLASS = re.compile(r"Creating a new Tensor subclass (\w+) but the raw Tensor object is")
 #: Advice for a step that runs on real tensors but not on symbolic ones.
 MEASURE = "measure the step on real tensors with course_lib.budget.run()"
@@ -58,11 +59,12 @@ _ROUTER_ADVICE = (
 )
 _CTC_LOSSES = {torch.ops.aten._ctc_loss.Tensor, torch.ops.aten._ctc_loss.default}
 UNINITIALIZED = (
-    "make_model must return a model whose parameters are initialized, got those of a lazy module"
+    "make_model must return a model whose parameters are initialized, got a lazy module without"
+    " initialized parameters"
 )
 INITIALIZE = (
-    "Give the layer its sizes, as nn.Linear(8, 4) does instead of nn.LazyLinear(4); or call the"
-    f" model once inside make_model, and {MEASURE}"
+    "Use a layer with all its sizes, such as nn.Linear(8, 4) instead of nn.LazyLinear(4); or call"
+    f" the model once inside make_model, and {MEASURE}"
 )
 _SYMBOLIC_LOG = logging.getLogger(LOG)
 
@@ -83,7 +85,7 @@ def origin(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def _outside_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error's traceback that are outside this library and PyTorch."""
+    """Return an error's frames outside this library, PyTorch and Python's standard library."""
     frames = [
         traceback.FrameSummary(frame.f_code.co_filename, number, frame.f_code.co_name)
         for frame, number in traceback.walk_tb(error.__traceback__)
@@ -100,7 +102,7 @@ def _is_outside(file: str, module: str) -> bool:
 
     Args:
         file: Path of the code's file.
-        module: Name of its module, or "".
+        module: Name of the code's module, or "".
     """
     if module.partition(".")[0] in ("course_lib", "torch") or file.startswith((LIBRARY, "<frozen")):
         return False
@@ -110,8 +112,8 @@ def _is_outside(file: str, module: str) -> bool:
 def own_line(frame: FrameType | None) -> tuple[str, int, str] | None:
     """Return (file, line, function) of the user's own code in a call stack, or None.
 
-    The search goes from `frame` to its callers. It stops at the first frame whose code is not in
-    this library, in an installed package or in Python's standard library.
+    The search goes from `frame` to its callers. It stops at the first frame whose code is outside
+    this library, all installed packages and Python's standard library.
     """
     while frame is not None and not _is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -119,7 +121,7 @@ def own_line(frame: FrameType | None) -> tuple[str, int, str] | None:
     return code and (code.co_filename, frame.f_lineno, code.co_qualname)
 
 
-@cache  # because this is called for each frame of each operator
+@cache  # cached, because a meter calls this for each frame of each operator
 def _is_user_file(file: str) -> bool:
     """Return whether a file contains the user's own code, not that of a package."""
     is_torch = file.startswith(TORCH)
@@ -129,8 +131,9 @@ def _is_user_file(file: str) -> bool:
 def file_shown(file: str) -> str:
     """Return the name of a file as messages show it.
 
-    This is "a cell" for a cell of a notebook, the path inside the folder of installed packages, or
-    the path relative to the current directory. Any other file is shown with its whole path.
+    A cell of a notebook is shown as "a cell". A file of an installed package is shown with its path
+    inside the folder of packages, and a file inside the current directory with its relative path.
+    Any other file is shown with its whole path.
     """
     if CELL.search(file):
         return "a cell"
@@ -162,8 +165,9 @@ def goes_through(error: BaseException, package: ModuleType) -> bool:
 def is_rejection(error: BaseException) -> bool:
     """Return whether an error means that this library rejected its input.
 
-    This is the case if the error is a TypeError, ValueError, RuntimeError or MemoryError, and
-    either this library raised it, or its traceback has no code of the user or of other packages.
+    The error must be a TypeError, ValueError, RuntimeError or MemoryError. In addition, this
+    library must have raised it, or its traceback must contain only code of this library, PyTorch
+    and Python's standard library.
     """
     lines = list(traceback.walk_tb(error.__traceback__))
     raised_here = bool(lines) and lines[-1][0].f_code.co_filename.startswith(LIBRARY)
@@ -178,8 +182,8 @@ def message(error: Exception) -> str:
     the error, and the second line shows the code.
 
     Raises:
-        Exception: The error itself, if it is a fault of this library, so that its traceback is
-            shown.
+        Exception: The error itself, if it is a fault of this library. The user then sees the
+            traceback.
     """
     first, where = next(iter(str(error).strip().splitlines()), ""), place(error)
     if is_rejection(error):
@@ -193,7 +197,7 @@ def message(error: Exception) -> str:
         )
     else:
         raise error
-    return line.replace("FakeTensor", "Tensor")  # the user's code passed ordinary tensors
+    return line.replace("FakeTensor", "Tensor")  # the user passed a Tensor, not a FakeTensor
 
 
 @contextmanager
@@ -221,7 +225,7 @@ def add_user_line() -> Iterator[None]:
 def silence_operator_log() -> Iterator[None]:
     """Drop the errors that PyTorch logs for operators on symbolic tensors in a `with` block.
 
-    They are logged in addition to the exceptions that are raised.
+    PyTorch logs these errors in addition to raising exceptions.
     """
 
     def drop(record: logging.LogRecord) -> bool:
@@ -259,32 +263,35 @@ def explain_symbolic_errors() -> Iterator[None]:
             advice += ". Pass is_causal (to nn.Transformer, tgt_is_causal or src_is_causal)"
         elif isinstance(error, NEEDS_DATA) and error.func.namespace == "bitsandbytes":
             advice += ". Pass threshold=0.0 to Linear8bitLt (in transformers, llm_int8_threshold)"
-        # A router of experts selects tokens by a mask, whose number of elements is a value.
+        # A router of experts selects tokens by a mask. The number of selected tokens depends on the
+        # mask's values.
         elif isinstance(error, NEEDS_DATA) and error.func not in _CTC_LOSSES:
             advice += _ROUTER_ADVICE
         raise ValueError(
-            "the step reads values of its data"
-            f" ({str(error).splitlines()[0][:80]}){error_location(error)}, but an estimate runs on"
-            f" symbolic tensors, which have no values. {advice}"
+            "the step reads the values of a tensor, for example with .item()"
+            f"{error_location(error)}, but an estimate runs on symbolic tensors, which have shapes"
+            f" but no values. {advice}. PyTorch's error: {str(error).splitlines()[0][:80]}"
         ) from error
     except AssertionError as error:
         if "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            "make_model and make_batch must create all their tensors with operators, because an"
-            " estimate runs on symbolic tensors, got a tensor that was created earlier or without"
-            f" an operator (as by torch.frombuffer){error_location(error)}. Create it inside these"
-            f" functions, or {MEASURE}. If you passed a model or a batch itself, pass a function"
-            " that creates it"
+            "make_model and make_batch must create all their tensors themselves with PyTorch"
+            " operators, because an estimate runs on symbolic tensors, got a tensor that was"
+            " created earlier or without an operator (as by"
+            f" torch.frombuffer){error_location(error)}. Create the tensor inside these functions,"
+            f" or {MEASURE}. If you passed a model or a batch itself, pass a function that creates"
+            " it"
         ) from error
 
 
 @contextmanager
 def _explain_unsupported_tensors_and_operators() -> Iterator[None]:
-    """Replace errors in a `with` block for tensors and operators that have no symbolic form.
+    """Replace errors of tensors and operators that cannot be symbolic by a ValueError with advice.
 
-    These are tensor subclasses that cannot be made from symbolic tensors, parameters of lazy
-    modules, operators without a symbolic kernel, and tensors with 2**63 bytes or more.
+    The errors are raised in a `with` block. Their causes are tensor subclasses that cannot be made
+    from symbolic tensors, parameters of lazy modules, operators without a symbolic kernel, and
+    tensors with 2**63 bytes or more.
     """
     try:
         yield
@@ -294,19 +301,19 @@ def _explain_unsupported_tensors_and_operators() -> Iterator[None]:
             if subclass[1].startswith("Uninitialized"):
                 raise ValueError(f"{UNINITIALIZED}{error_location(error)}. {INITIALIZE}") from error
             sentence = (
-                "make_model must make tensors of PyTorch's own classes for an estimate, got"
-                f" {subclass[1]}{error_location(error)}, which cannot be made of symbolic tensors;"
-                f" {MEASURE}"
+                "make_model must create plain PyTorch tensors for an estimate, got the tensor"
+                f" subclass {subclass[1]}{error_location(error)}, which cannot hold symbolic"
+                f" tensors; {MEASURE}"
             )
         elif operator := _NO_SYMBOLIC_KERNEL.search(words):
             sentence = (
-                f"the step runs {operator[1]}{error_location(error)}, which has no symbolic kernel;"
-                f" register one with torch.library.register_fake, or {MEASURE}"
+                f"the step runs {operator[1]}{error_location(error)}, but this operator has no"
+                f" symbolic kernel; register one with torch.library.register_fake, or {MEASURE}"
             )
         elif isinstance(error, UnsupportedOperatorException):
             sentence = (
-                f"the step runs {error.func}{error_location(error)}, which has no symbolic kernel;"
-                f" {MEASURE}"
+                f"the step runs {error.func}{error_location(error)}, but this operator has no"
+                f" symbolic kernel; {MEASURE}"
             )
         elif sizes := _TOO_LARGE.search(words):
             sentence = (

@@ -34,18 +34,20 @@ def with_adapters(
 ) -> Callable[[], nn.Module]:
     """Return a function that makes a model with frozen weights and trainable LoRA adapters.
 
-    A layer with weights W (m, n) computes x W^T + 2 (x A^T) B^T. Both adapters, A (rank, n) and B
-    (m, rank), are in fp32. Only A and B have gradients and optimizer state, for rank * (m + n)
-    elements instead of m * n. To train the model with a `course_lib.budget.Recipe`, use
-    `precision=None` or "autocast". Both keep the dtypes of the model, and "autocast" computes in
-    bf16.
+    An adapted layer has frozen weights W (m, n) and two trainable adapters in fp32, A (rank, n) and
+    B (m, rank). It computes x W^T + 2 (x A^T) B^T. Per layer, only rank * (m + n) parameters
+    have gradients and optimizer state, instead of m * n.
+
+    To train the model with a `course_lib.budget.Recipe`, set the recipe's field `precision` to None
+    or "autocast". With either value, the parameters keep the dtypes that this function sets.
+    "autocast" computes in bf16.
 
     **Checkpoints.** If all weights before a checkpointed block are frozen, the input of the block
     does not require a gradient. With this library's checkpoints, and with PyTorch's if
     `use_reentrant=False`, the adapters inside the block still get gradients. With reentrant
-    checkpoints, the adapters get no gradients, unless you call
-    `model.enable_input_require_grads()`, so that the output of the embedding requires a gradient.
-    `gradient_checkpointing_enable` of transformers 5.23 calls that method itself.
+    checkpoints, the adapters get gradients only if you call `model.enable_input_require_grads()`.
+    This method makes the output of the embedding require a gradient.
+    `gradient_checkpointing_enable` of transformers 5.23 calls `enable_input_require_grads` itself.
 
     Args:
         make_model: Function without arguments that returns a model in fp32.
@@ -57,13 +59,14 @@ def with_adapters(
             bf16. The output head and the layers in `_keep_in_fp32_modules` of transformers are not
             quantized. "int8" needs 1 byte per weight and one fp32 scale per row. "nf4" needs half a
             byte per weight and one fp32 scale per 64 weights. "nf4-double" also quantizes the
-            scales of "nf4", to 1 byte per scale and one fp32 number per 256 scales. Except with
-            "fp32", floating-point inputs of the model must be in bf16.
+            scales of "nf4", to 1 byte per scale and one fp32 number per 256 scales. Unless
+            `base` is "fp32", floating-point inputs of the model must be in bf16.
 
     Returns:
-        A function without arguments. It has the attributes `make_batch`, `loss_sum` and `split` if
-        `make_model` has them. A call raises ValueError if peft or bitsandbytes is missing, or if no
-        layer has one of the names in `targets`.
+        A function without arguments that returns the model. If `make_model` has an attribute
+        `make_batch`, `loss_sum` or `split`, the returned function has the same attribute. The
+        returned function raises ValueError if peft or bitsandbytes is missing, or if no layer has
+        one of the names in `targets`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -95,7 +98,7 @@ def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base
             " with_adapters (--lora in the command)"
         )
     if is_symbolic() and not all(map(is_symbolic, model.parameters())):
-        # Otherwise the user's own model would be frozen.
+        # Without this error, the weights of the user's own model would be frozen below.
         raise ValueError(
             "make_model must make a new model at each call for an estimate, got one that existed"
             " before; build the model inside the function"
@@ -110,7 +113,8 @@ def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base
     names = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     try:
         with warnings.catch_warnings():
-            # peft reads an attribute of transformers' models under its old name, which warns.
+            # peft reads an attribute of transformers' models by a deprecated name, which causes a
+            # FutureWarning.
             warnings.simplefilter("ignore", FutureWarning)
             return peft.get_peft_model(model, peft.LoraConfig(**settings))
     except (ValueError, re.error) as error:
@@ -132,8 +136,9 @@ def _quantize(model: nn.Module, base: str) -> None:
     """
     bnb = _package("bitsandbytes", f"the base {base!r}")
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    # transformers lists layers here that cast their input to the dtype of their weights. They are
-    # not quantized, because the input would be cast to the dtype of the quantized weights.
+    # In this attribute, transformers lists the layers that cast their input to the dtype of their
+    # weights. These layers are not quantized, because they would cast their input to the dtype of
+    # quantized weights.
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     layers = [
         (name, layer)
@@ -163,7 +168,7 @@ def _package(name: str, purpose: str) -> ModuleType:
 
     Args:
         name: Name of the package.
-        purpose: Purpose for which it is needed, for the message.
+        purpose: Purpose of the package, such as "adapters". The error message contains it.
 
     Raises:
         ValueError: The package is not installed.

@@ -4,8 +4,8 @@ Nothing is downloaded, and transformers is not imported. Every parameter has the
 the published model, so the number of parameters is the published one. The bytes that a step saves
 for backward are within 1% of those of transformers with eager attention; fused kernels save less.
 
-The models are simpler than those of transformers: attention is causal over all tokens (no sliding
-window), there is no dropout, the rotation of positions is not scaled, and each expert processes
+The models are simpler than those of transformers. Attention is causal over all tokens (no sliding
+window), there is no dropout, and the rotation of positions is not scaled. Each expert processes
 equally many tokens, as with a balanced router.
 
 Shapes use b for batch, s for sequence, h for hidden, a for heads, d for the features of a head and
@@ -27,7 +27,8 @@ from torch.nn import functional as F
 from course_lib._check import any_of, argument_message, describe, kind, whole
 from course_lib.models import Attention, Decoder, Dropout, seed_generators
 
-# Values of `model_type` for which `Llama` is built, and all that are supported.
+# `LLAMAS` has the values of `model_type` for which `Llama` is built. `KNOWN` has all supported
+# values.
 LLAMAS = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 KNOWN = ("gpt2", *LLAMAS)
 
@@ -151,7 +152,7 @@ def _head_width(
     Args:
         config: The configuration.
         hidden_name, heads_name: Names of its settings for the features and for the heads.
-        exception: Clause in the message on how to avoid this requirement.
+        exception: Clause of the error message that says how to avoid this requirement, or "".
     """
     hidden = _positive_setting(config, hidden_name)
     heads = _positive_setting(config, heads_name)
@@ -191,8 +192,8 @@ def _llama(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         )
     if head_dim % 2:
         raise ValueError(
-            f"head_dim must be even, got {head_dim}; the rotation of positions acts on"
-            " pairs of features"
+            f"head_dim must be even, got {head_dim}; rotary position embeddings rotate pairs of"
+            " features"
         )
     return {
         "vocabulary": _positive_setting(config, "vocab_size"),
@@ -242,7 +243,7 @@ def rotate_pairs(x: Tensor, base: float = 10_000.0) -> Tensor:
     Args:
         x: Queries or keys of shape (..., s, d), for s positions with d features each.
         base: Number that sets the speed of rotation. The first pair rotates by 1 radian per
-            position, and the last pair by about 1 / base.
+            position, and the last pair by about 1 / base radians per position.
 
     Source: Su et al. 2021, arXiv:2104.09864.
     """
@@ -353,9 +354,9 @@ class Experts(nn.Module):
     """Mixture of experts, each of which is a gated feed-forward network: (b, s, h) -> (b, s, h).
 
     The input has b samples of s tokens with h features. Each expert chooses the tokens with the
-    highest scores, and all experts choose the same number of tokens. In Mixtral, in contrast, the
-    tokens choose their experts. Because the experts choose here, all shapes are static, and bytes
-    and FLOPs are those of a Mixtral whose router sends equally many tokens to each expert.
+    highest scores, and all experts choose the same number of tokens. Therefore, all shapes are
+    static. In Mixtral, in contrast, the tokens choose their experts. Bytes and FLOPs of this module
+    equal those of a Mixtral whose router sends the same number of tokens to each expert.
 
     Args:
         hidden: Features per token (h).

@@ -8,7 +8,7 @@ of the `NameError`, which IPython shows below the error.
 
 This module is not in `course_lib.teaching`, because it is imported before the first cell of every
 lesson and must not import torch or Triton. Triton reads its settings when it is imported, and
-lesson 06 changes one of them before.
+lesson 06 changes one of the settings before it imports Triton.
 """
 
 import ast
@@ -48,7 +48,7 @@ def _show_name_error(
 def cell_to_run(name: str, notebook: Path) -> str:
     """Return a text that says which cell of a notebook defines or imports a name.
 
-    The text is "" if no cell does, or if the notebook cannot be read.
+    The text is "" if no cell defines or imports the name, or if the notebook cannot be read.
 
     Args:
         name: Name of the missing variable, function, class or module.

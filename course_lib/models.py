@@ -297,10 +297,11 @@ class Decoder(nn.Module):
 
         Returns:
             Callables in this order: a function that selects the model's inputs from the batch, the
-            embedding, one block per layer, and the output head with the loss. For a pre-norm
-            `DecoderLayer`, the block is an `nn.Sequential` of the layer's attention and its
-            feed-forward network. For any other layer, and for a `DecoderLayer` that is compiled or
-            has forward hooks or a replaced `forward`, the block is the layer itself.
+            embedding, one block per layer, and the output head with the loss. For an unchanged
+            pre-norm `DecoderLayer`, the block is an `nn.Sequential` of its attention and its
+            feed-forward network. For any other layer, the block is the layer itself. A
+            `DecoderLayer` counts as changed if it is compiled, has forward hooks, or has a replaced
+            `forward`.
         """
         blocks = [
             nn.Sequential(*_residual_halves(layer)) if _is_plain(layer) else layer
@@ -332,12 +333,12 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _residual_halves(layer: DecoderLayer) -> tuple[_Residual, _Residual]:
-    """Return the attention and the feed-forward network of a pre-norm layer, with residual sums."""
+    """Return a pre-norm layer's attention and feed-forward network, each with its residual sum."""
     return _Residual(layer.norm1, layer.attention), _Residual(layer.norm2, layer.feedforward)
 
 
 def _inputs(tokens: Tensor) -> Tensor:
-    """Return the tokens that the model reads, without the last one of each sample: (b, s)."""
+    """Return the tokens that the model reads, all but each sample's last one, of shape (b, s)."""
     return tokens[:, :-1]
 
 
@@ -353,7 +354,7 @@ class _Embedding(nn.Module):
 
 
 class _Residual(nn.Module):
-    """A module on the normalized input, with a residual connection: (b, s, h) -> (b, s, h)."""
+    """Residual connection around a norm and a module: x + inner(norm(x)), of shape (b, s, h)."""
 
     def __init__(self, norm: nn.Module, inner: nn.Module):
         super().__init__()
@@ -379,7 +380,7 @@ class _HeadLoss(nn.Module):
 
 
 class _HeadLossSum(_HeadLoss):
-    """The same as `_HeadLoss`, with the result (sum of losses, number of tokens)."""
+    """Like `_HeadLoss`, but the result is the pair (sum of losses, number of tokens)."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, int]:
         logits, targets = self.head(self.norm(x)).flatten(0, 1), self.targets.flatten()
@@ -389,8 +390,9 @@ class _HeadLossSum(_HeadLoss):
 def loss_stages(decoder: Decoder, targets: Tensor) -> nn.Sequential:
     """Return a decoder and its loss as a chain of stages, for use with `course_lib.schedule`.
 
-    The stages are the embedding, two stages per layer (attention and feed-forward network), and the
-    output head with the loss. They use the decoder's own modules. If
+    A chain is a list of modules (stages), each of which is called with the result of the previous
+    one. The stages are the embedding, two stages per layer (attention and feed-forward network),
+    and the output head with the loss. They use the decoder's own modules. If
     `stages = loss_stages(decoder, tokens[:, 1:])`, then `stages(tokens[:, :-1])` is equal to
     `decoder.loss(tokens)`.
 

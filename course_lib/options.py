@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-# Map a unit, in upper case and without "B" for bytes, to its factor.
+# These dicts map a unit, such as "G", to its factor. The units are in upper case. Units of bytes do
+# not have the final "B".
 BYTE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 BYTE_UNITS |= {f"{unit}I": 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
 PARAMETER_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -49,9 +50,9 @@ def add_shared(parser: ArgumentParser, changes: Mapping[str, Mapping[str, Any]])
 
     Args:
         parser: The parser.
-        changes: Dict from the name of each option to add, such as "--batch", to a dict of keyword
-            arguments of `add_argument`. They replace or extend the arguments that the table
-            `SHARED` has for the option.
+        changes: Dict whose keys are the options to add, such as "--batch". Each value is a dict of
+            keyword arguments with which `add_argument` adds the option. They extend and override
+            the default keyword arguments in the table `SHARED`.
     """
     for option, changed in changes.items():
         parser.add_argument(option, **{**SHARED[option], **changed})
@@ -80,14 +81,14 @@ def byte_count(text: str) -> int:
     unit = named.upper().removesuffix("B")
     if unit not in BYTE_UNITS:
         raise ArgumentTypeError(
-            f"the unit must be one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, got {named!r} in"
+            f"must have one of the units B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, got {named!r} in"
             f" {text!r}"
         )
     if not named and 0 < number < FEWEST_BYTES_WITHOUT_UNIT:
         shown = match[1]  # type: ignore[index]
         raise ArgumentTypeError(
-            f"must have a unit, got {text!r}: did you mean {shown}GB (10**9 bytes each) or"
-            f" {shown}GiB (2**30 bytes each)?"
+            f"must have a unit, got {text!r}: did you mean {shown}GB (1 GB is 10**9 bytes) or"
+            f" {shown}GiB (1 GiB is 2**30 bytes)?"
         )
     count = number * BYTE_UNITS[unit]
     if not 1 <= count < 1e18:

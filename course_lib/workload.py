@@ -2,7 +2,7 @@
 
 The model is given by a `config.json`, by a user's function, or by sizes. `course_lib.configs`
 builds the model of a `config.json` from plain modules if it supports the type of model. For other
-types the package transformers must be installed, which then builds the model.
+types, the package transformers builds the model, so it must be installed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from course_lib.symbolic import symbolic
 
 HEAD_DIM = 128  # features per head, for a model given by its number of parameters
 VOCABULARY = 32_000  # default of --vocabulary
-# Further options for a model that is given by sizes.
+# Options that can be combined with the sizes of a model (--parameters, --hidden, --layers).
 BY_SIZES = ("sequence", "batch", "vocabulary")
 
 
@@ -71,9 +71,10 @@ class Workload:
         attention: Value of `Recipe.attention` for the baseline (the step without memory-saving
             techniques). None leaves the model's attention unchanged, because the model already
             calls PyTorch's `scaled_dot_product_attention`.
-        block_list: Name of the list of blocks, such as "model.layers", in the transformers model
-            that the user trains, if `make_model` returns a model of the course with the same shapes
-            instead. None if the user trains the model that `make_model` returns.
+        block_list: Name of the list of blocks in the model that the user trains, such as
+            "model.layers". It is set only if the user's model is from transformers and `make_model`
+            returns a model of the course with the same shapes instead. None if `make_model` returns
+            the user's model.
         source: Code that makes the model and the batch in a script; None if the command writes no
             script.
     """
@@ -159,8 +160,8 @@ class ConfiguredModel:
         make_batch: Function (samples, seed) that returns a batch of random tokens for the model.
         vocabulary: Number of different tokens.
         plain: Whether the model consists of the course's modules. If True, a batch is a tensor of
-            shape (b, s + 1). If False, the model is one of transformers, which returns its own
-            loss, and a batch is a dict {"input_ids": (b, s), "labels": (b, s)}.
+            shape (b, s + 1). If False, the model is from transformers and returns its own loss, and
+            a batch is a dict {"input_ids": (b, s), "labels": (b, s)}.
         family: Name of the class of transformers that builds the model, one of `FAMILIES`; None if
             `plain` is True.
     """
@@ -286,9 +287,9 @@ def _by_transformers(
     kinds = [name for name, each in classes.items() if type(settings) in each._model_mapping]
     if not kinds:
         raise ValueError(
-            f"model_type must have a language model in transformers, got {name!r}; or pass"
-            " a function that makes the model with --model, and one that makes its batch"
-            " with --batch-from"
+            f"model_type must have a language model in transformers, got {name!r}. For other"
+            " models, pass --model with a function that returns a model, and --batch-from with a"
+            " function that returns a batch"
         )
     text_settings = settings.get_text_config()
     longest = getattr(text_settings, "max_position_embeddings", None)
@@ -301,7 +302,7 @@ def _by_transformers(
 
 
 def _by_config(given: Namespace) -> Workload:
-    """Return the workload whose model the file of --config describes."""
+    """Return the workload for the model that the file of --config describes."""
     adapted, scripted = bool(getattr(given, "lora", None)), _is_scripted(given)
     found = model_of_config(given.config, given.sequence, by_transformers=adapted or scripted)
     kind = json.loads(Path(given.config).read_text("utf-8-sig"))["model_type"]
@@ -326,7 +327,7 @@ def _by_config(given: Namespace) -> Workload:
 
 
 def with_fused_attention(make_model: Callable[[], nn.Module]) -> nn.Module:
-    """Make a model whose attention modules call PyTorch's `scaled_dot_product_attention`.
+    """Make a model and let its attention modules call PyTorch's `scaled_dot_product_attention`.
 
     Only modules of the class `course_lib.models.Attention` are changed.
 
@@ -343,7 +344,8 @@ def with_fused_attention(make_model: Callable[[], nn.Module]) -> nn.Module:
 def _by_function(given: Namespace) -> Workload:
     """Return the workload whose model is made by the function that --model names.
 
-    The batch is made by the function of --batch-from, by default the first one's `make_batch`.
+    The function of --batch-from makes the batch. Without --batch-from, the attribute `make_batch`
+    of the function of --model makes it.
     """
     make_model = named_function("--model", given.model)
     make_batch = getattr(make_model, "make_batch", None)
@@ -399,7 +401,10 @@ def samples_of(make_batch: Any) -> int | None:
 
 
 def _by_sizes(given: Namespace) -> Workload:
-    """Return the workload of a decoder whose size --parameters, or --hidden and --layers give."""
+    """Return the workload of a decoder with the size that the options give.
+
+    These options are --parameters, or --hidden and --layers.
+    """
     hidden, layers, vocabulary = given.hidden, given.layers, given.vocabulary or VOCABULARY
     if given.parameters is not None:
         wanted = shape_of(given.parameters, vocabulary)
@@ -424,7 +429,7 @@ def _by_sizes(given: Namespace) -> Workload:
 
 
 def _token_batches(given: Namespace, vocabulary: int) -> tuple[Callable[[], Any], None]:
-    """Return `make_batch` and `loss_sum` of a workload with random tokens."""
+    """Return `make_batch` of a workload with random tokens, and its `loss_sum`, which is None."""
     return lambda: random_tokens(given.batch, given.sequence, vocabulary), None
 
 
@@ -439,12 +444,12 @@ def _samples_label(given: Namespace) -> str:
 
 
 def _is_scripted(given: Namespace) -> bool:
-    """Return whether the command writes a script, for which --framework is set."""
+    """Return whether the command writes a training script, that is, whether --framework is set."""
     return getattr(given, "framework", None) is not None
 
 
 def _source_of_config(given: Namespace, found: ConfiguredModel) -> Source:
-    """Return code that builds a config's model with transformers, and its batch."""
+    """Return code that builds the model of a config with transformers, and makes a batch for it."""
     return Source(
         ("import torch", f"from transformers import AutoConfig, {found.family}"),
         (
@@ -462,7 +467,7 @@ def _source_of_config(given: Namespace, found: ConfiguredModel) -> Source:
 
 
 def _source_of_sizes(given: Namespace, sizes: Mapping[str, int]) -> Source:
-    """Return code that builds a `Decoder` of these sizes, and its batch."""
+    """Return code that builds a `Decoder` with the given sizes, and makes a batch for it."""
     arguments = ", ".join(f"{name}={size}" for name, size in sizes.items())
     tokens = f"{given.batch}, {given.sequence}, {sizes['vocabulary']}"
     return Source(
@@ -508,7 +513,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def _with_adapters_in(source: Source, rank: int, targets: Any, base: str) -> Source:
-    """Return the source with a line that adds adapters to `make_model`."""
+    """Return code for a model and a batch, extended by a line that adds adapters to the model."""
     named = [str(rank), *([] if targets is None else [f"targets={_as_code(targets)}"])]
     line = f"make_model = with_adapters(make_model, {', '.join(named)}, base={_as_code(base)})"
     return replace(
@@ -574,7 +579,8 @@ def shape_of(parameters: float, vocabulary: int) -> tuple[int, int]:
     hidden = HEAD_DIM
     while count(hidden + HEAD_DIM, hidden // HEAD_DIM + 1) <= parameters:
         hidden += HEAD_DIM
-    # The number of layers is rounded, so the next larger width may give a closer total.
+    # The number of layers is rounded, so the next larger width can give a total that is closer to
+    # `parameters`.
     shapes = [
         (h, max(1, round((parameters - vocabulary * h) / (12 * h**2))))
         for h in (hidden, hidden + HEAD_DIM)
