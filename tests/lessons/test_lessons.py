@@ -596,7 +596,7 @@ def loss_with_extra_operator_on_values(model, tokens):
         ({"make_batch": lambda step: small_batch(step) + 30}, "the embedding has only"),
         (
             {"loss_sum": lambda m, b: m.loss_sum(b) if m.loss(b).item() > 0 else None},
-            "reads values of its data",
+            "reads the values of a tensor",
         ),
         ({"loss_sum": lambda m, b: (m.loss(b), b[:, 1:].numel())}, "The sums that"),
         ({"loss_sum": lambda m, b: (m.loss_sum(b)[0], 1)}, "The weights that"),

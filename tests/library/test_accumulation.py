@@ -316,7 +316,7 @@ def test_optimizer_step_in_backward_stores_one_gradient_at_a_time():
 @pytest.mark.parametrize(
     ("micro_batches", "loss_sum", "error", "message"),
     [
-        (2, token_losses, ValueError, r"^micro_batches must be 1 .* got 2$"),
+        (2, token_losses, ValueError, r"^micro_batches must contain only 1 .* got 2$"),
         (1, lambda model, x: (model(x).sum() * math.nan, 7), ValueError, "loss must be finite"),
         (1, lambda model, x: (OTHER.weight.sum(), 7), RuntimeError, "optimizer got a gradient"),
         (1, token_losses, ZeroDivisionError, None),

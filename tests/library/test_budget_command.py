@@ -256,7 +256,7 @@ INVALID = [
         ("--budget 1GB --lora 4", "--precision fp32 cannot be combined with --lora"),
         ("--budget 1GB --lora 4 --ranks 2", "--ranks 2 cannot be combined with --lora"),
         ("--budget lots", "got 'lots'"),
-        ("--budget 24", "24GB (10**9 bytes each) or 24GiB (2**30 bytes each)?"),
+        ("--budget 24", "24GB (1 GB is 10**9 bytes) or 24GiB (1 GiB is 2**30 bytes)?"),
         ("--plot steps.foo", "got 'steps.foo'"),
         ("--plot nowhere/steps.png", "got 'nowhere/steps.png'"),
         ("--plot folder.png", "got the folder 'folder.png'"),
@@ -559,7 +559,7 @@ def test_command_error_in_user_code_names_file_and_line(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("branches_on_values", ".sum() > 0", "the step reads values of its data"),
+        ("branches_on_values", ".sum() > 0", "the step reads the values of a tensor"),
         ("passes_wrong_argument", "flash_attention(model", "q must be a dense tensor"),
     ],
 )

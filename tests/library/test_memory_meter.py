@@ -519,7 +519,7 @@ def test_trace_has_same_series_flops_and_events_as_meter():
     assert outputs == [256 * 128 * 4] * 6
     sums = meter.trace(events=False)
     assert np.array_equal(sums.live, trace.live)
-    with pytest.raises(ValueError, match=r"made with events, got"):
+    with pytest.raises(ValueError, match=r"must contain events, got"):
         next(sums.events())
 
 

@@ -297,7 +297,7 @@ def test_in_flight_option_limits_number_of_unfinished_copies(in_flight):
 def test_offload_context_without_large_tensors_warns_once():
     x, large = torch.ones(8, requires_grad=True), torch.ones(1 << 19, requires_grad=True)
     context = offload_activations(DiskStore())
-    with pytest.warns(UserWarning, match=r"32 bytes, and min_bytes is 1048576"), context:
+    with pytest.warns(UserWarning, match=r"32 bytes, less than min_bytes = 1048576"), context:
         (x * 1).sin()
     with context:
         (x * 1).sin()

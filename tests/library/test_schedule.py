@@ -67,14 +67,17 @@ START = [Forward(0), Forward(1), Backward(1)]
 @pytest.mark.parametrize(
     ("actions", "message"),
     [
-        ([Forward(1)], r"action 0, .*x_1 is not"),
-        ([Forward(0, "nothing"), Forward(0)], r"action 1, .*x_0 is not"),
+        ([Forward(1)], r"action 0, .*x_1, which is not live"),
+        ([Forward(0, "nothing"), Forward(0)], r"action 1, .*x_0, which is not live"),
         ([Forward(0), Backward(0)], r"action 1, .*Backward\(1\) is next"),
-        ([Forward(0), Forward(1, "input"), Backward(1)], r"action 2, .*S_1 is not"),
+        ([Forward(0), Forward(1, "input"), Backward(1)], r"action 2, .*S_1\), which are not live"),
         ([*START, Backward(1)], r"action 3, .*Backward\(0\) is next"),
         ([*START, Backward(0), Backward(0)], r"action 4, .*all of them have run"),
-        ([Forward(0, "nothing"), *START[1:], Backward(0)], r"action 3, .*S_0 is not"),
-        ([Forward(0), Forward(0, "nothing"), *START[1:], Backward(0)], r"action 4, .*x_0 is not"),
+        (
+            [Forward(0, "nothing"), *START[1:], Backward(0)],
+            r"action 3, .*S_0\), which are not live",
+        ),
+        ([Forward(0), Forward(0, "nothing"), *START[1:], Backward(0)], r"action 4, .*x_0, which"),
         ([*START, Forward(1)], r"action 3, .*after its backward"),
         (START, r"after 3 actions.*Backward\(0\)"),
         ([], r"after 0 actions"),
@@ -139,7 +142,7 @@ def test_optimal_schedules_equal_exhaustive_search_on_random_chains(check, monke
 
 
 def test_infeasible_schedule_budget_raises_naming_smallest_feasible_budget():
-    with pytest.raises(InfeasibleBudget, match=r"is 3, .* at least 4$") as error:
+    with pytest.raises(InfeasibleBudget, match=r"is 3, .* at least 4 bytes$") as error:
         optimal(Chain.uniform(9), 3)
     assert (error.value.budget_bytes, error.value.least_bytes) == (3, 4)
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)

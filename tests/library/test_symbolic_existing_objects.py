@@ -198,13 +198,13 @@ def with_generator():
     ("make", "optimizer", "message"),
     [
         (tied, lambda model: torch.optim.AdamW(tied().parameters()), "optimizer must hold param"),
-        (tied, lambda model: torch.optim.LBFGS(model.parameters()), "optimizer must step without"),
+        (tied, lambda model: torch.optim.LBFGS(model.parameters()), "optimizer must have a step"),
         (tied, lambda model: "adam", "recipe must be a Recipe, got 'adam'"),
         (tied, lambda model: lambda parameters: 3, "recipe must be a Recipe, an optimizer or"),
-        (with_generator, lambda model: torch.optim.AdamW, "copy.deepcopy .*pass functions inst"),
+        (with_generator, lambda model: torch.optim.AdamW, "copy.deepcopy .*pass functions with"),
         (tied, lambda model: torch.optim.Adafactor(model.parameters()), "optimizer='adafactor'"),
-        (checkpointed, lambda model: torch.optim.SGD, "checkpoint_blocks or a schedule runs"),
-        (hooked, lambda model: torch.optim.SGD, "no hooks on parameters, got some on 0.weight"),
+        (checkpointed, lambda model: torch.optim.SGD, "run by checkpoint_blocks or by a schedule"),
+        (hooked, lambda model: torch.optim.SGD, "no hooks on parameters, got hooks on 0.weight"),
         (ModelInClosure, lambda model: torch.optim.AdamW, "pass a function that creates it"),
     ],
 )

@@ -90,7 +90,7 @@ def test_estimate_rejects_operator_with_unpredictable_bytes_naming_it():
 
 @pytest.mark.parametrize("options", [{}, {"sparse_dim": 1}])
 def test_symbolic_sparse_tensor_warns_and_counts_all_elements(options):
-    with symbolic(), pytest.warns(UserWarning, match=r"_to_sparse.* as if none were zero"):
+    with symbolic(), pytest.warns(UserWarning, match=r"_to_sparse.* as if all values were nonzero"):
         sparse = torch.eye(4).to_sparse(**options)
     assert sparse._values().numel() == 16
 
