@@ -53,7 +53,7 @@ def _peak_with_half() -> float:
 def check_half() -> float:
     """Check the learner's prediction of a training step's peak in MB.
 
-    In this step, the first four of the decoder's eight layers have checkpoints. The function
-    computes the right answer, and the decorator `numbers` turns it into a check.
+    In this step, the first four of the decoder's eight layers have checkpoints. The decorated
+    function computes the right answer, and the decorator `numbers` turns it into a check.
     """
     return _peak_with_half()

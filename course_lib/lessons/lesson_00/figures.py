@@ -43,7 +43,7 @@ _WIDTH, _HEIGHT = 0.82, 0.72
 def about_this_machine() -> Table:
     """Return a table of this machine's Python, PyTorch, CPU cores, memory and GPU.
 
-    A column shows whether each of them is sufficient for the course.
+    A column shows whether each item, such as the memory, is sufficient for the course.
     """
     rows = [
         ("Python", platform.python_version(), _enough(sys.version_info >= (3, 11), "3.11")),

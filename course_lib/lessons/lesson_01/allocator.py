@@ -88,7 +88,10 @@ def _record_training(
 
 
 def _longest_first(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    """Run forward and backward of the longest batch without a step, as PyTorch's guide advises."""
+    """Run forward and backward of the longest batch, without an optimizer step.
+
+    PyTorch's tuning guide advises this for batches of different lengths.
+    """
     model.loss(random_tokens(2, 512, 2048)).backward()
     optimizer.zero_grad()
 

@@ -84,8 +84,8 @@ _KINDS = {"parameter": 4 * WEIGHTS, "gradient": 4 * WEIGHTS, "optimizer": 8 * WE
 def check_training_state() -> dict[str, int]:
     """Check the learner's count of the decoder's weights, and of the bytes of its training state.
 
-    The training state has three parts: weights, gradients and Adam's state. The function computes
-    the right answer, and the decorator `numbers` turns it into a check.
+    The training state has three parts: weights, gradients and Adam's state. The decorated function
+    computes the right answer, and the decorator `numbers` turns it into a check.
     """
     return {"weights": WEIGHTS, **_KINDS}
 
@@ -131,7 +131,7 @@ def check_whole_peak() -> dict[str, int]:
     """Check the learner's four byte counts whose sum is the peak of the decoder's training step.
 
     The sum does not include the loss and its gradient, which are two scalars of 4 bytes each. The
-    function computes the right answer, and the decorator `numbers` turns it into a check.
+    decorated function computes the right answer, and the decorator `numbers` turns it into a check.
     """
     return {
         "state": 12 * WEIGHTS + 400,
@@ -163,8 +163,8 @@ def check_adapter_bytes() -> int:
     """Check the learner's bytes of weights, gradients and Adam's state for a model with adapters.
 
     The model's 7e9 weights are in bf16 and frozen. The adapters have 2e7 weights, which are trained
-    in fp32. The function computes the right answer, and the decorator `numbers` turns it into a
-    check.
+    in fp32. The decorated function computes the right answer, and the decorator `numbers` turns it
+    into a check.
     """
     return 2 * _FROZEN + 16 * _TRAINED
 
@@ -179,8 +179,8 @@ def check_adapter_bytes() -> int:
 def check_largest_batch(batch: int) -> int:
     """Check the learner's answer: the largest batch whose training step needs at most 1,300 MB.
 
-    The function returns the step's peak in bytes for a batch size. The decorator `largest` turns it
-    into a check.
+    The decorated function returns the step's peak in bytes for a batch size. The decorator
+    `largest` turns it into a check.
     """
     with symbolic():
         model = Decoder(vocabulary=2048, hidden=256, heads=8, layers=8, sequence=128)

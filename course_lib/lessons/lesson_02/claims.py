@@ -75,9 +75,9 @@ def _steps_with_branches() -> int:
 def _misuse_checkpoint_sequential() -> tuple[int, int]:
     """Return two counts for wrong uses of `checkpoint_sequential` on a network of 6 Linear layers.
 
-    The first count is the number of outputs, of 64, that are right if only the Linear layers are
-    passed. The second is the number of layers that get a gradient in the reentrant mode if the
-    input does not require one.
+    The first count is the number of right outputs, out of 64, if only the Linear layers are passed,
+    without the other modules of the network. The second count is the number of layers that get a
+    gradient in the reentrant mode if the input does not require a gradient.
     """
     network, data = deep_mlp(depth=6, width=16), torch.randn(4, 16)
     linears = [module for module in network if isinstance(module, nn.Linear)]

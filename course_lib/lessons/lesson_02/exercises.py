@@ -210,10 +210,11 @@ def check_dropout_checkpoint(function: Any) -> Verdict:
         return functional.dropout(x * 1.0, 0.5)
 
     def draw_numbers(goes_backward: bool) -> tuple[list[tuple[Tensor, Tensor]], list[int], Tensor]:
-        """Return a list of (input, output) of two blocks, run counts, and final random numbers.
+        """Run the block twice, and return the tuple (pairs, run counts, final random numbers).
 
-        The run counts are those after forward and after backward. The final random numbers show
-        whether the generator is in the right state.
+        `pairs` is a list with one pair (input, output) per run. The run counts are the numbers of
+        runs after forward and after backward. The final random numbers show whether the generator
+        is in the right state.
         """
         torch.manual_seed(seed_of(0))
         torch.rand(5)  # drawn by earlier layers
@@ -273,8 +274,8 @@ def _peak(checkpoints: int, kept: int = KEPT) -> int:
 def check_peak_formula(k: int) -> int:
     """Check the learner's formula for a training step's peak if k layers have checkpoints.
 
-    The function computes the right answer in bytes, and the decorator `numbers` turns it into a
-    check.
+    The decorated function computes the right answer in bytes, and the decorator `numbers` turns it
+    into a check.
 
     Args:
         k: Number of layers with a checkpoint, from 0 to 7. They are the first k of the decoder's
@@ -417,8 +418,8 @@ def check_head_chunk(chunk: int) -> int:
     """Check the learner's answer: the largest chunk with which the loss needs at most 150 MB.
 
     The loss of 1024 tokens, with a vocabulary of 32,000 words, is computed in chunks of tokens. The
-    size of a chunk must be a power of two. The function returns the peak in bytes for a chunk size,
-    and the decorator `largest` turns it into a check.
+    size of a chunk must be a power of two. The decorated function returns the peak in bytes for a
+    chunk size, and the decorator `largest` turns it into a check.
     """
     with symbolic():
         hidden = torch.randn(1024, 256, requires_grad=True)

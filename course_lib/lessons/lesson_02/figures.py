@@ -84,8 +84,8 @@ def metered_step(decoder: Decoder) -> MemoryMeter:
 def head_peak(run: Callable[..., Any], chunk: int) -> float:
     """Return the peak of an output head with its loss, relative to the size of the head's weight.
 
-    Both are counted in bytes. There are 1024 tokens, a hidden size of 256 and a vocabulary of
-    32,000 words.
+    The result is the peak in bytes divided by the bytes of the weight. There are 1024 tokens, a
+    hidden size of 256 and a vocabulary of 32,000 words.
 
     Args:
         run: Function that runs forward and backward, `run(hidden, weight, targets, chunk)`.
@@ -244,7 +244,7 @@ def draw_which_block(alone: Mapping[int | None, int], whole: Mapping[int | None,
             color = COLORS["measured"] if layer == 7 else _OTHER
             ax.bar(layer, less / 1e6, color=color, width=0.8)
             write(ax, layer, max(less / 1e6, 0) + 0.4, _mb(less), va="baseline", fontsize=8)
-            # it saves nothing if its layer is recomputed before the time of the baseline's peak
+            # a checkpoint saves nothing if its layer is recomputed before the baseline's peak
             look = _HATCHED if less <= 0 else _DOTTED
             ax.bar(layer, -2.6, 0.8, -0.8, **look)
             write(ax, layer, -2.1, f"{layer}", bbox=background(look["facecolor"]))

@@ -122,7 +122,7 @@ def lines_of_a_script(
 def _llama_step(
     device: torch.device, tokens: torch.Tensor, options: dict | None, **sizes: int
 ) -> tuple[Callable[[], None], torch.nn.Module]:
-    """Make a Llama; return a function that runs its forward and backward, and the Llama.
+    """Make a Llama, and return (step, model). `step()` runs the model's forward and backward.
 
     Args:
         options: Arguments of PyTorch's checkpoint around each layer; None for no checkpoints.

@@ -8,5 +8,5 @@ from course_lib.teaching.claims import claims_table, read_claims
 CLAIMS = read_claims(__file__, "claims")
 #: Claims found only in the teaching documents from which the course was developed.
 OLDER_CLAIMS = read_claims(__file__, "older_claims")
-#: Function that returns their table, with the measured value of each.
+#: Function that returns a table of `OLDER_CLAIMS`. Its arguments are the measured values.
 older_claims = partial(claims_table, OLDER_CLAIMS)

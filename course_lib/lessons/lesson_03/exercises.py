@@ -53,7 +53,7 @@ def _sizes(cuts: Sequence[int]) -> list[int]:
 
 
 def _sums(cuts: Sequence[int], layer_bytes: int = A) -> list[int]:
-    """Return live bytes per segment: its layers, and all inputs kept while it runs backward."""
+    """Return the bytes of each segment's layers and of the inputs kept while it runs backward."""
     return [(j + 1) * B + size * layer_bytes for j, size in enumerate(_sizes(cuts))]
 
 
@@ -102,10 +102,10 @@ def _draw_cuts(rng: random.Random) -> list[int]:
 
 
 _CUTS = [[0, 40, 70, 90, 100], [0, 1, 2, 9], [0, 100], [*range(0, 101, 10)], [*range(8), 20]]
-# In the first list the last segment has the peak though the first segment is the largest. In the
-# second list a segment in the middle has it.
+# In the first list, the peak is in the last segment, although the first segment is the largest. In
+# the second list, the peak is in a segment in the middle.
 _CUTS += [[0, 4, 7, 10, 13], [0, 3, 8, 10]]
-# In these lists the peak is in neither the largest segment, nor the first, nor the last.
+# In these lists, the segment with the peak is not the largest, the first or the last one.
 _CUTS += [[0, 6, 11, 16, 21, 22], [0, 4, 8, 9]]
 
 
@@ -121,8 +121,8 @@ def check_predicted_peak(cuts: Sequence[int]) -> int:
     """Check the learner's formula for the peak of equal layers that run in checkpointed segments.
 
     Segments are numbered from 0. While segment j runs backward, the live tensors are the inputs of
-    segments 0 to j, the saved tensors of all layers in segment j, and one gradient. The function
-    computes the right answer in bytes, and the decorator `numbers` turns it into a check.
+    segments 0 to j, the saved tensors of all layers in segment j, and one gradient. The decorated
+    function computes the right answer in bytes, and the decorator `numbers` turns it into a check.
 
     Args:
         cuts: Boundaries of the segments as layer indices, such as [0, 40, 70, 100] for 100 layers.
@@ -130,8 +130,8 @@ def check_predicted_peak(cuts: Sequence[int]) -> int:
     return _peak(cuts)
 
 
-# (L, A, B), each with a best number of segments below L. For (70, 5, 1) it is 18.7, so rounding
-# down is wrong. For (25, 3, 2), L·A/B is not a whole number.
+# (L, A, B), each with a best number of segments below L. For (70, 5, 1) the best number is 18.7, so
+# rounding down is wrong. For (25, 3, 2), L·A/B is not a whole number.
 _TRIPLES = ((100, 2, 1), (64, 4, 1), (50, 200, 100), (60, 3, 5), (30, 7, 2), (70, 5, 1), (25, 3, 2))
 
 
@@ -194,8 +194,8 @@ def _right_if_whole(L: int, A: int, B: int) -> tuple[int, int]:
 def check_best_count(L: int, A: int, B: int) -> float:
     """Check the learner's formula for the number of equal segments with the lowest peak.
 
-    Both the exact minimum and the best whole number are accepted. The function computes the right
-    answer, and the decorator `numbers` turns it into a check.
+    Both the exact minimum and the best whole number are accepted. The decorated function computes
+    the right answer, and the decorator `numbers` turns it into a check.
 
     Args:
         L: Number of layers.
@@ -468,7 +468,7 @@ def _run_layers(
         say.reject_if(not of_layers, "nested.output", kind=type(output).__name__)
         say.reject_if(not output.requires_grad, "nested.no_graph")
         loss = (output * weights).sum()
-        del output  # otherwise it would be live during backward
+        del output  # otherwise the output would be live during backward
         loss.backward()
     gradients = [parameter.grad for parameter in parameters]
     return meter.peak_bytes / (4 * rows * width), meter.flops, gradients
@@ -589,9 +589,9 @@ def check_plan(answer: Any) -> Verdict:
 
     Args:
         answer: Function that is called as `answer(first, stages, room)`. `stages` is the list of
-            the stages that are still to be run, and `first` is the number of its first stage in the
-            whole chain. `room` is the part of the budget, in bytes, that remains when the input of
-            that stage is in memory. The function returns a list of actions.
+            the stages that are still to be run. `first` is the position in the whole chain of the
+            first of these stages. `room` is the part of the budget, in bytes, that remains when the
+            input of that first stage is in memory. The function returns a list of actions.
     """
     of_chains = _least_times(tuple(cases(_CHAINS, _draw_chain)))
     tried = [(chain, room, least) for chain, room, least in of_chains if least < math.inf]
@@ -615,9 +615,9 @@ def check_plan(answer: Any) -> Verdict:
 
 #: Pattern in an error of `simulate` -> key of a message in both languages.
 _VIOLATIONS = {
-    r"runs only if its input is live, and (x_\d+) is not": "common.no_input",
-    r"its stage's input is live, and (x_\d+) is not": "common.no_input_of_stage",
-    r"and S_(\d+) is not; run": "common.nothing_kept",
+    r"needs its input (x_\d+), which is not live": "common.no_input",
+    r"the stage's input (x_\d+), which is not live": "common.no_input_of_stage",
+    r"saves \(S_(\d+)\), which are not live": "common.nothing_kept",
     r"first, and (Backward\(\d+\)) is next": "common.another_backward",
     r"(again) after its backward": "common.backward_done",
     r"and (Backward\(\d+\)) has not run": "common.ends_early",

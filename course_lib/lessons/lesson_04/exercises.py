@@ -50,9 +50,9 @@ def _step(
 ) -> Time:
     """Return the formula of the time of forward and backward, `function(L, f, g, c, p)`.
 
-    L is the number of layers, f the time of a layer's matrix product in forward, g the time of its
-    matrix products in backward, c the time of one copy, and p the number of storages that are
-    fetched ahead.
+    L is the number of layers, and p is the number of storages that are fetched ahead. The other
+    arguments are times: f of a layer's matrix product in forward, g of its matrix products in
+    backward, and c of one copy.
 
     In forward, the two copies of a layer overlap with the layer's matrix product. In backward, the
     layer's two matrix products take g together, and its two copies take c each. With p = 0 both
@@ -134,10 +134,10 @@ def _time_cases() -> list[tuple]:
 def check_step_time(L: int, f: float, g: float, c: float, p: int) -> float:
     """Check the learner's formula for the time of forward and backward with offloaded activations.
 
-    The function returns the right time, and the decorator `numbers` turns it into a check. For 16
-    layers, the learner's `step_time(L, f, g, c, p)` is compared with a simulation, with a tolerance
-    of 9%. For about 1000 layers, it is compared with the right formula, with a tolerance of 1%,
-    because the start and the end of the step hardly matter there.
+    The decorated function returns the right time, and the decorator `numbers` turns it into a
+    check. For 16 layers, the learner's `step_time(L, f, g, c, p)` is compared with a simulation,
+    with a tolerance of 9%. For about 1000 layers, it is compared with the right formula, with a
+    tolerance of 1%, because the start and the end of the step hardly matter there.
 
     Args:
         L: Number of layers.
@@ -299,7 +299,7 @@ def _is_right_after_change(function: Callable) -> bool:
     def gradient(context: AbstractContextManager) -> Tensor:
         data = torch.linspace(-1, 1, 64 * 64).view(64, 64).clone()
         with context:
-            first = linear(data)  # keeps its graph alive, as an earlier batch may
+            first = linear(data)  # `first` keeps a graph alive, as an earlier batch may
             data.mul_(2)
             second = linear(data).square().sum()
         (found,) = torch.autograd.grad(second, linear.weight)
@@ -467,8 +467,8 @@ def check_peak_in_step(parameters: int, page_bytes: int) -> int:
     """Check the learner's formula for the peak of an optimizer step with offloaded state.
 
     The whole optimizer state is offloaded, in pages of equal size. The formula must be within 6% of
-    the measured peak of the course's decoder. The function returns the right peak in bytes, and the
-    decorator `numbers` turns it into a check.
+    the measured peak of the course's decoder. The decorated function returns the right peak in
+    bytes, and the decorator `numbers` turns it into a check.
 
     Args:
         parameters: Number of parameters.

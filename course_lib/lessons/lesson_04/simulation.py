@@ -123,7 +123,8 @@ def _run_decoder(
         options: Arguments of `offload_activations`.
 
     Returns:
-        The device after the step, the time at which it began, and the live bytes at that time.
+        The device after the step, the time at which the step began, and the live bytes at that
+        time.
     """
     links = dict.fromkeys(("up_bytes_per_second", "down_bytes_per_second"), link)
     with SimulatedDevice(flops_per_second=rate, memory_bytes=1 << 29, **links) as device:
@@ -284,9 +285,8 @@ def copies_without_waits() -> dict[str, tuple[float, float]]:
     """Copy the number 2 to the host without any wait, and reuse its GPU memory for the number 100.
 
     Returns:
-        Dict from the mode of the simulated device ("normal", "late" or "early") to two numbers: the
-        number that the host reads at once, and the number that the host has when the copy is
-        complete.
+        Dict from the mode of the simulated device ("normal", "late" or "early") to two numbers. The
+        host reads the first number at once, and the second number when the copy is complete.
     """
     found = {}
     for mode, options in {"normal": {}, "late": {"late": True}, "early": {"early": True}}.items():

@@ -66,8 +66,8 @@ def check_peaks(m: int) -> int:
     """Check the learner's formula for a step's peak in bytes with gradient accumulation.
 
     The step has eight sequences. If the measured peak differs from the formula, it is also
-    accepted. The function computes the right answer, and the decorator `numbers` turns it into a
-    check.
+    accepted. The decorated function computes the right answer, and the decorator `numbers` turns it
+    into a check.
 
     Args:
         m: Number of sequences per micro-batch: 1, 2, 4 or 8.
@@ -108,8 +108,8 @@ def _best(budget: float) -> int:
 def check_micro_batch(budget: int) -> dict[str, float]:
     """Check the learner's function that finds the fastest micro-batch size within a memory budget.
 
-    If several sizes are equally fast, the smallest is right. The function computes the right
-    answer, and the decorator `numbers` turns it into a check.
+    If several sizes are equally fast, the smallest is right. The decorated function computes the
+    right answer, and the decorator `numbers` turns it into a check.
 
     Args:
         budget: Budget in bytes for a step with 64 samples.
@@ -355,7 +355,8 @@ def _peak_growth(loop: Callable) -> int:
 def _updates_with_infinity(loop: Callable) -> bool:
     """Return whether a loop calls the optimizer although the scaled gradient is infinite.
 
-    The loss is 0, because features of both signs cancel, so a loop may check that it is finite.
+    The loss is 0, because features of both signs cancel. A loop that only checks whether the loss
+    is finite therefore still calls the optimizer.
     """
     features = torch.tensor([1e38, -1e38] * 4).expand(2, 4, 8)
     try:

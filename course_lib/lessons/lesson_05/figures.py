@@ -31,8 +31,8 @@ def draw_peaks(meters: Mapping[int, Any], line: Callable[[int], float]) -> "Figu
     Args:
         meters: Dict from the number of sequences per micro-batch to the meter that measured the
             step.
-        line: Function of the number of sequences per micro-batch that returns the predicted peak in
-            bytes, or None if the learner has not written it yet.
+        line: Function that takes the number of sequences per micro-batch and returns the predicted
+            peak in bytes. It returns None if the learner has not written the formula yet.
     """
     peaks = {m: meter.peak_bytes / 1e6 for m, meter in meters.items()}
     rows = [{"m": m, "peak": f"{peak:.1f}"} for m, peak in sorted(peaks.items())]
@@ -229,9 +229,9 @@ def claims_table(
     """Return a table of claims about gradient accumulation, each with the number that tests it.
 
     Args:
-        off: Relative gradient errors of the average of the micro-batches' mean losses, as a dict
-            from the number of samples per micro-batch to a list with one error per batch. The keys
-            1 and 8 are required.
+        off: Relative errors of the gradient if the mean losses of micro-batches are averaged. This
+            is a dict from the number of samples per micro-batch to a list with one error per batch.
+            The keys 1 and 8 are required.
         sums: Relative errors of bf16 gradients, as for `draw_sums`. Only `sums["fp32"]` is used, a
             dict from the number of micro-batches to a list with one error per seed.
         exact: Relative gradient errors of the mean over all tokens, in fp32.

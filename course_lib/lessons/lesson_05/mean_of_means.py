@@ -6,7 +6,8 @@ The losses are written to `mean_of_means.json`, next to this file.
 
 A small decoder is trained on the course's own code (short lines) and prose (long paragraphs),
 character by character. The two runs of a seed start with the same weights and see the same batches,
-in micro-batches of one sample. The two runs differ only in the divisor.
+in micro-batches of one sample. The two runs differ only in the number by which sums of losses are
+divided.
 """
 
 import json

@@ -178,7 +178,7 @@ def errors_of_pairs(by_size: Callable[..., None], grad_cache: Callable[..., None
 def on_ranks(
     step: Callable[..., Any], micro_batches: int = 8, processes: int = 2
 ) -> dict[str, float]:
-    """Run the learner's training step on several CPU processes with DDP, and count its traffic.
+    """Run the learner's step with DDP on CPU processes; return its communication and its error.
 
     The processes (ranks) communicate over gloo. On Linux without a GPU, one process imports the
     modules and forks the ranks. Otherwise each rank is a new process, because CUDA cannot be used
