@@ -22,7 +22,8 @@ from course_lib.teaching.recordings import FOLDER, results_of_gpus
 
 __all__ = ["LESSONS", "checks_of", "claims_of", "experiments", "lesson", "on_gpu"]
 
-# `measure` runs the garbage collector. It skips frozen objects, which saves 0.1 s each time.
+# `measure` runs Python's garbage collector. The collector skips frozen objects, which saves 0.1 s
+# per call.
 gc.freeze()
 
 #: The numbers of the lessons, as two digits.

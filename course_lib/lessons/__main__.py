@@ -44,7 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--check", action="store_true")
-    # For tests: small sizes, and another folder.
+    # Only tests use this option. On a CPU, experiments run at small sizes.
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help=argparse.SUPPRESS)
     given = parser.parse_args()
     named = {f"{item.lesson}.{item.name}": item for item in experiments()}
@@ -61,13 +61,13 @@ def main() -> None:
         return
     if given.device == "cuda":
         free, total = torch.cuda.mem_get_info()
-        # leaves the memory that other processes use
+        # This limit keeps the experiments out of memory that other processes may need.
         torch.cuda.set_per_process_memory_fraction(0.95 * free / total)
     STOP.clear()
     if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        provenance(given.device)  # measures the link once, before an experiment uses the GPU
+        provenance(given.device)  # measures the host link before an experiment uses the GPU
         failed = [
             name
             for name in chosen

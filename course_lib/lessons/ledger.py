@@ -52,8 +52,8 @@ ROWS = (
 )
 #: The step without any technique.
 BASELINE = ROWS[0]
-PARAMETERS = 6_875_648  # of the decoder
-LAYER_BYTES = 20_987_904  # saved for backward by one layer of the baseline
+PARAMETERS = 6_875_648  # number of the decoder's parameters
+LAYER_BYTES = 20_987_904  # bytes that one layer of the baseline saves for backward
 
 
 def ledger(

@@ -22,9 +22,9 @@ class OlderEdition(Exception):
 def reject_names_in(package: str) -> Callable[[str], NoReturn]:
     """Return a `__getattr__` for a lesson's package that rejects names of an older edition.
 
-    For most names, `__getattr__` raises `OlderEdition`. For two kinds of names it raises
-    AttributeError as usual: names that start with an underscore, which Python and IPython look up
-    themselves, and names of files in the package.
+    For most names, `__getattr__` raises `OlderEdition`. It raises AttributeError as usual for names
+    of files in the package, and for names that start with an underscore, because Python and IPython
+    look up such names themselves.
 
     Args:
         package: Full name of the package.

@@ -213,8 +213,8 @@ def _products(function: Callable, case: tuple[Tensor, ...]) -> float:
             features. The block sizes are 16 and 32.
 
     Raises:
-        WrongAnswer: More scores than a tile has are live at once, the block sizes are exchanged,
-            the tiles are much smaller than requested, or the matrix products are not PyTorch's.
+        WrongAnswer: The function keeps more scores than those of one tile live at once, exchanges
+            the two block sizes, uses much smaller tiles, or does not use PyTorch's matrix products.
     """
     (n, d), blocks = case[0].shape, (16, 32)
     slow = say("common.too_many_operators", limit=_OPERATORS)
@@ -400,10 +400,10 @@ def _reject_gradients(found: list[Tensor], wanted: Sequence[Tensor]) -> NoReturn
 def check_flops() -> dict[str, int]:
     """Check the learner's count of the FLOPs of flash attention, in units of N² d.
 
-    N is the number of tokens, and d the head size. The answer is a dict with three keys: "forward";
-    "backward", for a backward pass that goes over the tiles once; and "two passes", for a backward
-    pass that goes over the tiles twice. The function returns the right answer, and the decorator
-    `numbers` turns it into a check.
+    N is the number of tokens, and d the head size. The answer is a dict with three keys. "forward"
+    is for the forward pass, "backward" for a backward pass that goes over the tiles once, and "two
+    passes" for a backward pass that goes over them twice. The decorated function returns the right
+    answer, and the decorator `numbers` turns it into a check.
     """
     return {"forward": 4, "backward": 10, "two passes": 14}
 
@@ -430,7 +430,7 @@ def check_grouped_bytes() -> int:
     """Check the learner's count of the bytes that flash attention saves for backward.
 
     The layer has 32 query heads, 8 key heads, a head size of 128, and 4096 tokens in bf16. The
-    function computes the right answer, and the decorator `numbers` turns it into a check.
+    decorated function computes the right answer, and the decorator `numbers` turns it into a check.
     """
     return (32 + 8 + 8 + 32) * _ONE + _LSE
 
@@ -494,8 +494,8 @@ def check_causal_tiles(queries: int, keys: int, block_q: int, block_k: int) -> i
 
     A tile is a pair of a query block and a key block. It must be computed if the causal mask allows
     at least one of its scores. The mask is aligned at the bottom right, so the last query may
-    attend to all keys. The function computes the right answer, and the decorator `numbers` turns it
-    into a check.
+    attend to all keys. The decorated function computes the right answer, and the decorator
+    `numbers` turns it into a check.
 
     Args:
         queries, keys: Number of queries and of keys.
@@ -624,9 +624,15 @@ MERGED_LSE_MISTAKES: dict[str, Callable] = {
 def _two_parts(
     q: Tensor, k: Tensor, v: Tensor, first: int, *, causal: bool = False, apart: float = 0.0
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return [o1, lse1, o2, lse2] of the first keys and the others, and [o, lse] of all keys.
+    """Return two lists: attention to two parts of the keys, and attention to all keys.
+
+    The first list is [o1, lse1, o2, lse2], the outputs and log-sum-exps of both parts. The second
+    list is [o, lse].
 
     Args:
+        q, k, v: Queries, keys and values of one head.
+        first: Number of keys in the first part.
+        causal: Whether attention is causal.
         apart: Number that is added to the scores of the first keys.
     """
     scores = q @ k.T * q.shape[1] ** -0.5

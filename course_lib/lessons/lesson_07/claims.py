@@ -8,6 +8,6 @@ from course_lib.teaching.claims import claims_table, read_claims
 CLAIMS = read_claims(__file__, "claims")
 #: Claims of the optional sections.
 OLDER_CLAIMS = read_claims(__file__, "older_claims")
-#: Functions that return the tables of both, with the measured value of each claim.
+#: Functions that return a table of these claims. Their arguments are the measured values.
 main_claims = partial(claims_table, CLAIMS)
 older_claims = partial(claims_table, OLDER_CLAIMS)

@@ -72,7 +72,7 @@ FIELDS = {
 }
 
 
-# Fields that this lesson changes; the others are shown in depth.
+# Fields that the main part of this lesson changes. An optional section shows the other fields.
 _CHANGED_HERE = (
     "attention",
     "checkpoint",

@@ -66,7 +66,8 @@ def check_held(psi: int, n: int) -> dict[str, float]:
 
     There is one formula for each stage of ZeRO. The training state consists of weights, gradients
     and Adam's state in fp32. With mixed precision, FSDP2 (stage 3) stores its shards in fp32, too.
-    The function computes the right answer, and the decorator `numbers` turns it into a check.
+    The decorated function computes the right answer, and the decorator `numbers` turns it into a
+    check.
 
     Args:
         psi: Number of parameters.
@@ -100,9 +101,9 @@ def check_held(psi: int, n: int) -> dict[str, float]:
 def check_seven_billion() -> dict[str, float]:
     """Check the learner's numbers of bytes of training state per rank, for each stage of ZeRO.
 
-    The model has 7e9 parameters and is trained in mixed precision on 8 ranks. The function computes
-    the right bytes, in a dict with the keys "DDP", "ZeRO 1", "ZeRO 2" and "ZeRO 3". The decorator
-    `numbers` makes it a check, which compares the learner's dict with this dict.
+    The model has 7e9 parameters and is trained in mixed precision on 8 ranks. The decorated
+    function computes the right bytes, in a dict with the keys "DDP", "ZeRO 1", "ZeRO 2" and "ZeRO
+    3". The decorator `numbers` makes it a check, which compares the learner's dict with this dict.
     """
     psi, n = 7e9, 8
     return {
@@ -210,7 +211,8 @@ def _draw_end(rng: random.Random) -> float:
 def _as_held(weights: Sequence[Tensor]) -> list[Tensor]:
     """Return one copy of the weights per rank, changed in the last bit outside the rank's shard.
 
-    The check can therefore detect whether a rank used another rank's copy of its shard.
+    Only rank r has the exact values of shard r. The check can therefore detect whether an updated
+    shard was computed from the copy of a wrong rank.
     """
     held = []
     for rank, whole in enumerate(weights):
@@ -352,8 +354,8 @@ def _is_unchanged(given: Any, psi: int, root: int) -> bool:
 def check_sent(psi: int, root: int) -> dict[str, int]:
     """Check the learner's formulas for the bytes that a rank communicates per training step.
 
-    There is one formula for each of DDP, FSDP2, and FSDP2 in bf16. The function computes the right
-    answer, and the decorator `numbers` turns it into a check.
+    There is one formula for each of DDP, FSDP2, and FSDP2 in bf16. The decorated function computes
+    the right answer, and the decorator `numbers` turns it into a check.
 
     Args:
         psi: Number of all parameters.
@@ -405,8 +407,8 @@ def check_second_machine(psi: int, gpus: int, rate: float, network: float) -> fl
     """Check the learner's formula for the least number of tokens with which a second machine helps.
 
     With this number of tokens per step, a step of FSDP2 in bf16 takes equally long on one machine
-    and on two machines. The function computes the right answer, and the decorator `numbers` turns
-    it into a check.
+    and on two machines. The decorated function computes the right answer, and the decorator
+    `numbers` turns it into a check.
 
     Args:
         psi: Number of parameters. The answer does not depend on it.

@@ -98,7 +98,7 @@ def draw_machines(
             which two machines are as fast as one machine.
     """
     drawn, ax = figure("A second machine pays only if a step has enough tokens", width=8.2)
-    most = 2.2 * max(pays.values()) or 1.0  # if nothing is solved yet, axes of some width
+    most = 2.2 * max(pays.values()) or 1.0  # 1.0 if the learner has solved nothing yet
     tokens = [most * part / 400 for part in range(1, 401)]
     # label -> (machines, cards, color, place of the label)
     ways = {

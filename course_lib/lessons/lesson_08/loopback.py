@@ -134,7 +134,10 @@ def _mode(name: str) -> Callable[[int], object]:
 
 
 def _hybrid(_: str) -> Callable[[int], object]:
-    """Return a function that runs a step with FSDP2 in each half of the ranks, DDP between them."""
+    """Return a function that runs a step with hybrid sharding on two halves of the ranks.
+
+    FSDP2 shards the model over the ranks of each half, and the halves are replicas as in DDP.
+    """
     task, ranks, rank = task_of(), dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     model = task.make_model()

@@ -172,7 +172,7 @@ def _reasons(config: Mapping[str, Any]) -> dict[float, str]:
     for names in (*((name,) for name in MISTAKES), *combinations(MISTAKES, 2)):
         wrong = parameters_of(config, *names)
         fewer = combinations(names, len(names) - 1)
-        if all(parameters_of(config, *some) != wrong for some in fewer):  # all change it
+        if all(parameters_of(config, *some) != wrong for some in fewer):  # each mistake matters
             found[wrong].append(join_labels((say(f"parameters.{name}") for name in names), " "))
     units = {
         "small_llama": parameters_of(LLAMA),
@@ -222,9 +222,10 @@ THREE = Recipe(checkpoint="layers", offload_optimizer=1.0, in_backward=True)
 
 
 def _techniques_of(recipe: Recipe) -> set[str]:
-    """Return the techniques in a recipe, which are the fields that save memory, without sizes.
+    """Return the names of the techniques in a recipe: its changed fields that save memory.
 
-    Each kind of checkpoint is a technique of its own.
+    Fields that only set a size, such as `page_bytes`, are left out. Each kind of checkpoint is a
+    technique of its own.
     """
     sizes = {"first_blocks", "blocks", "segments", "schedule_bytes", "min_bytes", "page_bytes"}
     found = set(recipe.changed_fields()) - sizes - {"precision", "prefetch", "in_flight", "update"}
@@ -380,8 +381,8 @@ def check_qlora_bytes(config: Mapping[str, Any], rank: int) -> dict[str, float]:
     """Check the learner's formula for the bytes that QLoRA stores between training steps.
 
     All matrices in the layers are quantized to NF4, and each of them has an adapter in fp32. The
-    optimizer is Adam. The function computes the right answer, and the decorator `numbers` turns it
-    into a check.
+    optimizer is Adam. The decorated function computes the right answer, and the decorator `numbers`
+    turns it into a check.
 
     Args:
         config: Dict with the fields of a Llama's configuration.

@@ -1,4 +1,4 @@
-"""The learner's project: its sheet, and helpers with which the cells run any model.
+"""The learner's project: its sheet of results, and helpers with which the cells run any model.
 
 The cells of the notebook call the library themselves, and keep what they find on a `Sheet`. If a
 model breaks a rule of the library, `Sheet.part` shows the error as a verdict, and the notebook
@@ -323,7 +323,11 @@ class Sheet:
 
 
 def _is_right(sheet: Sheet) -> bool:
-    """Return whether the run equals its estimate, fits, and has equal gradients."""
+    """Return whether the chosen recipe is right: its peak and its gradients.
+
+    The measured peak must equal the estimate and fit into the budget. The gradients must differ
+    from those of the baseline by less than 0.1%.
+    """
     try:
         peak = sheet.taken.peak_bytes
         fits = peak == sheet.reduced.peak_bytes and peak <= sheet.budget_bytes

@@ -139,7 +139,10 @@ def _is_pair(found: Any) -> bool:
 
 
 def _check_step(make_model: Make, make_batch: Make, loss_sum: Make | None) -> Verdict:
-    """Compare the predicted peak with a real step; return a report with blocks for checkpoints."""
+    """Compare the predicted peak with a real step, and return a verdict.
+
+    If the peaks are equal, the verdict states how many blocks of the model can be checkpointed.
+    """
     recipe, options = Recipe(precision=None, attention=None), {"loss_sum": loss_sum}
     estimated = estimate(make_model, lambda: make_batch(0), recipe, **options)
     model: list[nn.Module] = []  # the model that runs the step
