@@ -1,6 +1,6 @@
 """Tools that all lessons share: the language switch, plots, tables, verdicts, GPU measurements.
 
-Without IPython or pandas they show plain text. Only the functions that draw need matplotlib.
+Without IPython or pandas, the tools show plain text. Only the functions that draw need matplotlib.
 Code for a single lesson is in `course_lib.lessons`.
 """
 

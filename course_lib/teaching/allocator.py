@@ -22,8 +22,8 @@ def release(device: torch.device) -> None:
 class Allocator:
     """Counters of the CUDA allocator that do not count earlier allocations.
 
-    An instance remembers how many bytes are allocated when it is created, and subtracts them later.
-    On a CPU an instance can be created, but its counters cannot be read.
+    An instance remembers how many bytes are allocated when it is created, and subtracts this number
+    from later readings. On a CPU an instance can be created, but its counters cannot be read.
 
     Args:
         device: The device.

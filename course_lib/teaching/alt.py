@@ -44,10 +44,10 @@ def alt_text(drawn: "Figure", language: str) -> str:
 
 
 def in_language(words: str, language: str) -> str:
-    """Return a label as plain text in a given language.
+    """Return a label (text with a Chinese translation) as plain text in a given language.
 
     Args:
-        words: The label. A string that is not a label is translated if its translation is known.
+        words: The label. An ordinary string is translated if its translation is known.
         language: "en" or "zh".
 
     Returns:

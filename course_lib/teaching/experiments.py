@@ -27,7 +27,8 @@ from .allocator import release
 
 Number = int | float
 Part = Mapping[str, Number | str | None]
-# Last words of results' names. Results with one of the first three units are whole numbers.
+# The name of a result ends in one of these units. Results in one of the first three units are whole
+# numbers.
 UNITS = ("bytes", "flops", "count", "seconds", "percent")
 
 #: Quantities measured for each variant of an experiment. A result is called `<variant>_<quantity>`,
@@ -74,7 +75,7 @@ class Experiment:
         name: Name of the experiment.
         function: Function that takes a device, and sizes as keyword arguments. It yields dicts.
             They map the name of a result to a number, and the name of a note to a string.
-        title: Label, the title of the experiment.
+        title: Title of the experiment, as a label (text with a Chinese translation).
         labels: Dict from the name of a result to its label. A name may have placeholders, such as
             {n}, that match any text. This text replaces the same placeholders in the label.
         sizes: Dict from the name of a size, such as "layers", to its value.
@@ -243,10 +244,11 @@ def peaks(variant: str, step: Callable[[], object], **held: object) -> Part:
 def seconds(
     device: torch.device, variants: Mapping[str, Callable[[], object]], rounds: int = 5
 ) -> dict[str, Number]:
-    """Measure the time of several steps, and return the median for each of them.
+    """Measure the time of several steps, and return the median time of each step.
 
     Each round calls every step once. Every second round calls the steps in reverse order, so that
-    no step always follows the same one. An additional first round is a warm-up and is not counted.
+    no step always follows the same other step. An additional first round is a warm-up, whose times
+    are not counted.
 
     Args:
         device: Device on which the steps run.
@@ -379,8 +381,8 @@ def check_result(name: str, value: object) -> None:
     """Check the name and the value of a result of a GPU experiment.
 
     Raises:
-        ValueError: The name does not end in a unit of `UNITS`, or the value is not a finite number,
-            or a value in bytes, FLOPs or counts is not a whole number.
+        ValueError: The name does not end in a unit of `UNITS`, or the value is not a finite number.
+            Values in bytes, FLOPs and counts must also be whole numbers.
     """
     unit = name.rpartition("_")[2]
     if unit not in UNITS:

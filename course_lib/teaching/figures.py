@@ -145,8 +145,7 @@ def figure(
 def shown_once(drawn: "Figure") -> "Figure":
     """Close a figure, and return it as the value of a notebook cell.
 
-    It is closed because a notebook would show an open figure a second time. Outside of notebooks,
-    the figure stays open.
+    A notebook would show an open figure a second time. Outside of notebooks, the figure stays open.
     """
     import matplotlib
 
@@ -175,7 +174,7 @@ def predicted_and_measured(
         predicted: Values of the line at the positions `x`, or a function of x, which is drawn as a
             smooth line. None draws points only.
         measured: Values of the points, in the unit of the prediction.
-        name: Label, written next to the last point.
+        name: Words that are written next to the last point, as a label.
         color: Color of the points. The default is the course's color for measurements. The line has
             a lighter shade of this color.
     """

@@ -1,6 +1,6 @@
-"""Display of GPU measurements in a lesson, with the GPU, PyTorch version and date of each.
+"""Display of GPU measurements in a lesson, each with its GPU, PyTorch version and date.
 
-The measurements come from `recordings`.
+The measurements come from the module `recordings`.
 """
 
 from collections.abc import Sequence

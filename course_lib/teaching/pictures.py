@@ -1,8 +1,8 @@
 """Display of figures. Each figure is drawn once per language, and a page shows one picture of it.
 
 JupyterLab and nbconvert's own template show an image output without alt text, even if the output's
-metadata has one. In both of them and on a Sphinx page, an HTML `<img>` keeps its alt text.
-Therefore figures are shown as HTML.
+metadata has one. An HTML `<img>` keeps its alt text in JupyterLab, in nbconvert and on a Sphinx
+page. Therefore figures are shown as HTML.
 """
 
 import base64
@@ -69,8 +69,9 @@ def show(drawn: "Figure") -> None:
 
     IPython's own PNG is left out, because it would make a notebook larger by half. If the
     environment variable COURSE_SLIDES is set, the function also draws pictures for slides, and
-    stores them in the output's metadata, under the key "slides". They take twice as long to draw as
-    the pictures for the page. Therefore only `make notebooks` and `make results` set the variable.
+    stores them in the output's metadata, under the key "slides". Drawing these pictures takes twice
+    as long as drawing those for the page. Therefore only `make notebooks` and `make results` set
+    the variable.
     """
     from IPython.core.pylabtools import print_figure
     from IPython.display import display

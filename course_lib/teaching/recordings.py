@@ -158,8 +158,8 @@ def record(
         finished: Whether the run has all results of the experiment.
 
     Returns:
-        Path of the file. Results are sorted in it, so that its contents do not depend on their
-        order.
+        Path of the file. The file has the results in sorted order, so the order of the measurements
+        does not matter.
     """
     gpu, total = "CPU", 0
     if torch.device(device).type == "cuda":

@@ -8,10 +8,10 @@ from .pictures import show_in_both_languages
 # `lang`, such as the switch's own labels, are always shown.
 PER_LANGUAGE = ("div", "span", "p", "td", "th", "li", "tr", "details", "figure")
 
-# One rule per language hides the other. `.jp-Notebook` is one open notebook (JupyterLab, Notebook
-# 7) or the whole of an exported page, so open notebooks do not affect each other. Only elements
-# inside cells are hidden, because the page itself has a `lang`. `:not` keeps a second switch in the
-# same notebook from hiding everything.
+# CSS rule that hides the elements of one language when the other language is selected.
+# `.jp-Notebook` is one open notebook (JupyterLab, Notebook 7) or the whole of an exported page, so
+# open notebooks do not affect each other. Only elements inside cells are hidden, because the page
+# itself has a `lang`. `:not` keeps a second switch in the same notebook from hiding everything.
 _RULE = (
     ".jp-Notebook:has(.course-language input[value={shown}]:checked)"
     ":not(:has(.course-language input:not([value={shown}]):checked)) "
@@ -29,14 +29,15 @@ opacity: 0.75; }
 .course-language input:focus-visible { outline: 2px solid currentColor; outline-offset: 2px; }
 .course-language legend { float: left; padding: 0; opacity: 0.75; }
 .course-language small { display: none; }"""
-# A code host's preview removes the form's style, so this text appears next to disabled buttons.
+# A style hides this text. The preview of a code host, such as GitHub, removes the style and
+# disables the buttons, so the text appears next to them.
 _ELSEWHERE = "(The buttons work in JupyterLab. / 按钮在 JupyterLab 里才有效。)"
 # When a cell runs again, its old output is removed, and with it the buttons that show the choice.
 # Therefore the script stores the learner's choice in the notebook's element, which stays in the
 # page, and a new switch reads it there. Only JupyterLab and its exports have this element. The
-# choice is also kept in the browser's storage, for other lessons and later days. Each setting has
-# its own key, because a choice made under another setting must not apply. A page without storage
-# raises an error.
+# choice is also kept in the browser's storage, for other lessons and later days. Each value of the
+# user's language setting has its own key there, because a choice made under another value must not
+# apply. A page without storage raises an error, which the script catches.
 _REMEMBER = """\
 (() => {{
   const form = document.currentScript.parentElement.querySelector(".course-language");

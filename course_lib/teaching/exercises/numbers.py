@@ -48,7 +48,7 @@ def largest_that_fits(
         sizes: Allowed sizes in ascending order.
         peak: Function that returns the peak in bytes for a size.
         budget_bytes: Budget in bytes.
-        not_a_size: Label, the message for an answer that is not one of the sizes.
+        not_a_size: Message for an answer that is not one of the sizes, as a label.
 
     Returns:
         Three numbers: the answer, its peak in bytes, and the peak of the next larger size in bytes.
@@ -194,13 +194,13 @@ class throughout:
 
     It is used in the argument `mistakes` of `numbers`. An answer has several numbers if it is a
     dict, or a function that is called for several cases. Use this class if a single number does not
-    identify the mistake, because in some cases the mistake gives the right number or the same
-    number as another mistake. A mistake that explains all numbers is named in preference to
+    identify the mistake. In some cases, for example, the mistake may give the right number, or the
+    same number as another mistake. A mistake that explains all numbers is named in preference to
     mistakes that explain one number.
 
     Attributes:
         mistake: The mistake, in any other form that `numbers` accepts. It must give a number for
-            every key.
+            every row (key of the dict).
         tolerance: Relative tolerance of the wrong numbers. It replaces the tolerance of the
             exercise.
     """
@@ -241,7 +241,10 @@ class _Table:
         return dict(_by_row(self.compute(*case)))
 
     def values(self, mistake: Any, *case: Any) -> list[dict[Any, Any]]:
-        """Return one dict from row to wrong number per variant of a mistake in this case."""
+        """Return a list of dicts from row to wrong number, for a mistake in this case.
+
+        The list has one dict per variant of the mistake.
+        """
         if isinstance(mistake, throughout):
             mistake = mistake.mistake
         if isinstance(mistake, each):
@@ -251,9 +254,9 @@ class _Table:
         return _ways(_by_row(found))
 
     def wrong_answers(self, name: str) -> Iterator[Any]:
-        """Yield one wrong answer per variant of the mistake `name`.
+        """Yield wrong answers to the exercise, one for each variant of the mistake `name`.
 
-        It is a function if the exercise has cases, and otherwise a number or a dict.
+        An answer is a function if the exercise has cases, and otherwise a number or a dict.
         """
         mistake = self.mistakes[name]
         for choice in range(max(len(self.values(mistake, *case)) for case in self.list_cases())):
@@ -486,9 +489,11 @@ def _by_row(found: Any) -> Mapping[Any, Any]:
 
 
 def _ways(rows: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-    """Return one dict from row to wrong number per variant of a mistake.
+    """Split a mistake into its variants: return one dict from row to wrong number per variant.
 
-    In `rows`, a tuple lists the variants of a row. Rows with None are left out.
+    Args:
+        rows: Dict from row to wrong number, or to a tuple with the wrong number of each variant.
+            Rows with None are left out.
     """
     ways = {row: _several(value) for row, value in rows.items() if value is not None}
     most = max(map(len, ways.values()), default=0)
@@ -523,7 +528,7 @@ def _is(given: Any, expected: float, tolerance: float) -> bool:
 
 
 def _are(given: Any, rows: Mapping[Any, Any], tolerance: float) -> bool:
-    """Return whether an answer has exactly these rows, and the given number in each of them."""
+    """Return whether an answer has the same rows as `rows`, and the same number in each row."""
     numbers = _by_row(given)
     return numbers.keys() == rows.keys() and all(
         _is(numbers[row], number, tolerance) for row, number in rows.items()
@@ -569,7 +574,8 @@ def numbers(
         mistakes: Dict from the name of a message to the wrong number that the message explains, or
             to a dict from row to wrong number. A tuple lists several wrong numbers of one mistake.
             If there are cases, the value may also be a function of a case that returns a number, a
-            tuple or a dict. If it returns None, the mistake makes no difference in this case.
+            tuple or a dict. If the function returns None, the mistake makes no difference in this
+            case.
             `each` is for a mistake in any row, and `throughout` for a mistake that must explain all
             numbers. If two mistakes have the same number, the first one is named. A name with a
             space, such as "a b", joins the messages a and b.
@@ -590,14 +596,14 @@ def numbers(
         hint_below: Name of the hint for all rows after the first. By default, all rows have the
             same hint.
         blank: Values that mean that the learner has not changed the cell, or a function that
-            returns whether this is so. The function's arguments are the result of the answer for a
-            case, followed by the arguments of this case.
+            returns whether the learner has not changed it. The function's arguments are the result
+            of the answer for a case, followed by the arguments of this case.
         elsewhere: Name of a message for a row that is wrong in one case and right in another. Its
             placeholders are {row}, {right} (the case in which the row is right) and {wrong} (the
             case in which it is wrong). If this argument is given, no other message names a case.
         within: Function that returns a context manager, in which the learner's function is called.
-            It may, for example, limit the work of the call (`WorkLimit`). A new one is used for
-            each call.
+            It may, for example, limit the work of the call (`WorkLimit`). A new context manager is
+            used for each call.
         right_values: Function that returns the values of the placeholders in the message `right`.
             Its argument is a list of pairs: a case, and the result of the answer for this case.
         otherwise: Name of a message for a number that no mistake explains, instead of "too small"

@@ -18,7 +18,7 @@ class Verdict:
     Args:
         correct: Whether the answer is right. None for an answer that is not judged, such as a
             reason in words.
-        message: Label, the first line of the verdict.
+        message: First line of the verdict, as a label (text with a Chinese translation).
         hint: Label of a hint, shown below the message. None for no hint.
         exact: Whether the message names the precise mistake. If it does, `Exercise` adds no hint.
             Otherwise it adds the hint of the exercise to a wrong verdict without a hint.
@@ -54,7 +54,7 @@ def right(message: str) -> Verdict:
     """Return a verdict that an answer is right.
 
     Args:
-        message: Label, the text of the verdict.
+        message: Text of the verdict, as a label (text with a Chinese translation).
     """
     return Verdict(True, message)
 
@@ -63,7 +63,7 @@ def wrong(message: str, *, hint: str | None = None, exact: bool = False) -> Verd
     """Return a verdict that an answer is wrong.
 
     Args:
-        message: Label, the first line of the verdict.
+        message: First line of the verdict, as a label (text with a Chinese translation).
         hint: Label of a hint, shown instead of the hint of the exercise. None shows the hint of the
             exercise, unless `exact` is true.
         exact: Whether the message names the precise mistake, so that the hint of the exercise is
@@ -96,7 +96,7 @@ class WrongAnswer(Exception):
     returns the verdict in its attribute `verdict`.
 
     Args:
-        message: Label, the first line of the verdict.
+        message: First line of the verdict, as a label (text with a Chinese translation).
         hint: Label of a hint, shown instead of the hint of the exercise. None shows the hint of the
             exercise, unless `exact` is true.
         exact: Whether the message names the precise mistake, so that the hint of the exercise is
