@@ -11,9 +11,9 @@
 #
 # <div lang="en">
 #
-# `CUDA out of memory` (OOM) usually means that at some point, the training step needed more memory than the GPU has. The small decoder on this page has eight layers and 27.5 MB of weights. Its training step needs up to 277.7 MB of memory. This maximum is called the **peak**.
+# `CUDA out of memory` (OOM) usually means that at some point, the training step needed more memory than the GPU has. The small decoder on this page has eight layers and 27.5 MB of weights. The decoder's training step needs up to 277.7 MB of memory. This maximum is called the **peak**.
 #
-# If you wrap each layer in one function call, the peak falls, but every bit of the gradients stays the same. How far does the peak fall, and how much computation does this add? You guess both numbers, then measure them, with or without a GPU.
+# If you wrap each layer in one function call, the peak falls, but every bit of the gradients stays the same. How far does the peak fall, and how much computation do these calls add? You guess both numbers, then measure them, with or without a GPU.
 #
 # </div>
 # <div lang="zh">
@@ -34,7 +34,7 @@ language()
 #
 # <span class="lab-only">The buttons above choose the language. If you clear the outputs, run the first code cell to bring the buttons back.</span>
 #
-# **In this lesson** (31 minutes): a first technique, a first exercise, and a choice of route.
+# **In this lesson** (31 minutes): a first technique, a first exercise, and a choice of route through the lessons.
 #
 # **What to know before**: how to train a network with PyTorch, and what `loss.backward()` does.
 #
@@ -180,7 +180,7 @@ figures.peak_table(meters)
 #
 # Each position on the horizontal axis is one operator. In the upper timeline, the activations (green) grow until forward ends. The peak comes at the start of backward, before any weight has a gradient. In the lower timeline, each tooth of the curve is one layer, whose activations are recomputed, used and released.
 #
-# With checkpoints, the peak is near the end of backward, when 23.2 MB of gradients are in memory. Each tooth rises by about the same number of bytes, but starts higher than the tooth before it. The reason is that the gradients that each layer adds are larger than the input that it releases.
+# With checkpoints, the peak is near the end of backward, when 23.2 MB of gradients are in memory. Each tooth rises by about the same number of bytes, but starts higher than the tooth before it. The reason is that after each layer, memory holds the layer's gradients instead of its input, and these gradients are larger.
 #
 # </div>
 # <div lang="zh">
@@ -203,11 +203,11 @@ table(["", "your guess", "measured"], shown)
 # %% [markdown]
 # <div lang="en">
 #
-# The peak falls to 0.48 times the baseline's peak, and the FLOPs rise to 1.21 times the baseline's FLOPs. Why don't the FLOPs double? For each matrix product in forward, backward computes two matrix products: one for the gradient of the input, and one for the gradient of the weight. So a step costs about as much as three forward passes, and a fourth forward pass adds about a third.
+# The peak falls to 0.48 times the baseline's peak, and the FLOPs rise to 1.21 times the baseline's FLOPs. Why don't the FLOPs double? For each matrix product in forward, backward computes two matrix products: one for the gradient of the input, and one for the gradient of the weight. So a step needs about as many FLOPs as three forward passes, and the recomputation, a fourth pass, adds about a third.
 #
 # Here recomputation adds less than a third, for two reasons. First, the output head, which computes the logits, is not recomputed. Second, each layer's recomputation stops before the layer's last matrix product, because backward does not need the result of this product.
 #
-# In other models, recomputation can add more. For example, it adds about a half if most weights are frozen, because a step with frozen weights costs only about as much as two forward passes.
+# In other models, recomputation can add a larger fraction. For example, it adds about a half if most weights are frozen, because a step with frozen weights costs only about as much as two forward passes.
 #
 # </div>
 # <div lang="zh">
@@ -225,7 +225,7 @@ table(["", "your guess", "measured"], shown)
 #
 # <div lang="en">
 #
-# Every lesson has this order: **predict** a number, **build** the idea, check that the gradients are **equal**, and **measure**. We check before we measure, because a technique that changes the result is useless. From lesson 01 on, a table tests **claims** that you may have read elsewhere. The [glossary](GLOSSARY.md) explains terms and the letters in formulas.
+# Every lesson has this order: **predict** a number, **build** the technique, check that the gradients are **equal**, and **measure**. We check the gradients before we measure, because a technique that changes the result is useless. From lesson 01 on, a table tests **claims** that you may have read elsewhere. The [glossary](GLOSSARY.md) explains terms and the letters in formulas.
 #
 # An **exercise** is a cell with a gap, often `None` or `0`. Fill in your answer and run the cell to check it. Below the cell, a click<span class="lab-only"> on the three dots</span> opens the solution.
 #
@@ -273,8 +273,8 @@ figures.peak_table(steps, heading="layers with a checkpoint, MB at the peak")
 #
 # Four checkpoints already bring more than half of the reduction that eight checkpoints bring. The reason is that the memory of this step has two high points, and the peak is the higher one.
 #
-# - The first high point is at the start of backward. There each checkpoint saves 19.93 MB, so four checkpoints lower this point from 277.7 MB to 197.9 MB. With four checkpoints, the first point is the peak.
-# - The second high point is near the end of backward. It is 134.0 MB, both with four and with eight checkpoints. With eight checkpoints, the second point is the peak. So the last four checkpoints lower the peak by only 63.9 MB.
+# - The first high point is at the start of backward. Each checkpoint lowers this point by 19.93 MB, so four checkpoints lower it from 277.7 MB to 197.9 MB. With four checkpoints, the first high point is the peak.
+# - The second high point is near the end of backward. This point is at 134.0 MB with both four and eight checkpoints. With eight checkpoints, the second high point is the peak. So the last four checkpoints lower the peak by only 63.9 MB.
 #
 # Lesson 02 asks which layers should have checkpoints.
 #
@@ -290,15 +290,15 @@ figures.peak_table(steps, heading="layers with a checkpoint, MB at the peak")
 #
 # </div>
 
-# %% [markdown] slide={"en": "Every lesson uses this step again.\n\nThe course's **ledger**: the peak of this step, one row per technique.", "zh": "每一课都会再用到这个训练步。\n\n课程的**账本**：这个训练步的峰值，每种技术占一行。"}
+# %% [markdown] slide={"en": "Most lessons use this step again.\n\nThe course's **ledger**: the peak of this step, one row per technique.", "zh": "多数课会再用到这个训练步。\n\n课程的**账本**：这个训练步的峰值，每种技术占一行。"}
 # <div lang="en">
 #
-# Every lesson uses this training step, and adds a row to the course's **ledger**. The row states the step's peak if only that lesson's technique is used. The first row is the baseline:
+# Most lessons use this training step again, and add a row to the course's **ledger**. A row usually states the step's peak if only that lesson's technique is used. The first row is the baseline:
 #
 # </div>
 # <div lang="zh">
 #
-# 每一课都会再用到这个训练步，并在课程的**账本**上添一行，记下只用这一课的技术时，训练步的峰值是多少。第一行是基线：
+# 多数课会再用到这个训练步，并在课程的**账本**上添一行，通常记下只用这一课的技术时，训练步的峰值是多少。第一行是基线：
 #
 # </div>
 
@@ -316,7 +316,7 @@ figures.about_this_machine()
 #
 # You don't need a GPU. The course counts bytes and FLOPs, which are the same on every CPU with the same PyTorch version. Some cells also show seconds, which depend on the machine.
 #
-# A GPU differs from a CPU in two ways. First, some operators keep different tensors for backward on a GPU. Second, the default Adam on a GPU creates one temporary tensor per weight tensor. All these temporary tensors exist at the same time, and together they are as large as all weights. The lessons say where these differences matter, and measure them if you have a GPU.
+# On a GPU, the tensors in memory differ in two ways. First, some operators keep different tensors for backward on a GPU. Second, the default Adam on a GPU creates one temporary tensor per weight tensor. All these temporary tensors exist at the same time, and together they are as large as all weights. The lessons say where these differences matter, and measure them if you have a GPU.
 #
 # If a cell raises an error, or your GPU is not found, see [Troubleshooting](../docs/installing.md#troubleshooting).
 #
@@ -325,7 +325,7 @@ figures.about_this_machine()
 #
 # 没有 GPU 也能学。本课程统计字节数和 FLOPs，只要 PyTorch 版本相同，这两个数在任何 CPU 上都一样。有些单元格也给出运行时间，时间因机器而异。本课程在 CPU 上测量，所以统称“内存”，换到 GPU 上，指的就是显存。
 #
-# GPU 有两点不同。一是有些算子为反向保存的张量，在 GPU 上与在 CPU 上不同。二是在 GPU 上，默认的 Adam 在更新时，会为每个权重张量建立一个同样大的临时张量。这些临时张量同时存在，合起来与全部权重一样大。只要这两点影响到结果，课里就会说明。如果你有 GPU，课里还会现场测量。
+# 在 GPU 上，内存里的张量有两点不同。一是有些算子为反向保存的张量，在 GPU 上与在 CPU 上不同。二是在 GPU 上，默认的 Adam 在更新时，会为每个权重张量建立一个同样大的临时张量。这些临时张量同时存在，合起来与全部权重一样大。只要这两点影响到结果，课里就会说明。如果你有 GPU，课里还会现场测量。
 #
 # 如果单元格报错，或者 PyTorch 找不到你的 GPU，请看[疑难解答](../docs/installing.zh.md#疑难解答)。
 #
@@ -348,7 +348,7 @@ figures.course_map()
 # | more time | 00 to 09 in order, with the exercises |
 # | a model that must fit today | the command below, then the [project](10_your_model.ipynb); if you have an error message, [CUDA out of memory: what now?](../docs/out_of_memory.md) |
 #
-# Type this command in the course's folder. It checks whether a card of 24 GiB (25.8 GB) can train a decoder with 3B parameters on 4 samples of 2048 tokens:
+# This command checks whether a graphics card with 24 GiB (25.8 GB) can train a decoder with 3B parameters on 4 samples of 2048 tokens. Type it in the course's folder:
 #
 # ```
 # .venv/bin/python -m course_lib.budget --parameters 3B --sequence 2048 --batch 4 \
