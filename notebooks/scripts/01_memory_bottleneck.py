@@ -79,7 +79,7 @@ from course_lib.teaching import category_label, predictions, table, timelines
 #
 # The bytes of the first three kinds don't depend on the data, unless gradients are sparse. For each weight, Adam keeps two **moments**, the running means of the gradient and of its square. All numbers here are fp32, with 4 bytes per number.
 #
-# First count the weights, with hidden size $h = 256$. Each of the 8 layers has four matrices: $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$. Each matrix has a bias that is as long as the matrix's output. Each layer also has two LayerNorms with $2h$ numbers each. Outside the layers, the decoder has one embedding of $h$ numbers for each of the 2048 words and 128 positions, and a last LayerNorm. The output head is **tied** to the word embedding: both use the same tensor.
+# First count the weights, with hidden size $h = 256$. Each of the 8 layers has four matrices: $h \to 3h$, $h \to h$, $h \to 4h$ and $4h \to h$. Each matrix has a bias as long as the matrix's output. Each layer also has two LayerNorms with $2h$ numbers each. Outside the layers, the decoder has one embedding of $h$ numbers for each of the 2048 words and each of the 128 positions, and a last LayerNorm. The output head is **tied** to the word embedding: both use the same tensor.
 #
 # </div>
 # <div lang="zh">
@@ -165,7 +165,7 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 #
 # The measured optimizer state is 400 bytes larger than the two moments, because Adam also keeps a step counter of 4 bytes for each of the 100 weight tensors.
 #
-# In fp32, parameters, gradients and optimizer state take $4 + 4 + 8 = 16$ bytes per parameter. In mixed precision, three ways of counting are used:
+# In fp32, parameters, gradients and optimizer state take $4 + 4 + 8 = 16$ bytes per parameter. In mixed precision, these bytes are counted in three ways:
 #
 # | bytes per parameter | weights, gradients, the rest | used by |
 # |---|---|---|
@@ -173,7 +173,7 @@ predictions([(category_label(kind), mine[kind], left[kind]) for kind in states],
 # | 18 | $6 + 4 + 8$: weights in both precisions, fp32 gradient, two moments | Hugging Face; Megatron, with its fp32 gradients |
 # | 20 | $2 + 2 + 16$: as for 16, plus an fp32 copy of the gradient | Ultra-Scale Playbook, with gradients accumulated in fp32 |
 #
-# With these three ways, a model of 7 billion parameters needs 112, 126 or 140 GB before the first activation, although its bf16 weights take only 14 GB. If you read such a number, ask which way of counting was used.
+# Counted in these three ways, a model of 7 billion parameters needs 112, 126 or 140 GB before the first activation. Its bf16 weights alone take only 14 GB. If you read such a number, ask which way of counting was used.
 #
 # </div>
 # <div lang="zh">
@@ -305,7 +305,7 @@ table(["tensor", "elements", "bytes of storage"], rows)
 #
 # <div lang="en">
 #
-# Many online memory calculators add up weights, gradients, optimizer state and activations. Here weights, gradients and optimizer state take 110.0 MB, and activations at most 178.4 MB. The sum is 288.4 MB, but the measured peak is only 277.7 MB:
+# Many online memory calculators add up weights, gradients, optimizer state and activations. Here weights, gradients and optimizer state take 110.0 MB, and activations at most 178.4 MB. The sum is 288.4 MB, but the measured peak is 277.7 MB:
 #
 # </div>
 # <div lang="zh">
@@ -335,7 +335,7 @@ figures.draw_around_the_peak(meter, unit_bytes=4 * 8 * 128 * 2048)
 # %% [markdown]
 # <div lang="en">
 #
-# The peak is at the start of backward, when three tensors of the logits' size are in memory. The first tensor, the result of the log-softmax, is an activation. (In the figure, it is yellow until autograd has saved it, and then green.) The second tensor is the gradient of this result, and the third tensor is the gradient of the logits. Both gradients are temporaries. All other activations are still in memory. After the peak, backward goes from layer to layer. In each layer, it releases the activations and creates the gradients.
+# The peak is at the start of backward, when three tensors of the logits' size are in memory. The first tensor, the result of the log-softmax, is an activation. (In the figure, this tensor is yellow until autograd has saved it, and then green.) The second tensor is the gradient of this result, and the third tensor is the gradient of the logits. Both gradients are temporaries. All other activations are still in memory. After the peak, backward goes from layer to layer. In each layer, backward releases the activations and creates the gradients.
 #
 # With a vocabulary of 2048 words, these three tensors make up 9% of the peak. Real vocabularies are larger. (In the next cell, `symbolic()` makes **symbolic** tensors, which have shapes but no data.)
 #
@@ -360,12 +360,12 @@ table(["vocabulary", "peak (MB)", "share of the logits", "kinds added up (MB)"],
 # %% [markdown]
 # <div lang="en">
 #
-# With 2048 words, the sum of the kinds is 4% above the peak. With 32768 words, it is 28% below the peak. The sum is wrong because it adds gradients and activations that are never in memory together, and leaves out the temporaries. With 32768 words, the three tensors of the logits' size take more than half of the peak. (Lesson 02 computes the loss in chunks, which makes these tensors smaller.)
+# With 2048 words, the sum of weights, gradients, optimizer state and activations is 4% above the peak. With 32768 words, this sum is 28% below the peak. The sum is wrong because it adds gradients and activations that are never in memory together, and leaves out the temporaries. With 32768 words, the three tensors of the logits' size take more than half of the peak. (Lesson 02 computes the loss in chunks, which makes these tensors smaller.)
 #
 # </div>
 # <div lang="zh">
 #
-# 词表为 2048 时，各类之和比峰值多 4%。词表为 32768 时，各类之和却比峰值少 28%。这是因为求和时漏掉了临时张量，又把梯度与激活值加在一起，而这些梯度和激活值绝不会同时在内存里。词表为 32768 时，那三个与 logits 一样大的张量占峰值的一半以上。（第 02 课把损失分成小段计算，这些张量就会变小。）
+# 词表为 2048 时，权重、梯度、优化器状态和激活值之和比峰值多 4%。词表为 32768 时，这个和却比峰值少 28%。这是因为求和时漏掉了临时张量，又把梯度与激活值加在一起，而这些梯度和激活值绝不会同时在内存里。词表为 32768 时，那三个与 logits 一样大的张量占峰值的一半以上。（第 02 课把损失分成小段计算，这些张量就会变小。）
 #
 # </div>
 
@@ -405,14 +405,14 @@ peak.phase, peak.operator, single.at_peak()["activation"]
 # %% [markdown]
 # <div lang="en">
 #
-# At this peak, no activations are in memory. So the sum of the maxima of all kinds, 132.3 MB, is 16% higher than the peak. The operator that runs at the peak is `add`. It adds the two gradients of the tied weight tensor. Backward computes the head's gradient first and the embedding's gradient last. Each of the two gradients takes 2.1 MB, and their sum takes another 2.1 MB. These three tensors are in memory together with all other gradients.
+# At this peak, no activations are in memory. So the sum of weights, gradients, optimizer state and activations, 132.3 MB, is 16% higher than the peak. The operator at the peak, `add`, adds the two gradients of the tied weight tensor. Backward computes the head's gradient first and the embedding's gradient last. Each of the two gradients takes 2.1 MB, and their sum takes another 2.1 MB. These three tensors are in memory together with all other gradients.
 #
-# Whether a technique lowers a peak depends on where the peak is. Checkpoints cannot lower this peak, because it contains no activations.
+# Whether a technique lowers a peak depends on when the peak occurs. Checkpoints cannot lower this peak, because it contains no activations.
 #
 # </div>
 # <div lang="zh">
 #
-# 这个峰值里没有激活值，所以各类之和 132.3 MB 比峰值高 16%。峰值时运行的算子是 `add`，它把绑定的权重张量的两个梯度相加。反向最先算出输出头那一份梯度，最后才算出词嵌入那一份。两个梯度都与权重张量一样大（2.1 MB），它们的和也一样大。所以这一刻除了其余的全部梯度，内存里还有三个这么大的张量。
+# 这个峰值里没有激活值，所以权重、梯度、优化器状态和激活值之和 132.3 MB 比峰值高 16%。峰值时运行的算子是 `add`，它把绑定的权重张量的两个梯度相加。反向最先算出输出头那一份梯度，最后才算出词嵌入那一份。两个梯度都与权重张量一样大（2.1 MB），它们的和也一样大。所以这一刻除了其余的全部梯度，内存里还有三个这么大的张量。
 #
 # 什么技术能降低峰值，取决于峰值在哪里。检查点完全不能降低这个峰值，因为其中没有激活值。
 #
@@ -421,7 +421,7 @@ peak.phase, peak.operator, single.at_peak()["activation"]
 # %% [markdown]
 # <div lang="en">
 #
-# Which tensors are the activations? Autograd reports them to two **hooks**, functions that you write. Autograd calls the first hook for each tensor that it saves for backward, and the second hook when backward needs this tensor. We leave out the weights, which are in memory anyway, and count each storage once:
+# Which tensors are the activations? Autograd reports the activations to two **hooks**, functions that you write. Autograd calls the first hook for each tensor that it saves for backward, and the second hook when backward needs this tensor. We leave out the weights, which are in memory anyway, and count each storage once:
 #
 # </div>
 # <div lang="zh">
@@ -475,7 +475,7 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 #
 # <div lang="en">
 #
-# *Why* does autograd keep these tensors? For each operator, ask what its derivative needs:
+# *Why* does autograd keep the activations? For each operator, ask what its derivative needs:
 #
 # - $y = x W$: $dW = x^\top dy$ and $dx = dy\, W^\top$ need $x$ and the weight matrix, but not $y$.
 # - $P = \mathrm{softmax}(S)$: $dS = P \odot (dP - \ldots)$ needs $P$, but not $S$.
@@ -485,7 +485,7 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 # </div>
 # <div lang="zh">
 #
-# autograd **为什么**保存这些张量？对每个算子都问一问，它求导时要用什么：
+# autograd **为什么**保存激活值？对每个算子都问一问，它求导时要用什么：
 #
 # - $y = x W$：$dW = x^\top dy$ 和 $dx = dy\, W^\top$ 要用 $x$ 和权重矩阵，不用 $y$。
 # - $P = \mathrm{softmax}(S)$：$dS = P \odot (dP - \ldots)$，要用 $P$，不用 $S$。
@@ -497,7 +497,7 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 # %% [markdown]
 # <div lang="en">
 #
-# A layer consists of these eight lines. Its input is $b$ sequences of $s$ tokens. The layer has $a$ heads. Per sequence and head, the attention scores $S$ and the probabilities $P$ have $s \times s$ numbers each:
+# A decoder layer runs these eight lines. The input is $b$ sequences of $s$ tokens. The layer has $a$ heads. Per sequence and head, the attention scores $S$ and the probabilities $P$ have $s \times s$ numbers each:
 #
 # ```python
 # y = norm1(x)             # LayerNorm
@@ -515,7 +515,7 @@ table(["storages kept", "bytes"], [(len(kept), sum(kept.values()))])
 # </div>
 # <div lang="zh">
 #
-# 一层就是下面八行代码，输入是 $b$ 条序列，每条 $s$ 个 token。共有 $a$ 个头，每条序列的每个头各有一组注意力分数 $S$ 和注意力概率 $P$，都含 $s \times s$ 个数（$S$ 算出后还要加上因果掩码）：
+# 一个解码器层就是下面八行代码，输入是 $b$ 条序列，每条 $s$ 个 token。共有 $a$ 个头，每条序列的每个头各有一组注意力分数 $S$ 和注意力概率 $P$，都含 $s \times s$ 个数（$S$ 算出后还要加上因果掩码）：
 #
 # ```python
 # y = norm1(x)             # LayerNorm
@@ -587,7 +587,7 @@ predictions([("one layer", sum(one_layer.values()), listed.total_bytes)], unit="
 # %% [markdown] slide={"en": "Your formula is exact.\n\nIn elements: $16 s b h + a s^2 b$, plus $4 s b$ for the statistics.", "zh": "你的公式一字节不差。\n\n按元素个数是 $16 s b h + a s^2 b$，统计量另计 $4 s b$。"}
 # <div lang="en">
 #
-# Your formula is exact. Counted in elements, it is $16 s b h + a s^2 b$, plus $4 s b$ for the statistics. (In section 1.14, the same count gives the formula of Korthikanti et al. for half precision with dropout.)
+# Your formula is exact. Counted in elements, the formula is $16 s b h + a s^2 b$, plus $4 s b$ for the statistics. (In section 1.14, the same count gives the formula of Korthikanti et al. for half precision with dropout.)
 #
 # One row of the list is marked as seen before, because softmax and the matrix product with V both keep the storage of P. If you added up tensors instead of storages, the sum would be 20% too high.
 #
@@ -635,14 +635,14 @@ figures.draw_lengths(saved_by_one_layer, my_length)
 #
 # <div lang="en">
 #
-# Many recent models have a layer like Llama's, which differs from GPT's in four points:
+# Many recent models have a layer like Llama's, which differs from GPT's layer in four points:
 #
-# - **RMSNorm** divides each token by its root mean square, and has no mean and no bias.
+# - **RMSNorm** divides each token's numbers by their root mean square, and uses no mean or bias.
 # - In **grouped-query attention** (GQA), $a$ heads of queries share $n$ heads of keys and values.
-# - **`scaled_dot_product_attention`** (SDPA) is one fused operator for all of attention (lesson 06). It keeps Q, K, V and its output. Instead of P, it keeps one fp32 number per query and head, the log-sum-exp (LSE). (With dropout on a CPU, it keeps P.)
-# - **SwiGLU** is a feed-forward network with three matrices. It multiplies two projections of width $f$.
+# - **`scaled_dot_product_attention`** (SDPA) is one fused operator for all of attention (lesson 06). SDPA keeps Q, K, V and its output. Instead of P, SDPA keeps one fp32 number per query and head, the log-sum-exp (LSE). (With dropout on a CPU, SDPA keeps P.)
+# - **SwiGLU** is a feed-forward network with three matrices. SwiGLU multiplies two projections of width $f$ elementwise.
 #
-# The next cell takes this layer from Hugging Face's `transformers`. It has the ratios of Llama 3 8B, $f = 3.5 h$ and $a = 4 n$, but smaller sizes, $h = 256$ and $a = 8$. **Guess first**: how far off is your formula for this layer, at 128 and at 2048 tokens?
+# The next cell takes this layer from Hugging Face's `transformers`. The layer has the ratios of Llama 3 8B, $f = 3.5 h$ and $a = 4 n$, but smaller sizes, $h = 256$ and $a = 8$. **Guess first**: how far off is your formula for this layer, at 128 and at 2048 tokens?
 #
 # </div>
 # <div lang="zh">
@@ -680,7 +680,7 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# Your formula is 11% too low for the short sequences. For the long sequences, it gives more than three times the measured bytes. Llama's layer consists of these lines:
+# Your formula is 11% too low for 128 tokens. For 2048 tokens, the formula gives more than three times the measured bytes. Llama's layer consists of these lines:
 #
 # ```python
 # m = x * rsqrt(mean(x**2))     # RMSNorm: keeps x, and the result of rsqrt
@@ -698,7 +698,7 @@ predictions([(f"s = {s}", gpt[s], measured[s]) for s in measured], unit="bytes")
 # </div>
 # <div lang="zh">
 #
-# 序列短时，公式的结果比实测低 11%。序列长时，公式的结果却是实测的三倍多。这一层由下面几行组成：
+# 128 个 token 时，公式的结果比实测低 11%。2048 个 token 时，公式的结果却是实测的三倍多。这一层由下面几行组成：
 #
 # ```python
 # m = x * rsqrt(mean(x**2))     # RMSNorm: keeps x, and the result of rsqrt
@@ -751,14 +751,14 @@ predictions([(f"s = {s}", llama[s], measured[s]) for s in measured], unit="bytes
 #
 # The missing bytes are cos and sin, two tables of $s \times d$ numbers. So your formula is exact for the layer itself, and it no longer has an $s^2$ term.
 #
-# Here RMSNorm computes less than LayerNorm but keeps more bytes. The reason is that RMSNorm consists of several operators, and each operator keeps its own inputs. A formula holds only for the operators that it counts. Before you trust a memory calculator, ask which layer it assumes.
+# RMSNorm computes less than LayerNorm, but here it keeps more bytes, because each of its several operators keeps its own tensors. A formula holds only for the operators that it counts. Before you trust a memory calculator, ask which layer it assumes.
 #
 # </div>
 # <div lang="zh">
 #
 # 少算的字节就是 cos 和 sin 这两张 $s \times d$ 的表。所以只看一层自己保存的字节，你的公式一字节不差，而且不再有 $s^2$ 的项。
 #
-# RMSNorm 的计算比 LayerNorm 少，在这里保存的字节却更多，因为它由几个算子组成，每个算子都要保存自己的输入。公式从哪些算子推出来，就只对哪些算子成立。用网上的显存计算器之前，先弄清它假定的是哪一种层。
+# RMSNorm 的计算比 LayerNorm 少，在这里保存的字节却更多，因为它由几个算子组成，每个算子都要保存自己求导所需的张量。公式从哪些算子推出来，就只对哪些算子成立。用网上的显存计算器之前，先弄清它假定的是哪一种层。
 #
 # </div>
 
@@ -873,7 +873,7 @@ table(["meter", "bytes"], [("`MemTracker`", found), ("`MemoryMeter`", meter.peak
 #
 # <div lang="en">
 #
-# We test three common claims on this training step. For the second and third claim, the step runs under `torch.autocast`, with bf16 operators and fp32 weights.
+# We test three common claims on the decoder's training step. For the second and third claim, the step runs under `torch.autocast`, with bf16 operators and fp32 weights.
 #
 # </div>
 # <div lang="zh">
@@ -912,9 +912,9 @@ figures.parts_of_the_peak(meter, one_layer)
 # <div lang="en">
 #
 # - With Adam, parameters, gradients and optimizer state take 16 bytes per parameter in fp32, and 16, 18 or 20 bytes in mixed precision. Only activations and temporaries depend on the batch.
-# - The five kinds are not all in memory together, because backward releases activations while it creates gradients. In this decoder, the peak is at the start of backward, with three tensors of the logits' size. With one sequence, the peak is at the end of backward.
+# - The five kinds of bytes are not all in memory together, because backward releases activations while it creates gradients. In this decoder, the peak is at the start of backward, with three tensors of the logits' size. With one sequence, the peak is at the end of backward.
 # - An operator keeps the tensors that its derivative needs. Count storages, not tensors.
-# - A layer like GPT's keeps $16 s b h + a s^2 b$ elements and its statistics. If $s > 16 h / a$, P is larger than all other terms together. Llama's layer with fused attention keeps no P.
+# - A layer like GPT's keeps $16 s b h + a s^2 b$ elements and its statistics. If $s > 16 h / a$, the attention probabilities P are larger than all other terms together. Llama's layer with fused attention keeps no P.
 #
 # **Next:** in [lesson 02](02_checkpointing.ipynb), activations are computed again instead of kept.
 #
@@ -924,7 +924,7 @@ figures.parts_of_the_peak(meter, one_layer)
 # - 用 Adam 时，参数、梯度和优化器状态在 fp32 下每个参数共占 16 字节，在混合精度下是 16、18 或 20 字节。随批次变化的只有激活值和临时张量。
 # - 五类字节不会全部同时在内存里，因为反向一边释放激活值，一边产生梯度。在这个解码器里，峰值在反向刚开始时，那一刻有三个与 logits 一样大的张量。如果只有一条序列，这个解码器的峰值就在反向的末尾。
 # - 一个算子求导时要用什么张量，它就保存什么张量。统计字节要按存储区，不要按张量。
-# - GPT 那样的层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。如果 $s > 16 h / a$，P 就大于其余各项之和。Llama 的层用融合注意力，不保存 P。
+# - GPT 那样的层保存 $16 s b h + a s^2 b$ 个元素，外加统计量。如果 $s > 16 h / a$，注意力概率 P 就大于其余各项之和。Llama 的层用融合注意力，不保存 P。
 #
 # **下一步**：在[第 02 课](02_checkpointing.ipynb)里，激活值不再保存，而是重新计算。
 #
@@ -949,7 +949,7 @@ figures.parts_of_the_peak(meter, one_layer)
 #
 # <div lang="en">
 #
-# **Exercise 6.** Write the whole meter of section 1.2, without `exercises.storages`. `tree_leaves(values)` lists what is in nested lists, tuples and dictionaries. `tensor.untyped_storage()` is a tensor's storage, and `_cdata` is the storage's address, which is the same for every view. The check also tries results that share a storage, and a result that does not fill its storage.
+# **Exercise 6.** Write the whole meter of section 1.2, without `exercises.storages`. `tree_leaves(values)` lists the elements of nested lists, tuples and dictionaries. `tensor.untyped_storage()` is a tensor's storage, and `_cdata` is the storage's address, which is the same for every view. The check also tries results that share a storage, and a result that does not fill its storage.
 #
 # </div>
 # <div lang="zh">
@@ -1002,12 +1002,12 @@ exercises.check_meter(WholeMeter)
 # %% [markdown]
 # <div lang="en">
 #
-# A meter's result can differ from the allocator's for two reasons:
+# A meter's byte count can differ from the allocator's for two reasons:
 #
 # - An operator may allocate **workspace**, and release it before it returns. Convolutions may need a large workspace, and its size depends on the machine.
-# - **Measuring changes the result.** If a tensor receives several gradients, autograd adds each new gradient to the first one in place. While a dispatch mode is active, autograd makes a new tensor for the sum instead. `MemoryMeter` corrects for this tensor, and counts as if no mode were active. `TinyMeter` does not. (The gradients of a Linear's weight are transposed views, so their sum is a new tensor in any case, as in section 1.3.)
+# - **Measuring changes the result.** If a tensor receives several gradients, autograd adds each new gradient to the first one in place. While a dispatch mode is active, autograd makes a new tensor for the sum instead. `MemoryMeter` corrects for this tensor, and counts as if no mode were active. `TinyMeter` does not correct for it. (The gradients of a Linear's weight are transposed views, so their sum is a new tensor in any case, as in section 1.3.)
 #
-# `measure` runs the same function twice. The first run is under the meter. The second run is without a dispatch mode, and `measure` reads the CPU allocator's peak.
+# `measure` runs the same function twice. The first run is under the meter. During the second run, no dispatch mode is active, and `measure` reads the CPU allocator's peak.
 #
 # </div>
 # <div lang="zh">
@@ -1122,7 +1122,7 @@ table(["model", "your formula (GB)", "most activations (GB)", "peak (GB)", "peak
 # %% [markdown]
 # <div lang="en">
 #
-# You derived your formula from a model of 6.9 million parameters, and it also gives the 8.8 GB of activations of a model with 6.6 billion parameters. But these activations add nothing to the peak. They are released before the last gradients are computed, and the peak comes later, in the optimizer's step. Apart from 16 bytes per parameter, the peak contains only three fp32 temporaries, each as large as the largest parameter tensor. In the 1 B model, the peak is still in backward, while activations are in memory. (These results hold for one sequence, and for Adam in a loop over the parameters. Try `batch=8`.)
+# You derived your formula from a model of 6.9 million parameters, and it also gives the 8.8 GB of activations of a model with 6.6 billion parameters. But these activations add nothing to the peak. The activations are released before the last gradients are computed, and the peak comes later, in the optimizer's step. Apart from 16 bytes per parameter, the peak contains only three fp32 temporaries, each as large as the largest parameter tensor. In the 1 B model, the peak is still in backward, while activations are in memory. (These results hold for one sequence, and for Adam in a loop over the parameters. Try `batch=8`.)
 #
 # **Exercise 7.** Lesson 00's decoder is trained with Adam, and the peak of its step must be at most 1,300 MB. What is the largest batch of 128-token sequences? Two measurements determine a line, if both peaks are at the same place in the step (section 1.3). (`answer`: number of sequences.)
 #
@@ -1159,7 +1159,7 @@ exercises.check_largest_batch(answer)
 #
 # <div lang="en">
 #
-# If Adam updates the parameters in a loop, at most three temporaries exist at once, each as large as one parameter tensor. `foreach=True`, the default of `torch.optim.Adam` on CUDA, makes a list of temporaries, one per parameter tensor. These temporaries are live together and take as much as all parameters, which is 28 GB for 7 billion parameters in fp32. `fused=True`, the default of Hugging Face's `Trainer`, needs no temporaries.
+# If Adam updates the parameters in a loop, at most three temporaries exist at once, each as large as one parameter tensor. `foreach=True`, the default of `torch.optim.Adam` on CUDA, makes a list of temporaries, one per parameter tensor. These temporaries are live together and take as much memory as all parameters, which is 28 GB for 7 billion parameters in fp32. `fused=True`, the default of Hugging Face's `Trainer`, needs no temporaries.
 #
 # </div>
 # <div lang="zh">
@@ -1183,7 +1183,7 @@ table(["Adam", "most in step() (bytes)", "of the parameters", "peak, one sequenc
 #
 # With one sequence, `foreach` moves the peak into the optimizer's step and raises it by a fifth.
 #
-# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Only activations can shrink, and with one sequence they do not. If the weights are in bf16 too, all bytes are halved here. But without fp32 master weights, rounding removes small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes all weights, and trains **adapters**, pairs of thin matrices next to chosen layers. Here we choose the two Linears of each layer's attention. So hardly any gradients and optimizer state remain. Most activations are still kept. Only Linears without an adapter no longer keep their inputs, because such an input is needed only for the gradient of the Linear's weight.
+# `torch.autocast` keeps weights, gradients and optimizer state in fp32, and makes bf16 copies of the weights in forward. Under `torch.autocast`, only activations can shrink, and with one sequence they do not shrink. If the weights are in bf16 too, all bytes are halved here. But without fp32 master weights, rounding removes small updates. LoRA (Hu et al. 2021, arXiv:2106.09685) freezes all weights, and trains **adapters**, pairs of thin matrices next to chosen layers. Here we choose the two Linears of each layer's attention. Because only adapters are trained, hardly any gradients and optimizer state remain. Most activations are still kept. Only Linears without an adapter no longer keep their inputs, because such an input is needed only for the gradient of the Linear's weight.
 #
 # </div>
 # <div lang="zh">
@@ -1210,7 +1210,7 @@ table(["variant", "peak (MB)"], [(k, round(v.peak_bytes / 1e6, 1)) for k, v in v
 # %% [markdown]
 # <div lang="en">
 #
-# In half precision and with dropout, the count of section 1.4 gives the formula of Korthikanti et al. (2022): $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes per layer. This formula counts 2 bytes per element, three dropout masks of one byte per element, and P after dropout as well. It leaves out the LayerNorm statistics, which take another $8 s b$ bytes in bf16 on a CPU. (On a GPU, dropout keeps such masks. On a CPU, `F.dropout` instead keeps factors in the activations' dtype, so a layer keeps more bytes.)
+# In half precision and with dropout, the count of section 1.4 gives the formula of Korthikanti et al. (2022): $s b h \left(34 + 5 \frac{a s}{h}\right)$ bytes per layer. This formula counts 2 bytes per element, three dropout masks of one byte per element, and P after dropout as well. The formula leaves out the LayerNorm statistics, which take another $8 s b$ bytes in bf16 on a CPU. (On a GPU, dropout keeps such masks. On a CPU, `F.dropout` instead keeps factors in the activations' dtype, so a layer keeps more bytes.)
 #
 # </div>
 # <div lang="zh">
@@ -1300,9 +1300,9 @@ table(["step", "after", "live (MB)", "allocated (MB)", "reserved (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# After forward, the first step has 55.0 MB less in memory than the second step, because Adam creates its state at the end of step 1. The peak is inside backward, so no reading between phases shows it. Allocated memory follows the live bytes, but reserved memory only rises, because the allocator keeps the memory that `zero_grad` has released. In the second step, Adam's state occupies part of this memory. The rest is not enough, so the allocator reserves another 44 MB.
+# After forward, the first step has 55.0 MB less in memory than the second step, because Adam creates its state at the end of step 1. The peak is inside backward, so no reading between phases shows it. Allocated memory follows the live bytes, but reserved memory only rises, because the allocator keeps the memory that `zero_grad` has released. In the second step, Adam's state occupies part of this memory. The rest of this memory is not enough for the step, so the allocator reserves another 44 MB.
 #
-# `save_snapshot` writes one step for PyTorch's memory viewer, as `torch.cuda.memory._dump_snapshot` does on a GPU:
+# `save_snapshot` writes the trace of one step to a file for PyTorch's memory viewer, as `torch.cuda.memory._dump_snapshot` does on a GPU:
 #
 # </div>
 # <div lang="zh">
@@ -1323,7 +1323,7 @@ allocator.draw_in_the_viewer(trace[marks[5][1] - 1 : marks[9][1]])
 #
 # <div lang="en">
 #
-# PyTorch's *Performance Tuning Guide* warns that a short batch followed by a longer batch "causes fragmentation in the caching allocator, which may result in out-of-memory errors". The guide advises you to run forward and backward once on the longest batch before training. Here we train on a simulated device of 388 MiB, twice on each of two batches. Batch A has 2 × 384 tokens, and batch B has 2 × 512 tokens. **Guess first**: the orders A, B, A, B and B, A, B, A have the same peak in live bytes. Does the order matter?
+# PyTorch's *Performance Tuning Guide* warns that a short batch followed by a longer batch "causes fragmentation in the caching allocator, which may result in out-of-memory errors". The guide advises you to run forward and backward once on the longest batch before training. Here we train on a simulated device of 388 MiB, twice on each of two batches. Batch A has 2 × 384 tokens, and batch B has 2 × 512 tokens. **Guess first**: the orders A, B, A, B and B, A, B, A have the same peak in live bytes. Does the order decide whether training fits on the device?
 #
 # </div>
 # <div lang="zh">
@@ -1344,7 +1344,7 @@ print(allocator.replay_trace(scenes["A, B, A, B"], 388 << 20)[1].partition(" If 
 # %% [markdown]
 # <div lang="en">
 #
-# When the error occurs, PyTorch asks for a segment of 20 MiB for a tensor of 8 MiB, but the device has only 18 MiB free. Another 16 MiB are reserved but unused, in holes that are too small for the tensor. Adam's state causes these holes. The state was allocated inside segments that had been split for batch A, and it stays there. The step fits if Adam's state is created before the first batch, or if B runs once before A. `expandable_segments` avoids the problem with one long segment per pool. (This holds for these batches and this limit.)
+# When the error occurs, PyTorch needs 8 MiB for a tensor. It asks the driver for a segment (one contiguous range) of 20 MiB, but the device has only 18 MiB free. Another 16 MiB are reserved but unused, in holes that are too small for the tensor. Adam's state causes these holes. The state was allocated inside segments that had been split for batch A, and it stays there. The step fits if Adam's state is created before the first batch, or if B runs once before A. `expandable_segments` avoids the problem with one long segment per pool. (These results hold for these two batches and this limit.)
 #
 # </div>
 # <div lang="zh">
@@ -1361,7 +1361,7 @@ allocator.allocator_claims(scenes["A, B, A, B"], 388 << 20, ends)
 #
 # <div lang="en">
 #
-# A common method to compare two techniques is to run the baseline first, then the other technique, and to compare by how much the memory grows in each run. Here this method compares a deep MLP with itself. A fair method should find no difference.
+# To compare a technique with the baseline, a common method runs the baseline first, then the technique, and compares how much memory grows in each run. Here this method compares a deep MLP with itself. A fair method should find no difference.
 #
 # </div>
 # <div lang="zh">
@@ -1431,7 +1431,7 @@ claims.older_claims(grown, fair, kept[512][0], inputs, (forward, meter.peak_byte
 #
 # <div lang="en">
 #
-# On a GPU the caching allocator keeps its own statistics. `torch.cuda.memory_allocated` counts tensors and workspace. It rounds each tensor up to a multiple of 512 bytes, and a large block may be up to 1 MB too big. `memory_reserved` counts what the allocator has taken from the driver, including free blocks. `nvidia-smi` shows this memory plus the CUDA context.
+# On a GPU the caching allocator keeps its own statistics. `torch.cuda.memory_allocated` counts tensors and workspace. This function rounds each tensor up to a multiple of 512 bytes, and a large block may be up to 1 MB larger than its tensor. `memory_reserved` counts what the allocator has taken from the driver, including free blocks. `nvidia-smi` shows this memory plus the CUDA context.
 #
 # </div>
 # <div lang="zh">
@@ -1443,7 +1443,7 @@ claims.older_claims(grown, fair, kept[512][0], inputs, (forward, meter.peak_byte
 # %% [markdown]
 # <div lang="en">
 #
-# The next cell trains a larger decoder on your GPU, or shows the numbers recorded on an H100 and an H200. The bytes are the same on both. The meter's peak of the training step is 3,931.7 MB, and the allocator's peak is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB allocated. The thread that runs forward and the thread that runs backward use 32 MiB each, and matrix products with a bias use 1 MiB. The CUDA context took 806 MB on the H200 after a few steps of training. The bytes that a layer keeps in bf16 equal the formula of section 1.14 plus the LayerNorm statistics.
+# The next cell trains a larger decoder on your GPU, or shows the numbers recorded on an H100 and an H200. The bytes are the same on both GPUs. The meter's peak of the training step is 3,931.7 MB, and the allocator's peak is 0.8 MB higher. From the first step on, cuBLAS keeps 65 MiB allocated. The thread that runs forward and the thread that runs backward use 32 MiB each, and matrix products with a bias use 1 MiB. The CUDA context took 806 MB on the H200 after a few steps of training. The bytes that a layer keeps in bf16 equal the formula of section 1.14 plus the LayerNorm statistics.
 #
 # </div>
 # <div lang="zh">
