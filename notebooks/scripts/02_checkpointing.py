@@ -37,7 +37,7 @@ language()
 # - Write a checkpoint yourself, and predict the peak of a checkpointed step.
 # - Learn which blocks are worth a checkpoint.
 # - Write a policy that decides what to keep, and compute the loss in chunks.
-# - Apply all of this to a Llama from Hugging Face.
+# - Apply all these techniques to a Llama from Hugging Face.
 #
 # **What to know before**: lesson 01 (what a layer keeps for backward, storages, and the timeline of a step).
 #
@@ -110,12 +110,12 @@ figures.draw_order(heard)
 # %% [markdown]
 # <div lang="en">
 #
-# First, all three blocks run forward. Then backward arrives at c, runs the forward of c again, and finishes c before it goes on to b. At any time, memory holds the blocks' inputs and the activations of only one block.
+# First, all three blocks run forward. Then backward arrives at c, runs the forward of c again, and finishes c before it goes on to b. At any time, memory holds the blocks' inputs and the activations of at most one block.
 #
 # </div>
 # <div lang="zh">
 #
-# 三个块先依次做前向。接着反向来到 c，把 c 的前向再跑一遍，做完 c 的反向，才轮到 b。除了各块的输入，任何时刻内存里都只有一个块的激活值。
+# 三个块先依次做前向。接着反向来到 c，把 c 的前向再跑一遍，做完 c 的反向，才轮到 b。除了各块的输入，任何时刻内存里都至多有一个块的激活值。
 #
 # </div>
 
@@ -124,7 +124,7 @@ figures.draw_order(heard)
 #
 # <div lang="en">
 #
-# In a `torch.autograd.Function` you write forward and backward yourself. `MyCheckpoint.apply(block, x)` runs the Function. Backward receives the gradient of the output, and returns one gradient for each argument of `forward`. These tools are enough:
+# In a `torch.autograd.Function` you write forward and backward yourself. `MyCheckpoint.apply(block, x)` runs the Function. Backward receives the gradient of the output, and returns one gradient for each argument of `forward`. You need only these tools:
 #
 # - `context.save_for_backward(x)` keeps a tensor, and `context.saved_tensors` returns it in backward.
 # - Inside a Function, no graph is recorded. `torch.enable_grad()` turns recording on.
@@ -148,7 +148,7 @@ figures.draw_order(heard)
 #
 # **Exercise 1.** Write both functions. `forward` returns the block's output and records no graph. `backward` returns two values: `None` as the gradient of `block`, and the gradient of `x`.
 #
-# The check compares the gradients of the input and of the weight, counts how often the block runs, and looks at the bytes that are live between forward and backward. Then it runs two blocks in a row.
+# The check compares the gradients of the input and of the weight, counts the runs of the block, and measures the live bytes between forward and backward. Then the check runs two blocks in a row.
 #
 # </div>
 # <div lang="zh">
@@ -204,7 +204,7 @@ exercises.check_checkpoint(MyCheckpoint)
 #
 # <div lang="en">
 #
-# Your checkpoint is PyTorch's older mode, `use_reentrant=True`, in which autograd runs inside autograd. The newer mode, `use_reentrant=False`, records the graph as usual, and takes the tensors out of the graph with the two hooks of lesson 01. In forward, the first hook keeps a number instead of each tensor. In backward, the second hook receives the number. At its first call, the second hook runs the block again, collects the tensors that this run saves, and returns the one with this number. You can write this mode in section 2.13.
+# Your checkpoint works like PyTorch's older mode, `use_reentrant=True`, in which autograd runs inside autograd. The newer mode, `use_reentrant=False`, records the graph as usual, and takes the tensors out of the graph with the two hooks of lesson 01. In forward, the first hook replaces each saved tensor by a number. In backward, the second hook receives such a number. At its first call, the second hook runs the block again, collects the tensors that this run saves, and returns the tensor with this number. You can write this mode in section 2.13.
 #
 # A block's input needs a gradient if the input is an activation, but not if it is data. **Guess first:** you pass data to a block with 12 parameters, and a head follows the block. How many of the 12 parameters get a gradient with your checkpoint? How many get a gradient with PyTorch's checkpoint, if you leave out `use_reentrant`?
 #
@@ -248,7 +248,7 @@ table(["`use_reentrant`", "gradients equal", "trained from data", "warnings"], r
 #
 # If no input tensor of a Function needs a gradient, the output has no graph. Therefore the head gets gradients, but the block gets none. PyTorch's older mode warns about this, but your checkpoint gives no warning. If you leave out `use_reentrant`, PyTorch 2.13 still uses the older mode, and gives a second warning (printed above). According to this warning, such a call raises an error in version 2.9 and later, but version 2.13 raises none. Always write `use_reentrant=False`.
 #
-# In both modes, a block must compute the same results twice. PyTorch repeats its own random numbers and the `autocast` settings, so dropout draws the same mask. PyTorch does not repeat Python's random numbers, and does not reset your module's counters (section 2.16). So the second run's result may differ, which may raise a `CheckpointError` (section 2.14).
+# In both modes, a block must compute the same results twice. For the second run, PyTorch restores its own random state and the `autocast` settings, so dropout draws the same mask. PyTorch does not restore Python's random state or your module's counters (section 2.16). So the second run's result may differ, and PyTorch may raise a `CheckpointError` (section 2.14).
 #
 # </div>
 # <div lang="zh">
@@ -289,7 +289,7 @@ timelines(
 # %% [markdown] slide={"en": "A layer keeps 20,987,904 bytes. A checkpoint keeps its input and 5,056 bytes.\n\n**Guess first.** Peak without checkpoints: 277,682,584 bytes. With $k$ checkpoints?", "zh": "一层保存 20,987,904 字节，检查点只保存这一层的输入和 5,056 字节。\n\n**先猜**：不加检查点时，峰值是 277,682,584 字节。加 $k$ 个检查点呢？"}
 # <div lang="en">
 #
-# Each tooth is one layer whose activations are in memory again. A checkpoint keeps the layer's input, $b s h$ numbers, and 5,056 bytes for the state of the random number generator. Without a checkpoint, a layer keeps 20,987,904 bytes (your sum in lesson 01). When backward starts, a checkpointed layer still keeps only its input and the generator's state. The step without checkpoints has its peak, 277,682,584 bytes, at this point.
+# Each tooth in the figure is one layer whose activations are in memory again. A checkpoint keeps the layer's input, $b s h$ numbers, and 5,056 bytes for the state of the random number generator. Without a checkpoint, a layer keeps 20,987,904 bytes (your sum in lesson 01). When backward starts, a checkpointed layer still keeps only its input and the generator's state. The step without checkpoints has its peak, 277,682,584 bytes, at this point.
 #
 # **Exercise 2.** The first $k$ of the eight layers have a checkpoint. What is the peak, in bytes?
 #
@@ -331,7 +331,7 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 # %% [markdown]
 # <div lang="en">
 #
-# Your formula is exact to the byte for $k = 0$ and $7$, and 16 MB too low for $k = 8$. The formula describes one point of the step, the start of backward. The eighth checkpoint lowers the memory at this point so far that the peak moves to the end of backward. Then one layer's activations and nearly all gradients are in memory.
+# Your formula is exact to the byte for $k = 0$ and $7$, and 16 MB too low for $k = 8$. The formula describes one point of the step, the start of backward. The eighth checkpoint lowers the memory at this point so far that the peak moves to the end of backward. At that point, one layer's activations and nearly all gradients are in memory.
 #
 # </div>
 # <div lang="zh">
@@ -343,7 +343,7 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (58 minutes). You have written a checkpoint. You have also predicted, to the byte, the peak of a decoder with up to seven checkpointed layers. The second sitting asks which layer is worth a checkpoint and what a checkpoint should keep. It treats the loss as a block, and ends with a Llama from Hugging Face.
+# **End of the first sitting** (58 minutes). You have written a checkpoint. You have also predicted, to the byte, the peak of a decoder with up to seven checkpointed layers. The second sitting asks which layer is worth a checkpoint and what a checkpoint should keep. This sitting treats the loss as a block, and ends with a Llama from Hugging Face.
 #
 # </div>
 # <div lang="zh">
@@ -357,9 +357,9 @@ predictions([(f"k = {k}", predicted_peak(k), peak) for k, peak in peaks.items()]
 #
 # <div lang="en">
 #
-# We place one checkpoint in each of two networks: the eight layers alone, with a mean of squares as loss, and the decoder with its head. (Without checkpoints and Adam's 55.0 MB, the decoder's peak is 222.7 MB.)
+# We place one checkpoint in each of two networks: the eight layers alone, with a mean of squares as loss, and the decoder with its head. (The decoder's peak without checkpoints is 222.7 MB, not counting Adam's 55.0 MB.)
 #
-# **Exercise 3.** Guess before you measure. In the eight layers alone, a checkpoint around one layer does not reduce the peak. Which one? Does a checkpoint around the same layer reduce the decoder's peak? Write the layer's number, from 0 to 7, and `True` or `False`.
+# **Exercise 3.** Guess before you measure. In the eight layers alone, a checkpoint around one layer does not reduce the peak. Which layer? Does a checkpoint around the same layer reduce the decoder's peak? Write the layer's number, from 0 to 7, and `True` or `False`.
 #
 # </div>
 # <div lang="zh">
@@ -388,9 +388,9 @@ figures.draw_which_block(alone, whole)
 # %% [markdown] slide={"en": "A checkpoint saves the bytes that, because of it, are not in memory **at the peak**.\n\nAsk when the peak is, and what is live then.", "zh": "一个检查点能省多少，要看**峰值那一刻**，有哪些字节因为它而不在内存里。\n\n先问峰值在何时，再问那一刻内存里有什么。"}
 # <div lang="en">
 #
-# A checkpoint reduces the peak by the bytes that it removes from memory **at the peak**. Backward begins with the last layer, so the last layer is recomputed while all other layers' activations are still in memory. In the eight layers alone, a checkpoint around the last layer saves nothing, and costs 5,056 bytes for the generator's state. A checkpoint around one of layers 0 to 5 saves the layer's activations except its input. Around layer 6, a checkpoint saves 2.1 MB less, because the peak comes later. By then, memory has gained layer 7's gradients (3.2 MB) and lost one layer input (1.0 MB).
+# A checkpoint reduces the peak by the bytes that it removes from memory **at the peak**. Backward begins with the last layer, so this layer is recomputed while all other layers' activations are in memory. In the eight layers alone, a checkpoint around the last layer saves nothing, and costs 5,056 bytes for the random state. A checkpoint around one of layers 0 to 5 saves the layer's activations except its input. Around layer 6, a checkpoint saves 2.1 MB less, because the peak comes later. By then, memory has gained layer 7's gradients (3.2 MB) and lost one layer input (1.0 MB).
 #
-# In the decoder, a checkpoint around the last layer also reduces the peak, because the decoder's peak comes earlier, in the loss's backward. Then three tensors as large as the logits (25 MB together) are in memory.
+# In the decoder, a checkpoint around the last layer also reduces the peak, because the decoder's peak comes earlier, in the loss's backward. This peak contains three tensors as large as the logits, together 25 MB.
 #
 # </div>
 # <div lang="zh">
@@ -406,7 +406,7 @@ figures.draw_which_block(alone, whole)
 #
 # <div lang="en">
 #
-# **Selective checkpointing** keeps the results of some operators and recomputes the others. PyTorch calls a **policy** after each operator of the forward pass. The policy returns `MUST_SAVE` or `PREFER_RECOMPUTE`. The checkpoint's argument `context_fn` is a function that makes a new policy for each checkpoint. The policy below keeps the matrix products of the linear layers. A Linear calls `addmm` if it has a bias, and `mm` otherwise.
+# **Selective checkpointing** keeps the results of some operators and recomputes the others. A **policy** is a function that PyTorch calls after each operator of the forward pass. The policy returns `MUST_SAVE` or `PREFER_RECOMPUTE`. The checkpoint's argument `context_fn` is a function that makes a new policy for each checkpoint. The policy below keeps the matrix products of the linear layers. A Linear calls `addmm` if it has a bias, and `mm` otherwise.
 #
 # </div>
 # <div lang="zh">
@@ -432,9 +432,9 @@ def keep_products():
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 4.** Besides attention's results, torchtitan's selective mode keeps only every second matrix product. Write `every_second` in the form of `keep_products`. The new policy keeps the first, third, fifth ... matrix product of the linear layers. Count `addmm` and `mm` together, and start from one in each checkpoint.
+# **Exercise 4.** Besides attention's results, torchtitan's selective mode keeps only every second matrix product. Write `every_second`, a function like `keep_products`. The new policy keeps the first, third, fifth ... matrix product of the linear layers. Count `addmm` and `mm` together, and start from one in each checkpoint.
 #
-# PyTorch 2.13 calls the policy only in forward. Older versions such as 2.9 call it again in the recomputation, with `context.is_recompute` true, so the policy must count the recomputation's products separately.
+# PyTorch 2.13 calls the policy only in forward. Older versions such as 2.9 call the policy again in the recomputation, with `context.is_recompute` true, so the policy must count the recomputation's products separately.
 #
 # </div>
 # <div lang="zh">
@@ -478,7 +478,7 @@ exercises.check_policy(every_second)
 #
 # <div lang="en">
 #
-# The same step now runs without checkpoints and with five kinds of checkpoints. **Guess first:** by what fraction does one more forward pass raise a step's FLOPs? For each matrix product in forward, backward computes two: one for the input's gradient and one for the weight's.
+# The same step now runs without checkpoints and with five kinds of checkpoints. **Guess first:** by what fraction does one more forward pass raise a step's FLOPs? For each matrix product in forward, backward computes two: one for the input's gradient and one for the weight's gradient.
 #
 # </div>
 # <div lang="zh">
@@ -510,7 +510,7 @@ figures.draw_policies(arms)
 # %% [markdown] slide={"en": "If all weights are trained, another forward adds about a third to the FLOPs. Here, the step needs 1.21 times the FLOPs.\n\nAll matrix products of the linear layers kept: 2% more FLOPs. Every second one kept: 5%.", "zh": "全部权重都训练时，多一次前向，FLOPs 约增加三分之一。这里是基线的 1.21 倍。\n\n保留线性层的全部矩阵乘积，FLOPs 多 2%。每两个保留一个，多 5%。"}
 # <div lang="en">
 #
-# If all weights are trained, one more forward pass adds about a third to the step's FLOPs. Here, a checkpoint around each layer needs only 1.21 times the baseline's FLOPs, for two reasons. First, the head is not recomputed. Second, a recomputation stops as soon as the last saved tensor exists (**early stop**), so each checkpoint skips its last matrix product. With frozen weights, backward needs fewer FLOPs, and another forward pass can add about half to the FLOPs.
+# If all weights are trained, one more forward pass adds about a third to the step's FLOPs. Here, a checkpoint around each layer needs only 1.21 times the baseline's FLOPs, for two reasons. First, the head is not recomputed. Second, a recomputation stops as soon as the last saved tensor exists (**early stop**), so each checkpoint skips its last matrix product. With frozen weights, another forward pass can add about half, because backward needs fewer FLOPs.
 #
 # </div>
 # <div lang="zh">
@@ -522,7 +522,7 @@ figures.draw_policies(arms)
 # %% [markdown]
 # <div lang="en">
 #
-# Keeping all matrix products of the linear layers reduces the baseline's peak by 84 MB for 2% more FLOPs. (With 2048 tokens per sequence, it costs 18% more, because attention's own matrix products run again and are larger.) Your policy reduces the peak by 101 MB for 5% more FLOPs. If your policy kept the second and fourth of a layer's four products, the FLOPs would rise by 19%. The second product is small, and early stop skips the fourth anyway. Keeping every operator's result needs 429.8 MB, more than the step without checkpoints.
+# Keeping all matrix products of the linear layers reduces the baseline's peak by 84 MB for 2% more FLOPs. (With 2048 tokens per sequence, it costs 18% more FLOPs, because attention's own matrix products run again and are larger.) Your policy reduces the peak by 101 MB for 5% more FLOPs. If your policy kept the second and fourth of a layer's four products, the FLOPs would rise by 19%. The second product is small, and early stop skips the fourth anyway. Keeping every operator's result needs 429.8 MB, more than without checkpoints.
 #
 # One checkpoint around all eight layers costs the most FLOPs and reduces the peak by only 19 MB.
 #
@@ -544,9 +544,9 @@ figures.draw_policies(arms)
 #
 # <div lang="en">
 #
-# The head with its loss is a block, too, often the largest. At the peak it needs three tensors as large as the logits. For 1024 tokens and a vocabulary of 32,000, each takes 131 MB. If you divide the tokens into **chunks** and put a checkpoint around each, the logits never exist as a whole.
+# The head with its loss is a block, too, often the largest. At its peak, it needs three tensors as large as the logits. For 1024 tokens and a vocabulary of 32,000, each tensor takes 131 MB. If you divide the tokens into **chunks** and put a checkpoint around each chunk, the logits never exist as a whole.
 #
-# **Exercise 5.** Write this loss in about eight lines. It must equal `F.cross_entropy(hidden @ weight.T, targets)`, even if the last chunk is shorter. `chunk` is the number of tokens per chunk. The loss is the mean over all targets except those of −100 (`ignore_index`). In fine-tuning, prompts and padding have this target.
+# **Exercise 5.** Write this loss in about eight lines. The result must equal `F.cross_entropy(hidden @ weight.T, targets)`, even if the last chunk is shorter. `chunk` is the number of tokens per chunk. The loss is the mean over all targets except those of −100 (`ignore_index`). In fine-tuning, prompts and padding have this target.
 #
 # </div>
 # <div lang="zh">
@@ -585,7 +585,7 @@ exercises.check_loss_in_pieces(loss_in_pieces)
 # %% [markdown]
 # <div lang="en">
 #
-# With small chunks, the peak no longer comes from the logits, but from three tensors as large as the head's weight matrix (33 MB each). Section 2.17 shows two ways with only two such tensors. Fused losses such as Liger's compute the gradients of a chunk in forward, so they recompute nothing.
+# With small chunks, the peak no longer comes from the logits, but from three tensors as large as the head's weight matrix (33 MB each). Section 2.17 shows two ways with only two such tensors. Fused losses such as Liger's recompute nothing, because they compute a chunk's gradients in forward.
 #
 # </div>
 # <div lang="zh">
@@ -599,7 +599,7 @@ exercises.check_loss_in_pieces(loss_in_pieces)
 #
 # <div lang="en">
 #
-# `own_code.llama` builds a small Llama of Hugging Face Transformers with 4 layers and hidden size 256. The vocabulary of 8,192 is 32 times the hidden size, a ratio near that of Llama 3 8B. Forward and backward of 8 sequences of 128 tokens need 215.2 MB. Prompt tokens have the label −100.
+# `own_code.llama` builds a small Llama of Hugging Face Transformers with 4 layers and hidden size 256. The vocabulary of 8,192 is 32 times the hidden size, about the ratio of Llama 3 8B. Forward and backward of 8 sequences of 128 tokens need 215.2 MB. Prompt tokens have the label −100.
 #
 # **Exercise 6.** Write `in_chunks`, the last row of the table below. Checkpoint the layers with `model.activation_checkpointing_enable()`, and compute the loss in chunks. `model.model(tokens).last_hidden_state` contains the hidden states before the head, `model.lm_head.weight` is the head's weight matrix, and position $t$ predicts the label of position $t + 1$. The loss and the gradients must equal the model's own, and the peak must be at most 80 MB.
 #
@@ -682,18 +682,18 @@ own_code.compare_costs(costs)
 # %% [markdown]
 # <div lang="en">
 #
-# `enable()` lowers the peak by 79 MB. Most scripts use the method's older name, which `transformers` 6 will remove, as a warning says. Without `use_reentrant`, `transformers` 5.23 uses the newer mode. The older mode never stops early, so it needs more FLOPs.
+# `enable()` lowers the peak by 79 MB. Many scripts use the method's older name, which `transformers` 6 will remove, as a warning says. Without `use_reentrant`, `transformers` 5.23 uses the newer mode. The older mode never stops early, so it needs more FLOPs.
 #
 # `keep_addmm` has no effect. A Llama's Linears have no bias, so they call `mm`, and everything is recomputed without a warning. (`checkpoint_blocks` would warn.) With `keep_mm`, no matrix product is computed twice. In FLOPs, your policy lies between these two policies.
 #
-# The compiler's budget limits the bytes kept for backward, not the peak (lesson 03). `compile()` needs about as many FLOPs as `enable()`, but lowers the peak less. Set outside a `with` block, the budget would hold for all later compilations. On a GPU, write `model.compile()`; its default backend needs a C++ compiler.
+# The compiler's budget limits the bytes kept for backward, not the peak (lesson 03). `compile()` needs about as many FLOPs here as `enable()`, but lowers the peak less. Set outside a `with` block, the budget would hold for all later compilations. On a GPU, write `model.compile()`; its default backend needs a C++ compiler.
 #
 # The loss in chunks has the lowest peak, because the peak of `enable()` came mostly from the logits. Section 2.18 runs the lines for the Trainer, peft, DDP and FSDP2.
 #
 # </div>
 # <div lang="zh">
 #
-# `enable()` 让峰值降低 79 MB。多数脚本里写的还是这个方法的旧名称，运行时会收到警告，说 `transformers` 6 将删除旧名称。不写 `use_reentrant` 时，`transformers` 5.23 用的是新模式。旧模式不会提前终止，所以在这里计算量更大。
+# `enable()` 让峰值降低 79 MB。许多脚本里写的还是这个方法的旧名称，运行时会收到警告，说 `transformers` 6 将删除旧名称。不写 `use_reentrant` 时，`transformers` 5.23 用的是新模式。旧模式不会提前终止，所以在这里计算量更大。
 #
 # `keep_addmm` 不起作用，因为 Llama 的 Linear 没有偏置，调用的是 `mm`。策略一个结果也没有保留，全部都要重新计算，而且没有任何警告。（换成 `checkpoint_blocks` 就会警告。）用 `keep_mm` 时，任何矩阵乘法都只做一遍。你的策略的 FLOPs 介于这两种策略之间。
 #
@@ -743,7 +743,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # <div lang="en">
 #
 # - A checkpoint keeps a block's input and recomputes its activations in backward. Always write `use_reentrant=False`.
-# - A checkpoint reduces the peak by the bytes that it removes from memory at the peak. Without a head, a checkpoint around the last layer does not reduce the peak. A formula for one point of the step fails if memory is higher at another.
+# - A checkpoint reduces the peak by the bytes that it removes from memory at the peak. Without a head, a checkpoint around the last layer did not reduce the peak. A formula for one point of the step fails if memory is higher at another point.
 # - One more forward pass adds about a third to a step's FLOPs if all weights are trained, and less with early stop. A policy that keeps the linear layers' matrix products adds 2% here, and more with longer sequences.
 # - The loss is a block, too. Computed in small chunks, it needs here two to three times the bytes of the head's weight matrix.
 #
@@ -800,7 +800,7 @@ ledger("02", "checkpoint each layer", arms["each layer"])
 # | backward asks for 2 | the second hook runs the block again, collects `t0`, `t1`, `t2`, and returns `t2` |
 # | backward asks for 1 | the second hook returns `t1` |
 #
-# **Exercise 7.** Write the newer mode of section 2.3. `forget` returns the next number: with `numbers = count()`, `next(numbers)` is 0, 1, 2 and so on. `bring_back` runs the block again when it is called for the first time. That run needs `torch.enable_grad()`, hooks of its own (`saved_tensors_hooks(collect, bring_back)`), and an input that requires a gradient if `x` does. The input can be `x.detach()` with a graph of its own, or `x` itself, because no backward goes through the graph of the second run.
+# **Exercise 7.** Write the newer mode of section 2.3. `forget` returns the next number: with `numbers = count()`, `next(numbers)` is 0, 1, 2 and so on. `bring_back` runs the block again when it is called for the first time. The second run needs `torch.enable_grad()`, hooks of its own (`saved_tensors_hooks(collect, bring_back)`), and an input that requires a gradient if `x` does. The input can be `x.detach()` with a graph of its own, or `x` itself, because no backward goes through the graph of the second run.
 #
 # </div>
 # <div lang="zh">
@@ -879,12 +879,12 @@ gaps(runs)
 # %% [markdown]
 # <div lang="en">
 #
-# Until the block's backward is done, `with_hooks` keeps everything that it has recomputed. PyTorch and the course's library release each tensor after its use. The last column shows `course_lib.checkpoint.readable`, a file of 350 lines that contains both modes in readable code.
+# Until the block's backward is done, `with_hooks` keeps everything that it has recomputed. PyTorch and the course's library release each tensor after its use. The last column shows `course_lib.checkpoint.readable`, a file of about 350 lines that contains both modes in readable code.
 #
 # </div>
 # <div lang="zh">
 #
-# `with_hooks` 把重新算出来的张量一直留到整个块的反向做完，而 PyTorch 和课程库每用完一个张量就释放一个。最后一列是 `course_lib.checkpoint.readable`，这个文件共 350 行，实现了两种模式，代码便于阅读。
+# `with_hooks` 把重新算出来的张量一直留到整个块的反向做完，而 PyTorch 和课程库每用完一个张量就释放一个。最后一列是 `course_lib.checkpoint.readable`，这个文件约有 350 行，实现了两种模式，代码便于阅读。
 #
 # </div>
 
@@ -929,7 +929,7 @@ def gradient_of(block, **options):
 # %% [markdown]
 # <div lang="en">
 #
-# **Read the first lines of the error.** They give the number of saved tensors in both runs, or the first tensor that differs. With `debug=True` the message lists all operators of both runs, each with its stack traces, over hundreds of lines. You only need the operators that differ. The hooks of the recomputation call `detach`, so we leave `detach` out of these lists. (If a library calls the checkpoint, use `set_checkpoint_debug_enabled(True)`.)
+# **Read the first lines of the error.** These lines give the number of saved tensors in both runs, or the first tensor that differs. With `debug=True` the message lists all operators of both runs, each with its stack traces, over hundreds of lines. You only need the operators that differ. The hooks of the recomputation call `detach`, so we leave `detach` out of these lists. (If a library calls the checkpoint, use `set_checkpoint_debug_enabled(True)`.)
 #
 # </div>
 # <div lang="zh">
@@ -990,7 +990,7 @@ table(["what has changed", "default", '`determinism_check="none"`'], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The first two blocks still raise an error. The block with the slice now gives a wrong gradient without an error, because its shorter recomputed tensor can be broadcast to the shape of the gradient. For the last two blocks, PyTorch never notices that the two runs differ, because both runs save the same number of tensors, with the same shapes. (`checkpoint_blocks` raises an error for both, see section 2.16.) In all five cases the remedy is to make both runs equal:
+# The first two blocks still raise an error. The block with the slice now gives a wrong gradient without an error, because its shorter recomputed tensor can be broadcast to the shape of the gradient. For the last two blocks, PyTorch never notices that the two runs differ, because both runs save the same number of tensors, with the same shapes. (`checkpoint_blocks` raises an error for both blocks, see section 2.16.) In all five cases the remedy is to make both runs equal:
 #
 # - Call `eval()` after backward.
 # - Do not cache during training. Hugging Face's encoder-decoders need `use_cache=False`.
@@ -1022,7 +1022,7 @@ table(["early stop", "no early stop"], [(outcome(longer), stricter)])
 #
 # <div lang="en">
 #
-# How can a recomputation *skip* a matrix product? A dispatch mode sees every operator (lesson 01). In the first run the mode keeps the results of the chosen operators. In the second run it returns these results in the same order, and the operators do not run. `context_fn` returns one context per run.
+# How can a recomputation *skip* a matrix product? A dispatch mode sees every operator (lesson 01). In the first run the mode keeps the results of the chosen operators. In the second run the mode returns these results in the same order, and the operators do not run. `context_fn` returns one context per run.
 #
 # </div>
 # <div lang="zh">
@@ -1082,12 +1082,12 @@ in_depth.repeats()
 # %% [markdown]
 # <div lang="en">
 #
-# BatchNorm's output is right, but its running statistics are updated twice for one batch. These statistics must not change during the recomputation:
+# With a checkpoint, BatchNorm's output is right, but its running statistics are updated twice for one batch. These statistics must not change during the recomputation:
 #
 # </div>
 # <div lang="zh">
 #
-# BatchNorm 的输出没有错，但同一个批次让它的滑动统计量更新了两次。因此要让统计量在重计算时保持不变：
+# 加了检查点，BatchNorm 的输出没有错，但同一个批次让它的滑动统计量更新了两次。因此要让统计量在重计算时保持不变：
 #
 # </div>
 
@@ -1104,7 +1104,7 @@ in_depth.statistics_after(run_twice)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 8.** Write a checkpoint for blocks with dropout. The second run of each block must draw the same mask as its first run. This must also hold if other random numbers are drawn before the first run or between the two. Later random numbers must not change. `careful_checkpoint` is a function of `block` and `x`, or a Function.
+# **Exercise 8.** Write a checkpoint for blocks with dropout. The second run of each block must draw the same mask as its first run. The masks must also be equal if other random numbers are drawn before the first run or between the two runs. Later random numbers must not change. `careful_checkpoint` is a function of `block` and `x`, or a Function.
 #
 # </div>
 # <div lang="zh">
@@ -1146,7 +1146,7 @@ exercises.check_dropout_checkpoint(Careful.apply)
 #
 # <div lang="en">
 #
-# **Layers per checkpoint.** In section 2.7, two layers per checkpoint needed more memory and FLOPs than one layer per checkpoint. These pairs of layers can need less memory if the gradients exist from the start, as in the later micro-batches of gradient accumulation (lesson 05). With pairs, one more layer is recomputed at a time, but only half of the inputs are kept. A layer keeps 20 times the bytes of its input. **Guess first:** from which depth on do pairs need less memory? (Here, all sizes are a quarter of the decoder's.)
+# **Layers per checkpoint.** In section 2.7, two layers per checkpoint needed more memory and more FLOPs than one layer per checkpoint. Such pairs of layers can need less memory than single layers if the gradients exist from the start. In gradient accumulation, this is the case after the first micro-batch (lesson 05). With pairs, one more layer is recomputed at a time, but only half of the inputs are kept. A layer keeps 20 times the bytes of its input. **Guess first:** from which depth on do pairs need less memory than single layers? (In this experiment, all sizes are a quarter of the decoder's.)
 #
 # </div>
 # <div lang="zh">
@@ -1162,7 +1162,7 @@ table(["layers", "each layer (MB)", "two layers per checkpoint (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# With 8 layers, pairs need more memory than single layers, and with 48 layers less. Both peaks are linear in the depth, and the lines cross at 40 layers. (Here the checkpoints don't keep the random state, because `preserve_rng_state=False`. If they keep it, pairs need less from 37 layers on.) In our usual step, pairs need more memory at any depth, because backward creates gradients, which take more memory than the inputs that it releases.
+# With 8 layers, pairs need more memory than single layers, and with 48 layers they need less. The peaks of pairs and of single layers grow linearly with the depth, and the two lines cross at 40 layers. (Here the checkpoints don't keep the random state, because `preserve_rng_state=False`. If the checkpoints keep this state, pairs need less memory from 37 layers on.) In our usual step, gradients arrive during backward, and pairs need more memory than single layers at any depth. The reason is that a layer's gradients take more memory than the layer's input, which backward releases.
 #
 # </div>
 # <div lang="zh">
@@ -1174,7 +1174,7 @@ table(["layers", "each layer (MB)", "two layers per checkpoint (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# **Tokens per chunk.** If one backward pass goes through all chunks, memory holds three tensors as large as the head's weight matrix (33 MB). They are the sum of the gradients so far, the gradient of the next chunk, and their new sum. The reason is that PyTorch cannot add the gradient of a transposed matrix in place. If you write the logits as `(weight @ rows.T).T`, this gradient is not transposed. You can also call backward after each chunk. Then the gradient is added in place too, and no checkpoint is needed. At the end, `hidden.grad` is the gradient that backward through the layers starts from.
+# **Tokens per chunk.** If one backward pass goes through all chunks, memory holds three tensors as large as the head's weight matrix (33 MB each). These tensors are the sum of the gradients so far, the gradient of the next chunk, and the new sum. The reason is that PyTorch cannot add a transposed gradient in place. If you write the logits as `(weight @ rows.T).T`, this gradient is not transposed. You can also call backward after each chunk. Then the gradient is added in place too, and no checkpoint is needed. At the end, `hidden.grad` is the gradient from which backward through the layers starts.
 #
 # </div>
 # <div lang="zh">
@@ -1208,7 +1208,7 @@ table(["tokens in a chunk", "one backward", "`(weight @ rows.T).T`", "a backward
 # %% [markdown]
 # <div lang="en">
 #
-# Peaks are in units of the head's weight matrix, 33 MB. A chunk of 1024 tokens contains all tokens. With smaller chunks, the peak with one backward pass falls to 3 matrices, but not further. The peaks of the other two ways approach their floor of 2 matrices: the accumulated gradient and the gradient of the next chunk. With one backward pass per chunk, nothing is recomputed.
+# Peaks are in units of the head's weight matrix, 33 MB. A chunk of 1024 tokens contains all tokens. With smaller chunks, the peak with one backward pass falls to 3 matrices, but not further. The peaks in the last two columns approach their floor of 2 matrices: the accumulated gradient and the gradient of the next chunk. With one backward pass per chunk, nothing is recomputed.
 #
 # </div>
 # <div lang="zh">
@@ -1266,7 +1266,7 @@ table(["as in PyTorch"], [[answers == modes(checkpoint)]])
 # %% [markdown]
 # <div lang="en">
 #
-# `torch.func.grad` forbids hooks on saved tensors, so the non-reentrant mode fails. In the first row, no input needs a gradient, and the block's output is the loss itself. So in the reentrant mode, backward finds no graph.
+# `torch.func.grad` forbids hooks on saved tensors, so the non-reentrant mode fails in the last row. In the first row, no input needs a gradient, and the block's output is the loss itself. So in the reentrant mode, backward finds no graph.
 #
 # **peft.** With LoRA the base model is frozen, so the input of the first layer needs no gradient, as in section 2.3. Therefore, no adapter gets a gradient in the older mode. `enable_input_require_grads()` makes the embedding's output require a gradient. If the checkpoints are Hugging Face's own, `peft` 0.21 calls this method for you. If they are PyTorch's, as in FSDP scripts, you must call it yourself:
 #
@@ -1358,7 +1358,7 @@ table(["checkpoint", "option", "gradients equal"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# With `find_unused_parameters=True`, the older mode raises an error. After forward, the graph of the older mode contains no parameters. So DDP assumes that the parameters are unused, and marks them as ready. Backward marks them a second time, which raises the error. With `static_graph=True`, DDP learns in the first step which parameters are used. This works if all steps use the same parameters.
+# With `find_unused_parameters=True`, the older mode raises an error. After forward, the graph of the older mode contains no parameters. So DDP assumes that the parameters are unused, and marks them as ready. Backward marks the parameters a second time, which raises the error. With `static_graph=True`, DDP learns in the first step which parameters are used. `static_graph=True` works if all steps use the same parameters.
 #
 # **FSDP2 and the Trainer.** Call `checkpoint_wrapper` before `fully_shard`. The Trainer has arguments for Hugging Face's own checkpoints, and the older names of these arguments still work:
 #
@@ -1422,7 +1422,7 @@ in_depth.trainer_steps(arguments)
 #
 # <div lang="en">
 #
-# `checkpoint_sequential` divides an `nn.Sequential` into segments, and puts a checkpoint around each segment except the last. In the second cell below, an attention layer runs three times in one step. Without checkpoints, each run keeps $5 s b h + a s^2 b$ numbers, including its input of $s b h$ numbers. If each run has a checkpoint, two of the three runs keep only their inputs at the peak, and the third run keeps all its numbers. (For short sequences the peak comes later, when memory holds gradients that the formula leaves out.) In the third cell below, a post-norm layer (hidden size 512, 8 heads) is trained with Adam, with and without a checkpoint.
+# `checkpoint_sequential` divides an `nn.Sequential` into segments, and puts a checkpoint around each segment except the last. In the second cell below, an attention layer runs three times in one step. Without checkpoints, each run keeps $5 s b h + a s^2 b$ numbers, including its input of $s b h$ numbers. If each run has a checkpoint, two of the three runs keep only their inputs at the peak, and the third run keeps all its numbers. (For short sequences the peak comes later, when memory holds gradients that the formula leaves out.) In the third cell below, a post-norm layer (hidden size 512, 8 heads) is trained with Adam, once with and once without a checkpoint.
 #
 # </div>
 # <div lang="zh">
@@ -1451,7 +1451,7 @@ table(["log", "losses equal"], [(f"`{log[0]}`", losses == without)])
 # %% [markdown]
 # <div lang="en">
 #
-# The table tests older claims, found only in the teaching documents behind this course.
+# The table tests claims that we found only in the teaching documents on which this course is based.
 #
 # </div>
 # <div lang="zh">
@@ -1470,9 +1470,9 @@ claims.older_claims()
 #
 # <div lang="en">
 #
-# A policy that keeps the matrix products costs few FLOPs, but Python runs for every operator, about 900 times per step. The second cell below measures seconds on your GPU, or shows numbers recorded on an H100 and an H200.
+# A policy that keeps the matrix products costs few FLOPs, but it runs Python code for every operator, about 900 times per step. The second cell below measures seconds on your GPU, or shows numbers recorded on an H100 and an H200.
 #
-# With `keep_mm`, a Llama in bf16 computes no matrix product twice. Still, forward and backward take longer than without checkpoints: 23% longer on the H200, and 32% longer on the H100. With checkpoints and `compile()` together, forward and backward take less time than with neither: 1% less on the H200, and 7% less on the H100.
+# With `keep_mm`, a Llama in bf16 computes no matrix product twice. Still, forward and backward take longer than without checkpoints: 23% longer on the H200, and 32% longer on the H100. With checkpoints and `compile()` together, forward and backward take less time than without either of them: 1% less on the H200, and 7% less on the H100.
 #
 # </div>
 # <div lang="zh">
