@@ -13,7 +13,7 @@
 #
 # In lesson 02 you put a checkpoint around each layer of the course's decoder. **Can any other plan beat these checkpoints?** Layers could share a checkpoint. A checkpoint could keep some results. The compiler could choose what to keep, and a search could look for the best plan.
 #
-# This lesson measures all these plans on one model, and explains the result with two numbers that you can measure on your model. Then it turns to networks for which another plan is best.
+# This lesson measures all these plans on one model, and explains the result with two numbers that you can measure on your model. Then come networks for which another plan is best.
 #
 # </div>
 # <div lang="zh">
@@ -75,7 +75,7 @@ from course_lib.teaching import predictions, table
 #
 # <div lang="en">
 #
-# A **stage** is one link of a chain. The course's decoder is a chain of 18 stages: the embedding, two stages for each of the 8 layers, and the head with the loss. Cuts divide the chain into segments. Each segment except the last gets a checkpoint. (The checkpoint around the embedding does not change the peak.)
+# A chain is a network whose **stages** run in order. The course's decoder is a chain of 18 stages: the embedding, two stages for each of the 8 layers, and the head with the loss. Cuts divide the chain into segments. Each segment except the last gets a checkpoint. (The checkpoint around the embedding does not change the peak.)
 #
 # </div>
 # <div lang="zh">
@@ -108,11 +108,11 @@ print(layer_cuts(8), layer_cuts(8, group=2), sep="\n")
 # - **Two layers per checkpoint.**
 # - **Products kept:** a selective checkpoint per layer keeps the results of the linear layers.
 # - **Loss in chunks:** lesson 02's loss, 128 tokens at a time, and no checkpoint elsewhere.
-# - **Compiler's budget:** `torch.compile` chooses what to keep, up to half of the bytes that it usually keeps (section 3.5). The compiler needs real tensors, so it runs with 8 layers only. The other ways use symbolic tensors.
+# - **Compiler's budget:** `torch.compile` chooses what to keep, up to half of the bytes that it usually keeps (section 3.5). The compiler needs real tensors, so we compile only 8 layers. The other ways use symbolic tensors.
 #
 # **On this page**, a peak counts all live activations, including the model's input. Weights, gradients and optimizer state are not counted. They exist before forward begins, as in every micro-batch after the first (lesson 05).
 #
-# **Guess first.** Which way has the lowest peak with 8 layers, and which with 48? With 8 layers, which ways add less than 5% to the FLOPs of a step without checkpoints?
+# **Guess first.** Which way has the lowest peak with 8 layers, and which with 48 layers? With 8 layers, which ways add less than 5% to the FLOPs of a step without checkpoints?
 #
 # </div>
 # <div lang="zh">
@@ -152,7 +152,7 @@ own_model.draw_ways({8: eight, 48: deep})
 # %% [markdown]
 # <div lang="en">
 #
-# With 8 layers, a checkpoint around **each layer** has the lowest peak: 36.7 MB, instead of 195.2 MB without a checkpoint, for 1.21 times the FLOPs. Three ways add only about 2% to the FLOPs. Two of them, products kept and the compiler's budget, lower the peak by nearly half. The loss in chunks lowers the peak by 18 MB at both depths, because the logits do not grow with the depth. With 48 layers, **two layers per checkpoint** have the lowest peak.
+# With 8 layers, a checkpoint around **each layer** has the lowest peak: 36.7 MB, instead of 195.2 MB without a checkpoint, for 1.21 times the FLOPs. Three ways add only about 2% to the FLOPs. Two of these ways, products kept and the compiler's budget, lower the peak by nearly half. The loss in chunks lowers the peak by 18 MB at both depths, because the logits do not grow with depth. With 48 layers, **two layers per checkpoint** have the lowest peak.
 #
 # </div>
 # <div lang="zh">
@@ -164,7 +164,7 @@ own_model.draw_ways({8: eight, 48: deep})
 # %% [markdown]
 # <div lang="en">
 #
-# Why are pairs of layers better in the deeper model? Let a layer keep $A$ bytes for its backward, and let its input take $B$ bytes. With $L$ layers in groups of $g$, the step keeps the inputs of $L / g$ groups, and recomputes one whole group. This takes $\frac{L}{g} B + g A$ bytes. Pairs keep $\frac{L}{2} B$ fewer bytes for inputs than single layers, but $A$ more for the recomputed group. So pairs need less memory **from $L = 2 A / B$ layers on**. In this decoder $A$ is 20 times $B$, which gives 40 layers.
+# Why are pairs of layers better in the deeper model? Let a layer keep $A$ bytes for its backward, and its input take $B$ bytes. With $L$ layers in groups of $g$, the step keeps the inputs of $L / g$ groups, and recomputes one whole group. This takes $\frac{L}{g} B + g A$ bytes. Pairs keep $\frac{L}{2} B$ fewer bytes for inputs than single layers, but $A$ more bytes for the recomputed group. So pairs need less memory **from $L = 2 A / B$ layers on**. In this decoder $A$ is 20 times $B$, which gives 40 layers.
 #
 # The table shows one layer of each of two models, in bf16, for 4096 tokens:
 #
@@ -189,9 +189,9 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 # %% [markdown]
 # <div lang="en">
 #
-# In both models, pairs need less memory from about 49 layers on. (In the 8B model, a layer keeps 825 MB, 134 MB of them for float32 copies in norms. Fused norms make no such copies, so fewer layers are enough.) The 8B model has only 32 layers, too few for pairs. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
+# In both models, pairs of layers save memory from about 49 layers on. (In the 8B model, a layer keeps 825 MB, including 134 MB for float32 copies in norms. Fused norms make no such copies, so pairs need fewer layers.) The 8B model has only 32 layers, too few for pairs. The 70B model has 80 layers, so pairs lower the peak if the gradients exist before backward, as on this page, or are sharded (lesson 08).
 #
-# In other training steps the gradients arrive during backward. In these two models a layer's gradients take far more bytes than its input, so the peak is at the end of backward, after the inputs are released. Groups do not lower this peak.
+# In other training steps the gradients arrive during backward. In these two models a layer's gradients take far more bytes than its input, so the peak is at the end of backward, after the inputs are released. Grouping does not lower this peak.
 #
 # </div>
 # <div lang="zh">
@@ -207,7 +207,7 @@ table(["model", "layers", "A (MB)", "B (MB)", "a layer's gradients (MB)", "2A/B"
 #
 # <div lang="en">
 #
-# If each layer keeps few bytes, groups of layers save memory even in shallow networks. Such a group is a **segment**. From here to section 3.5 the network is a chain of 100 equal layers, each a Linear and a GELU, with activations of 1000 × 25 numbers. A boundary between segments keeps one activation, $B$ = 100,000 bytes. A layer keeps $A = 2B$, because the Linear and the GELU each keep their input.
+# If each layer keeps few bytes, groups of layers save memory even in shallow networks. Such a group is a **segment**. Up to section 3.5, the network is a chain of 100 equal layers, each a Linear and a GELU, with activations of 1000 × 25 numbers. A boundary between segments keeps one activation, $B$ = 100,000 bytes. A layer keeps $A = 2B$, because the Linear and the GELU each keep their input.
 #
 # `checkpoint_sequential` cuts such a network into $k$ segments, and puts a checkpoint around each segment except the last. Do the gradients stay the same?
 #
@@ -250,9 +250,9 @@ figures.draw_sweep(100, sweep, marked=(50, 51))
 # %% [markdown]
 # <div lang="en">
 #
-# The points do not form a smooth curve. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment except the last, and **all remaining layers into the last**. For $k = 51$, fifty segments have one layer each, and the last has fifty. While a segment runs backward, the activations of all its layers are in memory.
+# The points do not form a smooth curve. `checkpoint_sequential` puts $\lfloor L/k \rfloor$ layers into each segment except the last, and **all remaining layers into the last**. For $k = 51$, fifty segments have one layer each, and the last segment has fifty. While a segment runs backward, the activations of all its layers are in memory.
 #
-# **Exercise 1.** Cuts form a list such as `[0, 40, 70, 100]`. While segment $j$ (counted from 0) runs backward, which segments' inputs are still kept, how many bytes do its layers keep, and which gradients exist? Count every tensor once. Return the peak in bytes, from `A` and `B`.
+# **Exercise 1.** Cuts form a list such as `[0, 40, 70, 100]`. While segment $j$ (counted from 0) runs backward, which segments' inputs are kept, how many bytes do its layers keep, and which gradients exist? Count every tensor once. Return the peak in bytes, from `A` and `B`.
 #
 # </div>
 # <div lang="zh">
@@ -301,7 +301,7 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# The measured peaks are 8 bytes above the predictions, which leave out the loss and its gradient. In the sum for equal segments, $k B$ grows with $k$, and $\frac{L}{k} A$ falls.
+# The measured peaks are 8 bytes above the predictions, which leave out the loss and its gradient. In the peak formula for equal segments, $k B$ grows with $k$, and $\frac{L}{k} A$ falls.
 #
 # **Exercise 2.** For which number of segments $k$ is the sum of these two terms least? Write a formula for any $L$, $A$ and $B$. The result may be fractional, or rounded to the whole number with the smaller sum.
 #
@@ -355,15 +355,15 @@ exercises.check_best_count(best_count)
 #
 # <div lang="en">
 #
-# While the **last** segment runs backward, the inputs of all segments are kept. While the **first** segment runs backward, all other inputs have been released, so the first segment can be longer. Let every segment need the same $R$ bytes, not counting the last $B$ of the sum in section 3.2. A segment that follows $j$ others has $R - (j + 1) B$ bytes left for its layers.
+# While the **last** segment runs backward, the inputs of all segments are kept. While the **first** segment runs backward, all other inputs have been released, so the first segment can be longer. Let every segment need the same $R$ bytes, not counting the last term $B$ of section 3.2's sum. A segment that follows $j$ others has $R - (j + 1) B$ bytes left for its layers.
 #
-# Each segment has $B / A$ fewer layers than the segment before it. Drawn as columns, the segments form a triangle that is $R / B$ segments long and $R / A$ layers high. Its area is the number of layers:
+# Each segment has $B / A$ fewer layers than the segment before it. Drawn as columns, the segments form a triangle that is $R / B$ segments long and $R / A$ layers high. The triangle's area is the number of layers:
 #
 # $$L \approx \frac{R^2}{2 A B}, \qquad R \approx \sqrt{2 L A B}$$
 #
-# Equal segments need $2 \sqrt{L A B}$, and $R$ is $1 / \sqrt 2$ of that.
+# Equal segments need $2 \sqrt{L A B}$, and $R$ is $1 / \sqrt 2$ times that.
 #
-# **Exercise 3.** The formula gives fractional segment sizes, but segments have whole numbers of layers. Write `tapered(depth, kept)`, where a layer keeps `kept` times the bytes of a boundary, $A$ = `kept` · $B$. It returns cuts, such as `[0, 4, 6, 7]` for segments of 4, 2 and 1 layers. Your cuts must have the lowest possible peak.
+# **Exercise 3.** The formula gives fractional segment sizes, but segments have whole numbers of layers. Write `tapered(depth, kept)`, where a layer keeps `kept` times the bytes of a boundary, $A$ = `kept` · $B$. `tapered` returns cuts, such as `[0, 4, 6, 7]` for segments of 4, 2 and 1 layers. Your cuts must have the lowest possible peak.
 #
 # </div>
 # <div lang="zh">
@@ -376,7 +376,7 @@ exercises.check_best_count(best_count)
 #
 # 等分时需要 $2 \sqrt{L A B}$，而 $R$ 只有这个值的 $1 / \sqrt 2$。
 #
-# **练习 3。** 公式给出的段长带有小数，而一段的层数必须是整数。写出 `tapered(depth, kept)`，其中一层保存的字节是一个边界的 `kept` 倍，即 $A$ = `kept` · $B$。函数返回切口，例如 `[0, 4, 6, 7]` 表示各段有 4、2、1 层。要求任何切法的峰值都不比你的更低。
+# **练习 3。** 公式给出的段长带有小数，而一段的层数必须是整数。写出 `tapered(depth, kept)`，其中一层保存的字节是一个边界的 `kept` 倍，即 $A$ = `kept` · $B$。`tapered` 返回切口，例如 `[0, 4, 6, 7]` 表示各段有 4、2、1 层。要求任何切法的峰值都不比你的更低。
 #
 # </div>
 
@@ -423,7 +423,7 @@ figures.draw_budgets({name: arms[name] for name in ("10 equal segments", "tapere
 # %% [markdown]
 # <div lang="en">
 #
-# The peak falls from $31 B$ to $22 B$. The FLOPs grow by 2%, because only the last segment does not run forward again, and this segment is shorter now. In the picture, the layers of the tapered cut form the triangle. We derived this cut, and found it in no paper.
+# The tapered cut lowers the peak from $31 B$ to $22 B$. The FLOPs grow by 2%, because only the last segment does not run forward again, and this segment is shorter. In the picture, the layers of the tapered cut form the triangle. We derived this cut, and found it in no paper.
 #
 # </div>
 # <div lang="zh">
@@ -451,7 +451,7 @@ figures.draw_budgets({name: arms[name] for name in ("10 equal segments", "tapere
 #
 # `torch.compile` traces forward and backward as one graph and cuts the graph in two. The results that cross the cut are saved, and backward computes the other results again. A **budget**, a number between 0 and 1, limits the saved bytes. The default, 1, minimizes the run time. With 0, only the graph's inputs are saved, as with one checkpoint around everything. With 0.5, the compiler saves the inputs and at most half of the other bytes that it saves with 1.
 #
-# Torch 2.13 has a prototype of a context manager for the budget. The context must cover the whole forward pass of a compiled graph (section 3.16). Section 3.1 used the older private setting, `torch._functorch.config.activation_memory_budget`.
+# Torch 2.13 has a prototype context manager for the budget. The context must cover the whole forward pass of a compiled graph (section 3.16). Section 3.1 used the older private setting, `torch._functorch.config.activation_memory_budget`.
 #
 # </div>
 # <div lang="zh">
@@ -499,9 +499,9 @@ own_model.budget_table(layers16, x, tried)
 # %% [markdown]
 # <div lang="en">
 #
-# The private setting gives the same numbers. At a budget of 0.75 the peak falls and the FLOPs do not grow, because only GELUs run again, and FLOPs count only matrix products. With smaller budgets the saved bytes fall further, but the peak **rises**: at 0 it is as high as with everything kept. The compiler's solver considers the bytes of each result and the FLOPs to recompute it, but not how long a recomputed result stays in memory. At 0.25, the solver keeps the results of the first seven Linears and nothing of the last nine layers. So backward begins by recomputing these nine layers at once. Section 3.16 shows this choice, and halves the peak.
+# The context manager and the private setting agree. At a budget of 0.75 the peak falls and the FLOPs do not grow, because only GELUs run again, and FLOPs count only matrix products. With smaller budgets the saved bytes fall further, but the peak **rises**: at 0 it is as high as with everything kept. The compiler's solver considers the bytes of each result and the FLOPs to recompute it, but not how long a recomputed result stays in memory. At 0.25, the solver keeps the results of the first seven Linears and nothing of the last nine layers. So backward begins by recomputing these nine layers at once. Section 3.16 halves the peak with another choice.
 #
-# On our decoder, a budget of 0.5 worked well. So start with 0.5, and measure your model's peak, because fewer saved bytes do not mean a lower peak. Cut into four segments, the same 16 layers peak at $13 B$ (section 3.13).
+# On our decoder, a budget of 0.5 worked well. So start with 0.5, and measure your model's peak, because fewer saved bytes do not mean a lower peak. Checkpointed in four segments, the same 16 layers peak at $13 B$ (section 3.13).
 #
 # </div>
 # <div lang="zh">
@@ -541,10 +541,10 @@ table(["schedule", "peak", "time"], [(name, c.peak_bytes, c.time) for name, c in
 #
 # The second schedule runs stages 0 and 1 forward twice to lower the peak.
 #
-# Let $T_{i..n}(R)$ be the least time for forward and backward of stages $i$ to $n$ within $R$ bytes. The input of stage $i$ exists already and is not counted. We assume that schedules never discard a kept tensor before the backward that needs it, and that no output is larger than the output before it. Stage $i$ keeps $A_i$ bytes, its output takes $B_i$ bytes, its forward takes time $f_i$, and its backward takes time $g_i$. A schedule can begin in two ways:
+# Let $T_{i..n}(R)$ be the least time for forward and backward of stages $i$ to $n$ within $R$ bytes. The input of stage $i$ exists already and is not counted. We assume that schedules never discard a kept tensor before the backward that needs it, and that no output is larger than the previous stage's output. Stage $i$ keeps $A_i$ bytes, its output takes $B_i$ bytes, its forward takes time $f_i$, and its backward takes time $g_i$. A schedule can begin in two ways:
 #
 # - **Keep all** of stage $i$. These $A_i$ bytes and the output's gradient must fit: $A_i + B_i \le R$. The time is $f_i + T_{i+1..n}(R - A_i) + g_i$.
-# - **Run on** to a later stage $e$, keep its input, and come back to $i$ when stages $e$ to $n$ are done. This takes the forwards of stages $i$ to $e - 1$. Which two parts remain, and how many bytes can each part use?
+# - **Run on** to a later stage $e$, keep its input, and come back to $i$ when stages $e$ to $n$ are done. This needs the forwards of stages $i$ to $e - 1$. Which two parts remain, and how many bytes can each part use?
 #
 # The least of these times, over both ways and every $e$, is $T_{i..n}(R)$.
 #
@@ -628,7 +628,7 @@ exercises.check_recurrence(fastest)
 #
 # While stages $e$ to $n$ run, the kept input takes $B_{e-1}$ of the $R$ bytes. Then this input is released, so stages $i$ to $e - 1$ can use all of $R$ again.
 #
-# The library's `optimal` applies your recurrence to long chains, and returns the schedule itself. It also checks that each forward fits into the remaining bytes, so it handles chains in which a stage's output is larger than its input. `ScheduledSequential` runs a schedule under autograd (section 3.14). Here the limit is half of the decoder's peak without checkpoints. Are the gradients equal, and is the peak as simulated?
+# The library's `optimal` applies your recurrence to long chains, and returns the schedule itself. `optimal` also checks that each forward fits into the remaining bytes, so it handles chains in which a stage's output is larger than its input. `ScheduledSequential` runs a schedule under autograd (section 3.14). Here the limit is half of the decoder's peak without checkpoints. Are the gradients equal, and is the peak as simulated?
 #
 # </div>
 # <div lang="zh">
@@ -663,7 +663,7 @@ predictions([("half", simulate(halved, chain).peak_bytes, half[0])], unit="bytes
 # %% [markdown] slide={"en": "The schedule for half the bytes takes 1.17 times the FLOPs.\n\n**Guess first.** Are the checkpoints and the compiler's budget of section 3.1 above the frontier, or below it?", "zh": "字节减半的调度，FLOPs 是基线的 1.17 倍。\n\n**先猜**：3.1 节的各种检查点和编译器的预算，在前沿的上方还是下方？"}
 # <div lang="en">
 #
-# The gradients are equal, and the measured peak is 8 bytes above the simulated peak. With half the bytes, the step takes 1.17 times the baseline's FLOPs. `frontier` finds the best schedules for all budgets. They form the **Pareto frontier**: a schedule of this kind can need fewer bytes than one of them only if it takes more time.
+# The gradients are equal, and the measured peak is 8 bytes above the simulated peak. With half the bytes, the step takes 1.17 times the baseline's FLOPs. `frontier` finds the best schedules for all budgets. These schedules form the **Pareto frontier**: no schedule of this kind beats one of them in both bytes and time.
 #
 # **Guess first:** are the checkpoints and the compiler's budget of section 3.1 above the decoder's frontier, or below it?
 #
@@ -690,7 +690,7 @@ frontiers.draw_frontier(title, lines, arms, xlim=(20, 205))
 # %% [markdown] slide={"en": "On the decoder the search loses against the compiler.\n\nAnd on a pyramid, whose stages shrink from 32 to 1 MB?", "zh": "在解码器上，搜索输给了编译器。\n\n那么在金字塔上呢？它的各级从 32 MB 缩小到 1 MB。"}
 # <div lang="en">
 #
-# **On this transformer the search loses.** At a peak of 104.9 MB, the compiler's budget takes 1.02 times the baseline's FLOPs, and the search takes 1.16 times. The compiler and "products kept" recompute single operators, but the search recomputes whole stages. Even a checkpoint around each layer lies below the frontier. It takes 1.21 times the FLOPs. At the same peak the search takes 1.31 times, because a checkpoint's recomputation stops early (lesson 02) and skips each segment's last matrix product. A search that can also stop early finds the second frontier.
+# **On this transformer the search loses.** At a peak of 104.9 MB, the compiler's budget takes 1.02 times the baseline's FLOPs, and the search takes 1.16 times. The compiler and "products kept" recompute single operators, but the search recomputes whole stages. Even a checkpoint around each layer lies below the frontier. Such checkpoints take 1.21 times the FLOPs. At the same peak the search takes 1.31 times, because a checkpoint's recomputation stops early (lesson 02) and skips each segment's last matrix product. A search that can also stop early finds the second frontier.
 #
 # Now take a pyramid, a chain of 12 stages whose outputs shrink from 32 MB to 1 MB, as in a convolutional network.
 #
@@ -709,7 +709,7 @@ frontiers.draw_cuts({"the decoder, 18 stages": chain, "a pyramid, 12 stages": ex
 # %% [markdown]
 # <div lang="en">
 #
-# **On the pyramid the search wins.** No cuts of the pyramid need less than 163 MB. The search reaches 131 MB, for 1.25 times the baseline's time. On the decoder, below 81 MB, the best cuts lie on the frontier. Above 81 MB, they need at most 9% more bytes than the search. So a loop of checkpoints can replace the search down to 35 MB. Only the search gets lower, to 27 MB, for 1.68 times the baseline's time.
+# **On the pyramid the search wins.** No cuts of the pyramid need less than 163 MB. The search reaches 131 MB, for 1.25 times the baseline's time. On the decoder, at peaks below 81 MB, the best cuts lie on the frontier. Above 81 MB, they need at most 9% more bytes than the search. So a loop of checkpoints can replace the search down to 35 MB. Only the search gets lower, to 27 MB, for 1.68 times the baseline's time.
 #
 # </div>
 # <div lang="zh">
@@ -802,7 +802,7 @@ table(["cut", "gradients equal", "measured (units of B)", "FLOPs (× baseline)"]
 # %% [markdown] slide={"en": "**A proof of optimality holds only under its assumptions.**\n\n22 B was optimal for whole layers. Nested checkpoints: 17 B, at the same FLOPs.", "zh": "**最优性的证明只在它的假设之下成立。**\n\n以整层为单位，22 B 是最优。嵌套的检查点：17 B，FLOPs 相同。"}
 # <div lang="en">
 #
-# The peak falls to $17.03 B$ at the same 1.331 times the baseline's FLOPs, and the gradients are equal to the last bit. Each inner checkpoint contains a GELU and the next Linear. The checkpoint keeps only its input, the output of the Linear before the GELU, so a layer keeps $1 B$. In backward only the GELU runs again, because early stop skips the Linear, so no matrix product is added. The best cuts give the first segment 14 layers and the last 1.
+# The peak falls to $17.03 B$ at the same 1.331 times the baseline's FLOPs, and the gradients are equal to the last bit. Each inner checkpoint contains a GELU and the next Linear. The checkpoint keeps only its input, the output of the Linear before the GELU, so a layer keeps $1 B$. In backward only the GELU runs again, because early stop skips the Linear, so no matrix product is added. The best cuts give the first segment 14 layers and the last segment 1.
 #
 # **A proof of optimality holds only under its assumptions.** The proof for $22 B$ considers only whole layers.
 #
@@ -863,18 +863,26 @@ lines.append("model.activation_checkpointing_enable(every_n_layers=2)")
 own_code.measured_lines(lines=lines)
 
 # %% [markdown]
+# <div lang="en">
+#
+# In the last row, only every second layer has a checkpoint, so the numbers lie between those of the other rows.
+#
+# </div>
+# <div lang="zh">
+#
+# 最后一行的写法每隔一层加一个检查点，其余各层的激活值全部保留，所以它的结果落在另外两行之间。
+#
+# </div>
+
+# %% [markdown]
 # ## 3.10 Claims and measurements / 说法与实测
 #
 # <div lang="en">
-#
-# In the last row above, only every second layer has a checkpoint, so the numbers lie between those of the other rows.
 #
 # The next table tests three claims from public pages.
 #
 # </div>
 # <div lang="zh">
-#
-# 上表最后一行的写法每隔一层加一个检查点，其余各层的激活值全部保留，所以它的结果落在另外两行之间。
 #
 # 下表检验三种说法，它们都出自公开的网页。
 #
@@ -894,7 +902,7 @@ figures.claims_table(measured_peak, tapered, groups)
 #
 # <div lang="en">
 #
-# The ledger shows the step of the other lessons, with Adam and section 3.7's schedule for half of the activations. Gradients arrive during backward.
+# The ledger shows the step of the other lessons, with Adam and section 3.7's schedule for half of the activations. The step's gradients arrive during backward.
 #
 # </div>
 # <div lang="zh">
@@ -1037,7 +1045,7 @@ five = exercises.five_stages()
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 6.** Change the list so that it stays within 13 bytes and takes less than 80 units of time. Keep one stage's input while running on, and release this input before that stage's backward. Which stage then runs forward one time less?
+# **Exercise 6.** Change the list of actions so that it stays within 13 bytes and takes less than 80 units of time. Keep one stage's input while running on, and release this input before that stage's backward. Which stage then runs forward one time less?
 #
 # </div>
 # <div lang="zh">
@@ -1065,7 +1073,7 @@ exercises.check_gives_up_early(actions)
 # %% [markdown]
 # <div lang="en">
 #
-# The new schedule takes 70 units of time, because stage 0 runs forward one time less. The second forward to stages 2 and 3 starts from $x_1$, the input of stage 1, which is then released, so everything that both stages keep fits within the limit. This schedule lies *below* the frontier that the library computes, because the library, like the program of Beaumont et al., considers only **persistent** schedules, which discard nothing early.
+# The new schedule takes 70 units of time, because stage 0 runs forward one time less. The second forward to stages 2 and 3 starts from $x_1$, the input of stage 1. Then $x_1$ is released, so everything that stages 2 and 3 keep fits within the limit. This schedule lies *below* the library's frontier. The reason is that the library, like the program of Beaumont et al., considers only **persistent** schedules, which discard nothing early.
 #
 # </div>
 # <div lang="zh">
@@ -1129,7 +1137,7 @@ table(["gradients equal"], [[equal]])
 #
 # <div lang="en">
 #
-# A **recursive** schedule keeps the input of the middle stage. It runs the later half of the chain, then the earlier half, and divides each half the same way. About $\log_2 L$ inputs are live, and a stage runs forward $\frac12 \log_2 L$ more times on average. Until the picture below, we assume that each stage keeps one activation, $A = B$.
+# A **recursive** schedule keeps the input of the middle stage. The schedule runs the later half of the chain, then the earlier half, and divides each half the same way. About $\log_2 L$ inputs are live at once, and a stage runs forward $\frac12 \log_2 L$ additional times on average. Until the picture below, we assume that each stage keeps one activation, $A = B$.
 #
 # </div>
 # <div lang="zh">
@@ -1154,11 +1162,11 @@ table(["L", "store all", "√L segments", "recursive", "forwards per stage", "pr
 # %% [markdown]
 # <div lang="en">
 #
-# A **slot** holds one input, and the chain's own input takes one slot. A forward that does not keep all that its backward needs is a **run ahead**. If there are $c$ slots, and no stage runs ahead more than $r$ times, a **binomial schedule** (Griewank 1992) can run backward through
+# A **slot** is memory for one kept input, and the chain's own input takes one slot. A forward that does not keep all that its backward needs is a **run ahead**. If there are $c$ slots, and no stage runs ahead more than $r$ times, a **binomial schedule** (Griewank 1992) can run backward through
 #
 # $$\beta(c, r) = \binom{c + r}{c}$$
 #
-# stages. The program of Griewank and Walther (2000), called revolve, finds such a schedule with the fewest forwards. Where should the next input be kept? The recurrence below tries every place. The stages after this place then have one slot less. This is your recurrence of section 3.6, with slots instead of bytes:
+# stages. The program of Griewank and Walther (2000), called revolve, finds such a schedule with the fewest forwards. Which stage's input should be kept next? The recurrence below tries every stage. The chosen stage and all later stages then have one slot less. This is your recurrence of section 3.6, with slots instead of bytes:
 #
 # </div>
 # <div lang="zh">
@@ -1243,7 +1251,7 @@ predictions(rows, unit="bytes")
 #
 # <div lang="en">
 #
-# With the compiler's budget, the peak rose while the saved bytes fell. If a minimal cut of the graph does not meet the budget, as in section 3.5 with budgets 0.5 and 0.25, a knapsack solver chooses the results to keep. The cell prints the solver's choice for 0.25. Then the cell compiles with another choice, the results of seven evenly spaced Linears out of the sixteen.
+# In section 3.5, small compiler budgets lowered the saved bytes but raised the peak. If a minimal cut of the graph does not meet the budget, as with budgets 0.5 and 0.25, a knapsack solver chooses the results to keep. The cell prints the solver's choice for 0.25. Then the cell compiles with another choice, the results of seven evenly spaced Linears out of the sixteen.
 #
 # </div>
 # <div lang="zh">
@@ -1277,7 +1285,7 @@ evenly
 #
 # The seven evenly spaced results take as many bytes and cost as many FLOPs as the solver's first seven, but the peak is half as high. The solver sees only bytes and FLOPs, which are the same for all sixteen results. The peak depends on **which** results are kept.
 #
-# Checkmate formulates such a choice as an integer program over the graph. Rockmate (arXiv:2307.01236) treats the graph of each block in this way, and combines the blocks by the recurrence of section 3.6. HiRemate repeats these two steps on several levels.
+# Checkmate formulates such a choice as an integer program over the graph. Rockmate (arXiv:2307.01236) solves such a program for the graph of each block, and combines the blocks by the recurrence of section 3.6. HiRemate repeats these two steps, program and recurrence, on several levels.
 #
 # </div>
 # <div lang="zh">
@@ -1319,7 +1327,7 @@ own_model.outcomes({**runs, "two graphs, two budgets": compiled}, x)
 # %% [markdown]
 # <div lang="en">
 #
-# `checkpoint_sequential` has two traps, shown on a network of six pairs of Linear and GELU, cut into 3 segments. First, if you pass a list of the Linears only, it runs them without a warning and without the GELUs. Second, in the reentrant mode a segment whose input needs no gradient does not train, and its output needs no gradient either. So only the last segment, which has no checkpoint, gets gradients.
+# `checkpoint_sequential` has two traps, shown on a network of six pairs of Linear and GELU, cut into 3 segments. First, if you pass a list of the Linears only, the function runs without the GELUs and gives no warning. Second, in the reentrant mode a segment whose input needs no gradient does not train, and its output needs no gradient either. So only the last segment, which has no checkpoint, gets gradients.
 #
 # </div>
 # <div lang="zh">
@@ -1368,7 +1376,7 @@ claims.older_claims(*measured)
 #
 # <div lang="en">
 #
-# `ScheduledSequential` runs on CUDA without a change. In this section, a stage's cost is in seconds. Without a GPU, the cell shows the numbers recorded on an H100 and an H200. Each measured peak is 8 bytes above the predicted peak. The two schedules are limited to half and to a quarter of the memory that keeping everything takes. Neither limit counts the weights' gradients. With half of the memory, the step takes 15% longer on the H200 and 16% longer on the H100. With a quarter, it takes 27% longer on both GPUs. The two GPUs get different schedules for a quarter, because the same stage takes different times on them.
+# `ScheduledSequential` runs on CUDA without a change. In this section, a stage's cost is in seconds. Without a GPU, the cell shows the numbers recorded on an H100 and an H200. Each measured peak is 8 bytes above the predicted peak. The two schedules are limited to half and to a quarter of the memory that keeping everything takes. Neither limit counts the weights' gradients. With half of the memory, the step takes 15% longer on the H200 and 16% longer on the H100. With a quarter, it takes 27% longer on both GPUs. The two GPUs get different schedules for a quarter of the memory, because the same stage takes different times on them.
 #
 # </div>
 # <div lang="zh">
@@ -1387,7 +1395,7 @@ on_gpu("03")
 #
 # <div lang="en">
 #
-# **Exercise 7.** Take six stages, `Chain.uniform(6, saved_bytes=2)`. On paper, draw a schedule that peaks at 7 bytes or less and needs at most 11 forwards. Then write it as a list. The check simulates your list.
+# **Exercise 7.** Take six stages, `Chain.uniform(6, saved_bytes=2)`. On paper, draw a schedule that peaks at 7 bytes or less and needs at most 11 forwards. Then write the schedule as a list. The check simulates your list.
 #
 # </div>
 # <div lang="zh">
@@ -1415,12 +1423,12 @@ exercises.check_drawn_schedule(actions)
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 8.** Write `plan(first, stages, room)`, which returns a list of actions. The total time of the actions must equal the result of `fastest`. `first` is the number that the first of these stages has in the chain. The check simulates your lists for the chains of exercise 4, and for the pyramid with a limit of 150 MB. No cuts of the pyramid need less than 163 MB.
+# **Exercise 8.** Write `plan(first, stages, room)`, which returns a list of actions. The total time of the actions must equal the result of `fastest`. `first` is the index of `stages[0]` in the whole chain. The check simulates your lists for the chains of exercise 4, and for the pyramid with a limit of 150 MB. No cuts of the pyramid need less than 163 MB.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 8。** 写出 `plan(first, stages, room)`，返回一张动作清单，清单的用时要等于 `fastest` 算出的值。`first` 是这些级中的第一级在整条链上的编号。检查会在练习 4 的几条链上模拟你的清单，也会在金字塔上以 150 MB 为限来模拟。金字塔的任何切法都至少要 163 MB。
+# **练习 8。** 写出 `plan(first, stages, room)`，返回一张动作清单，清单的用时要等于 `fastest` 算出的值。`first` 是 `stages[0]` 在整条链上的编号。检查会在练习 4 的几条链上模拟你的清单，也会在金字塔上以 150 MB 为限来模拟。金字塔的任何切法都至少要 163 MB。
 #
 # </div>
 
