@@ -46,12 +46,12 @@ figures.draw_recorded()
 # %% [markdown] slide={"en": "**Guess first.** Copies and computation run at the same time. Why does the step with offload take 33% longer?", "zh": "**先猜**：拷贝与计算同时进行，为什么加了卸载，这一步还是多花 33% 的时间？"}
 # <div lang="en">
 #
-# **Guess first:** why does the step with offload still take 33% longer? Write down a reason, which section 4.9 tests.
+# **Guess first:** why does the step with offload still take 33% longer? Write down a reason. Section 4.9 tests it.
 #
 # **Goals** (118 minutes, in two sittings):
 #
-# - Write a formula for the time of a step with copies, and activation offload from nothing.
-# - Name the two operations that each wait puts in order.
+# - Write a formula for the time of a step with copies, and implement activation offload yourself.
+# - Name the two operations whose order each wait fixes.
 # - Decide when to combine offload with checkpoints.
 # - Explain the 33%.
 #
@@ -90,10 +90,10 @@ figures.draw_recorded()
 # %% slide="result"
 figures.draw_tiers()
 
-# %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\nHow many FLOPs per byte does a copy need to hide?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n每搬一个字节，至少要做多少 FLOPs，拷贝才能被掩盖？"}
+# %% [markdown] slide={"en": "989 TFLOP/s, and 63 GB/s to the host.\n\nHow many FLOPs per copied byte are enough to hide a copy?", "zh": "989 TFLOP/s，到主机 63 GB/s。\n\n每搬一个字节，至少要做多少 FLOPs，拷贝才能被掩盖？"}
 # <div lang="en">
 #
-# A copy can hide behind the matrix products that run at the same time, if it takes no longer than these products. So the network must do enough FLOPs per byte that it moves. The smallest sufficient number of FLOPs per byte is the machine's **threshold**: the device's FLOPs per second, divided by the link's bytes per second. The network's FLOPs per byte are its **arithmetic intensity** towards the lower tier. The table shows the thresholds of an H100 with 989 TFLOP/s (dense bf16):
+# A copy can hide behind the matrix products that run at the same time, if it takes no longer than these products. So the network must do enough FLOPs for each byte that it moves. The smallest sufficient number of FLOPs per byte is the machine's **threshold**: the device's FLOPs per second, divided by the link's bytes per second. The network's FLOPs per moved byte are its **arithmetic intensity** towards the lower tier. The table shows the thresholds of an H100 with 989 TFLOP/s (dense bf16):
 #
 # </div>
 # <div lang="zh">
@@ -113,9 +113,9 @@ table(["link", "FLOPs per byte"], rows)
 #
 # <div lang="en">
 #
-# The threshold says only that copies *can* hide. Do copies really hide? A `SimulatedDevice` works like a GPU. One stream computes, one engine copies to the host (D2H, as profilers write), and another copies to the GPU (H2D). The device's clock counts only the FLOPs of matrix products and the bytes on the links, so GELU takes no time.
+# At the threshold, computation *can* hide the copies. Does this happen in practice? A `SimulatedDevice` works like a GPU. One stream computes, one engine copies to the host (D2H in profilers), and another copies to the GPU (H2D). The device's clock counts only the FLOPs of matrix products and the bytes on the links, so GELU takes no time.
 #
-# The network has sixteen layers of Linear and GELU. A layer's forward takes $f$ seconds, and its backward takes $g = 2 f$. Each layer keeps two storages of $B$ = 2.048 MB each for backward, the inputs of Linear and of GELU. Copying one storage takes $c$ seconds. The link is exactly at the threshold: a layer's two copies take as long as its forward, $2 c = f$.
+# The network has sixteen layers of Linear and GELU. A layer's forward takes $f$ seconds, and its backward takes $g = 2 f$. For backward, each layer keeps the inputs of Linear and of GELU, two storages of $B$ = 2.048 MB each. Copying one storage takes $c$ seconds. The link is exactly at the threshold: a layer's two copies take as long as its forward, $2 c = f$.
 #
 # </div>
 # <div lang="zh">
@@ -165,12 +165,12 @@ figures.draw_steps({0: runs[0]}, plain)
 # %% [markdown] slide={"en": "When backward begins to use storage 5, the fetch of storage $5 + p$ starts.\n\nHow long is the step with $p$ = 1, 2?", "zh": "反向刚用到第 5 份存储区时，启动第 $5 + p$ 份的换入。\n\n$p$ = 1、2 时各要多久？"}
 # <div lang="en">
 #
-# In forward, copies to the host run at the same time as matrix products. In backward, compute waits for every copy to the GPU, so each copy must start earlier. Number the storages from 0 in the order in which backward uses them. When backward begins to use storage $i$, the fetch of storage $i + p$ starts. With $p = 2$ (`prefetch=2`), the fetch of storage 7 starts when backward begins to use storage 5:
+# In forward, copies to the host run at the same time as matrix products. In the figure's backward, compute waits for every copy to the GPU, so each copy should start earlier. Number the storages from 0 in the order in which backward uses them. When backward begins to use storage $i$, the fetch of storage $i + p$ starts. With $p = 2$ (`prefetch=2`), the fetch of storage 7 starts when backward begins to use storage 5:
 #
 # </div>
 # <div lang="zh">
 #
-# 前向时换出与矩阵乘法同时进行。反向时，计算每次都要停下来等换入完成，所以换入应该早一点开始。把存储区按反向使用的顺序从 0 开始编号。反向刚用到第 $i$ 份时，启动第 $i + p$ 份的换入。例如 $p = 2$（`prefetch=2`）时，反向刚用到第 5 份，就启动第 7 份的换入。
+# 前向时换出与矩阵乘法同时进行。上图里，反向的计算每次都要停下来等换入完成，所以换入应该早一点开始。把存储区按反向使用的顺序从 0 开始编号。反向刚用到第 $i$ 份时，启动第 $i + p$ 份的换入。例如 $p = 2$（`prefetch=2`）时，反向刚用到第 5 份，就启动第 7 份的换入。
 #
 # </div>
 
@@ -182,7 +182,7 @@ figures.draw_steps({p: runs[p] for p in (1, 2)}, plain)
 #
 # With $p = 2$ the step takes only 1% longer than without copies. Storages 0 to $p$ stay on the device, because backward would fetch them immediately. So with $p$ = 0, 1 and 2, only 31, 30 and 29 of 32 storages are copied.
 #
-# **Exercise 1.** How many seconds do forward and backward take together, for $L$ layers and $p$ = 0, 1, 2? Now $f$, $g$ or $c$ may be the longest. In backward, a layer first needs GELU's storage, then the Linear's storage for its matrix products ($g$). Copies in one direction run one after the other. (Errors up to 9% are allowed, because the first and last layers differ.)
+# **Exercise 1.** How many seconds do forward and backward take for $L$ layers and $p$ = 0, 1, 2? Now a layer's forward ($f$), its backward ($g$) or one copy ($c$) may take longest. In backward, a layer first needs GELU's storage, then the Linear's storage for its matrix products ($g$). Copies in one direction run one after the other. (Errors up to 9% are allowed, because the first and last layers are exceptions.)
 #
 # </div>
 # <div lang="zh">
@@ -222,8 +222,8 @@ exercises.check_step_time(step_time)
 #
 # An activation is freed when nothing refers to it. So a function that merely copies its input to the lower tier frees nothing (section 4.16), because autograd still keeps the input. With lesson 02's two hooks, autograd keeps only what the first hook returns. Your hooks must follow four rules:
 #
-# - A **parameter** never moves, because the model keeps it anyway. A Linear keeps `weight.t()`, a view of the parameter, so compare storages, not tensors.
-# - A **storage** moves once, even if several operators keep it. If the storage has since been changed in place, like an input buffer that each batch overwrites, it moves again. `tensor._version` counts the changes.
+# - A **parameter** never moves, because the model keeps it anyway. A Linear keeps `weight.t()`, a view of the parameter, so recognize parameters by storage.
+# - A **storage** moves once, even if several operators keep it. If a storage changes in place after its move, like an input buffer that each batch overwrites, it moves again. `tensor._version` counts the changes.
 # - The second hook returns the **view** that the first hook got, with its shape, stride and offset.
 # - When backward no longer needs an activation, its copy in the lower tier is **released**.
 #
@@ -244,11 +244,11 @@ exercises.check_step_time(step_time)
 #
 # The code uses these names:
 #
-# - `store` is the lower tier, `stay` is the set of storages that must not move, and `whole(tensor)` returns all of a tensor's storage as one row of numbers.
-# - `room = store.put(row)` copies a row to the lower tier. `room.get()` starts copying the row back and returns a function. `room.get()()` waits for the row and returns it. When nothing refers to `room` any more, its bytes in the lower tier are free.
-# - `rooms` maps each storage to its version and its room. When a storage is freed, its entry disappears. (An address cannot be the key, because a later tensor may get the same address.)
+# - `store` is the lower tier, `stay` is the set of storages that must not move, and `whole(tensor)` returns a tensor's whole storage as one row of numbers.
+# - `room = store.put(row)` copies a row to the lower tier. `room.get()` starts copying the row back and returns a function. `room.get()()` waits for the row and returns it. When nothing refers to `room` any more, its bytes in the lower tier are freed.
+# - `rooms` maps each storage to its version and its `room`. When a storage is freed, its entry disappears. (An address cannot be the key, because a later tensor may get the same address.)
 #
-# **Exercise 2.** Fill in the two hooks. `pack` gets a tensor and returns what the graph keeps instead. `unpack` gets what `pack` returned and returns the tensor, as `row.as_strided(shape, stride, offset)`, where `row` comes from the lower tier.
+# **Exercise 2.** Write the two hooks. `pack` gets a tensor and returns what the graph keeps instead. `unpack` gets what `pack` returned and returns the tensor, as `row.as_strided(shape, stride, offset)`, where `row` comes from the lower tier.
 #
 # </div>
 # <div lang="zh">
@@ -314,7 +314,7 @@ exercises.check_offloading(offloading)
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (60 minutes). You have a formula for the time of a step with copies, and hooks that offload a network's activations. The second sitting asks what can go wrong while copies run, how offload changes the decoder's peak, and why the H200's step takes 33% longer.
+# **End of the first sitting** (60 minutes). You have a formula for a step's time with copies, and hooks that offload activations. The second sitting asks what can go wrong while copies run, how offload changes the decoder's peak, and why the H200's step takes 33% longer.
 #
 # </div>
 # <div lang="zh">
@@ -323,7 +323,7 @@ exercises.check_offloading(offloading)
 #
 # </div>
 
-# %% [markdown] slide={"en": "$p$ hides the copies to the GPU.\n\nWhat hides those to the host?", "zh": "$p$ 掩盖的是换入。\n\n换出靠什么掩盖？"}
+# %% [markdown] slide={"en": "$p$ hides the copies to the GPU.\n\nWhat hides the copies to the host?", "zh": "$p$ 掩盖的是换入。\n\n换出靠什么掩盖？"}
 # ## 4.4 Copies in flight / 在途的拷贝
 #
 # <div lang="en">
@@ -348,25 +348,25 @@ table([*columns, "peak above the start (in units of B)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# With one copy in flight, the step takes 16% longer than without copies. Because GELU takes no time, its input and its output (which the next Linear keeps) are saved directly one after the other. When the output's copy starts, compute waits for the whole copy of the input, $c = f/2$. This happens in each of the 14 layers that copy both storages. So a step needs both settings, $p$ and `in_flight`.
+# With one copy in flight, the step takes 16% longer than without copies. Because GELU takes no time, its input and its output (which the next Linear keeps) are saved directly one after the other. When the output's copy starts, compute waits for the whole copy of the input, $c = f/2$. This happens in each of the 14 layers that copy both storages. So both settings, $p$ and `in_flight`, must be large enough.
 #
-# These settings cost memory. With two copies in flight, the peak here is $(p + 4)\,B$ higher than the memory at the start. The additional bytes are the last $p + 1$ storages, plus two in flight, plus one that is being computed.
+# Larger settings need memory. With two copies in flight, the peak here is $(p + 4)\,B$ higher than the memory at the start. The additional bytes are the $p + 1$ storages that stay, two in flight, and one being computed.
 #
 # </div>
 # <div lang="zh">
 #
-# 只允许一次换出在途时，这一步比不拷贝时多花 16% 的时间。GELU 不花时间，所以它的输入和输出几乎同时保存下来（输出由下一个 Linear 保存）。输出的换出一启动，计算就停下来等输入的换出从头到尾完成，也就是等 $c = f/2$ 那么久。有 14 层的两份存储区都要拷贝，每层都有这样一次等待。所以 $p$ 和 `in_flight` 这两项设置缺一不可。
+# 只允许一次换出在途时，这一步比不拷贝时多花 16% 的时间。GELU 不花时间，所以它的输入和输出几乎同时保存下来（输出由下一个 Linear 保存）。输出的换出一启动，计算就停下来等输入的换出从头到尾完成，也就是等 $c = f/2$ 那么久。有 14 层的两份存储区都要拷贝，每层都有这样一次等待。所以 $p$ 和 `in_flight` 这两项设置都要足够大。
 #
-# 这两项设置的代价是多占内存。两次换出同时在途时，这里的峰值比开始时多 $(p + 4)\,B$，包括最后的 $p + 1$ 份存储区、换出还没有完成的两份，以及正在计算的一份。
+# 这两项设置越大，占的内存也越多。两次换出同时在途时，这里的峰值比开始时多 $(p + 4)\,B$，包括一直留在设备上的 $p + 1$ 份存储区、换出还没有完成的两份，以及正在计算的一份。
 #
 # </div>
 
-# %% [markdown] slide={"en": "A stream runs its operations in order. Nothing orders two streams.\n\nAn **event** marks a place in one stream. Who waits for the event?", "zh": "一条流按顺序执行任务，两条流之间没有先后。\n\n**事件**是一条流里的记号。谁该等它？"}
+# %% [markdown] slide={"en": "A stream runs its operations in order. Nothing orders two streams.\n\nAn **event** marks a place in one stream. What must wait for the event?", "zh": "一条流按顺序执行任务，两条流之间没有先后。\n\n**事件**是一条流里的记号。谁该等它？"}
 # ## 4.5 Streams and events / 流与事件
 #
 # <div lang="en">
 #
-# The host starts operations and goes on without waiting for their results. A **stream** executes its operations one after the other. Operations on two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all operations given to its stream so far. `device.wait(event)` makes the current stream wait for the event, and `device.finish(event)` makes the host wait. This function of the library starts a copy, on any device:
+# The host starts operations and goes on without waiting for their results. A **stream** executes its operations one after the other. Operations on two streams may run in any order, unless one stream waits for an **event** of the other. An event marks the end of all operations given to its stream so far. `device.wait(event)` makes the current stream wait for the event, and `device.finish(event)` makes the host wait. The library starts a copy on any device with this function:
 #
 # </div>
 # <div lang="zh">
@@ -472,7 +472,7 @@ simulation.without_waits()
 # %% [markdown]
 # <div lang="en">
 #
-# In the normal mode, the gradient is right in every row. Pull request 13502 of diffusers reports a missing wait, a `wait_stream` between copying weights to the GPU and using them. A minimal program without this wait, run on five GPUs of the same type, gave wrong numbers in about 98% of iterations. With the wait, no iteration did.
+# In the normal mode, the gradient is right in every row. Pull request 13502 of diffusers reports a missing wait, a `wait_stream` between copying weights to the GPU and using them. A minimal program without this wait gave wrong numbers in about 98% of iterations, on five GPUs of the same type. With the wait, all numbers were right.
 #
 # </div>
 # <div lang="zh">
@@ -553,12 +553,12 @@ exercises.check_waits((read, use, let_go))
 # %% [markdown]
 # <div lang="en">
 #
-# Without its wait, `read` makes a classic mistake. It is like reading the result of `y.to("cpu", non_blocking=True)` at once. PyTorch raises no error. The host reads numbers that were in its memory before the copy, as in the figure's modes `late` and `early`.
+# Without its wait, `read` makes a classic mistake. It is like reading the result of `y.to("cpu", non_blocking=True)` at once. PyTorch raises no error. The host may read numbers that were in its memory before the copy, as in the figure's modes `late` and `early`.
 #
 # </div>
 # <div lang="zh">
 #
-# `read` 少了等待，这是一个经典错误，相当于调用 `y.to("cpu", non_blocking=True)` 之后马上读取结果。程序不报错，主机读到的却是那块内存在拷贝之前存放的数，与图中 `late` 和 `early` 两种模式一样。
+# `read` 少了等待，这是一个经典错误，相当于调用 `y.to("cpu", non_blocking=True)` 之后马上读取结果。程序不报错，主机读到的却可能是那块内存在拷贝之前存放的数，与图中 `late` 和 `early` 两种模式一样。
 #
 # </div>
 
@@ -631,14 +631,14 @@ timelines(two, title=title, panel_height=1.9)
 #
 # With both techniques, the peak is 134,006,104 bytes, the same as with checkpoints alone, and 9 MB higher than with offload alone. This peak occurs near the end of backward. By then the inputs of later layers have been freed, whether or not they were moved. Backward now needs the activations of the **first** layer. Offload alone copies these activations back one by one, but a checkpoint recomputes all of them at once.
 #
-# When do both together lower the peak? For each layer, backward frees one input of $4 h$ bytes per token, and creates $4 \cdot 12 h^2$ bytes of gradients. So with fewer than $12 h$ tokens per step, the gradients at the end of backward are larger than the inputs at its start. The course's step has $4 h$ tokens. The table varies tokens and layers, on tensors without values (`symbolic`):
+# When does adding offload to checkpoints lower the peak? For each layer of hidden size $h$, backward frees one input of $4 h$ bytes per token, and creates $4 \cdot 12 h^2$ bytes of gradients. So with fewer than $12 h$ tokens per step, the gradients at the end of backward are larger than the inputs at its start. The course's step has $4 h$ tokens. The table varies tokens and layers, on tensors without values (`symbolic`):
 #
 # </div>
 # <div lang="zh">
 #
 # 两者合用时，峰值是 134,006,104 字节，与只用检查点时完全相同，比只卸载还高 9 MB。这个峰值出现在反向快结束时。此刻，后面各层的输入无论有没有搬走，都已经用完并释放。反向现在要用的是**第一层**的激活值。只卸载时，这些激活值逐个换入，检查点则把它们一次全部重新算出来。
 #
-# 那么，两者合用什么时候能降低峰值？反向每走过一层，就释放这一层的输入（每个 token 是 $4 h$ 字节），同时产生这一层的梯度（共 $4 \cdot 12 h^2$ 字节）。因此，一步里的 token 少于 $12 h$ 个时，反向结束时的梯度比反向开始时的输入还大。课程的训练步有 $4 h$ 个 token。下面改变 token 数和层数，用没有数值的张量（`symbolic`）运行前向与反向。
+# 那么，加了检查点之后再卸载，什么时候能降低峰值？设隐藏维度为 $h$。反向每走过一层，就释放这一层的输入（每个 token 是 $4 h$ 字节），同时产生这一层的梯度（共 $4 \cdot 12 h^2$ 字节）。因此，一步里的 token 少于 $12 h$ 个时，反向结束时的梯度比反向开始时的输入还大。课程的训练步有 $4 h$ 个 token。下面改变 token 数和层数，用没有数值的张量（`symbolic`）运行前向与反向。
 #
 # </div>
 
@@ -656,16 +656,16 @@ table(["layers", "tokens per h", *columns], rows)
 # %% [markdown] slide={"en": "Both together move 1/18 of the bytes that offload alone moves.\n\nHow fast must the link be?", "zh": "合用时搬的字节是只卸载时的 1/18。\n\n链路到底要多快？"}
 # <div lang="en">
 #
-# If a step has 16 or 32 times $h$ tokens, adding offload to checkpoints lowers the peak by 7% to 29%. The peak falls more with 32 layers than with 8. With 4 times $h$ tokens, the peak stays the same, unless most weights are frozen and have no gradients, as with LoRA. If the layers are frozen, the peak falls by 15% with 8 layers, and by 21% with 32.
+# With 16 or 32 times $h$ tokens, adding offload to checkpoints lowers the table's peaks by 7% to 29%. The peak falls more with 32 layers than with 8. With 4 times $h$ tokens, the peak stays the same, unless most weights are frozen and have no gradients, as with LoRA. If the layers are frozen, the peak falls by 15% with 8 layers, and by 21% with 32.
 #
-# The second reason to use both is the link. Offload alone moves 168.8 MB. Both together move 9.4 MB, 1/18 of these bytes. The table shows the step on the simulated device at $10^{12}$ FLOP/s, with two copies in flight. Here $p$ is 2 instead of 1, so one more storage stays on the device:
+# Another reason for the combination is the link. Offload alone moves 168.8 MB. Both together move 9.4 MB, 1/18 of these bytes. The table shows the step on the simulated device at $10^{12}$ FLOP/s, with two copies in flight. Here $p$ (storages fetched ahead) is 2 instead of 1, so one more stays on the device:
 #
 # </div>
 # <div lang="zh">
 #
-# 一步的 token 数是 $h$ 的 16 倍或 32 倍时，加了检查点之后再卸载，峰值降低 7% 到 29%，32 层比 8 层降得更多。token 数只有 $h$ 的 4 倍时，峰值不变，除非像 LoRA 那样冻结多数权重，让这些权重没有梯度。冻结各层之后，8 层时峰值降低 15%，32 层时降低 21%。
+# 表中一步的 token 数是 $h$ 的 16 倍或 32 倍时，加了检查点之后再卸载，峰值降低 7% 到 29%，32 层比 8 层降得更多。token 数只有 $h$ 的 4 倍时，峰值不变，除非像 LoRA 那样冻结多数权重，让这些权重没有梯度。冻结各层之后，8 层时峰值降低 15%，32 层时降低 21%。
 #
-# 合用的另一个理由是链路。只卸载要搬 168.8 MB，合用只搬 9.4 MB，是前者的 1/18。下表是课程的训练步在模拟设备上的结果，算力为 $10^{12}$ FLOP/s，同时有两次拷贝在途。这里的 $p$ 从 1 改成 2，所以多一份存储区留在设备上。
+# 合用的另一个理由是链路。只卸载要搬 168.8 MB，合用只搬 9.4 MB，是前者的 1/18。下表是课程的训练步在模拟设备上的结果，算力为 $10^{12}$ FLOP/s，同时有两次拷贝在途。这里的 $p$（提前取回的份数）从 1 改成 2，所以多一份存储区留在设备上。
 #
 # </div>
 
@@ -675,7 +675,7 @@ simulation.link_table()
 # %% [markdown]
 # <div lang="en">
 #
-# If all activations move, forward does 90 FLOPs per moved byte. By the rule of section 4.1, a link of 11 GB/s is enough on this device. On that link the step still takes 14% longer than without copies (section 4.9 finds the reason). At 17 GB/s or more, the copies add at most 5% to the step's time. At 2 GB/s, a step with offload alone takes almost four times the baseline's time. A step with offload and checkpoints takes 1.23 times the baseline's time, and 0.21 of the additional 0.23 is recomputation.
+# If all activations move, forward does 90 FLOPs per moved byte. By the rule of section 4.1, a link of 11 GB/s is enough on this device. On that link the step still takes 14% longer than without copies (reason: section 4.9). At 17 GB/s or more, the copies add at most 5% to the step's time. At 2 GB/s, a step takes almost four times the baseline's time with offload alone, and 1.23 times with offload and checkpoints. Recomputation accounts for 0.21 of the additional 0.23.
 #
 # </div>
 # <div lang="zh">
@@ -689,7 +689,7 @@ simulation.link_table()
 #
 # <div lang="en">
 #
-# PyTorch has hooks for offload in one line, `save_on_cpu` (on a GPU with `pin_memory=True`). `save_on_cpu` fetches nothing ahead. On a CPU it copies nothing, because `.cpu()` of a CPU tensor returns that tensor. So the cell counts what `save_on_cpu` would copy from a GPU, which is every saved tensor:
+# PyTorch offloads saved tensors with one line, `save_on_cpu` (on a GPU, pass `pin_memory=True`). `save_on_cpu` fetches nothing ahead. On a CPU it copies nothing, because `.cpu()` of a CPU tensor returns that tensor. So the cell counts what `save_on_cpu` would copy from a GPU, namely every saved tensor:
 #
 # </div>
 # <div lang="zh">
@@ -711,7 +711,7 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 # %% [markdown]
 # <div lang="en">
 #
-# `save_on_cpu` would move 247.7 MB. By the four rules of section 4.3, only 178.4 MB need to move. The additional bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages that are moved again. Frameworks turn on offload like this:
+# `save_on_cpu` would move 247.7 MB. By the four rules of section 4.3, only 178.4 MB need to move. The additional bytes are 27.3 MB of parameters, which the GPU keeps anyway, and 41.9 MB of storages that are moved again. Frameworks enable offload like this:
 #
 # </div>
 # <div lang="zh">
@@ -752,7 +752,7 @@ table(["data to move", "MB"], [(name, round(count / 1e6, 1)) for name, count in 
 #
 # </div>
 
-# %% [markdown] slide={"en": "On the H200, offload takes 33% longer and `save_on_cpu` 95%.\n\nWhat did you guess?", "zh": "在 H200 上，卸载多花 33% 的时间，`save_on_cpu` 多花 95%。\n\n你当时猜的是什么？"}
+# %% [markdown] slide={"en": "On the H200, the step takes 33% longer with offload, and 95% longer with `save_on_cpu`.\n\nWhat did you guess?", "zh": "在 H200 上，卸载多花 33% 的时间，`save_on_cpu` 多花 95%。\n\n你当时猜的是什么？"}
 # ## 4.9 Why 33% longer? / 为什么多花 33%？
 #
 # <div lang="en">
@@ -780,7 +780,7 @@ table(["step", "copied to the host (GB)", "added up (s)", "recorded (s)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The step with `save_on_cpu` takes even slightly longer than the sum, so none of its copies are hidden. Offload hides half of the time of its copies. Is the link too slow to hide all copies? The threshold of section 4.1 decides:
+# The step with `save_on_cpu` takes slightly longer than the added-up time, so none of its copies are hidden. Offload hides half of the time of its copies. Is the link too slow to hide all copies? The threshold of section 4.1 decides:
 #
 # </div>
 # <div lang="zh">
@@ -813,7 +813,7 @@ figures.draw_layers(decoder_runs[2])
 # %% [markdown]
 # <div lang="en">
 #
-# Nearly all bytes of a layer are in storages 1 to 4 times as large as the layer's input. `prefetch` and `in_flight` count storages, not bytes. When a copy to the host starts, all copies except the last two must be complete. So compute waits while a large storage is copied. Is the step faster with more storages in flight?
+# Nearly all of a layer's bytes are in storages that are 1 to 4 times as large as its input. `prefetch` and `in_flight` count storages, not bytes. When a copy to the host starts, all copies except the last two must be complete. So compute waits while a large storage is copied. Is the step faster with more storages in flight?
 #
 # </div>
 # <div lang="zh">
@@ -832,14 +832,14 @@ table(["in flight, and fetched ahead", "simulated time (× baseline)", "peak (GB
 # %% [markdown]
 # <div lang="en">
 #
-# With two storages in flight, the simulated step takes 37% longer than the baseline. The H200's step took 33% longer. With eight storages in flight, the simulated step takes 1% longer, but needs 0.4 GB more memory. Eight storages were not tried on a GPU. Compare this explanation with your guess.
+# With two storages in flight, the simulated step takes 37% longer than the baseline. The H200's step took 33% longer. With eight storages in flight, the simulated step takes 1% longer, but needs 0.4 GB more memory. Eight storages were not tried on a GPU. Did you guess that compute waits for large storages?
 #
-# Another network, whose storages have equal sizes, was run on an H200 with nine settings. It has eight layers of 8,192 units. The link is twice as fast as this network requires. The table compares the recorded times (× baseline) with the simulated device's clock and your formula of exercise 1. In rows with one copy in flight, the table adds another $c$ per layer to your formula.
+# Another network, whose storages have equal sizes, was run on an H200 with nine settings. It has eight layers of 8,192 units. The link is twice as fast as this network requires. The table compares the recorded times (× baseline) with the simulated device's clock and your formula of exercise 1. In rows with one copy in flight, the table adds another copy ($c$) per layer to your formula.
 #
 # </div>
 # <div lang="zh">
 #
-# 在途和提前取回的存储区都是两份时，模拟的一步比基线多花 37% 的时间，H200 上实际多花 33%。两者都是八份时，模拟的一步只多花 1%，代价是多占 0.4 GB 内存。八份的设置没有在 GPU 上运行过。你最初猜对了吗？
+# 在途和提前取回的存储区都是两份时，模拟的一步比基线多花 37% 的时间，H200 上实际多花 33%。两者都是八份时，模拟的一步只多花 1%，代价是多占 0.4 GB 内存。八份的设置没有在 GPU 上运行过。你最初猜到计算要等大的存储区拷贝完吗？
 #
 # 再看另一个网络，它的各份存储区都一样大，九种设置都在 H200 上运行过。这个网络有八层，每层 8,192 个单元，链路比这个网络所需的快一倍。下表把记录的用时（基线的倍数）与模拟设备的时钟和你在练习 1 写的公式放在一起比较。在只允许一次换出在途的几行里，表中的值是你的公式的结果再加上每层一个 $c$。
 #
@@ -882,12 +882,12 @@ figures.claims_table(steps, times)
 #
 # <div lang="en">
 #
-# In this lesson's row, all activations move to a file, with one storage fetched ahead.
+# In the last row, all activations move to a file, with one storage fetched ahead.
 #
 # </div>
 # <div lang="zh">
 #
-# 在本课的这一行里，全部激活值都移到文件，并提前取回一份存储区。
+# 表的最后一行是本课的结果，全部激活值都移到文件，并提前取回一份存储区。
 #
 # </div>
 
@@ -897,14 +897,14 @@ from course_lib.lessons.ledger import ledger
 meter, down = steps[False, 1]
 ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_bytes=2 * down)
 
-# %% [markdown] slide={"en": "A copy is hidden if matrix products run meanwhile, and if it starts early enough. The operator that uses it must wait.", "zh": "拷贝开始得够早，同时又有矩阵乘法可做，才能被掩盖。要用到这份数据的算子，必须等拷贝完成。"}
+# %% [markdown] slide={"en": "A copy is hidden if matrix products run meanwhile, and if it starts early enough. The operator that uses the data must wait for the copy.", "zh": "拷贝开始得够早，同时又有矩阵乘法可做，才能被掩盖。要用到这份数据的算子，必须等拷贝完成。"}
 # ## 4.12 Summary / 小结
 #
 # <div lang="en">
 #
-# - A copy can hide if the FLOPs per byte reach the machine's threshold, if the copy starts early enough, and if enough copies are in flight. `prefetch` hides copies to the GPU (H2D), and `in_flight` hides copies to the host (D2H). Both settings count storages. Two storages are too few in a decoder, because its storages differ in size.
+# - A copy can hide behind computation if the FLOPs per byte reach the machine's threshold, if the copy starts early enough, and if enough copies are in flight. `prefetch` hides copies to the GPU (H2D), and `in_flight` hides copies to the host (D2H). Both settings count storages. Two storages are too few in the decoder here, because its storages differ in size.
 # - The hooks move each version of a storage once, never move a parameter, and return views. `save_on_cpu` moves parameters, too, and moves a storage as often as it is saved for backward.
-# - Only a wait orders two streams. If a wait is missing, the result is right only by luck.
+# - Only waits order the operations of two streams. If a wait is missing, the result is right only by luck.
 # - Offload combined with checkpoints can use a far slower link than offload alone. In the decoders here, adding offload to checkpoints lowers the peak only with more than about $12 h$ tokens per step, or with frozen weights.
 #
 # **Next:** [lesson 05](05_gradient_accumulation.ipynb) splits the batch into micro-batches.
@@ -912,7 +912,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # </div>
 # <div lang="zh">
 #
-# - 只有每搬一个字节所做的 FLOPs 达到机器的阈值，拷贝开始得够早，在途的拷贝也够多，拷贝才能被掩盖。`prefetch` 掩盖换入（H2D），`in_flight` 掩盖换出（D2H），两者数的都是存储区的份数。解码器的存储区大小不一，所以只设两份太少。
+# - 只有每搬一个字节所做的 FLOPs 达到机器的阈值，拷贝开始得够早，在途的拷贝也够多，拷贝才能被掩盖。`prefetch` 掩盖换入（H2D），`in_flight` 掩盖换出（D2H），两者数的都是存储区的份数。本课解码器的存储区大小不一，所以只设两份太少。
 # - 两个钩子不搬参数，其余存储区的每个版本也只搬一次，取回时得到的仍是原来的视图。`save_on_cpu` 则连参数也搬，而且一份存储区为反向保存几次，就搬几次。
 # - 流与流之间谁先谁后，只由等待来规定。少了一处等待，结果即使对，也只是碰巧。
 # - 检查点与卸载合用时，链路可以比只卸载时慢得多。在本课的解码器上，只有一步里的 token 超过约 $12 h$ 个，或者权重冻结时，合用的峰值才会比只用检查点更低。
@@ -924,7 +924,7 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 # %% [markdown]
 # <div lang="en">
 #
-# **Sources.** Rhu et al. 2016, *vDNN*, arXiv:1602.08124 (offload and prefetch of activations). Rajbhandari et al. 2021, *ZeRO-Infinity*, arXiv:2104.07857 (bandwidth arithmetic). Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (the update on the CPU). PyTorch tutorial *A guide on good usage of non_blocking and pin_memory()*. PyTorch's documentation of `Tensor.record_stream`; pytorch/pytorch 147168 and pytorch/torchtitan 735 (issues about its memory); TRL's `activation_offloading.py`. huggingface/diffusers 13502, huggingface/accelerate 4175, huggingface/transformers 48444, DeepSpeed 7474 (pull requests). NVIDIA's data sheets of H100 and GH200; the PCI Express specifications of PCI-SIG.
+# **Sources.** Rhu et al. 2016, *vDNN*, arXiv:1602.08124 (offload and prefetch of activations). Rajbhandari et al. 2021, *ZeRO-Infinity*, arXiv:2104.07857 (bandwidth arithmetic). Ren et al. 2021, *ZeRO-Offload*, arXiv:2101.06840 (CPU update). PyTorch tutorial *A guide on good usage of non_blocking and pin_memory()*. PyTorch's documentation of `Tensor.record_stream`; pytorch/pytorch 147168 and pytorch/torchtitan 735 (issues about its memory); TRL's `activation_offloading.py`. huggingface/diffusers 13502, huggingface/accelerate 4175, huggingface/transformers 48444, DeepSpeed 7474 (pull requests). NVIDIA's H100 and GH200 data sheets; PCI-SIG's PCI Express specifications.
 #
 # </div>
 # <div lang="zh">
@@ -952,12 +952,12 @@ ledger("04", "all activations to a file", meter, flops=45_097_156_608, moved_byt
 #
 # <div lang="en">
 #
-# Take a sequence of $s = 4096$ tokens and activations of 16 bits per number. Per token, a layer's forward does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. For backward, the layer keeps $34 h$ bytes per token (lesson 01), or $2 h$ bytes with a checkpoint. According to the data sheets, NVLink-C2C is fast enough to hide the copies of all activations if $h \ge 2773$:
+# Take a sequence of $s = 4096$ tokens and activations of 16 bits per number. Per token, the forward of a layer with hidden size $h$ does about $24 h^2 + 2 s h$ FLOPs with a fused causal attention. For backward, the layer keeps $34 h$ bytes per token (lesson 01), or $2 h$ bytes with a checkpoint. According to the data sheets, NVLink-C2C is fast enough to hide the copies of all activations if $h \ge 2773$:
 #
 # </div>
 # <div lang="zh">
 #
-# 设序列长 $s = 4096$，激活值的每个数占 16 位。用融合的因果注意力时，每个 token 在一层的前向大约做 $24 h^2 + 2 s h$ 个 FLOPs。每个 token 在一层里为反向保存 $34 h$ 字节（第 01 课），加了检查点则是 $2 h$ 字节。按数据手册上的带宽，只要 $h \ge 2773$，NVLink-C2C 就足够快，全部激活值的拷贝都能被掩盖。
+# 设序列长 $s = 4096$，激活值的每个数占 16 位。用融合的因果注意力时，每个 token 在隐藏维度为 $h$ 的一层里，前向大约做 $24 h^2 + 2 s h$ 个 FLOPs。每个 token 在一层里为反向保存 $34 h$ 字节（第 01 课），加了检查点则是 $2 h$ 字节。按数据手册上的带宽，只要 $h \ge 2773$，NVLink-C2C 就足够快，全部激活值的拷贝都能被掩盖。
 #
 # </div>
 
@@ -979,12 +979,12 @@ figures.draw_threshold(h100, links)
 #
 # <div lang="en">
 #
-# This cell measures your link. On a CPU, it measures how fast bytes are copied within memory and written to the system's file cache. If a GPU's link is slow, run `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv` during a copy.
+# The next cell measures the link between your GPU and the host. On a CPU, it measures how fast bytes are copied within memory and written to the system's file cache. To see the PCIe generation and width of a slow link, run `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv` during a copy.
 #
 # </div>
 # <div lang="zh">
 #
-# 这个单元格测量你的链路。在 CPU 上，它测的是内存内的拷贝，以及向系统文件缓存的写入。如果 GPU 的链路很慢，请在拷贝时运行 `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv`。
+# 下面的单元格测量你的 GPU 与主机之间的链路。在 CPU 上，它测的是内存内的拷贝，以及向系统文件缓存的写入。如果 GPU 的链路很慢，请在拷贝时运行 `nvidia-smi --query-gpu=pcie.link.gen.current,pcie.link.width.current --format=csv`，查看链路当前的 PCIe 代数和宽度。
 #
 # </div>
 
@@ -1003,12 +1003,12 @@ table(["", "GB/s"], [(name, round(host.nbytes / s / 1e9, 1)) for name, s in seco
 # %% [markdown]
 # <div lang="en">
 #
-# **Host memory** must hold all bytes that all GPUs of the host move. With $h = 4096$, 32 layers and one sequence of 4096 tokens, all activations take $34 \cdot 4096 \cdot 4096 \cdot 32$ bytes, 18.3 GB, and checkpointed inputs take 1.1 GB. PyTorch rounds the size of each pinned block up to the next power of two.
+# **Host memory** must hold all bytes that all GPUs of the host move. With $h = 4096$, 32 layers and one sequence of 4096 tokens, all activations take $34 \cdot 4096 \cdot 4096 \cdot 32$ bytes, 18.3 GB, and the inputs of checkpointed layers take 1.1 GB. PyTorch rounds the size of each pinned block up to the next power of two.
 #
 # </div>
 # <div lang="zh">
 #
-# **主机内存**要装得下搬走的全部字节，有几块 GPU 就乘以几。设 $h = 4096$，32 层，一条 4096 个 token 的序列，全部激活值占 $34 \cdot 4096 \cdot 4096 \cdot 32$ 字节，即 18.3 GB，检查点的输入则占 1.1 GB。PyTorch 申请锁页内存时，还会把每块的大小向上取整到二的整数次幂。
+# **主机内存**要装得下搬走的全部字节，有几块 GPU 就乘以几。设 $h = 4096$，32 层，一条 4096 个 token 的序列，全部激活值占 $34 \cdot 4096 \cdot 4096 \cdot 32$ 字节，即 18.3 GB，如果每层都加检查点，各层的输入占 1.1 GB。PyTorch 申请锁页内存时，还会把每块的大小向上取整到二的整数次幂。
 #
 # </div>
 
@@ -1078,12 +1078,12 @@ table(["compiled", "plain, peak (MB)", "offload, peak (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# If each layer is compiled separately, offload lowers the peak. If the whole model is compiled with its loss, the model is one operator for autograd. This operator hands all its saved tensors to the hooks when forward ends, and needs all of them when backward begins, so the peak stays the same.
+# If each layer of this Llama is compiled separately, offload lowers the peak. If the whole model is compiled with its loss, the model is one operator for autograd. This operator hands all its saved tensors to the hooks when forward ends, and needs all of them when backward begins, so the peak stays the same.
 #
 # </div>
 # <div lang="zh">
 #
-# 逐层编译时，卸载能降低峰值。整个模型连同损失一起编译时，它对 autograd 来说只是一个算子。这个算子在前向结束时才把保存的张量一起交给钩子，反向一开始又要全部换入，所以峰值不变。
+# 逐层编译这个 Llama 时，卸载能降低峰值。整个模型连同损失一起编译时，它对 autograd 来说只是一个算子。这个算子在前向结束时才把保存的张量一起交给钩子，反向一开始又要全部换入，所以峰值不变。
 #
 # </div>
 
@@ -1234,7 +1234,7 @@ except RuntimeError as refused:
 # %% [markdown]
 # <div lang="en">
 #
-# The next cells give the simulated device an allocator that, at each allocation, checks which events are complete. Its host runs 0, 4 or 16 layers ahead of the GPU. Each layer's output is copied to the host, and a copy takes as long as a layer's computation.
+# The next cells give the simulated device an allocator that, at each allocation, checks which events are complete. The host runs 0, 4 or 16 layers ahead of the GPU. Each layer's output is copied to the host, and a copy takes as long as a layer's computation.
 #
 # </div>
 # <div lang="zh">
@@ -1298,12 +1298,12 @@ figures.draw_taken(taken)
 # %% [markdown]
 # <div lang="en">
 #
-# With `record_stream` the outputs of the layers take two blocks of memory, plus one block per layer that the host is ahead. With references the outputs take two blocks, however far the host is ahead. These counts come from a simulation of the rule by which PyTorch's caching allocator reuses a block. On GPUs, pytorch/pytorch 147168 and pytorch/torchtitan 735 report that `record_stream` needs more memory. The library holds references, too, until the compute stream has waited for the copy.
+# With `record_stream` the outputs of the layers take two blocks of memory, plus one block per layer that the host is ahead. With references the outputs take only two blocks, even if the host is 16 layers ahead. These counts come from a simulation of the rule by which PyTorch's caching allocator reuses a block. On GPUs, the issues pytorch/pytorch 147168 and pytorch/torchtitan 735 report that `record_stream` needs more memory. The library holds references, too, until the compute stream has waited for the copy.
 #
 # </div>
 # <div lang="zh">
 #
-# 用 `record_stream` 时，各层的输出占两块显存，主机每超前一层，就再多占一块。保留引用时，主机无论超前多少都只占两块。这些块数是模拟出来的，模拟依照 PyTorch 缓存分配器复用显存块的规则。在 GPU 上，pytorch/pytorch 147168 和 pytorch/torchtitan 735 报告了 `record_stream` 多占显存的现象。课程库也保留引用，计算流等到拷贝的事件之后才放掉。
+# 用 `record_stream` 时，各层的输出占两块显存，主机每超前一层，就再多占一块。保留引用时，即使主机超前 16 层，也只占两块。这些块数是模拟出来的，模拟依照 PyTorch 缓存分配器复用显存块的规则。在 GPU 上，pytorch/pytorch 147168 和 pytorch/torchtitan 735 报告了 `record_stream` 多占显存的现象。课程库也保留引用，计算流等到拷贝的事件之后才放掉。
 #
 # </div>
 
@@ -1312,12 +1312,12 @@ figures.draw_taken(taken)
 #
 # <div lang="en">
 #
-# Adam keeps 8 bytes of state per parameter and uses this state only once per step. `OffloadedOptimizer` keeps the state in the lower tier. On a CPU the state returns to memory in **pages**, each with the state of some parameter tensors. While one page is updated, the next page is read and the previous page is written. `OffloadedOptimizer` lowers the live bytes between two steps by 55.0 MB. **Guess first:** by how much is the peak of `step()` lower?
+# Adam keeps 8 bytes of state per parameter and uses this state only once per step. `OffloadedOptimizer` keeps the state in the lower tier. On a CPU the state returns to memory in **pages**, each with the state of some parameter tensors. While one page is updated, the next page is read and the previous page is written. For the course's decoder, `OffloadedOptimizer` lowers the live bytes between two steps by 55.0 MB. **Guess first:** by how much is the peak of `step()` lower?
 #
 # </div>
 # <div lang="zh">
 #
-# Adam 为每个参数保存 8 字节的状态，每步只用一次。`OffloadedOptimizer` 把状态放到下一级存储。在 CPU 上，状态分**页**换入内存，每页是若干个参数张量的状态。更新一页的同时读入下一页、写回上一页。两步之间，存活字节少了 55.0 MB。**先猜**：`step()` 的峰值会低多少？
+# Adam 为每个参数保存 8 字节的状态，每步只用一次。`OffloadedOptimizer` 把状态放到下一级存储。在 CPU 上，状态分**页**换入内存，每页是若干个参数张量的状态。更新一页的同时读入下一页、写回上一页。用课程的解码器时，两步之间的存活字节少了 55.0 MB。**先猜**：`step()` 的峰值会低多少？
 #
 # </div>
 
@@ -1411,7 +1411,7 @@ table(["fraction", *(text("pages of {mib} MiB (MB)", mib=mib) for mib in halves)
 # %% [markdown]
 # <div lang="en">
 #
-# If half of the state is offloaded in pages of 16 MiB, the peak does not fall, because three pages are in memory at the same time, and half of the state fits into three pages. Each step writes 8 bytes per offloaded parameter, and every step except the first also reads 8 bytes per offloaded parameter. (With fp32 master weights, each step writes and reads 12 bytes instead of 8.) The next cell counts these bytes:
+# If half of the state is offloaded in pages of 16 MiB, the peak does not fall. Three pages are in memory at the same time, and half of the state fits into three pages. Each step writes 8 bytes per offloaded parameter, and every step except the first also reads 8 bytes per offloaded parameter. (With fp32 master weights, each step writes and reads 12 bytes instead of 8.) The next cell counts these bytes for the five steps:
 #
 # </div>
 # <div lang="zh">
@@ -1481,12 +1481,12 @@ predictions([*rows, ("peak with offloaded state", above - 8 * parameters, below)
 # %% [markdown]
 # <div lang="en">
 #
-# The prefetcher makes the next batch while the current batch is used. So the time per batch is not the sum of the time to make a batch and the time to use a batch, but only the longer of both times. No time is hidden if making and using a batch need the same CPU core, or the GIL:
+# The prefetcher makes the next batch while the current batch is used. So the time per batch is not the sum of two times, making a batch and using a batch, but only the longer time. Hardly any time is saved if making and using a batch need the same CPU core, or the GIL:
 #
 # </div>
 # <div lang="zh">
 #
-# 当前批次还在使用时，预取器已在准备下一个批次，因此每个批次的时间不再是准备与使用的时间之和，而只是两者中较长的一个。如果准备批次与使用批次要抢同一个 CPU 核心，或抢 GIL，就什么也掩盖不了。
+# 当前批次还在使用时，预取器已在准备下一个批次，因此每个批次的时间不再是准备与使用的时间之和，而只是两者中较长的一个。如果准备批次与使用批次要抢同一个 CPU 核心，或抢 GIL，就几乎省不下时间。
 #
 # </div>
 
@@ -1518,12 +1518,12 @@ table(["", "plain (s)", "prefetched (s)"], rows)
 #
 # <div lang="en">
 #
-# On CUDA the lower tier is pinned host memory. This cell measures on your GPU, or shows numbers recorded on an H100 and an H200. On the H200, `save_on_cpu` has the lowest peak, 4.11 GB. The peak of offload is 4.18 GB, because offload fetches storages ahead, and `save_on_cpu` waits for each copy. The difference is about as large as one layer's input. From pinned memory a non-blocking copy returns after 0.02 ms, and from pageable memory only after 28.6 ms.
+# On CUDA the lower tier is pinned host memory. This cell measures on your GPU, or shows numbers recorded on an H100 and an H200. On the H200, `save_on_cpu` has the lowest peak, 4.11 GB. The peak of offload is 4.18 GB, because offload fetches storages ahead, and `save_on_cpu` waits for each copy. The difference is about as large as one layer's input. A non-blocking copy of 256 MB from pinned memory returns after 0.02 ms, and from pageable memory only after 28.6 ms.
 #
 # </div>
 # <div lang="zh">
 #
-# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量。没有 GPU 时，就显示在 H100 和 H200 上记录的数据。在 H200 上，`save_on_cpu` 的峰值最低，是 4.11 GB。卸载的峰值是 4.18 GB，因为卸载会提前取回存储区，而 `save_on_cpu` 每次都要等拷贝完成。两者的差约等于一层的输入。从锁页内存“非阻塞”拷贝，调用 0.02 ms 就返回；从可分页内存拷贝，要 28.6 ms 才返回。
+# 在 CUDA 上，下一级存储是主机（CPU）的锁页内存。有 GPU 时，这个单元格会现场测量。没有 GPU 时，就显示在 H100 和 H200 上记录的数据。在 H200 上，`save_on_cpu` 的峰值最低，是 4.11 GB。卸载的峰值是 4.18 GB，因为卸载会提前取回存储区，而 `save_on_cpu` 每次都要等拷贝完成。两者的差约等于一层的输入。从锁页内存“非阻塞”拷贝 256 MB，调用 0.02 ms 就返回；从可分页内存拷贝，要 28.6 ms 才返回。
 #
 # </div>
 
@@ -1534,12 +1534,12 @@ on_gpu("04")
 # %% [markdown]
 # <div lang="en">
 #
-# The next cell prints the library's methods for CUDA, in the order of the table of section 4.5:
+# The next cell prints the library's methods for CUDA: first `on`, which selects a stream, then the methods in the table of section 4.5:
 #
 # </div>
 # <div lang="zh">
 #
-# 下面是课程库为 CUDA 写的方法，顺序与 4.5 节的表一致。
+# 下面是课程库为 CUDA 写的方法，先是选择流的 `on`，然后是 4.5 节表中的各个方法。
 #
 # </div>
 
