@@ -126,7 +126,7 @@ table(columns, [(m, metered_step(m).peak_bytes) for m in (4, 2)])
 # %% [markdown] slide={"en": "$m = 4$: 207,597,976 bytes. $m = 2$: 158,804,376 bytes.\n\n**Guess first.** A line through these two points: for which $m$ is it wrong?", "zh": "$m = 4$：207,597,976 字节。$m = 2$：158,804,376 字节。\n\n**先猜**：过这两点的直线，在哪个 $m$ 上不准？"}
 # <div lang="en">
 #
-# **Exercise 1.** The two peaks define a line: the bytes per sequence times $m$, plus a constant. With this line, predict the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ the whole batch is one micro-batch. For which sizes will the line be wrong?
+# **Exercise 1.** The two measured peaks define a line: the bytes per sequence times $m$, plus a constant. With this line, predict the peak in bytes for $m = 1, 2, 4, 8$. At $m = 8$ the whole batch is one micro-batch. For which sizes will the line be wrong?
 #
 # </div>
 # <div lang="zh">
@@ -293,14 +293,14 @@ figures.draw_say(lengths, off)
 # %% [markdown]
 # <div lang="en">
 #
-# If the losses are summed, the gradient is right except for rounding, however the batch is split. (Exceptions are dropout, BatchNorm (5.15) and bf16 (5.5).) With one sample per micro-batch, the gradient of the mean of means is off by 15% to 25%. With eight samples of mixed lengths, it is off by 0.1% to 10%. The reason is that all micro-batches count equally, whatever their lengths. With one sample per micro-batch, a character in a 14-character line has nearly seven times its proper weight. A character in a long paragraph has three quarters of its proper weight. If the micro-batches have equal token counts, both loops agree. Tests with such data cannot find this bug.
+# If the losses are summed, the gradient is right except for rounding, however the batch is split. (Exceptions are dropout, BatchNorm (5.15) and bf16 (5.5).) Here, with one sample per micro-batch, the gradient of the mean of means is off by 15% to 25%. With eight samples of mixed lengths, it is off by 0.1% to 10%. The reason is that all micro-batches count equally, whatever their lengths. With one sample per micro-batch, a character in a 14-character line has nearly seven times its proper weight. A character in a long paragraph has three quarters of its proper weight. If the micro-batches have equal token counts, both loops agree. Tests with such data cannot find this bug.
 #
-# A mean of means can also be a **choice**. Some reinforcement-learning fine-tuning methods average the loss within each answer, then over the answers. Even then, the result should not depend on the split.
+# A mean of means can also be a **choice**. Some reinforcement-learning fine-tuning methods average the loss within each answer, then over the answers. Even then, the result should not depend on the split into micro-batches.
 #
 # </div>
 # <div lang="zh">
 #
-# 如果没有 dropout 和 BatchNorm（5.15 节），也不用 bf16（5.5 节），那么只要对损失求总和，不论批次怎样拆，梯度就只有舍入误差。求平均的平均则不同。每个微批次只有一个样本时，梯度的误差是 15% 到 25%。有八个长短不一的样本时，误差是 0.1% 到 10%。原因是，不论微批次里有多少 token，每个微批次在平均里所占的比重都一样。以每个微批次一个样本为例，在只有 14 个字符的一行代码里，每个字符的比重接近应有比重的七倍。在长段落里，每个字符的比重只有应有比重的四分之三。如果各微批次的 token 数相等，两种循环的结果就一致，所以用这样的数据做测试发现不了这个错误。
+# 如果没有 dropout 和 BatchNorm（5.15 节），也不用 bf16（5.5 节），那么只要对损失求总和，不论批次怎样拆，梯度就只有舍入误差。求平均的平均则不同。在这里，每个微批次只有一个样本时，梯度的误差是 15% 到 25%。有八个长短不一的样本时，误差是 0.1% 到 10%。原因是，不论微批次里有多少 token，每个微批次在平均里所占的比重都一样。以每个微批次一个样本为例，在只有 14 个字符的一行代码里，每个字符的比重接近应有比重的七倍。在长段落里，每个字符的比重只有应有比重的四分之三。如果各微批次的 token 数相等，两种循环的结果就一致，所以用这样的数据做测试发现不了这个错误。
 #
 # 求平均的平均也可能是有意的**选择**。有些强化学习微调方法先在每个回答内取平均，再对各个回答取平均。即使如此，批次怎样拆也不应当影响结果。
 #
@@ -309,12 +309,12 @@ figures.draw_say(lengths, off)
 # %% [markdown] slide={"en": "The bug of 2024: a small Llama, labels of −100, micro-batches of two.\n\n**Guess first.** By how much is the gradient off?", "zh": "2024 年的那个错误：一个小的 Llama，标签里有 −100，每个微批次两条。\n\n**先猜**：梯度差多少？"}
 # <div lang="en">
 #
-# **The bug of 2024.** The next cell reproduces this bug in the library where it was found, on the small Llama of section 2.9. In fine-tuning, prompt tokens have the label −100, which the loss ignores, so samples differ in their number of targets. By default, the model returns the mean loss of a micro-batch's targets, and trainers divided this mean by the number of micro-batches. If you pass `num_items_in_batch`, the number of targets in the batch, the model divides the summed loss by this number instead. **Guess first:** by how much is the gradient off without `num_items_in_batch`?
+# **The bug of 2024.** The next cells reproduce this bug with `transformers`, where it was found, on the small Llama of section 2.9. In fine-tuning, prompt tokens have the label −100, which the loss ignores, so samples differ in their number of targets (counted tokens). By default, the model returns the mean loss of a micro-batch's targets, and trainers divided this mean by the number of micro-batches. If you pass `num_items_in_batch`, the number of targets in the batch, the model divides the summed loss by this number instead. **Guess first:** by how much is the gradient off without `num_items_in_batch`?
 #
 # </div>
 # <div lang="zh">
 #
-# **2024 年的那个错误。** 下面用当年出错的库重现这个错误，模型是 2.9 节的小 Llama。微调时，提示词各 token 的标签是 −100，计算损失时会忽略这些 token，所以各样本的目标数不同。默认情况下，模型返回一个微批次里各目标的平均损失，当时的训练器再把这个平均损失除以微批次数。如果传入 `num_items_in_batch`，也就是整个批次的目标数，模型就改为把微批次的损失总和除以这个目标数。**先猜**：不传 `num_items_in_batch` 时，梯度的误差有多大？
+# **2024 年的那个错误。** 下面用当年出错的库 `transformers` 重现这个错误，模型是 2.9 节的小 Llama。微调时，提示词各 token 的标签是 −100，计算损失时会忽略这些 token，所以各样本的目标数（计入损失的 token 数）不同。默认情况下，模型返回一个微批次里各目标的平均损失，当时的训练器再把这个平均损失除以微批次数。如果传入 `num_items_in_batch`，也就是整个批次的目标数，模型就改为把微批次的损失总和除以这个目标数。**先猜**：不传 `num_items_in_batch` 时，梯度的误差有多大？
 #
 # </div>
 
@@ -350,7 +350,7 @@ table(["", "error of the gradient", "below 1e-6"], rows)
 #
 # With these prompts and random tokens, the gradient is off by 33%. With `num_items_in_batch`, only rounding errors are left.
 #
-# By default, the `Trainer` of `transformers` 5.23 counts a step's targets over all micro-batches and devices (`average_tokens_across_devices=True`). The `Trainer` passes this number to a model whose `forward` takes extra keyword arguments, as Llama's does, or to your `compute_loss_func`. Otherwise, it still divides the loss by the number of micro-batches. If you override `compute_loss`, divide the summed loss by `num_items_in_batch`, or set `loss_is_scaled_for_ga = False`. If you do neither, Llama's loss is not divided at all. Packing changes the number of targets (section 5.11).
+# By default, the `Trainer` of `transformers` 5.23 counts a step's targets over all micro-batches and devices (`average_tokens_across_devices=True`). The `Trainer` passes this number to a model whose `forward` takes extra keyword arguments, as Llama's does, or to your `compute_loss_func`. Otherwise, the `Trainer` still divides the loss by the number of micro-batches. If you override `compute_loss`, divide the summed loss by `num_items_in_batch`, or set `loss_is_scaled_for_ga = False`. If you do neither, Llama's loss is not divided at all. Packing documents changes the number of targets (section 5.11).
 #
 # </div>
 # <div lang="zh">
@@ -431,7 +431,7 @@ results.bytes_reduced(ranks, micro_batches=8)
 # - A **scaler** multiplies the loss by a factor before backward, so that small gradients do not become zero in fp16. `scaler.unscale_(optimizer)` divides the gradients by the same factor. Without this call, `scaler.step` divides them.
 # - **Clipping** scales the whole batch's gradient down if its norm exceeds `max_norm`.
 # - The **scheduler** sets the learning rate for the optimizer's next step.
-# - `every` is the number of micro-batches per optimizer step. An epoch's last step may have fewer.
+# - `every` is the number of micro-batches per optimizer step. An epoch's last step may have fewer micro-batches.
 #
 # **Exercise 2.** Fix the loop. Each of five checks looks for one bug. Then a meter checks that only one micro-batch's activations are live at a time.
 #
@@ -501,7 +501,7 @@ figures.five_bugs()
 #
 # In each row the loop has one bug, and only the check for this bug fails. If each micro-batch is clipped alone, the summed gradient has a wrong direction. Without unscaling, the gradients are 1024 times too large before they are clipped to `max_norm`. Then `scaler.step` divides them by 1024, and almost nothing is left.
 #
-# The library's `AccumulatedStep` avoids all five bugs, with the same weights.
+# The library's `AccumulatedStep` avoids all five bugs, and its weights equal your loop's.
 #
 # </div>
 # <div lang="zh">
@@ -589,7 +589,7 @@ figures.draw_sums(errors)
 # %% [markdown]
 # <div lang="en">
 #
-# With bf16 sums, the error rises with the number of micro-batches. With one micro-batch, the error comes from forward and backward in bf16. With more micro-batches, each addition also rounds the sum to 8 bits, which loses part of the much smaller added gradient.
+# With bf16 sums, the error rises with the number of micro-batches. With one micro-batch, the error comes from forward and backward in bf16. With more micro-batches, each addition also rounds the sum to 8 bits, and loses part of the much smaller added gradient.
 #
 # The plot covers the layers' Linear weight tensors, which hold 90% of the decoder's parameters. Most other parameters are embeddings, and only 0.6% of all parameters belong to LayerNorms. With one micro-batch, the LayerNorms' gradients are off by 6% with two threads and 11% with one thread, because their backward on a CPU sums over all rows in bf16.
 #
@@ -692,7 +692,7 @@ ledger("05", "eight micro-batches", row)
 #
 # <div lang="en">
 #
-# - In this decoder the peak is a floor plus a fixed number of bytes per sequence of a micro-batch. In fp32 the floor is 16 bytes per trained parameter with Adam, and 8 bytes with SGD without momentum. With a single micro-batch the peak contains no parameter gradients, unless the previous step's gradients stay in memory (`set_to_none=False`). With few tokens the peak may be in the optimizer step (`foreach=True`), and be higher than without accumulation (7.16). With a large vocabulary, the logits of one sequence may be most of the activations.
+# - In this decoder the peak is a floor plus a fixed number of bytes per sequence in a micro-batch. In fp32 the floor is 16 bytes per trained parameter with Adam, and 8 bytes with SGD without momentum. With a single micro-batch the peak contains no parameter gradients, unless the previous step's gradients stay in memory (`set_to_none=False`). With few tokens the peak may be in the optimizer step (`foreach=True`), and exceed the peak without accumulation (7.16). With a large vocabulary, the logits of one sequence may be most of the activations.
 # - Sum the losses, and divide once by the step's number of tokens, counted over all ranks.
 # - Once per step: unscale, clip, step the optimizer, update the scaler, step the scheduler, clear gradients.
 # - The error of bf16 sums grows with the number of micro-batches. Sums in fp32 avoid this, and take 4 bytes per parameter.
@@ -739,19 +739,19 @@ ledger("05", "eight micro-batches", row)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Two runs with the same weights and batches. Only the divisor differs.\n\n**Guess first.** Which is better on short samples? On long ones?", "zh": "两次训练的起始权重相同，批次相同，只有除数不同。\n\n**先猜**：短样本上哪一种更好？长样本上呢？"}
+# %% [markdown] slide={"en": "Two runs with the same initial weights and batches. Only the divisor differs.\n\n**Guess first.** Which is better on short samples? On long ones?", "zh": "两次训练的起始权重相同，批次相同，只有除数不同。\n\n**先猜**：短样本上哪一种更好？长样本上呢？"}
 # ## 5.10 Does it train the same? / 训练出来一样吗？
 #
 # <div lang="en">
 #
-# A small decoder is trained with AdamW in micro-batches of one sample. Each seed has two runs, which differ only in the divisor. We compare their losses per character on lines of code and on paragraphs that were not used in training. **Guess first:** which divisor is better on lines of code, and which is better on paragraphs?
+# A small decoder is trained with AdamW in micro-batches of one sample. Each seed has two runs, which differ only in the divisor: token mean or mean of means. We compare their losses per character on lines of code and on paragraphs that were not used in training. **Guess first:** which divisor is better on lines of code, and which is better on paragraphs?
 #
 # The runs of eight seeds were recorded in advance. `python -m course_lib.lessons.lesson_05.mean_of_means` repeats them in a few minutes.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面用 AdamW 训练一个小解码器，每个微批次一个样本。每个种子训练两次，两次只有除数不同。评估用的是训练中没有出现过的代码行和段落，比较的是每个字符的损失。**先猜**：在代码行上，哪一种除数更好？在段落上呢？
+# 下面用 AdamW 训练一个小解码器，每个微批次一个样本。每个种子训练两次，两次只有除数不同，一次对全部 token 求平均，一次求平均的平均。评估用的是训练中没有出现过的代码行和段落，比较的是每个字符的损失。**先猜**：在代码行上，哪一种除数更好？在段落上呢？
 #
 # 八个种子的训练结果已经事先记录好。用 `python -m course_lib.lessons.lesson_05.mean_of_means` 可以重新训练一遍，要几分钟。
 #
@@ -763,7 +763,7 @@ figures.draw_training()
 # %% [markdown]
 # <div lang="en">
 #
-# After 20 steps, training with the mean of means is better on short samples and worse on long samples, in all eight seeds. After 120 steps, its loss on short samples is lower in 7 of 8 seeds, by 0.04 on average. Its loss on long samples is higher in all 8 seeds, also by 0.04 on average. But at step 100, the loss on long samples was higher in only 5 seeds. So for this text and this small network, training with the wrong divisor solves another problem, in which a character of a short sample has a larger weight. A loss curve alone would not show this difference.
+# After 20 steps, training with the mean of means is better on short samples and worse on long samples, in all eight seeds. After 120 steps, its loss on short samples is lower in 7 of 8 seeds, by 0.04 on average. Its loss on long samples is higher in all 8 seeds, also by 0.04 on average. But at step 100, the loss on long samples was higher in only 5 seeds. So for this text and this small network, training with the wrong divisor minimizes another objective, in which a character of a short sample has a larger weight. A loss curve alone would not show this difference.
 #
 # </div>
 # <div lang="zh">
@@ -777,7 +777,7 @@ figures.draw_training()
 #
 # <div lang="en">
 #
-# **Packing** puts several documents into one row, so that no padding is computed. Packing also changes which tokens are targets. Here the 16 samples of section 5.2 form two micro-batches. They are either padded, or packed in one of three ways. The losses are summed and divided by `num_items_in_batch`, the number of targets:
+# **Packing** puts several documents into one row, so that no padding is computed. Packing also changes which tokens are targets. Here the 16 samples of section 5.2 form two micro-batches. The samples are either padded, or packed in one of three ways. The losses are summed and divided by `num_items_in_batch`, the number of targets:
 #
 # </div>
 # <div lang="zh">
@@ -867,7 +867,7 @@ on_gpu("05")
 #
 # On the H200 a micro-batch of 1, 4 or 16 samples takes 14.9, 14.3 or 34.7 ms. These times are within 3% of a rule: **a micro-batch takes 14.6 ms, or 2.17 ms per sample, whichever is longer**. As in section 5.1, the line through the peaks of 1 and 4 samples fails for all 16 samples at once. It predicts 438.7 MB too much, which is the size of all gradients.
 #
-# **Exercise 4.** The recorded peaks are 2,370,539,600 bytes with 1 sample and 3,562,995,744 bytes with 4 samples. A batch of 64 samples is split into equal micro-batches, and `budget` is in bytes. Among the sizes whose peak is within the budget, choose the size with the fastest step. Among equally fast sizes, choose the smallest. Also return the peak and the step's time for this size. Assume that the line through the two recorded peaks and the rule for the time hold for all sizes.
+# **Exercise 4.** The recorded peaks are 2,370,539,600 bytes with 1 sample per micro-batch and 3,562,995,744 bytes with 4 samples. A batch of 64 samples is split into equal micro-batches, and `budget` is in bytes. Among the sizes whose peak is within the budget, choose the size with the fastest step. Among equally fast sizes, choose the smallest. Also return the peak and the step's time for this size. Assume that the line through the two recorded peaks and the rule for the time hold for all sizes.
 #
 # </div>
 # <div lang="zh">
@@ -922,12 +922,12 @@ exercises.check_micro_batch(choose)
 #
 # <div lang="en">
 #
-# In fp16, numbers below about $3 \cdot 10^{-8}$ become zero. bf16 has the exponent range of fp32, so a bf16 gradient needs no scaler. The next cell takes 1000 gradients between $10^{-11}$ and $10^{-5}$:
+# In fp16, numbers below about $3 \cdot 10^{-8}$ become zero. bf16 has the exponent range of fp32, so a bf16 gradient needs no scaler. The next cell counts the zeros among 1000 gradients between $10^{-11}$ and $10^{-5}$:
 #
 # </div>
 # <div lang="zh">
 #
-# 在 fp16 中，小于约 $3 \cdot 10^{-8}$ 的数都变成零。bf16 的指数范围与 fp32 相同，所以 bf16 的梯度不需要缩放器。下面取 1000 个梯度，大小在 $10^{-11}$ 到 $10^{-5}$ 之间：
+# 在 fp16 中，小于约 $3 \cdot 10^{-8}$ 的数都变成零。bf16 的指数范围与 fp32 相同，所以 bf16 的梯度不需要缩放器。下面取 1000 个梯度，大小在 $10^{-11}$ 到 $10^{-5}$ 之间，数一数其中有几个变成零：
 #
 # </div>
 
@@ -966,12 +966,12 @@ step = AccumulatedStep(decoder, sgd, mean_of_means.loss_sum, scaler=scaler, max_
 # %% [markdown]
 # <div lang="en">
 #
-# By default `zero_grad` sets each `.grad` to None. If it set them to zero instead, Adam would still move an unused parameter, because of older gradients:
+# By default `zero_grad` sets each `.grad` to None. If it set each `.grad` to zero instead, Adam would still move an unused parameter, because its moments contain older gradients:
 #
 # </div>
 # <div lang="zh">
 #
-# `zero_grad` 默认把各个 `.grad` 设成 None。如果设成零，即使一个参数没有参与计算，Adam 仍会根据以前的梯度更新这个参数：
+# `zero_grad` 默认把各个 `.grad` 设成 None。如果设成零，即使一个参数没有参与计算，Adam 仍会更新这个参数，因为两个矩里还有以前的梯度：
 #
 # </div>
 
@@ -1137,7 +1137,7 @@ table(["update (sequences)", "peak (MB)", "most gradients at once (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# **AdamA** does combine accumulation with such a hook. Its hook adds each gradient to Adam's **moments** at once, and the weights are updated at the end of the step. The first moment equals Adam's first moment. The second moment adds the squares of the micro-batches' gradients, whereas Adam squares the sum of the gradients:
+# **AdamA** combines accumulation with a hook that runs as soon as a gradient is ready. The hook adds each gradient to Adam's **moments** immediately, and the weights are updated at the end of the step. The first moment equals Adam's first moment. The second moment adds the squares of the micro-batches' gradients, whereas Adam squares the sum of the gradients:
 #
 # </div>
 # <div lang="zh">
