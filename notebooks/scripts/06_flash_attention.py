@@ -132,7 +132,7 @@ figures.draw_running(maxima, sums)
 #
 # <div lang="en">
 #
-# The output for one query is a weighted sum of the rows of V. Update the output in the same way as $\ell$: multiply the old output by the same factor, then add the new block's contribution. Then the block's scores can be released. After the last block, divide the output by $\ell$.
+# The output for one query is a weighted sum of the rows of V. Update the output like the sum $\ell$: multiply the old output by the same factor, then add the new block's contribution. Then the block's scores can be released. After the last block, divide the output by $\ell$.
 #
 # A GPU computes on data in a small, fast memory on the chip. For a long sequence, the scores of all n queries for one block of keys do not fit there, so the queries are cut into blocks, too. A block of queries and a **key block** (keys with their values) give one **tile** of scores, whose size does not depend on the sequence length.
 #
@@ -193,7 +193,7 @@ figures.draw_passes()
 #
 # $$dV = P^T dO, \quad dP = dO\,V^T, \quad dQ = dS\,K, \quad dK = dS^T Q$$
 #
-# To compute $dS$ from $dP$, use the Jacobian of softmax, $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$. Then $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$. $D_i$ is a sum over the **whole** row, but a tile has only a part of it. Since $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, we have $D_i = dO_i \cdot O_i$, which can be computed before the loops. This is why O is kept.
+# To compute $dS$ from $dP$, use the Jacobian of softmax, $\partial p_j / \partial s_i = p_j (\delta_{ij} - p_i)$. Then $dS = P \circ (dP - D)$ with $D_i = \sum_j P_{ij}\,dP_{ij}$. $D_i$ is a sum over the **whole** row, but a tile has only part of this row. Since $dP_{ij} = dO_i \cdot V_j$ and $O_i = \sum_j P_{ij} V_j$, we have $D_i = dO_i \cdot O_i$, which can be computed before the loops. This is why O is kept.
 #
 # **Exercise 3.** Write `backward(q, k, v, o, lse, grad_o, block_q, block_k)` for one head. It returns dQ, dK and dV. Mind the factor $1/\sqrt d$. You can compute all three gradients in one pass over the tiles, or dQ in one pass and dK and dV in another. Two passes compute the scores S and dP twice. In exchange, each iteration of an outer loop computes one whole block of a gradient, so no two iterations add to the same place.
 #
@@ -285,7 +285,7 @@ table(["relative error (1e-7)", "O", "dQ", "dK", "dV"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (60 minutes). You have written flash attention, forward and backward, with errors like those of standard attention. The second sitting asks how many bytes and FLOPs these passes need, turns your forward pass into a GPU kernel, uses the log-sum-exp once more, and asks when PyTorch does not use flash attention.
+# **End of the first sitting** (60 minutes). You have written flash attention, forward and backward, with errors like those of standard attention. The second sitting asks how many bytes and FLOPs these passes need. It turns your forward pass into a GPU kernel, uses the log-sum-exp once more, and asks when PyTorch does not use flash attention.
 #
 # </div>
 # <div lang="zh">
@@ -299,12 +299,12 @@ table(["relative error (1e-7)", "O", "dQ", "dK", "dV"], rows)
 #
 # <div lang="en">
 #
-# As in lesson 01, we list the tensors that the library's flash attention keeps. **Guess first:** if the number of tokens doubles, by what factors do the kept bytes of standard attention and of flash attention grow?
+# The next cell lists the tensors that the library's flash attention keeps for backward. **Guess first:** if the number of tokens doubles, by what factors do the kept bytes of standard attention and of flash attention grow?
 #
 # </div>
 # <div lang="zh">
 #
-# 下面像第 01 课那样，列出库里的 flash 注意力为反向保存的张量。**先猜**：如果 token 数加倍，标准注意力和 flash 注意力保存的字节数各变成原来的几倍？
+# 下面列出库里的 flash 注意力为反向保存的张量。**先猜**：如果 token 数加倍，标准注意力和 flash 注意力保存的字节数各变成原来的几倍？
 #
 # </div>
 
@@ -342,12 +342,12 @@ predictions([rows[i] for i in (0, 4, 5, 9)], unit="bytes")
 #
 # <div lang="en">
 #
-# **Exercise 4.** Computing P again costs FLOPs. One head needs a multiple of $N^2 d$ FLOPs. Which multiple is it for forward, for backward in one pass over the tiles, and for backward in **two passes**? Each of the two passes computes S and dP.
+# **Exercise 4.** Computing P again costs FLOPs. One head needs a multiple of $N^2 d$ FLOPs ($N$ tokens, head size $d$). Which multiple is it for forward, for backward in one pass over the tiles, and for backward in **two passes**? Each of the two passes computes S and dP.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 重新计算 P 会增加 FLOPs。以 $N^2 d$ 为单位，写出一个头在三种情形下的 FLOPs：前向，把分块遍历一次的反向，以及把分块**遍历两次**的反向。遍历两次时，每次遍历都要重新算一遍 S 和 dP。
+# **练习 4。** 重新计算 P 会增加 FLOPs。设有 $N$ 个 token，头维度为 $d$。以 $N^2 d$ 为单位，写出一个头在三种情形下的 FLOPs：前向，把分块遍历一次的反向，以及把分块**遍历两次**的反向。遍历两次时，每次遍历都要重新算一遍 S 和 dP。
 #
 # </div>
 
@@ -380,7 +380,7 @@ table(["", "FLOPs (units of n²d)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# In backward, two passes cost 40% more FLOPs than one pass, but their result is **deterministic**, that is, equal in every run. With one pass, parallel programs add to the same dQ by atomic adds, in an order that can change between runs (FlashAttention's issue 414). FlashAttention's option `deterministic=True` fixes the order, but makes backward slower. On an H100 with head size 128, 8192 tokens and a causal mask, backward takes 21% longer (pull request 1893).
+# In backward, two passes cost 40% more FLOPs than one pass, but their result is **deterministic** (equal in every run). With one pass, parallel programs add to the same dQ atomically, in an order that can change between runs (FlashAttention's issue 414). FlashAttention's option `deterministic=True` fixes the order, but makes backward slower. On an H100 with head size 128, 8192 tokens and a causal mask, backward takes 21% longer (pull request 1893).
 #
 # Flash attention needs more FLOPs than standard attention, but can be faster because it moves fewer bytes. If $M$ numbers fit on the chip, a block has about $M/(4d)$ queries. K and V are read once for each block of queries, so flash attention moves $\Theta(N^2 d^2 / M)$ numbers. Standard attention moves $\Theta(N d + N^2)$ numbers. The roofline plot in section 6.17 shows when moving bytes limits the speed.
 #
@@ -472,7 +472,7 @@ if not exercises.check_kernel.accepted:
 exercises.check_kernel(run)
 ### END SOLUTION
 
-# %% [markdown] slide={"en": "Half of the keys gave $(o_1, \\text{lse}_1)$, the other half $(o_2, \\text{lse}_2)$.\n\n**Write it**: attention over all keys, without Q, K or V.", "zh": "一半的键给出 $(o_1, \\text{lse}_1)$，另一半给出 $(o_2, \\text{lse}_2)$。\n\n**自己写**：不用 Q、K、V，求对全部键的注意力。"}
+# %% [markdown] slide={"en": "Attention over half of the keys gave $(o_1, \\text{lse}_1)$, over the other half $(o_2, \\text{lse}_2)$.\n\n**Write it**: attention over all keys, without Q, K or V.", "zh": "一半的键给出 $(o_1, \\text{lse}_1)$，另一半给出 $(o_2, \\text{lse}_2)$。\n\n**自己写**：不用 Q、K、V，求对全部键的注意力。"}
 # ## 6.7 Two parts of the keys / 把键分成两部分
 #
 # <div lang="en">
@@ -537,7 +537,7 @@ table(["merged results", "close to `forward`"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The table's first row simulates **flash-decoding**. A model that generates text has one new query and many keys, so several instances each process a part of the keys. The second row simulates **ring attention** in one process. In ring attention, each device has a part of the queries, keys and values, and passes its keys and values to the next device. In lesson 08 the parts are on different ranks.
+# The table's first row simulates **flash-decoding**. A model that generates text has one new query and many keys, so several instances each process a part of the keys. The second row simulates **ring attention** in one process. In ring attention, each device has a part of the queries, keys and values, and passes its keys and values to the next device. In lesson 08 the parts are in different processes.
 #
 # </div>
 # <div lang="zh">
@@ -553,7 +553,7 @@ table(["merged results", "close to `forward`"], rows)
 #
 # `F.scaled_dot_product_attention` runs one of several implementations, called **backends**. Most backends are fused kernels, but `MATH` runs separate operators and keeps the scores. If no fused kernel accepts the inputs, PyTorch falls back to `MATH` without a warning.
 #
-# For example, only one fused kernel on CUDA accepts fp32. In this kernel, a token's vector in one head must take a multiple of 16 bytes, so in fp32 the head size must be a multiple of 4.
+# Only one fused kernel on CUDA accepts fp32. In this kernel, a token's vector in one head must take a multiple of 16 bytes, so in fp32 the head size must be a multiple of 4.
 #
 # The six calls below have 8 query heads and 1024 tokens. **Guess first:** which call keeps the scores on this CPU? Which calls keep the scores on an H200 in fp32, and which in bf16?
 #
@@ -562,7 +562,7 @@ table(["merged results", "close to `forward`"], rows)
 #
 # `F.scaled_dot_product_attention` 有几种实现，称为**后端**（backend），每次调用运行其中一种。多数后端是融合算子，而 `MATH` 后端依次运行一连串单独的算子，并保存分数。如果没有一种融合算子接受输入，PyTorch 会退回到 `MATH`，但不发出警告。
 #
-# 例如在 CUDA 上，只有一种融合算子接受 fp32。这种算子要求一个 token 在一个头里的向量所占的字节数是 16 的倍数，因此用 fp32 时，头维度必须是 4 的倍数。
+# 在 CUDA 上，只有一种融合算子接受 fp32。这种算子要求一个 token 在一个头里的向量所占的字节数是 16 的倍数，因此用 fp32 时，头维度必须是 4 的倍数。
 #
 # 下面六种调用都有 8 个查询头和 1024 个 token。**先猜**：在这个 CPU 上，哪一种调用会保存分数？在 H200 上，用 fp32 时和用 bf16 时，各有哪几种调用会保存分数？
 #
@@ -659,7 +659,7 @@ table(["call", *headings], rows)
 # | FlashAttention-3 | 9.0: H100, H200 | fp16, bf16; fp8 without a backward pass |
 # | FlashAttention-4 | 9.0 and 10.0: H200, B200 | fp16, bf16 |
 #
-# If the package of FlashAttention-4 is installed, `torch.nn.attention.activate_flash_attention_impl("FA4")` selects it. Neither FlashAttention-3 nor 4 supports dropout. According to its paper, FlashAttention-3 is 1.5 to 2.0 times as fast as FlashAttention-2 on an H100 in fp16. From H100 to B200, the speed of matrix units grew more than the speed of units for `exp`. Therefore FlashAttention-4 computes some exponentials in software, and multiplies by your `shrink` only if the maximum has grown enough.
+# If the package of FlashAttention-4 is installed, `torch.nn.attention.activate_flash_attention_impl("FA4")` selects it. Neither FlashAttention-3 nor 4 supports dropout. According to its paper, FlashAttention-3 is 1.5 to 2.0 times as fast as FlashAttention-2 on an H100 in fp16. From H100 to B200, the speed of matrix units grew more than the speed of units for `exp`. Therefore FlashAttention-4 computes some exponentials in software, and rescales by your `shrink` only if the maximum has grown enough.
 #
 # Newer models change attention itself. Which of the calls below still get a fused kernel?
 #
@@ -767,7 +767,7 @@ table(["compared", "result"], rows)
 #
 # <div lang="en">
 #
-# `flex_attention` compiles your functions for the mask and for the scores into one kernel. To avoid padding, concatenate the sequences, and pass the start of each sequence (`cu_seqlens`) to `flash_attn_varlen_func`.
+# With `torch.compile`, `flex_attention` turns your functions for the mask and for the scores into one kernel. To avoid padding, concatenate the sequences, and pass the start of each sequence (`cu_seqlens`) to `flash_attn_varlen_func`.
 #
 # | line | here |
 # |---|---|
@@ -781,7 +781,7 @@ table(["compared", "result"], rows)
 # </div>
 # <div lang="zh">
 #
-# `flex_attention` 把你写的掩码函数和分数函数编译成一个核函数。要避免填充，可以把各条序列首尾相接，打包成一行，再把每条序列的起始位置（`cu_seqlens`）传给 `flash_attn_varlen_func`。
+# 配合 `torch.compile`，`flex_attention` 把你写的掩码函数和分数函数编译成一个核函数。要避免填充，可以把各条序列首尾相接，打包成一行，再把每条序列的起始位置（`cu_seqlens`）传给 `flash_attn_varlen_func`。
 #
 # | 写法 | 本课是否运行 |
 # |---|---|
@@ -886,12 +886,12 @@ claims.claims_table(
 #
 # <div lang="en">
 #
-# The first table repeats lesson 00's training step with flash attention as the only change. The second table estimates the peak for one sequence of 4096 tokens.
+# The first table's last row repeats lesson 00's training step with flash attention as the only change. The second table estimates the peak for one sequence of 4096 tokens, with each kind of attention.
 #
 # </div>
 # <div lang="zh">
 #
-# 第一张表的训练步就是第 00 课的那一步，只把标准注意力换成了 flash 注意力。第二张表把输入换成一条 4096 个 token 的序列，给出峰值的估计值。
+# 第一张表的最后一行就是第 00 课的训练步，只把标准注意力换成了 flash 注意力。第二张表把输入换成一条 4096 个 token 的序列，给出用两种注意力时峰值的估计值。
 #
 # </div>
 
@@ -915,22 +915,22 @@ table(["attention", "peak (GB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# At 128 tokens, P is a small part of a layer's kept bytes, so flash attention reduces the peak by only 9%. With one sequence of 4096 tokens, the estimated peak falls from 5.97 GB to 0.78 GB. The best technique for reducing the peak depends on the sequence length.
+# At 128 tokens, the probabilities P are a small part of a layer's kept bytes, so flash attention reduces the peak by only 9%. With one sequence of 4096 tokens, the estimated peak falls from 5.97 GB to 0.78 GB. How much flash attention reduces the peak depends on the sequence length.
 #
 # </div>
 # <div lang="zh">
 #
-# 序列只有 128 个 token 时，一层保存的字节里，P 只占一小部分，所以 flash 注意力只把峰值降低 9%。换成一条 4096 个 token 的序列，估计的峰值从 5.97 GB 降到 0.78 GB。哪一种技术最能降低峰值，取决于序列长度。
+# 序列只有 128 个 token 时，一层保存的字节里，P 只占一小部分，所以 flash 注意力只把峰值降低 9%。换成一条 4096 个 token 的序列，估计的峰值从 5.97 GB 降到 0.78 GB。flash 注意力能把峰值降低多少，取决于序列长度。
 #
 # </div>
 
-# %% [markdown] slide={"en": "One number per row restores every probability.\n\nIt also merges the results for parts of the keys.", "zh": "每行一个数，就能还原每一个概率。\n\n有了这个数，还能合并各部分键的结果。"}
+# %% [markdown] slide={"en": "One number per row restores every probability.\n\nThis number also merges the results for parts of the keys.", "zh": "每行一个数，就能还原每一个概率。\n\n有了这个数，还能合并各部分键的结果。"}
 # ## 6.13 Summary / 小结
 #
 # <div lang="en">
 #
-# - Softmax can be computed block by block, in one pass. One number per row, the log-sum-exp, restores every probability.
-# - It is enough to keep Q, K, V, O and the log-sum-exp for backward. The kept bytes are proportional to $N$, and the FLOPs to $N^2$.
+# - Softmax can be computed block by block, in one pass. With one number per row, the log-sum-exp, every probability can be computed from its score.
+# - It is enough to keep Q, K, V, O and the log-sum-exp for backward. The kept bytes are proportional to the sequence length $N$, and the FLOPs to $N^2$.
 # - Backward needs five matrix products per tile in one pass over the tiles. In two passes it needs seven, but no two instances write to the same place.
 # - The outputs and log-sum-exps for parts of the keys are enough to compute attention over all keys.
 # - PyTorch may fall back without a warning to a backend that keeps the scores. If the backend that you select with `sdpa_kernel` cannot run, PyTorch raises an error instead.
@@ -940,8 +940,8 @@ table(["attention", "peak (GB)"], rows)
 # </div>
 # <div lang="zh">
 #
-# - softmax 可以分块计算，只遍历一次。每行只要保存一个数（LSE），就能还原这一行的全部概率。
-# - 反向只需要保存 Q、K、V、O 和 LSE。保存的字节与 $N$ 成正比，FLOPs 与 $N^2$ 成正比。
+# - softmax 可以分块计算，只遍历一次。每行只要保存一个数（LSE），就能由分数还原这一行的全部概率。
+# - 反向只需要保存 Q、K、V、O 和 LSE。保存的字节与序列长度 $N$ 成正比，FLOPs 与 $N^2$ 成正比。
 # - 如果只遍历一次，反向对每个分块做五次矩阵乘法。如果遍历两次，就要做七次，但任何两个实例都不会写入同一个位置。
 # - 有了各部分键的输出和 LSE，就能算出对全部键做注意力的结果。
 # - PyTorch 可能不加警告地退回到保存分数的后端。如果用 `sdpa_kernel` 指定一个后端，这个后端又不能运行，PyTorch 会报错，而不会退回。
@@ -976,17 +976,17 @@ table(["attention", "peak (GB)"], rows)
 #
 # </div>
 
-# %% [markdown] slide={"en": "Standard attention inside a checkpoint does not keep P either.\n\n**Guess first.** Peak and FLOPs, compared with flash attention?", "zh": "给标准注意力加检查点，也不会保存 P。\n\n**先猜**：与 flash 注意力相比，峰值和 FLOPs 如何？"}
+# %% [markdown] slide={"en": "Standard attention inside a checkpoint does not keep P either.\n\n**Guess first.** How do its peak and FLOPs compare with those of flash attention?", "zh": "给标准注意力加检查点，也不会保存 P。\n\n**先猜**：与 flash 注意力相比，峰值和 FLOPs 如何？"}
 # ## 6.14 The general tool and the special one / 通用工具与专用工具
 #
 # <div lang="en">
 #
-# Lesson 02 shows another way to avoid keeping P: a checkpoint around standard attention. The comparison uses 1024 tokens, 8 heads and three layers in a row. **Guess first:** which has the higher peak, checkpointed standard attention or flash attention, and which needs more FLOPs?
+# Lesson 02 shows another way to avoid keeping the probabilities P: a checkpoint around standard attention. The comparison uses 1024 tokens, 8 heads and three layers in a row. **Guess first:** which has the higher peak, checkpointed standard attention or flash attention, and which needs more FLOPs?
 #
 # </div>
 # <div lang="zh">
 #
-# 第 02 课有另一种不保存 P 的办法，就是给标准注意力加检查点。下面用 1024 个 token、8 个头、依次相连的三层注意力来比较。**先猜**：加了检查点的标准注意力与 flash 注意力相比，哪一种峰值更高，哪一种 FLOPs 更多？
+# 第 02 课有另一种不保存概率 P 的办法，就是给标准注意力加检查点。下面用 1024 个 token、8 个头、依次相连的三层注意力来比较。**先猜**：加了检查点的标准注意力与 flash 注意力相比，哪一种峰值更高，哪一种 FLOPs 更多？
 #
 # </div>
 
@@ -1017,7 +1017,7 @@ figures.draw_peaks({name: costs_of(layer) for name, layer in layers.items()})
 # %% [markdown]
 # <div lang="en">
 #
-# Neither method keeps P. The checkpoint's recomputation stops early, so in both methods, $Q K^T$ is the only matrix product that is computed again. Therefore their FLOPs are equal. But when backward reaches a checkpointed layer, the whole matrix P is in memory again, together with the gradients of P and of the scores. These three matrices of $N^2$ numbers per head take $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, which is 101 MB of the peak of 109 MB. Flash attention keeps only one tile of each such matrix in memory at a time. A checkpoint discards P between layers, and flash attention discards P inside the operator.
+# Neither checkpointed nor flash attention keeps P for backward. The checkpoint's recomputation stops early, so in both methods, $Q K^T$ is the only matrix product that is computed again. Therefore their FLOPs are equal. But when backward reaches a checkpointed layer, the whole matrix P is in memory again, together with the gradients of P and of the scores. These three matrices of $N^2$ numbers per head take $3 \cdot 8 \cdot 1024^2 \cdot 4$ bytes, which is 101 MB of the peak of 109 MB. Flash attention keeps only one tile of each such matrix in memory at a time. A checkpoint discards P between layers, and flash attention discards P inside the operator.
 #
 # </div>
 # <div lang="zh">
@@ -1136,12 +1136,12 @@ exercises.check_grouped_bytes((32 + 8 + 8 + 32) * one_head + 32 * 4096 * 4)
 #
 # <div lang="en">
 #
-# The table counts the FLOPs and the moved bytes of one head for N = 4096 tokens, on a GPU with 163 KiB of shared memory per thread block. It compares FlashAttention-2's loops with this library's two passes. The time is at least the larger of compute time and memory time. Here both times are those of an A100 with 312 TFLOP/s and 2.0 TB/s. FLOPs divided by moved bytes is the **arithmetic intensity**. The **roofline** is the highest rate that a kernel can reach. It is the smaller of two numbers: the GPU's compute rate, and its bandwidth multiplied by the kernel's intensity. The figure shows computed numbers, not measurements. Flash attention appears with blocks of 64 and of 128 queries.
+# The table counts the FLOPs and the moved bytes of one head for N = 4096 tokens. It assumes a GPU with 163 KiB of shared memory per thread block. For backward, it compares FlashAttention-2's one pass over the tiles with this library's two passes. The time is at least the larger of compute time and memory time. Here both times are those of an A100 with 312 TFLOP/s and 2.0 TB/s. FLOPs divided by moved bytes is the **arithmetic intensity**. The **roofline** is the highest rate that a kernel can reach. It is the smaller of two numbers: the GPU's compute rate, and its bandwidth multiplied by the kernel's intensity. The figure shows computed numbers, not measurements. Flash attention appears with blocks of 64 and of 128 queries.
 #
 # </div>
 # <div lang="zh">
 #
-# 下表统计 N = 4096 个 token 时一个头的 FLOPs 和搬运的字节数，分别按 FlashAttention-2 的循环和本库遍历两次的做法计算，假设每个线程块有 163 KiB 共享内存。时间至少是计算时间与访存时间中较长的一个，这里按 A100 的 312 TFLOP/s 和 2.0 TB/s 计算。FLOPs 除以搬运的字节数，得到**算术强度**。**屋顶线**（roofline）是核函数能达到的最高速率，等于两个数中较小的一个，一个是算力，另一个是带宽与算术强度的乘积。图里的数是计算出来的，不是实测值。图里的 flash 注意力分两种情形，查询块分别有 64 个和 128 个查询。
+# 下表统计 N = 4096 个 token 时一个头的 FLOPs 和搬运的字节数，假设每个线程块有 163 KiB 共享内存。反向分别按 FlashAttention-2 把分块遍历一次的做法和本库遍历两次的做法计算。时间至少是计算时间与访存时间中较长的一个，这里按 A100 的 312 TFLOP/s 和 2.0 TB/s 计算。FLOPs 除以搬运的字节数，得到**算术强度**。**屋顶线**（roofline）是核函数能达到的最高速率，等于两个数中较小的一个，一个是算力，另一个是带宽与算术强度的乘积。图里的数是计算出来的，不是实测值。图里的 flash 注意力分两种情形，查询块分别有 64 个和 128 个查询。
 #
 # </div>
 
@@ -1165,7 +1165,7 @@ ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
 # %% [markdown]
 # <div lang="en">
 #
-# Flash attention has an intensity of 63 FLOPs per byte with blocks of 64 queries, and of 124 with blocks of 128 queries. (The table assumes larger blocks.) At the **ridge** of a roofline, the compute rate equals the bandwidth multiplied by the intensity. The ridge of an A100 is at 156 FLOPs per byte, and that of an H100 at 295. Both ridges are higher than these two intensities, so by this count, memory bandwidth would be the limit. In reality, the L2 cache reduces the reads from memory. The A100's L2 cache has 40 MB. One head's K and V take only 1 MB here, so they stay in the cache. If K and V were read from memory only once per head, the intensity would be 2032 FLOPs per byte. According to its paper, FlashAttention-2 reaches 50% to 73% of an A100's peak compute rate.
+# Flash attention has an intensity of 63 FLOPs per byte with blocks of 64 queries, and of 124 with blocks of 128 queries. (The table assumes larger blocks.) At the **ridge** of a roofline, the compute rate equals the bandwidth multiplied by the intensity. The ridge of an A100 is at 156 FLOPs per byte, and that of an H100 at 295. Both ridges are higher than these two intensities, so by this count, memory bandwidth would be the limit. In reality, the L2 cache reduces the reads from memory. The A100's L2 cache has 40 MB. One head's K and V take only 1 MB here, so they can stay in the cache. If K and V were read from memory only once per head, the intensity would be 2032 FLOPs per byte. According to its paper, FlashAttention-2 reaches 50% to 73% of an A100's peak compute rate.
 #
 # </div>
 # <div lang="zh">
@@ -1197,7 +1197,7 @@ ridges = [round(rate / bandwidth) for rate, bandwidth in devices.values()]
 #
 # <div lang="en">
 #
-# The library has one kernel for forward and two kernels for backward. One backward kernel sums dK and dV over the queries, and the other sums dQ over the keys. The first cell below counts each kernel's matrix products. The second compares the Triton kernels' gradients with those of the torch backend for 40 tokens, without and with a causal mask.
+# The library has one kernel for forward and two kernels for backward. One backward kernel sums dK and dV over the queries, and the other sums dQ over the keys. The first cell below counts each kernel's matrix products. The second cell compares the Triton kernels' gradients with those of the torch backend for 40 tokens, without and with a causal mask.
 #
 # </div>
 # <div lang="zh">
@@ -1232,7 +1232,7 @@ masks = (False, True) if triton else ()
 #
 # <div lang="en">
 #
-# On a GPU, `backend="auto"` selects the Triton kernels of this course, and the cell below compares them with PyTorch's kernels. Without a GPU, the cell shows times and bytes of forward and backward, with a causal mask and 4096 tokens. These numbers were recorded on an H100 and an H200. On the H200, the course's kernels take 1.56 ms, PyTorch's FlashAttention takes 2.22 ms, and cuDNN, which PyTorch chooses on this GPU, takes 1.29 ms. FlashAttention's backward allocates a workspace; the course's kernels need none.
+# On a GPU, `backend="auto"` selects the Triton kernels of this course, and the cell below compares them with PyTorch's kernels. Without a GPU, the cell shows times and bytes of forward and backward, with a causal mask and 4096 tokens. These numbers were recorded on an H100 and an H200. On the H200, the course's kernels take 1.56 ms, PyTorch's FlashAttention takes 2.22 ms, and cuDNN, which PyTorch chooses on this GPU, takes 1.29 ms. FlashAttention's backward allocates a workspace; the course's kernels need no workspace.
 #
 # </div>
 # <div lang="zh">
