@@ -13,7 +13,7 @@
 #
 # The training step of this course, one Adam step of a small decoder, needs 277.7 MB. You have 60 MB.
 #
-# The weights and the gradients alone take 55 MB. The course's ledger has one row for each technique, and no row has a peak below 124 MB. So you have to combine several techniques. In this lesson you add six techniques, one after another. Then you take one technique **out** again and look at the peak.
+# The weights and the gradients alone take 55 MB. In the course's ledger, a table with one technique per row, no peak is below 124 MB. So you have to combine several techniques. In this lesson you add six techniques, one after another. Then you take one technique **out** again and look at the peak.
 #
 # </div>
 # <div lang="zh">
@@ -34,10 +34,10 @@ language()
 #
 # **Goals** (117 minutes, in two sittings):
 #
-# - Estimate a step's peak memory without allocating it.
-# - Choose a technique by what fills the peak, and explain why savings need not add up.
+# - Estimate a step's peak memory without allocating memory.
+# - Choose a technique by what fills the peak, and explain why the savings of two techniques need not add up.
 # - Compute on which machines one combination of techniques is faster than another.
-# - State which combinations a search can skip.
+# - State which combinations of techniques a search can skip.
 # - Write a LoRA layer, and state what LoRA saves.
 #
 # **What to know before**: lessons 01 to 06.
@@ -48,7 +48,7 @@ language()
 # **目标**（共 117 分钟，分两次学）
 #
 # - 写一个函数，不实际分配内存就能估计峰值。
-# - 先看峰值里什么最多，再选技术，并说明各种技术节省的内存为什么不一定能相加。
+# - 先看峰值里什么最多，再选技术，并说明两种技术节省的内存为什么不一定能相加。
 # - 给定两种技术组合，算出它们各在什么样的机器上更快。
 # - 说出搜索可以跳过哪些组合。
 # - 写出 LoRA 层，并说明 LoRA 省下什么。
@@ -83,14 +83,14 @@ def make_batch():
 #
 # <div lang="en">
 #
-# A meter with `budget_bytes` stops the step at the operator that exceeds the budget. Run the baseline's first step under such a meter. Before this step, Adam has no state.
+# A memory meter with `budget_bytes` stops the step at the operator that exceeds the budget. Run the first step of the baseline (no technique) under such a meter. Before this step, Adam has no state.
 #
 # **Guess first:** where does the step stop? In the forward pass, the backward pass, or the optimizer? In which of the eight layers?
 #
 # </div>
 # <div lang="zh">
 #
-# 给计量器设置 `budget_bytes` 以后，哪个算子使内存超出预算，训练就停在哪个算子。下面用这样的计量器来运行基线的第一步。第一步开始时，Adam 还没有状态。
+# 给计量器设置 `budget_bytes` 以后，哪个算子使内存超出预算，训练就停在哪个算子。下面用这样的计量器来运行基线（不用任何技术）的第一步。第一步开始时，Adam 还没有状态。
 #
 # **先猜**：这一步会停在哪里？是前向、反向，还是优化器更新？在八层里的哪一层？
 #
@@ -121,16 +121,16 @@ table(["parameters", "from the second step on (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The step stops in the forward pass, in the second of eight layers, where queries are multiplied by keys. The weights take 27.5 MB, and the first layer has already saved 21 MB. The model is unharmed, because no gradient exists yet and no weight has changed.
+# The step stops in the forward pass, in the second of eight layers, where queries are multiplied by keys. The weights take 27.5 MB, and the first layer has already saved 21 MB for backward. The model is unharmed, because no gradient exists yet and no weight has changed.
 #
-# The second step needs even more memory. Before its first operator runs, weights and Adam's state already take 12 bytes per parameter, 82.5 MB in total. No checkpoint can reduce these bytes.
+# The second step needs even more memory. Before its first operator runs, weights and Adam's state already take 12 bytes per parameter, 82.5 MB in total. Activation checkpointing cannot reduce these bytes.
 #
 # </div>
 # <div lang="zh">
 #
-# 这一步停在前向，当时正在八层中的第二层计算查询与键的乘积。权重占 27.5 MB，第一层已经保存了 21 MB。模型没有受损，因为此时还没有梯度，权重也没有改动。
+# 这一步停在前向，当时正在八层中的第二层计算查询与键的乘积。权重占 27.5 MB，第一层已经为反向保存了 21 MB。模型没有受损，因为此时还没有梯度，权重也没有改动。
 #
-# 从第二步起，需要的内存更多。每一步还没有运行任何算子时，权重和 Adam 的状态就已经占着内存，每个参数 12 字节，共 82.5 MB。检查点再多，也减少不了这一部分。
+# 从第二步起，需要的内存更多。每一步还没有运行任何算子时，权重和 Adam 的状态就已经占着内存，每个参数 12 字节，共 82.5 MB。激活检查点再多，也减少不了这一部分。
 #
 # </div>
 
@@ -139,9 +139,9 @@ table(["parameters", "from the second step on (MB)"], rows)
 #
 # <div lang="en">
 #
-# You want the peak of a step that a device of 60 MB cannot run. Symbolic tensors have shapes and storages but no memory (lesson 01), and the meter counts the bytes that real tensors would take.
+# You want to know the peak memory of a step that does not fit into 60 MB. Symbolic tensors have shapes and storages but no memory (lesson 01), and the meter counts the bytes that real tensors would take.
 #
-# **Exercise 1.** Write `peak_of_step(make_model, make_batch)`. On symbolic tensors, it runs two Adam steps of the baseline and returns the peak of the **second** step, in bytes. Use `torch.optim.Adam(parameters, foreach=False)`. The model has a method `loss(batch)`.
+# **Exercise 1.** Write `peak_of_step(make_model, make_batch)`. This function runs two Adam steps of the baseline on symbolic tensors and returns the peak of the **second** step, in bytes. Use `torch.optim.Adam(parameters, foreach=False)`. The model has a method `loss(batch)`.
 #
 # </div>
 # <div lang="zh">
@@ -182,12 +182,12 @@ exercises.check_peak_without_memory(peak_of_step)
 # %% [markdown]
 # <div lang="en">
 #
-# The library's `estimate` does the same for any **recipe**. A `Recipe` states which techniques a step uses, and `Recipe()` is the baseline. This lesson changes the following fields:
+# The library's `estimate` finds the peak memory of a step for any **recipe**. A `Recipe` states which techniques a step uses, and `Recipe()` is the baseline. This lesson changes the following fields of a recipe:
 #
 # </div>
 # <div lang="zh">
 #
-# 库里的 `estimate` 用同样的办法估计任何**配方**的内存。配方（`Recipe`）是一个对象，写明训练步用了哪些技术，`Recipe()` 就是基线。本课会改动下面这些字段：
+# 库里的 `estimate` 用同样的办法估计任何**配方**的内存峰值。配方（`Recipe`）是一个对象，写明训练步用了哪些技术，`Recipe()` 就是基线。本课会改动配方的下面这些字段：
 #
 # </div>
 
@@ -206,7 +206,7 @@ table(["", "bytes"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Your estimate may be 8,256 bytes higher than the library's. These bytes are the batch, 8 × 129 numbers of 8 bytes. The meter counts the batch if you create it after starting the meter. The library creates the batch earlier.
+# Your estimate may be 8,256 bytes higher than the library's. These bytes are the batch, 8 × 129 numbers of 8 bytes. The meter counts the batch if you create it after starting the meter. The library creates the batch before starting its meter.
 #
 # </div>
 # <div lang="zh">
@@ -220,16 +220,16 @@ table(["", "bytes"], rows)
 #
 # <div lang="en">
 #
-# Comparing the memory of recipes makes sense only if their results are equal. With each recipe, the next cell trains a decoder of two layers for two Adam steps, and compares the weights with the baseline's. The table gives the difference as a fraction of the baseline's update.
+# Comparing the memory of recipes makes sense only if their results are equal. With each recipe, the next cell trains a decoder of two layers for two Adam steps, and compares the weights with the baseline's. The table gives the difference of the weights, relative to the change that the baseline makes.
 #
-# From here on, three combinations of options have names: `checkpoints`, `offloaded` and `early`.
+# From here on, three combinations of recipe options have names: `checkpoints`, `offloaded` and `early`.
 #
 # </div>
 # <div lang="zh">
 #
 # 训练的结果相同，比较内存才有意义。下面用一个两层的解码器，按每个配方做两步 Adam，再把得到的权重与基线的权重比较。表中列出两者之差占基线两步更新量的比例。
 #
-# 从这里起，三组常用的选项各有一个名字，即 `checkpoints`、`offloaded` 和 `early`。
+# 从这里起，三组常用的配方选项各有一个名字，即 `checkpoints`、`offloaded` 和 `early`。
 #
 # </div>
 
@@ -267,12 +267,12 @@ table(["recipe", "difference of the weights"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Recomputation and offloading change no bit of the weights. Micro-batches, flash attention and an output head in chunks add numbers in another order, which here changes the update by less than 0.05%. So all recipes compute the same update up to rounding, and we can compare their memory.
+# Recomputation and offloading do not change a single bit of the weights. Micro-batches, flash attention and computing the output head in chunks change the order of additions. Here, this changes the update by less than 0.05%. So all recipes in the table compute the same update up to rounding, and we can compare their memory.
 #
 # </div>
 # <div lang="zh">
 #
-# 用重计算和卸载时，权重连一个比特都不变。分微批次、用 flash 注意力、把输出头分成小段，都会改变求和的顺序，但在这里，更新量的变化小于 0.05%。因此可以认为，除了舍入误差，所有配方算出的更新都相同，它们的内存也就可以放在一起比较。
+# 用重计算和卸载时，权重连一个比特都不变。分微批次、用 flash 注意力、把输出头分成小段，都会改变求和的顺序，但在这里，更新量的变化小于 0.05%。因此可以认为，除了舍入误差，表中各个配方算出的更新都相同，它们的内存也就可以放在一起比较。
 #
 # </div>
 
@@ -281,14 +281,14 @@ table(["recipe", "difference of the weights"], rows)
 #
 # <div lang="en">
 #
-# Now add four techniques, one after another. Put a checkpoint around every layer. Use eight micro-batches. Move Adam's state to the lower tier (host memory or disk). Divide this state into pages of 1 MiB instead of 16 MiB.
+# Now add four techniques, one after another. Put a checkpoint around every layer. Use eight micro-batches. Move Adam's state to the lower tier (host memory or disk). Last, update this state in pages (parts) of 1 MiB instead of 16 MiB.
 #
 # **Guess first:** the baseline's peak is 277.7 MB. What is the peak after each technique? Write down four numbers.
 #
 # </div>
 # <div lang="zh">
 #
-# 现在逐一加上四种技术。先给每层加一个检查点，再把批次分成八个微批次，然后把 Adam 的状态放到下一级存储（主机内存或磁盘），最后把存放状态的页从 16 MiB 改成 1 MiB。
+# 现在逐一加上四种技术。先给每层加一个检查点，再把批次分成八个微批次，然后把 Adam 的状态放到下一级存储（主机内存或磁盘），最后把状态的页（一次更新的那一部分）从 16 MiB 改成 1 MiB。
 #
 # **先猜**：基线的峰值是 277.7 MB，每加上一种技术之后，峰值各是多少？写下四个数。
 #
@@ -306,12 +306,12 @@ figures.what_fills(found, found.values(), guesses=[277.7, *my_guesses])
 # %% [markdown]
 # <div lang="en">
 #
-# Each technique reduces only the bytes that fill the peak **when it is added**:
+# How much a technique saves depends on what fills the peak **when the technique is added**:
 #
 # - **Checkpoints** save 144 MB, because nearly all activations are no longer kept.
 # - **Eight micro-batches** save another 17 MB. The remaining peak is mostly weights, gradients and optimizer state. These take 16 bytes per parameter, or 110 MB, and micro-batches do not reduce them.
-# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. Three full pages of 16 MiB (16.8 MB) would take 50.3 MB. They are not quite full, because the state of a parameter is never split over two pages.
-# - **Small pages** save 40 MB. Now only the state of two parameters, embedding and positions, is in memory at the peak. This state takes 4.5 MB.
+# - **Offloading the optimizer state** saves 14 MB, although the state takes 55 MB. The peak has moved into the optimizer step, where 46.6 MB of the state are in memory again. These are three pages: one is being read, one updated, and one written back. Three full pages of 16 MiB (16.8 MB each) would take 50.3 MB. The pages are not quite full, because the state of a parameter is never split over two pages.
+# - **Small pages** save 40 MB. Now only the state of two parameters, the embedding and the position table, is in memory at the peak. This state takes 4.5 MB.
 #
 # The peak is now 63.7 MB, 3.7 MB above the budget.
 #
@@ -332,7 +332,7 @@ figures.what_fills(found, found.values(), guesses=[277.7, *my_guesses])
 # %% [markdown] slide={"en": "63.7 MB, of which weights and gradients take 55 MB.\n\n**Guess first.** Update inside backward, without micro-batches: is the peak 36 MB?", "zh": "还有 63.7 MB，其中权重和梯度占 55 MB。\n\n**先猜**：在反向之中更新，不用微批次，峰值会是 36 MB 吗？"}
 # <div lang="en">
 #
-# Weights and gradients take 55 MB of the 63.7 MB, and the weights must stay. So the gradients must never all be in memory together. The optimizer can update each parameter **inside** the backward pass (lesson 05) and then release its gradient. This excludes micro-batches, because they add up gradients before the update. **Guess first:** without the 27.5 MB of gradients, is the peak 36 MB?
+# Weights and gradients take 55 MB of the peak of 63.7 MB, and the weights must stay. So the step must never hold all gradients at once. The optimizer can update each parameter **inside** the backward pass (lesson 05) and then release its gradient. Micro-batches are then impossible, because their gradients must be added up before the update. **Guess first:** without the 27.5 MB of gradients, is the peak 36 MB?
 #
 # </div>
 # <div lang="zh">
@@ -351,7 +351,7 @@ figures.what_fills(more, [found[name] for name in more], guesses=[my_guess])
 # %% [markdown]
 # <div lang="en">
 #
-# The peak is 64.2 MB, no lower than before, but other tensors fill the peak now. The gradients have been released. Without micro-batches, however, the recomputation restores the activations of a whole layer for eight sequences (21 MB). The checkpoints also keep the inputs of 7 layers. The recipe in the second row also offloads these inputs. Its peak of 57.9 MB fits into the budget.
+# The peak is 64.2 MB, no lower than before, but now other tensors fill the peak. The gradients have been released. Without micro-batches, however, the recomputation restores the activations of a whole layer for eight sequences (21 MB). The checkpoints also keep the inputs of 7 layers. The recipe in the second row also offloads these inputs. Its peak of 57.9 MB fits into the budget.
 #
 # The next cell runs every recipe. A meter stops the last recipe if it exceeds 60 MB.
 #
@@ -383,14 +383,14 @@ figures.waterfall_picture(list(found), list(found.values()), peaks, BUDGET, titl
 #
 # <div lang="en">
 #
-# The step fits now. Take the **checkpoints out**. Then every saved tensor goes to the lower tier as soon as it is made, and nothing is computed twice.
+# The step fits now. Take the **checkpoints out**. Then every large activation goes to the lower tier (host memory or disk) as soon as it is computed, and nothing is computed twice.
 #
 # **Guess first:** without checkpoints, what is the peak?
 #
 # </div>
 # <div lang="zh">
 #
-# 训练步已经装得进预算了。现在把**检查点去掉**，每个为反向保存的张量一产生就移到下一级存储，不再有任何重计算。
+# 训练步已经装得进预算了。现在把**检查点去掉**，每个较大的激活值（为反向保存的张量）一产生就移到下一级存储（主机内存或磁盘），不再有任何重计算。
 #
 # **先猜**：没有检查点，峰值是多少？
 #
@@ -412,11 +412,11 @@ predictions([("without checkpoints", my_peak and my_peak * 1e6, without.meter.pe
 # %% [markdown] slide={"en": "Lower, and nothing is recomputed, but 447.7 MB move instead of 128.9 MB.\n\n**Write it**: at how many FLOPs per byte are both equally fast?", "zh": "峰值更低，也没有重计算，但要搬运 447.7 MB，而不是 128.9 MB。\n\n**自己写**：每字节多少 FLOPs 时，两者一样快？"}
 # <div lang="en">
 #
-# The peak is 53.9 MB, which is 4 MB lower than with checkpoints. A checkpoint restores the activations of its whole layer, 21 MB, before the first gradient of that layer is computed. Offloading alone brings back one tensor at a time, when backward needs it. So a checkpoint on top of offloading *raises* the peak here. (Without checkpoints, the peak is at the start of the backward pass, where the logits are processed.)
+# The peak is 53.9 MB, which is 4 MB lower than with checkpoints. A checkpoint restores the activations of its whole layer, 21 MB, before the first gradient of that layer is computed. Without checkpoints, offloading brings back one tensor at a time, when backward needs it. So adding checkpoints to offloading *raises* the peak here. (Without checkpoints, the peak is at the start of the backward pass, where the logits are processed.)
 #
 # What is the price? Without checkpoints nothing is recomputed, but the step moves 447.7 MB instead of 128.9 MB. Which recipe is faster?
 #
-# **Exercise 2.** Write `break_even(first, second)`. On a machine where both recipes take equally long, how many FLOPs are computed in the time needed to copy one byte? Each recipe has `flops` and `moved_bytes` (both directions). Copies and computation do not overlap.
+# **Exercise 2.** Write `break_even(first, second)`. On a machine where both recipes take equally long, how many FLOPs are computed in the time needed to copy one byte? Each recipe has `flops` and `moved_bytes` (the sum of both directions). Assume that copies and computation do not overlap.
 #
 # </div>
 # <div lang="zh">
@@ -425,7 +425,7 @@ predictions([("without checkpoints", my_peak and my_peak * 1e6, without.meter.pe
 #
 # 代价是什么？去掉检查点就没有重计算，但搬运的字节从 128.9 MB 增加到 447.7 MB。哪个配方更快？
 #
-# **练习 2。** 写出 `break_even(first, second)`。如果两个配方在某台机器上用时相同，这台机器在拷贝一个字节的时间里能做多少 FLOPs？每个配方有 `flops` 和 `moved_bytes`（往返合计），拷贝与计算不重叠。
+# **练习 2。** 写出 `break_even(first, second)`。如果两个配方在某台机器上用时相同，这台机器在拷贝一个字节的时间里能做多少 FLOPs？每个配方有 `flops` 和 `moved_bytes`（往返合计），假设拷贝与计算不重叠。
 #
 # </div>
 
@@ -459,7 +459,7 @@ figures.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"]
 # %% [markdown]
 # <div lang="en">
 #
-# As in lesson 04, there is a threshold, here 30.3 FLOPs per copied byte. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it computes 100 FLOPs per copied byte. On this machine, the recipe with checkpoints is faster. On a machine with a slow processor and a fast disk, at 20 FLOPs per copied byte, the recipe without checkpoints is faster. So "Which recipe is best?" has an answer only for a given machine.
+# As in lesson 04, there is a threshold: at 30.3 FLOPs per copied byte, both recipes take equally long. The `laptop` of `RATES` has 100 GFLOP/s and a disk of 1 GB/s, so it computes 100 FLOPs per copied byte. On this machine, the recipe with checkpoints is faster. On a machine with a slow processor and a fast disk, at 20 FLOPs per copied byte, the recipe without checkpoints is faster. So "Which recipe is best?" has an answer only for a given machine.
 #
 # </div>
 # <div lang="zh">
@@ -471,7 +471,7 @@ figures.draw_break_even(*pair, names=["with checkpoints", "without checkpoints"]
 # %% [markdown]
 # <div lang="en">
 #
-# **End of the first sitting** (58 minutes). Your recipe fits into 60 MB, and you can compute which of two recipes is faster on a machine. In the second sitting, a search looks for recipes, and you find two more yourself. Then you write a LoRA layer, because many people start with LoRA.
+# **End of the first sitting** (58 minutes). Your recipe fits into 60 MB, and you can compute which of two recipes is faster on a machine. In the second sitting, a search looks for recipes, and you find two more recipes yourself. Then you write a LoRA layer, because many people start with LoRA.
 #
 # </div>
 # <div lang="zh">
@@ -508,7 +508,7 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 # The table does not show the following:
 #
 # - **Updates in backward** happen before the norm of all gradients is known. They cannot be combined with clipping by that norm, a loss scaler that skips steps, or micro-batches.
-# - **Offloaded optimizer state**: if the lower tier is host memory, the host's processor does the update. It reads and writes 28 bytes per parameter. For the real devices in `RATES`, estimated times include this update.
+# - **Offloaded optimizer state**: if the lower tier is host memory, the host's processor does the update. It reads and writes 28 bytes per parameter in total. For all devices in `RATES` except `laptop`, estimated times include this update.
 # - **Micro-batches**: a matrix product over one sequence may run at a lower rate than over eight sequences. The table assumes equal rates.
 # - **Flash attention** is not used in these recipes. At 128 tokens it saves only 25 MB of 278 MB without checkpoints, and 3 MB with checkpoints. At 4096 tokens it is the first technique to use (lesson 06).
 #
@@ -518,7 +518,7 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 # 还有几点，表里看不到：
 #
 # - **在反向之中更新**时，还不知道全部梯度的范数，所以不能按这个范数裁剪，也不能让损失缩放器跳过某一步。此外，这种技术不能与微批次合用。
-# - **卸载优化器状态**：如果下一级存储是主机内存，更新就由主机的处理器来做，每个参数要读写 28 字节。按 `RATES` 里的真实设备估计出的用时，已经把这一项计算在内。
+# - **卸载优化器状态**：如果下一级存储是主机内存，更新就由主机的处理器来做，每个参数共要读写 28 字节。除 `laptop` 以外，按 `RATES` 里的设备估计出的用时都已经把这一项计算在内。
 # - **微批次**：只算一条序列时，矩阵乘法的速率可能比八条序列一起算时低。表里假定两者的速率相同。
 # - **flash 注意力**：表中各个配方都没有采用。序列长 128 个 token 时，单用 flash 注意力只能从 278 MB 里省下 25 MB，加在检查点之上则只省 3 MB。序列长 4096 个 token 时，flash 注意力就是首选的技术（第 06 课）。
 #
@@ -529,12 +529,12 @@ table(["step", "peak (MB)", "FLOPs (× baseline)", "moved (MB)", "time on the la
 #
 # <div lang="en">
 #
-# A search proposes recipes, estimates them, and lists those that fit, fastest first. Two lines of code sort the recipes of this lesson:
+# A search proposes recipes, estimates them, and lists those that fit, fastest first. Two lines of code filter and sort the recipes of this lesson:
 #
 # </div>
 # <div lang="zh">
 #
-# 用搜索找配方分三步，先提出配方，再逐个估计内存和用时，最后把装得下的配方按用时排序。下面用两行代码给本课试过的配方排序：
+# 用搜索找配方分三步，先提出配方，再逐个估计内存和用时，最后把装得下的配方按用时排序。下面用两行代码筛选并排序本课试过的配方：
 #
 # </div>
 
@@ -550,16 +550,16 @@ searched
 # %% [markdown]
 # <div lang="en">
 #
-# The last recipe of 7.4 comes first, with 0.676 s on the laptop. The recipe without checkpoints has the lowest peak, but comes last. `fit` has estimated 123 recipes. It skips other recipes by three rules:
+# The last recipe of section 7.4 comes first in this list, with an estimated 0.676 s on the laptop. The recipe without checkpoints has the lowest peak, but comes last. `fit` has estimated 123 recipes. It skips other recipes by three rules:
 #
-# - Skip a recipe if the tensors that exist before the first operator, or those of the optimizer step alone, exceed the budget.
-# - If a recipe fits, skip recipes that add another technique to it, because they cost more. There are two exceptions. With offloaded activations, a checkpoint can save time because fewer bytes are moved. Adding flash attention can reduce the FLOPs (7.18).
-# - If a checkpoint around the first layer alone already costs more than the best recipe so far, skip recipes with more checkpoints.
+# - Skip a recipe if its tensors already exceed the budget before the first operator or in the optimizer step alone.
+# - If a recipe fits, skip recipes that add another technique to it, because these recipes cost more. There are two exceptions. With offloaded activations, a checkpoint can save time because fewer bytes are moved. Adding flash attention can reduce the FLOPs (7.18).
+# - If a recipe with only one checkpoint, around the first layer, is slower than the best recipe so far, skip recipes with more checkpoints.
 #
 # </div>
 # <div lang="zh">
 #
-# 第一行就是 7.4 节的最后一个配方，按笔记本电脑的速率计算，用时 0.676 秒。不用检查点的配方峰值最低，却排在最后。`fit` 估计了 123 个配方，其余的配方按三条规则跳过：
+# 第一行就是 7.4 节的最后一个配方，按笔记本电脑的速率估计，用时 0.676 秒。不用检查点的配方峰值最低，却排在最后。`fit` 估计了 123 个配方，其余的配方按三条规则跳过：
 #
 # - 如果第一个算子运行之前就有的张量已经超出预算，或者光是优化器更新时要用的张量就超出预算，就跳过这个配方。
 # - 如果一个配方装得下，就跳过在它的基础上再加技术的配方，因为后者代价更大。例外有两个。一是激活值已经卸载时，再加检查点可以少搬运一些字节，反而可能更快。二是加上 flash 注意力以后，FLOPs 可能更少（7.18 节）。
@@ -570,18 +570,18 @@ searched
 # %% [markdown]
 # <div lang="en">
 #
-# `fit` finds the number of micro-batches by bisection. On twelve small models, `tests/tools/brute_force_fit.py` compares the result of `fit` with the best recipe of a grid. All 441 results agreed.
+# `fit` finds the number of micro-batches by bisection. On twelve small models, `tests/tools/brute_force_fit.py` compares the result of `fit` with the best in a grid of recipes. All 441 results agreed.
 #
-# Other tools find the exact optimum among fewer choices. For a chain of stages, rotor finds the best checkpoints by dynamic programming (lesson 03). Alpa divides operators among devices by integer linear programming, and layers among pipeline stages by dynamic programming. PyTorch's compiler decides by a minimum cut of the graph which tensors to save for backward.
+# Three other tools choose among fewer options, each with an exact algorithm. For modules called in order, rotor finds the best checkpoints by dynamic programming (lesson 03). Alpa divides operators among devices by integer linear programming, and layers among pipeline stages by dynamic programming. PyTorch's compiler uses a minimum cut of the graph to decide which tensors to save for backward.
 #
-# If no recipe fits, `fit` raises an error that states the lowest peak:
+# If no recipe fits, `fit` raises an error that states the lowest peak that it found:
 #
 # </div>
 # <div lang="zh">
 #
 # `fit` 用二分法求微批次的个数。`tests/tools/brute_force_fit.py` 在十二个小模型上，把 `fit` 的结果与网格里最好的配方作了比较，441 次搜索全部一致。
 #
-# 其他工具的搜索范围较小，但能求出精确的最优解。rotor 用动态规划，在由若干级组成的链上找出检查点的最佳位置（第 03 课）。Alpa 用整数线性规划把算子分到各台设备，再用动态规划把各层分成流水线的级。PyTorch 的编译器求计算图的最小割，由此决定为反向保存哪些张量。
+# 另外三种工具的搜索范围较小，用的是精确算法。rotor 用动态规划，在由若干级组成的链上找出检查点的最佳位置（第 03 课）。Alpa 用整数线性规划把算子分到各台设备，再用动态规划把各层分成流水线的级。PyTorch 的编译器求计算图的最小割，由此决定为反向保存哪些张量。
 #
 # 如果没有一个配方装得下，`fit` 就会报错，并写出找到的最低峰值：
 #
@@ -597,7 +597,7 @@ except InfeasibleBudget as refused:
 # %% [markdown]
 # <div lang="en">
 #
-# Now change the budget and the machine. The estimates of 64 recipes are stored. Which recipe is the fastest that fits?
+# Now change the budget and the machine with the sliders. The estimates of 64 recipes are stored. Which recipe is the fastest of those that fit?
 #
 # </div>
 # <div lang="zh">
@@ -617,16 +617,16 @@ figures.recipes_playground(grid.stored_estimates())
 #
 # <div lang="en">
 #
-# Find a recipe for each of two budgets. The check estimates your recipe. If it does not fit, the check shows what fills the peak. Section 7.15 has a third budget, 50 MB.
+# Find a recipe for each of two budgets. The check estimates your recipe. If the recipe does not fit, the check shows what fills the peak. Section 7.15 has a third budget, 50 MB.
 #
-# **Exercise 3.** Use at most 160 MB, no more FLOPs than the baseline, and move no bytes.
+# **Exercise 3.** Find a recipe that needs at most 160 MB, computes no more FLOPs than the baseline, and moves no bytes.
 #
 # </div>
 # <div lang="zh">
 #
 # 下面请为两个预算各找一个配方。检查程序会估计你的配方要多少内存。如果装不下，还会写出峰值里什么最多。第三个预算是 50 MB（7.15 节）。
 #
-# **练习 3。** 峰值不超过 160 MB，FLOPs 不得超过基线，也不能搬运任何字节。
+# **练习 3。** 找出一个配方，峰值不超过 160 MB，FLOPs 不超过基线，也不搬运任何字节。
 #
 # </div>
 
@@ -642,12 +642,12 @@ exercises.check_same_flops(Recipe(micro_batches=4))
 # %% [markdown] slide={"en": "120 MB, nothing moved, clipping kept, at most 1.19 times the FLOPs.\n\nWhich layer's checkpoint is wasted?", "zh": "120 MB，不搬运数据，保留裁剪，FLOPs 至多 1.19 倍。\n\n哪一层的检查点是多余的？"}
 # <div lang="en">
 #
-# **Exercise 4.** Use at most 120 MB and at most 1.19 times the baseline's FLOPs, and move no bytes. The training clips by the norm of all gradients, so all gradients must exist before the update.
+# **Exercise 4.** Find a recipe that needs at most 120 MB and at most 1.19 times the baseline's FLOPs, and moves no bytes. The training clips by the norm of all gradients, so all gradients must exist before the update.
 #
 # </div>
 # <div lang="zh">
 #
-# **练习 4。** 峰值不超过 120 MB，不搬运任何字节，FLOPs 至多是基线的 1.19 倍。训练要按全部梯度的范数裁剪，所以必须先求出全部梯度，才能更新。
+# **练习 4。** 找出一个配方，峰值不超过 120 MB，不搬运任何字节，FLOPs 至多是基线的 1.19 倍。训练要按全部梯度的范数裁剪，所以必须先求出全部梯度，才能更新。
 #
 # </div>
 
@@ -665,12 +665,12 @@ exercises.check_keeps_clipping(Recipe(checkpoint="layers", first_blocks=7, micro
 #
 # <div lang="en">
 #
-# Many people start with other methods: they train fewer numbers, or store fewer bits per number (7.10). Both methods change the training, so `fit` does not propose them. The gradient of every trained number must still be right.
+# Many people start with two other methods: training fewer numbers, or storing fewer bits per number (7.10). Both methods change the training, so `fit` does not propose them. The gradient of every trained number must still be right.
 #
 # - **LoRA** (lesson 01) freezes a matrix $W$ and trains an adapter next to it: two thin matrices, `down` (rank × inputs) and `up` (outputs × rank). A frozen weight has no gradient and no optimizer state.
-# - **QLoRA** also stores a frozen weight as a 4-bit index of one of 16 levels, and every 64 weights share an fp32 scale. A layer restores its weights only while it uses them.
+# - **QLoRA** is LoRA with each frozen weight stored as a 4-bit index of one of 16 levels. Every 64 weights share an fp32 scale. A layer restores its weights only while it uses them.
 #
-# **Exercise 5.** Write `adapted(frozen, x, down, up)`. It returns the output of the layer `frozen`, plus `x` times the transpose of `down` times the transpose of `up`. Create no tensor as large as $W$. The gradient must also reach `x`, because adapters of earlier layers need this gradient.
+# **Exercise 5.** Write `adapted(frozen, x, down, up)`. It returns the output of the layer `frozen` for `x`, plus `x` times the transpose of `down` times the transpose of `up`. Create no tensor as large as $W$. The gradient must also reach `x`, because adapters of earlier layers need this gradient.
 #
 # </div>
 # <div lang="zh">
@@ -706,12 +706,12 @@ exercises.check_adapted_layer(adapted)
 # %% [markdown] slide={"en": "Adam in fp32 with checkpoints: 134.0 MB.\n\n**Guess first.** LoRA in bf16? In fp32? With two micro-batches? With eight?", "zh": "fp32 的 Adam 加检查点要 134.0 MB。\n\n**先猜**：LoRA 用 bf16 要多少？用 fp32 呢？分成两个微批次呢？八个呢？"}
 # <div lang="en">
 #
-# `with_adapters` adds such adapters of rank 8 to the two projections of each attention. LoRA then trains only 98,304 of 6.9 million numbers. In the next table, LoRA in bf16 follows Adam, because most people start with this variant. All rows except the last have one checkpoint per layer. **Guess first:** Adam needs 134.0 MB. How much does LoRA need in bf16, in fp32, in fp32 with two micro-batches, and in fp32 with eight?
+# `with_adapters` adds LoRA adapters of rank 8 to the two projections of each attention layer. Training then updates only 98,304 of 6.9 million numbers. In the next table, LoRA in bf16 follows Adam, because most people start with this variant. All rows except the last have one checkpoint per layer. **Guess first:** Adam on all weights needs 134.0 MB. How much does LoRA need in bf16, in fp32, in fp32 with two micro-batches, and in fp32 with eight?
 #
 # </div>
 # <div lang="zh">
 #
-# `with_adapters` 给每层注意力的两个投影加上秩为 8 的适配器，于是在 690 万个数中只训练 98,304 个。多数人一开始用的是 bf16 的 LoRA，所以在下表中，bf16 的 LoRA 紧跟在 Adam 之后。除最后一行外，各行都是每层一个检查点。**先猜**：Adam 要 134.0 MB。LoRA 用 bf16 要多少？用 fp32 呢？用 fp32 并分成两个微批次呢？分成八个呢？
+# `with_adapters` 给每层注意力的两个投影加上秩为 8 的 LoRA 适配器，于是在 690 万个数中只训练 98,304 个。多数人一开始用的是 bf16 的 LoRA，所以在下表中，bf16 的 LoRA 紧跟在 Adam 之后。除最后一行外，各行都是每层一个检查点。**先猜**：用 Adam 训练全部权重要 134.0 MB。LoRA 用 bf16 要多少？用 fp32 呢？用 fp32 并分成两个微批次呢？分成八个呢？
 #
 # </div>
 
@@ -757,11 +757,11 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# All three predictions equal the measured peaks. LoRA in bf16 fits into 60 MB, but LoRA in fp32 does not, because besides the weights, its peak has 34.6 MB of activations and temporary tensors. Micro-batches reduce these 34.6 MB, and the gradients that they add up take only 0.4 MB. QLoRA stores each weight of the layers in 0.5 + 4/64 = 0.5625 bytes, and does not change the activations.
+# All three predictions equal the measured peaks. LoRA in bf16 fits into 60 MB, but LoRA in fp32 does not. Besides the weights, the fp32 peak contains 34.6 MB of activations and temporary tensors. Micro-batches reduce these 34.6 MB, and the gradients that they add up take only 0.4 MB. QLoRA stores each weight of the layers in 0.5 + 4/64 = 0.5625 bytes, and has the same activations as LoRA.
 #
-# Without checkpoints, LoRA's activations take 134.9 MB, and the baseline's take 178.4 MB. LoRA keeps 24% less here, because it does not need the inputs of frozen matrices without an adapter.
+# Without checkpoints, LoRA's activations take 134.9 MB, and the baseline's take 178.4 MB. LoRA keeps 24% fewer bytes here, because it does not need the inputs of frozen matrices without an adapter.
 #
-# The next decoder has 6.6 billion parameters. Every linear layer has an adapter, and the batch is one sequence of 4096 tokens.
+# The next decoder has 6.6 billion parameters. With LoRA, every linear layer has an adapter. The batch is one sequence of 4096 tokens.
 #
 # </div>
 # <div lang="zh">
@@ -770,7 +770,7 @@ predictions(rows, unit="bytes")
 #
 # 不用检查点时，LoRA 的激活值是 134.9 MB，比基线的 178.4 MB 少 24%。这是因为冻结的矩阵如果没有适配器，就不必保存它的输入。
 #
-# 下面换成一个 66 亿参数的解码器，每个线性层都带适配器，输入是一条 4096 个 token 的序列。
+# 下面换成一个 66 亿参数的解码器，用 LoRA 时每个线性层都带适配器，输入是一条 4096 个 token 的序列。
 #
 # </div>
 
@@ -823,12 +823,12 @@ table(["variant", "peak (GB)", "weights (GB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# Without offloading, LoRA and QLoRA fit on a card of 24 GB, but training all weights does not. Does each adapter still get the right gradient? A two-layer model is enough to check this.
+# Without offloading, this decoder fits on a card of 24 GB with LoRA or QLoRA, but not if all weights are trained. Does each adapter still get the right gradient? A two-layer model is enough to check this.
 #
 # </div>
 # <div lang="zh">
 #
-# 不用卸载时，24 GB 的卡能装下 LoRA 和 QLoRA 的训练步，但装不下训练全部权重的训练步。那么，各个适配器得到的梯度还对吗？用一个两层的模型就能看出来。
+# 不用卸载时，这个解码器用 LoRA 或 QLoRA 训练，24 GB 的卡装得下，但训练全部权重就装不下。那么，各个适配器得到的梯度还对吗？用一个两层的模型就能看出来。
 #
 # </div>
 
@@ -843,12 +843,12 @@ smaller.compare_gradients(two_layers, make_batch)
 # %% [markdown]
 # <div lang="en">
 #
-# The gradients of LoRA's adapters follow from the gradient of the full matrix by the chain rule. QLoRA rounds the frozen weights with a relative error of 9%, so the model changes. QLoRA's adapters get exactly the gradients that LoRA computes on the rounded weights.
+# The gradients of LoRA's adapters follow from the gradient of the full matrix by the chain rule. QLoRA rounds the frozen weights with a relative error of 9%, so the model changes. QLoRA's adapters get the same gradients, up to rounding, as LoRA's adapters on the rounded weights.
 #
 # </div>
 # <div lang="zh">
 #
-# LoRA 适配器的梯度，可以用链式法则由完整矩阵的梯度求出。QLoRA 把冻结的权重舍入，相对误差为 9%，因此模型变了。但只要 LoRA 也用这些舍入后的权重，两者算出的适配器梯度就完全相同。
+# LoRA 适配器的梯度，可以用链式法则由完整矩阵的梯度求出。QLoRA 把冻结的权重舍入，相对误差为 9%，因此模型变了。但只要 LoRA 也用这些舍入后的权重，除了计算中的舍入误差，两者的适配器梯度就相同。
 #
 # </div>
 
@@ -858,8 +858,8 @@ smaller.compare_gradients(two_layers, make_batch)
 # <div lang="en">
 #
 # - **bf16 without master weights**: weight, gradient and two moments take 2 bytes each, 8 bytes per parameter in total. With fp32 master weights, each parameter takes 16 bytes, as in fp32.
-# - **8-bit Adam**: each number of a moment takes 1 byte, the index of one of 256 levels, and every 256 numbers share an fp32 scale. **Paged** moments also move to the host when GPU memory is short.
-# - **Muon** keeps one moment instead of two for the matrices of the layers, in fp32.
+# - **8-bit Adam**: each number of a moment is stored in 1 byte, as the index of one of 256 levels. Every 256 numbers share an fp32 scale. **Paged** moments also move to host memory when GPU memory is short.
+# - **Muon** keeps one moment instead of Adam's two for the matrices of the layers, in fp32.
 #
 # The next recipes use one checkpoint per layer:
 #
@@ -868,7 +868,7 @@ smaller.compare_gradients(two_layers, make_batch)
 #
 # - **不用主权重的 bf16**：权重、梯度和两个矩各 2 字节，每个参数共 8 字节。如果保留 fp32 主权重，每个参数就要 16 字节，与全部用 fp32 时相同。
 # - **8 位 Adam**：两个矩里的每个数只存一个编号，对应 256 个固定数值中的一个，占 1 字节，每 256 个元素共用一个 fp32 的缩放系数。**分页**的优化器在 GPU 显存不足时，还能把这两个矩移到主机内存。
-# - **Muon** 对各层的矩阵只保存一个矩，而不是两个，仍用 fp32。
+# - **Muon** 对各层的矩阵只保存一个矩，而不是像 Adam 那样保存两个，仍用 fp32。
 #
 # 下面各个配方仍然给每层加一个检查点：
 #
@@ -900,16 +900,16 @@ predictions(rows, unit="bytes")
 # %% [markdown]
 # <div lang="en">
 #
-# In bf16 without master weights, all numbers take half as many bytes as with Adam in fp32. The row *paged* was not run, because bitsandbytes does not move moments on a CPU. This row estimates a GPU step with all moments on the host.
+# In bf16 without master weights, every number takes half as many bytes as in fp32. The row *paged* was not run, because bitsandbytes does not move moments on a CPU. This row estimates a GPU step with all moments in host memory.
 #
-# A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away. Two remedies need no fp32 weights. **Stochastic rounding** rounds up or down at random, so that the mean is right. **Kahan summation** stores the part that rounding removes (2 more bytes per parameter, in bf16), and adds it to the next update. Each function below returns the new weights and the part for the next update.
+# A bf16 number has 8 significant bits, so a change below about 0.2% of a weight is rounded away. Two methods keep such changes without fp32 weights. **Stochastic rounding** rounds up or down at random, so that the result is right on average. **Kahan summation** stores the part that rounding removes (2 more bytes per parameter, in bf16), and adds it to the next update. Each function below returns the new weights and the part for the next update.
 #
 # **Guess first:** at a learning rate of 0.0001, what percentage of the weights is unchanged after two steps with `nearest`?
 #
 # </div>
 # <div lang="zh">
 #
-# 用 bf16 而不用主权重时，每一项占用的字节都是 fp32 Adam 的一半。“分页”这一行没有实际运行，因为在 CPU 上，bitsandbytes 并不移走两个矩。这一行是对 GPU 的估计，假定两个矩已经全部移到主机内存。
+# 用 bf16 而不用主权重时，每个数占用的字节都是 fp32 的一半。“分页”这一行没有实际运行，因为在 CPU 上，bitsandbytes 并不移走两个矩。这一行是对 GPU 的估计，假定两个矩已经全部移到主机内存。
 #
 # bf16 只有 8 位有效二进制数字，所以如果更新量小于权重的 0.2% 左右，舍入之后就完全丢失了。有两种办法可以补救，都不需要 fp32 权重。**随机舍入**按概率向上或向下舍入，使结果的平均值等于准确值。**Kahan 求和**把舍掉的部分用 bf16 存下来，加到下一次更新里，每个参数多占 2 字节。下面每个函数都返回两个值，一个是新的权重，一个是留给下一次更新的部分。
 #
@@ -940,12 +940,12 @@ smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_p
 # %% [markdown]
 # <div lang="en">
 #
-# The last three columns show how much of the update each way of rounding applies, as a percentage of the update with fp32 master weights. With `nearest`, this percentage depends on the learning rate. At 0.00001, 90% of the weights stay unchanged, and 13% of the update is applied. At 0.0001, these percentages are 28% and 83%. At 0.001, they are 0.06% and 99%. Stochastic rounding applies the whole update on average, with noise in each weight. Kahan summation applies the whole update, if you count the stored part. 8-bit Adam changes the update by about 1%.
+# The last three columns show how much of the update each way of rounding applies, as a percentage of the update with fp32 master weights. With `nearest`, this percentage depends on the learning rate. At a learning rate of 0.00001, 90% of the weights stay unchanged, and 13% of the update is applied. At 0.0001, these percentages are 28% and 83%. At 0.001, they are 0.06% and 99%. Stochastic rounding applies the whole update on average, with noise in each weight. Kahan summation applies the whole update, if you count the stored part. In a test of the course, 8-bit Adam changes the update of a small model by less than 5%.
 #
 # </div>
 # <div lang="zh">
 #
-# 最后三列列出，用三种舍入时，加到权重上的更新各是用 fp32 主权重时的百分之几。用 `nearest` 时，结果取决于学习率。学习率为 0.00001 时，90% 的权重没有改变，更新只加上了 13%。学习率为 0.0001 时，这两个数是 28% 和 83%。学习率为 0.001 时，这两个数是 0.06% 和 99%。用随机舍入时，平均来看，更新全部加到了权重上，但每个权重都带有噪声。用 Kahan 求和时，如果算上存下来的部分，更新也全部加到了权重上。8 位 Adam 使更新量改变约 1%。
+# 最后三列列出，用三种舍入时，加到权重上的更新各是用 fp32 主权重时的百分之几。用 `nearest` 时，结果取决于学习率。学习率为 0.00001 时，90% 的权重没有改变，更新只加上了 13%。学习率为 0.0001 时，这两个数是 28% 和 83%。学习率为 0.001 时，这两个数是 0.06% 和 99%。用随机舍入时，平均来看，更新全部加到了权重上，但每个权重都带有噪声。用 Kahan 求和时，如果算上存下来的部分，更新也全部加到了权重上。在课程的一个测试里，8 位 Adam 使一个小模型的更新量改变不到 5%。
 #
 # </div>
 
@@ -954,7 +954,7 @@ smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_p
 #
 # <div lang="en">
 #
-# This lesson's search is also available as a command. `--config` takes the `config.json` of a model, `--lora 8 --base nf4` adds adapters to the model, and `--plot out.png` draws how the peak falls:
+# This lesson's search is also available as a command. `--config` takes the `config.json` of a model, `--lora 8 --base nf4` adds adapters to a frozen model in NF4, and `--plot out.png` draws how each technique lowers the peak:
 #
 # ```
 # python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
@@ -978,7 +978,7 @@ smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_p
 # </div>
 # <div lang="zh">
 #
-# 本课的搜索也可以用一条命令来运行。`--config` 接受模型的 `config.json`，`--lora 8 --base nf4` 给模型加上适配器，`--plot out.png` 把峰值逐步下降的过程画成图：
+# 本课的搜索也可以用一条命令来运行。`--config` 接受模型的 `config.json`，`--lora 8 --base nf4` 把模型的权重以 NF4 冻结，再加上适配器，`--plot out.png` 把峰值逐步下降的过程画成图：
 #
 # ```
 # COURSE_LANG=zh python -m course_lib.budget --hidden 256 --layers 8 --heads 8 --vocabulary 2048 --sequence 128 --batch 8 --precision fp32 --device laptop --budget 60MB
@@ -1006,12 +1006,12 @@ smaller.compare_roundings(two_layers, make_batch, roundings, guesses={1e-4: my_p
 #
 # <div lang="en">
 #
-# The next cells test common claims on the step of this lesson. Claims about adapters are tested on larger decoders.
+# The next cells test common claims on the step of this lesson. Claims about adapters are also tested on larger decoders.
 #
 # </div>
 # <div lang="zh">
 #
-# 下面用本课的训练步检验几种常见的说法。其中关于适配器的说法，用更大的解码器来检验。
+# 下面用本课的训练步检验几种常见的说法。检验关于适配器的说法时，还用了更大的解码器。
 #
 # </div>
 
@@ -1070,7 +1070,7 @@ claims.main_claims(
 #
 # <div lang="en">
 #
-# The ledger shows the same step of the same decoder with each technique alone. The last row has the combination of 7.4.
+# Each row of the ledger shows the same step of the same decoder with at most one technique. Only the last row combines several techniques (those of 7.4).
 #
 # </div>
 # <div lang="zh">
@@ -1089,15 +1089,15 @@ ledger(
 #
 # <div lang="en">
 #
-# - Run a step twice on symbolic tensors to find its peak without using memory. For most steps, this peak is exact to the byte.
-# - Look at what fills the peak, then choose a technique. Savings need not add up, because a technique can change what fills the peak.
-# - Here, a checkpoint on top of offloading moves fewer bytes and raises the peak, because it restores whole layers. Below 30.3 FLOPs per copied byte, the recipe without checkpoints is faster.
-# - Most techniques have a price: more FLOPs, a lower rate, moved bytes, no clipping, or the host's time.
+# - Run a training step twice on symbolic tensors to find its peak without using memory. For most steps, this peak is exact to the byte.
+# - Look at what fills the peak, then choose a technique. The savings of two techniques need not add up, because a technique can change what fills the peak.
+# - Here, adding checkpoints to offloading moves fewer bytes but raises the peak, because a checkpoint restores a whole layer. On machines below 30.3 FLOPs per copied byte, the recipe without checkpoints is faster.
+# - Most techniques have a price: more FLOPs, slower computation, moved bytes, no gradient clipping, or work for the host.
 # - A search proposes, estimates and sorts recipes. The rules for skipping recipes must never discard the best recipe.
-# - LoRA, QLoRA, 8-bit Adam, Muon and pure bf16 reduce the 16 bytes per parameter and change the training.
+# - LoRA, QLoRA, 8-bit Adam, Muon and pure bf16 reduce the 16 bytes that Adam needs per parameter, and change the training.
 # - Weights in bf16 lose small updates. Stochastic rounding or Kahan summation keeps these updates.
 #
-# **Next:** [lesson 08](08_beyond_one_gpu.ipynb), beyond one device.
+# **Next:** [lesson 08](08_beyond_one_gpu.ipynb) divides a step among several devices.
 #
 # </div>
 # <div lang="zh">
@@ -1107,7 +1107,7 @@ ledger(
 # - 在这里，在卸载的基础上再加检查点，搬运的字节变少，峰值却升高，因为检查点要恢复整层的激活值。如果机器在拷贝一个字节的时间里做不到 30.3 FLOPs，不用检查点就更快。
 # - 多数技术都有代价，例如多算 FLOPs、运算速率变低、搬运字节、不能裁剪梯度，或者占用主机的时间。
 # - 搜索就是先提出配方，再估计峰值，最后排序。只有保证不会漏掉最好配方的规则，才能用来跳过配方。
-# - LoRA、QLoRA、8 位 Adam、Muon 和纯 bf16 减少的是每个参数占用的 16 字节，训练本身也随之改变。
+# - LoRA、QLoRA、8 位 Adam、Muon 和纯 bf16 减少的是用 Adam 训练时每个参数占用的 16 字节，训练本身也随之改变。
 # - bf16 的权重会丢掉很小的更新，用随机舍入或 Kahan 求和可以保留这些更新。
 #
 # **下一步**：[第 08 课](08_beyond_one_gpu.ipynb)把训练步分到多台设备上。
@@ -1143,7 +1143,7 @@ ledger(
 #
 # <div lang="en">
 #
-# No other lesson needs these sections, and each can be read alone.
+# No other lesson needs the following sections, and each of them can be read alone.
 #
 # </div>
 # <div lang="zh">
@@ -1157,7 +1157,7 @@ ledger(
 #
 # <div lang="en">
 #
-# **Exercise 6.** Find a recipe that needs at most 50 MB, with any techniques. The recipes of 7.4 and 7.5 need more.
+# **Exercise 6.** Find a recipe that needs at most 50 MB, with any techniques. The recipes of 7.4 and 7.5 exceed this budget.
 #
 # </div>
 # <div lang="zh">
@@ -1240,14 +1240,14 @@ table(["recipe", "peak (MB)", "moved (MB)"], rows)
 #
 # <div lang="en">
 #
-# Train two decoders, one with 6.6 billion and one with 64.7 billion parameters. Both use bf16 with fp32 master weights, Adam, and one sequence of 4096 tokens. The optimizer state stays in host memory, where the host does the update (lesson 04).
+# Train two decoders, one with 6.6 billion and one with 64.7 billion parameters. Both use bf16 with fp32 master weights, Adam, and one sequence of 4096 tokens. The optimizer state may stay in host memory, where the host does the update (lesson 04).
 #
 # **Guess first:** how much memory does a device need to train the smaller model? How much does it need for the larger model?
 #
 # </div>
 # <div lang="zh">
 #
-# 现在训练 66 亿和 647 亿参数的两个解码器，用 bf16，带 fp32 主权重，优化器是 Adam，输入是一条 4096 个 token 的序列。优化器状态留在主机内存里，由主机更新（第 04 课）。
+# 现在训练 66 亿和 647 亿参数的两个解码器，用 bf16，带 fp32 主权重，优化器是 Adam，输入是一条 4096 个 token 的序列。优化器状态可以留在主机内存里，由主机更新（第 04 课）。
 #
 # **先猜**：训练小模型，设备至少要有多少内存？训练大模型呢？
 #
@@ -1288,7 +1288,7 @@ table(["model", "recipe", "peak (GB)", "your guess", *devices, *price], rows)
 #
 # The smaller model trains on a device of 24 GB, with 79 GB of state on the host and 26 GB moved per step. The larger model trains on an H200 (nominally 141 GB, in fact 150.1 GB). The peak is 137 GB, and 777 GB of state are on the host.
 #
-# A step that fits may still be too slow to be useful. On the H200, copies and the host's update take two thirds of the larger model's step time. The peak of 137 GB also leaves only 9% of the device's memory for CUDA's context, workspace and fragmentation. The times assume 40% of the datasheet's FLOPs per second and one host processor.
+# A step that fits may still be too slow to be useful. On the H200, copies and the host's update take two thirds of the larger model's step time. The peak of 137 GB also leaves only 9% of the device's memory for CUDA's context, workspace and fragmentation. The estimated times assume 40% of the datasheet's FLOPs per second and one host processor.
 #
 # </div>
 # <div lang="zh">
