@@ -71,7 +71,7 @@ BUDGET = 200_000_000  # bytes
 #
 # <div lang="en">
 #
-# You need not build a model to find out whether its step fits. Nine lines of configuration describe this Llama. The batch has four passages of the course's English text, with one token per character.
+# You need not build a model to find out whether its step fits into memory. Nine lines of configuration describe this Llama. The batch has four passages of the course's English text, with one token per character.
 #
 # </div>
 # <div lang="zh">
@@ -95,14 +95,14 @@ print(*exercises.LLAMA.items(), sep="\n")
 # %% [markdown]
 # <div lang="en">
 #
-# **Exercise 1.** Write `parameters(config)`, which returns the number of a Llama's parameters.
+# **Exercise 1.** Write `parameters(config)`, which returns how many parameters a Llama has.
 #
 # - No matrix has a bias.
 # - Each layer has attention (queries, keys, values, output), a gated network of three matrices, and two norms.
 # - One more norm follows the last layer.
 # - The embedding and the head may be one matrix.
 #
-# The check tries larger configurations.
+# The check also tries larger configurations.
 #
 # </div>
 # <div lang="zh">
@@ -146,7 +146,7 @@ exercises.check_parameters(parameters)
 # %% [markdown]
 # <div lang="en">
 #
-# Each parameter has four numbers of 4 bytes (lesson 01): the weight, its gradient, and Adam's two moments. For all parameters, these numbers take 498.3 MB. **Guess first.** By how many MB is the peak of the step higher than 498.3 MB?
+# For each parameter, a step keeps four numbers of 4 bytes (lesson 01): the weight, its gradient, and Adam's two moments. For all parameters, these numbers take 498.3 MB. **Guess first.** By how many MB is the peak of the step higher than 498.3 MB?
 #
 # </div>
 # <div lang="zh">
@@ -164,7 +164,7 @@ practice.guesses([("beyond 16 bytes per parameter", my_guess, beyond)])
 # %% [markdown]
 # <div lang="en">
 #
-# Does a real step need exactly the estimated memory? We run it once under a meter:
+# Does a real step need exactly the estimated memory? We run one step under a memory meter:
 #
 # </div>
 # <div lang="zh">
@@ -181,14 +181,14 @@ practice.run_predicted(make_llama, llama_batch, {"plain": plain})
 #
 # <div lang="en">
 #
-# The estimated peak is 609.1 MB, which is 110.9 MB more than 498.3 MB.
+# The estimated peak is 609.1 MB, which is 110.9 MB more than the 498.3 MB of weights, gradients and Adam's state.
 #
 # **Guess first.** Use one technique alone: a checkpoint for each layer, four micro-batches, an optimizer state that is offloaded to a lower tier, or optimizer steps in backward. Which technique saves most? Which one saves nothing?
 #
 # </div>
 # <div lang="zh">
 #
-# 估计的峰值是 609.1 MB，比 498.3 MB 多 110.9 MB。
+# 估计的峰值是 609.1 MB，比权重、梯度和 Adam 状态的 498.3 MB 多 110.9 MB。
 #
 # **先猜**：有四种技术，即每层加一个检查点、把批次分成四个微批次、把优化器状态卸载到下一级存储，以及在反向中更新参数。如果只用其中一种，哪一种省得最多？哪一种等于没省？
 #
@@ -215,9 +215,9 @@ practice.guesses(zip([*ways][1:5], my_guesses, saved[1:5], strict=True))
 # %% [markdown]
 # <div lang="en">
 #
-# Adam's state is the largest part of the peak, 249 MB, so offloading it saves most. Checkpoints, the best-known technique, save 92 MB. Updates in backward save nothing here when used alone, because the peak comes early in backward, when hardly any gradient exists yet. With checkpoints, the peak moves to the end of backward, when all gradients exist. Then it helps to release gradients early.
+# Adam's state is the largest part of the peak, 249 MB, so offloading it saves most. Checkpoints, the best-known technique, save 92 MB. Updates in backward save nothing here when used alone, because the peak comes early in backward, when hardly any gradient exists yet. With checkpoints, the peak moves to the end of backward, when all gradients exist. Then releasing gradients early lowers the peak.
 #
-# Lesson 07 found the same rule for another model: look at what fills the peak, then choose. Together, checkpoints, offloaded state and updates in backward lower the peak to 171.6 MB.
+# Lesson 07 found the same rule for another model: look at what fills the peak, then choose a technique. Together, checkpoints, offloaded state and updates in backward lower the peak to 171.6 MB.
 #
 # </div>
 # <div lang="zh">
@@ -233,12 +233,12 @@ practice.guesses(zip([*ways][1:5], my_guesses, saved[1:5], strict=True))
 #
 # <div lang="en">
 #
-# A saving only counts if the training stays the same. Run the same steps twice, on passages of half the length: first as the baseline, then with all three techniques. **Guess first:** are the weights equal to the last bit? In lesson 07 they were equal.
+# A saving only counts if the training stays the same. Run the same steps twice, on passages of half the length: first as the baseline, then with checkpoints, offloaded state and updates in backward. **Guess first:** are the weights of both runs equal to the last bit? In lesson 07 they were equal.
 #
 # </div>
 # <div lang="zh">
 #
-# 训练结果不变，省下的内存才算数。所以把同样的几步运行两遍，一遍作为基线，一遍三种技术全用，两遍的文本都只取原来长度的一半。**先猜**：两遍得到的权重会逐比特相等吗？在第 07 课里是相等的。
+# 训练结果不变，省下的内存才算数。所以把同样的几步运行两遍，一遍作为基线，一遍三种技术（检查点、状态卸载和在反向中更新）全用，两遍的文本都只取原来长度的一半。**先猜**：两遍得到的权重会逐比特相等吗？在第 07 课里是相等的。
 #
 # </div>
 
@@ -264,16 +264,16 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 # %% [markdown]
 # <div lang="en">
 #
-# With 256 predicted tokens the weights are equal. With one character fewer per passage, they are not equal. Why? A step must divide the losses or gradients by the number of tokens. The baseline divides the gradients after backward. With updates in backward, the loss is divided before backward. 4 × 63 = 252 is not a power of 2, so the division rounds, and dividing earlier changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, so the division rounds nothing.
+# With 256 predicted tokens the weights are equal. With one character fewer per passage, the weights are not equal. Why? A step must divide the losses or gradients by the number of tokens. The baseline divides the gradients after backward. With updates in backward, the loss is divided before backward. 4 × 63 = 252 is not a power of 2, so the division rounds, and dividing earlier changes the last digits. 4 × 64 = 256 is a power of 2, as 1024 was in lesson 07, so the division is exact.
 #
-# With 252 tokens, the weights differ by less than a two-thousandth of the update (the change of the weights in training). On this CPU, both recipes train equally well.
+# With 252 tokens, the weights differ by less than a two-thousandth of the update (the change of the weights in training). So in these two steps on this CPU, both recipes give the same training up to rounding.
 #
 # </div>
 # <div lang="zh">
 #
 # 预测 256 个 token 时，两遍得到的权重相等。如果每段文本少取一个字符，两遍的权重就不相等了。为什么？训练步要把损失之和或梯度除以 token 数。基线先做反向，最后才把各个梯度除以 token 数。在反向中更新时，要先把损失除以 token 数，再做反向。4 × 63 = 252 不是 2 的幂，做除法时要舍入，所以先除和后除得到的末几位数字不一样。4 × 64 = 256 和第 07 课的 1024 都是 2 的幂，所以没有舍入。
 #
-# 预测 252 个 token 时，两遍的权重相差不到更新量（训练前后权重之差）的两千分之一，所以在这个 CPU 上，可以认为两个配方的训练一样好。
+# 预测 252 个 token 时，两遍的权重相差不到更新量（训练前后权重之差）的两千分之一，所以在这个 CPU 上的这两步里，除了舍入误差，可以认为两个配方的训练结果相同。
 #
 # </div>
 
@@ -294,7 +294,7 @@ table(["tokens predicted", "steps", "difference of the weights (in units of the 
 #
 # <div lang="en">
 #
-# **Exercise 2.** Write a recipe for 200 MB that is not the combination of checkpoints, offloaded state and steps in backward. Fewer checkpoints, or checkpoints of another size, do not count as another set of techniques. Still use fp32, Adam and one device. Section 7.2 of lesson 07 lists the fields of `Recipe`.
+# **Exercise 2.** Write a recipe with a peak of at most 200 MB. It must not be the combination of checkpoints, offloaded state and steps in backward. Fewer checkpoints, or checkpoints of another size, do not count as another set of techniques. Still use fp32, Adam and one device. Section 7.2 of lesson 07 lists the fields of `Recipe`.
 #
 # </div>
 # <div lang="zh">
@@ -336,7 +336,7 @@ predictions([("your recipe", predicted, taken.meter.peak_bytes)], unit="bytes")
 # %% [markdown] slide={"en": "**Guess first.** `fit` searches for the cheapest recipe in 200 MB.\n\nWhat can still be left out of the three?", "zh": "**先猜**：`fit` 在 200 MB 之内找代价最小的配方。\n\n那三种技术里，还有什么可以不用？"}
 # <div lang="en">
 #
-# Which recipe is cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, so each gradient must be released right after its use. The optimizer state also takes 249 MB and must be offloaded. With checkpoints as the third technique, 28 MB of the 200 MB are still unused. **Guess first:** what can still be left out of this recipe?
+# Which recipe within 200 MB is cheapest? Two techniques are necessary. The weights and all gradients together take 249 MB, so each gradient must be released right after its use. The optimizer state also takes 249 MB and must be offloaded. With checkpoints as the third technique, 28 MB of the 200 MB are still unused. **Guess first:** what can still be left out of this recipe?
 #
 # </div>
 # <div lang="zh">
@@ -354,7 +354,7 @@ fit(make_llama, llama_batch, BUDGET, base=forced, progress=False)
 #
 # Two of the eleven checkpoints can be left out. Backward begins with the last layers, so their saved tensors are soon released, and the peak comes later. Therefore the search leaves the last two layers without checkpoints. The step then computes 0.118 TFLOPs instead of 0.123.
 #
-# The second recipe of the table uses a schedule to choose which activations to keep (lesson 03). The last recipe is the sample solution of exercise 2. It needs no more FLOPs than the baseline, but moves nearly twice as many bytes as any other recipe. The best recipe depends on the machine, as exercise 2 of lesson 07 shows.
+# The second recipe of the table uses a schedule to choose which activations to keep (lesson 03). The last recipe is the sample solution of exercise 2. It needs no more FLOPs than the baseline, but moves nearly twice as many bytes as any other recipe in the table. The best recipe depends on the machine, as exercise 2 of lesson 07 shows.
 #
 # </div>
 # <div lang="zh">
@@ -400,12 +400,12 @@ table(["", "Llama (MB)", "ViT (MB)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The order of the techniques is reversed: checkpoints save 194 MB of 306 MB, and offloading the state saves 44 MB. This model has few parameters, so three quarters of its peak are activations. The rule of 9.2 holds, but leads to another technique here. Are the predictions still right?
+# For the ViT, checkpoints save most, 194 MB of 306 MB. Offloading the state saves only 44 MB. This model has few parameters, so three quarters of its peak are activations. The rule of 9.2 (look at what fills the peak) holds, but leads to another technique here. Are the predictions still right?
 #
 # </div>
 # <div lang="zh">
 #
-# 这次顺序反过来了，检查点在 306 MB 的峰值里省下 194 MB，卸载状态只省 44 MB。这个模型参数少，峰值的四分之三都是激活值。9.2 节的做法仍然适用，只是答案因模型而异。那么预测还准吗？
+# 这次省得最多的是检查点，在 306 MB 的峰值里省下 194 MB，卸载状态只省 44 MB。这个模型参数少，峰值的四分之三都是激活值。9.2 节的做法仍然适用，只是答案因模型而异。那么预测还准吗？
 #
 # </div>
 
@@ -451,7 +451,7 @@ practice.run_predicted(make_lora, llama_batch, peaks, guess=my_guess)
 # %% [markdown]
 # <div lang="en">
 #
-# LoRA takes 343.4 MB, more than half of full training's memory. It removes the gradients and the optimizer state of frozen weights, but the weights themselves stay. The activations stay, too, at 199.5 MB, because backward must pass through every layer to reach the adapters of the first layer. So checkpoints are the next technique, and they lower the peak to 170.1 MB. Offloading the state would save only 6.4 MB.
+# LoRA takes 343.4 MB, more than half of full training's memory. LoRA removes the gradients and the optimizer state of frozen weights, but the weights themselves stay. The activations stay, too, at 199.5 MB, because backward must pass through every layer to reach the adapters of the first layer. So checkpoints are the next technique, and they lower the peak to 170.1 MB. Offloading the state would save only 6.4 MB.
 #
 # </div>
 # <div lang="zh">
@@ -489,7 +489,7 @@ _ = budget_command([*sizes, "--device", "H100", "--quick"])
 # %% [markdown] slide={"en": "**Guess first.** Llama 3 8B by QLoRA: how many bytes are the weights in NF4? The adapters of rank 8? Their gradients and state?", "zh": "**先猜**：用 QLoRA 训练 Llama 3 8B，NF4 的权重占多少字节？秩为 8 的适配器呢？适配器的梯度和状态呢？"}
 # <div lang="en">
 #
-# The step takes 49 GB, and two fifths of the card's memory stay free, because 96.4 GB of optimizer state are in host memory. On an RTX 4090 of 25.8 GB (24 GiB), the same command finds a recipe that offloads the activations, too. Its tensors take 22.4 GB, the allocator reserves 24.4 GB, and CUDA also takes memory, so 0.8 GB remain. With `--lora 8 --base nf4`, the command searches for recipes of QLoRA, which freezes the weights in 4 bits and trains adapters.
+# The step's tensors take 49 GB, and two fifths of the card's memory stay free, because 96.4 GB of optimizer state are in host memory. On an RTX 4090 of 25.8 GB (24 GiB), the same command finds a recipe that offloads the activations, too. The tensors of this recipe take 22.4 GB, the allocator reserves 24.4 GB, and CUDA also takes memory, so 0.8 GB remain. With `--lora 8 --base nf4`, the command searches for recipes of QLoRA, which freezes the weights in 4 bits and trains adapters.
 #
 # **Exercise 3.** Write `qlora_bytes(config, rank)`. It predicts how many bytes stay in memory between steps when QLoRA trains a Llama.
 #
@@ -500,7 +500,7 @@ _ = budget_command([*sizes, "--device", "H100", "--quick"])
 # </div>
 # <div lang="zh">
 #
-# 这一步要 49 GB，卡上的显存还剩五分之二，因为 96.4 GB 的优化器状态放在主机内存里。换成 25.8 GB 的 RTX 4090（24 GiB），同一条命令找到的配方还要卸载激活值。这时张量占 22.4 GB，分配器预留 24.4 GB，再扣除 CUDA 自己占用的显存，卡上只剩 0.8 GB。加上 `--lora 8 --base nf4`，这条命令就为 QLoRA 搜索配方。QLoRA 把权重量化成 4 位并冻结，只训练适配器。
+# 这一步的张量要 49 GB，卡上的显存还剩五分之二，因为 96.4 GB 的优化器状态放在主机内存里。换成 25.8 GB 的 RTX 4090（24 GiB），同一条命令找到的配方还要卸载激活值。这时张量占 22.4 GB，分配器预留 24.4 GB，再扣除 CUDA 自己占用的显存，卡上只剩 0.8 GB。加上 `--lora 8 --base nf4`，这条命令就为 QLoRA 搜索配方。QLoRA 把权重量化成 4 位并冻结，只训练适配器。
 #
 # **练习 3。** 写出 `qlora_bytes(config, rank)`，预测用 QLoRA 训练一个 Llama 时，有多少字节从一步到下一步始终留在内存里。
 #
@@ -543,7 +543,7 @@ exercises.check_qlora_bytes(qlora_bytes)
 # %% [markdown]
 # <div lang="en">
 #
-# How much memory do full training, LoRA and QLoRA need on an RTX 4090? Full training uses the recipe that the command found. LoRA and QLoRA need no host memory:
+# How much memory do full training, LoRA and QLoRA need on an RTX 4090? Full training uses the recipe that the search command found. LoRA and QLoRA need no host memory:
 #
 # </div>
 # <div lang="zh">
@@ -569,9 +569,9 @@ figures.on_a_card(large)
 # %% [markdown]
 # <div lang="en">
 #
-# Full training keeps 96.4 GB of optimizer state in host memory, and during a step up to 42.4 GB of other offloaded data. So a host with 128 GB is too small. Full training also moves 84.9 GB per step. LoRA needs no host memory and moves no data. Its frozen weights have no gradients, moments or master weights, and checkpoints reduce the activations enough. With NF4 (QLoRA), the weights take 10.0 GB less than in bf16.
+# Full training keeps 96.4 GB of optimizer state in host memory, and during a step up to 42.4 GB of other offloaded data. So a host with 128 GB is too small. Full training also moves 84.9 GB per step. LoRA needs no host memory and moves no data. Its frozen weights have no gradients, moments or master weights, and with checkpoints, the activations fit on the card. With NF4 (QLoRA), the weights take 10.0 GB less than in bf16.
 #
-# A step fits if its *reserved* memory and CUDA's own memory fit on the GPU together. CUDA leaves 25.3 GB of the card free, and full training reserves 24.4 GB of these. If LoRA in bf16 computes the whole output head at once, it has 23.8 GB of tensors, but the allocator reserves 25.9 GB, which do not fit. So LoRA and QLoRA compute the head in chunks of 512 tokens.
+# A step fits if the memory that the allocator *reserves* and CUDA's own memory fit on the GPU together. CUDA leaves 25.3 GB of the card free, and full training reserves 24.4 GB of these. If LoRA in bf16 computes the whole output head at once, it has 23.8 GB of tensors, but the allocator reserves 25.9 GB, which do not fit. So LoRA and QLoRA compute the head in chunks of 512 tokens.
 #
 # </div>
 # <div lang="zh">
@@ -585,14 +585,14 @@ figures.on_a_card(large)
 # %% [markdown]
 # <div lang="en">
 #
-# No GPU ran these steps. Of 169 smaller steps on an H200, 158 took exactly the estimated bytes of tensors, and the others took up to 12 kB less. Reserved memory, compared in 21 steps, was between 11% less and 9% more than predicted (`docs/exact.md`). Steps with NF4 have not been compared. With `--device this --check`, the command checks a step on your GPU.
+# No GPU ran these steps. Of 169 smaller steps on an H200, 158 took exactly the estimated bytes of tensors, and the others took up to 12 kB less. Reserved memory, compared in 21 steps, was between 11% less and 9% more than predicted (`docs/exact.md`). Steps with NF4 have not been compared on a GPU. With `--device this --check`, the search command checks a step on your GPU.
 #
 # How far was your prediction in exercise 3 from the estimate?
 #
 # </div>
 # <div lang="zh">
 #
-# 这些训练步都没有在 GPU 上运行过。在 H200 上运行过 169 个较小的训练步，其中 158 个的张量所占的字节数与估计一字节不差，其余训练步的张量最多比估计少 12 kB。在 21 个训练步上还对照了已预留的显存，实测值最多比预测值少 11%，最多多 9%（`docs/exact.md`）。用 NF4 的训练步还没有在 GPU 上对照过。如果给命令加上 `--device this --check`，就能在你自己的 GPU 上验证。
+# 这些训练步都没有在 GPU 上运行过。在 H200 上运行过 169 个较小的训练步，其中 158 个的张量所占的字节数与估计一字节不差，其余训练步的张量最多比估计少 12 kB。在 21 个训练步上还对照了已预留的显存，实测值最多比预测值少 11%，最多多 9%（`docs/exact.md`）。用 NF4 的训练步还没有在 GPU 上对照过。如果给搜索配方的命令加上 `--device this --check`，就能在你自己的 GPU 上验证。
 #
 # 你在练习 3 里的预测与估计相差多少？
 #
@@ -607,12 +607,12 @@ table(["", "your prediction (bytes)", "estimate (bytes)"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The right formula gives 14,336 bytes less than the estimate, because each of the 224 quantized matrices also keeps the 16 values of NF4 in fp32. Weights and adapters take 6.1 GB of the peak of 9.0 GB. The adapters with their gradients and state take 0.34 GB, so a rank of 16 would hardly change the peak.
+# The sample solution of `qlora_bytes` gives 14,336 bytes less than the estimate, because each of the 224 quantized matrices also keeps the 16 values of NF4 in fp32. Weights and adapters take 6.1 GB of QLoRA's peak of 9.0 GB. The adapters with their gradients and state take 0.34 GB, so a rank of 16 would hardly change the peak.
 #
 # </div>
 # <div lang="zh">
 #
-# 正确公式的结果比估计值少 14,336 字节，因为共有 224 个量化的矩阵，每个矩阵还要用 fp32 存放 NF4 的 16 个取值。在 9.0 GB 的峰值里，权重和适配器占 6.1 GB。适配器连同梯度和状态一共只有 0.34 GB，所以这里把秩加到 16 也没有多大影响。
+# `qlora_bytes` 参考答案的结果比估计值少 14,336 字节，因为共有 224 个量化的矩阵，每个矩阵还要用 fp32 存放 NF4 的 16 个取值。QLoRA 的峰值是 9.0 GB，其中权重和适配器占 6.1 GB。适配器连同梯度和状态一共只有 0.34 GB，所以这里把秩加到 16 也没有多大影响。
 #
 # </div>
 
@@ -628,7 +628,7 @@ figures.claims_table(plain, found["checkpoints"], flash)
 #
 # <div lang="en">
 #
-# The ledger lists the same step of one decoder with different techniques:
+# Each row of the course's ledger shows the same step of one decoder with a different technique:
 #
 # </div>
 # <div lang="zh">
@@ -645,16 +645,16 @@ whole_ledger()
 #
 # <div lang="en">
 #
-# - The step of a Llama was predicted to the byte from nine lines of configuration. The steps of a ViT and of LoRA were also predicted to the byte, on this CPU.
-# - The largest part of the peak depends on the model: optimizer state for the small Llama, activations for the ViT and for LoRA. So the best first technique differs.
-# - A peak of 171.6 MB instead of 609.1 MB is a saving only if the weights are equal.
+# - The peak of a Llama's step was predicted to the byte from nine lines of configuration. The peaks of a ViT and of LoRA were also predicted to the byte, on this CPU.
+# - The largest part of the peak depends on the model: optimizer state for the small Llama, activations for the ViT and for LoRA. So the best technique to start with depends on the model, too.
+# - A peak of 171.6 MB instead of 609.1 MB is a saving only if the trained weights are equal.
 # - Full training of an 8B model on a card of 24 GB needs up to 138.8 GB of host memory. LoRA needs no host memory, and QLoRA takes 9.0 GB on the card.
 # - Reserved memory must fit on the card, with room to spare.
 #
 # </div>
 # <div lang="zh">
 #
-# - 只凭九行配置，就预测出了 Llama 一步的峰值，一个字节也不差。ViT 和 LoRA 的一步也预测得一个字节不差（都在这个 CPU 上）。
+# - 只凭九行配置，就预测出了 Llama 一步的峰值，一个字节也不差。ViT 和 LoRA 的峰值也预测得一个字节不差（都在这个 CPU 上）。
 # - 峰值里什么最多，因模型而异。小 Llama 的峰值里，最多的是优化器状态，ViT 和 LoRA 的峰值里，最多的是激活值。因此，最先该用的技术也不一样。
 # - 先证明权重相等，才能说峰值从 609.1 MB 降到 171.6 MB 是真的省下了内存。
 # - 在 24 GB 的卡上全量训练 8B 的模型，最多要用 138.8 GB 主机内存。LoRA 不用主机内存，QLoRA 在卡上只要 9.0 GB。
@@ -667,14 +667,14 @@ whole_ledger()
 #
 # **Sources.** Touvron et al. 2023, *LLaMA*, arXiv:2302.13971, and *The Llama 3 Herd of Models*, arXiv:2407.21783 (sizes). Dosovitskiy et al. 2020, *An Image is Worth 16x16 Words*, arXiv:2010.11929. Hu et al. 2021, *LoRA*, arXiv:2106.09685. Dettmers et al. 2023, *QLoRA*, arXiv:2305.14314. Documentation of transformers, peft and Accelerate (*Model memory estimator*).
 #
-# **Next.** The [project](10_your_model.ipynb) is about your own model. [Other models](../docs/models.md) shows for which models estimates were checked, what the Trainer leaves out of a recipe, and how much memory generating text needs.
+# **Next.** The [project](10_your_model.ipynb) is about your own model. [Other models](../docs/models.md) shows for which models estimates were checked, which parts of a recipe Hugging Face's Trainer leaves out, and how much memory generating text needs.
 #
 # </div>
 # <div lang="zh">
 #
 # **出处。** Touvron et al. 2023，*LLaMA*，arXiv:2302.13971，以及 *The Llama 3 Herd of Models*，arXiv:2407.21783（尺寸）。Dosovitskiy et al. 2020，*An Image is Worth 16x16 Words*，arXiv:2010.11929。Hu et al. 2021，*LoRA*，arXiv:2106.09685。Dettmers et al. 2023，*QLoRA*，arXiv:2305.14314。transformers、peft 和 Accelerate（*Model memory estimator*）的文档。
 #
-# **接下来。** [项目](10_your_model.ipynb)分析你自己的模型。我们还用哪些模型核对过估计，Trainer 会略去配方里的哪些内容，生成文本要多少内存，这些都见[其他模型](../docs/models.zh.md)。
+# **接下来。** [项目](10_your_model.ipynb)分析你自己的模型。我们还用哪些模型核对过估计，Hugging Face 的 Trainer 会略去配方里的哪些内容，生成文本要多少内存，这些都见[其他模型](../docs/models.zh.md)。
 #
 # </div>
 
@@ -725,7 +725,7 @@ first_difference(guess.trace(), taken.meter.trace())
 # %% [markdown]
 # <div lang="en">
 #
-# If the prediction also uses the padded batch, it equals the run, because estimates keep the values of small integer tensors.
+# If the prediction also uses the padded batch, prediction and run agree, because estimates keep the values of small integer tensors.
 #
 # </div>
 # <div lang="zh">
