@@ -11,16 +11,16 @@
 #
 # <div lang="en">
 #
-# How much memory does a training step of *your* model need, and how much can you save without changing the gradients? In this project you find out, for a model that you train or want to train. You complete four fill-ins and run eight sections. The sections fill in a sheet, which you hand in.
+# How much memory does a training step of *your* model need, and how much can you save without changing the gradients? In this project you find out, for a model that you train or want to train. You complete four fill-ins (a few lines of code each) and run eight sections. The code of the sections fills in a sheet, which you hand in.
 #
-# The fill-ins already contain a small model, so you can run everything. Read the project through once, then replace the small model with yours. If your model breaks a rule of the course's library, the section that needs this rule prints a sentence about it, and the other sections still run.
+# The fill-ins already contain a small model, so you can run everything. Read the project through once, then replace the small model with yours. If your model does not meet a requirement of the course's library, the section with this requirement prints a message. The other sections still run.
 #
 # </div>
 # <div lang="zh">
 #
-# **你的**模型，一个训练步要多少内存？在梯度不变的前提下，最低能降到多少？在这个项目里，请用一个你正在训练或打算训练的模型来回答这两个问题。先做好四处填空，再依次运行八节的代码。各节会把结果填进同一张表，最后交上这张表。
+# **你的**模型，一个训练步要多少内存？在梯度不变的前提下，最低能降到多少？在这个项目里，请用一个你正在训练或打算训练的模型来回答这两个问题。先做好四处填空（都是几行代码），再依次运行八节的代码。各节会把结果填进同一张表，最后交上这张表。
 #
-# 四处填空里事先放了一个小模型，打开就能运行。请先从头到尾看一遍，再换成你自己的模型。如果你的模型不符合课程库的某条规则，用到这条规则的那一节会用一句话说明，其余各节照样运行。
+# 四处填空里事先放了一个小模型，打开就能运行。请先从头到尾看一遍，再换成你自己的模型。如果你的模型不符合课程库的某项要求，有这项要求的那一节会用一句话说明，其余各节照样运行。
 #
 # </div>
 
@@ -74,9 +74,9 @@ from course_lib.lessons.lesson_10.project import Sheet
 # - `make_model()` returns a new model in fp32, with the same weights in each call.
 # - `make_batch(step)` returns the batch of a step: one tensor, or tensors in tuples and dictionaries.
 # - `loss_sum(model, batch)` returns the sum of the losses and their number. Lesson 05 showed why a mean is not enough. Write `loss_sum = None` for a Hugging Face model that computes its own loss.
-# - `BUDGET` is the largest number of bytes that the step is allowed to take. The cell below the fill-ins prints the peak. Begin with a budget of a third of this peak.
+# - `BUDGET` is the largest number of bytes that the step is allowed to take. The cell below the fill-ins prints the baseline's peak. Begin with a budget of a third of this peak.
 #
-# Begin with a small version of your model, whose step takes less than half of this machine's memory. To get it, use fewer layers or a smaller batch. In the larger model, each technique saves the same kind of memory.
+# Begin with a small version of your model, whose step takes less than half of this machine's memory. For this, use fewer layers or a smaller batch. In the larger model, each technique saves the same kind of memory, such as activations.
 #
 # </div>
 # <div lang="zh">
@@ -84,9 +84,9 @@ from course_lib.lessons.lesson_10.project import Sheet
 # - `make_model()` 返回一个新的 fp32 模型，每次调用权重都相同。
 # - `make_batch(step)` 返回这一步的批次，可以是张量，也可以是装着张量的元组或字典。
 # - `loss_sum(model, batch)` 返回损失之和，以及损失的个数。第 05 课讲过为什么只返回平均值还不够。如果用的是 Hugging Face 模型，并且模型自己会计算损失，就写 `loss_sum = None`。
-# - `BUDGET` 是这一步最多可以占用的字节数。填空下面的单元格会打印峰值，可以先把预算设成这个峰值的三分之一。
+# - `BUDGET` 是这一步最多可以占用的字节数。填空下面的单元格会打印基线的峰值，可以先把预算设成这个峰值的三分之一。
 #
-# 请先减少层数或减小批次，把你的模型改小，使一步占用的内存不到这台机器的一半。以后换回原来的大模型，每种技术省下的仍是同一类内存。
+# 请先减少层数或减小批次，把你的模型改小，使一步占用的内存不到这台机器的一半。以后换回原来的大模型，每种技术省下的仍是同一类内存（例如激活值）。
 #
 # </div>
 
@@ -158,12 +158,12 @@ slots.verdict_on(make_model, make_batch, loss_sum)
 #
 # <div lang="en">
 #
-# **Guess first:** how many MB will a step of the baseline take, with Adam? Count the parameters, and think of what the layers keep. The cells below estimate the step without allocating memory, and then run it under a meter. If the estimate and the measurement differ, please report this together with the model.
+# **Guess first:** how many MB will a step of the baseline take (your unchanged model, trained with Adam)? Count the parameters, and think of what the layers keep for backward. The cells below estimate the step without allocating memory, and then run it under a meter. If the estimate and the measurement differ, please report this together with the model.
 #
 # </div>
 # <div lang="zh">
 #
-# **先猜**：基线用 Adam，一步会占多少 MB？请数一数参数，再想想各层要保存什么。随后的单元格先估计这一步（估计不占内存），再在计量器下真正运行这一步。如果估计值与实测值不一样，请把结果连同模型一起告诉我们。
+# **先猜**：基线（你的模型不作改动，用 Adam 训练）的一步会占多少 MB？请数一数参数，再想想各层要为反向保存什么。随后的单元格先估计这一步（估计不占内存），再在计量器下真正运行这一步。如果估计值与实测值不一样，请把结果连同模型一起告诉我们。
 #
 # </div>
 
@@ -184,7 +184,7 @@ with sheet.part("10.2"):
 #
 # <div lang="en">
 #
-# Look at the largest category in the first table before you read the second table. Which technique reduces this category? The second table estimates each technique alone. For a technique that your model does not allow, the last column states the reason.
+# Look at the largest category of memory in the first table before you read the second table. Which technique reduces this category? The second table estimates each technique alone. For a technique that your model does not allow, the last column states the reason.
 #
 # </div>
 # <div lang="zh">
@@ -207,12 +207,12 @@ with sheet.part("10.3"):
 #
 # <div lang="en">
 #
-# A saving counts only if the gradients are equal. With each technique, one step runs on the batch of step 0, and its gradients are compared with those of the baseline. The error is the norm of the difference, divided by the norm of the baseline's gradients. Recomputation and offloading must give an error of 0. Micro-batches add gradients in another order, so a few last digits differ.
+# A saving counts only if the gradients are equal. With each technique, one step runs on the batch of step 0, and its gradients are compared with those of the baseline. The error is the norm of the difference, divided by the norm of the baseline's gradients. Recomputation and offloading must give an error of 0. Micro-batches add gradients in another order, so the last digits may differ.
 #
 # </div>
 # <div lang="zh">
 #
-# 梯度相等，省下的内存才算数。每种技术都用第 0 步的批次运行一步，再把得到的梯度与基线的梯度相比。误差等于两者之差的范数除以基线梯度的范数。重计算和卸载的误差应当是 0。用微批次时，求和的顺序不同，所以梯度的最后几位数字会有差别。
+# 梯度相等，省下的内存才算数。每种技术都用第 0 步的批次运行一步，再把得到的梯度与基线的梯度相比。误差等于两者之差的范数除以基线梯度的范数。重计算和卸载的误差应当是 0。用微批次时，求和的顺序不同，所以梯度的最后几位数字可能有差别。
 #
 # </div>
 
@@ -226,12 +226,12 @@ with sheet.part("10.4"):
 #
 # <div lang="en">
 #
-# `fit` searches for the recipes that fit, and lists the cheapest recipe first. The caption of the table also states which techniques could not be tried for your model, and why. With `quick=True` the search takes less time, but may miss the cheapest recipe. Take the first recipe, or write your own recipe with the fields of section 7.2, for example `sheet.recipe = Recipe(precision=None, attention=None, micro_batches=2)`.
+# `fit` searches for recipes that fit into the budget, and lists the cheapest recipe first. The caption of the table also states which techniques could not be tried for your model, and why. With `quick=True` the search takes less time, but may miss the cheapest recipe. Take the first recipe, or write your own recipe with the fields of section 7.2, for example `sheet.recipe = Recipe(precision=None, attention=None, micro_batches=2)`.
 #
 # </div>
 # <div lang="zh">
 #
-# `fit` 搜索装得下的配方，代价最小的排在最前。表的标题还会写明哪些技术没能用在你的模型上，以及为什么。加上 `quick=True`，搜索会快一些，但可能错过代价最小的配方。可以采用第一个配方，也可以用 7.2 节的字段自己写一个，例如 `sheet.recipe = Recipe(precision=None, attention=None, micro_batches=2)`。
+# `fit` 搜索满足预算的配方，代价最小的排在最前。表的标题还会写明哪些技术没能用在你的模型上，以及为什么。加上 `quick=True`，搜索会快一些，但可能错过代价最小的配方。可以采用第一个配方，也可以用 7.2 节的字段自己写一个，例如 `sheet.recipe = Recipe(precision=None, attention=None, micro_batches=2)`。
 #
 # </div>
 
@@ -248,7 +248,7 @@ with sheet.part("10.5"):
 #
 # <div lang="en">
 #
-# The meter stops the step at the first operator that exceeds the budget. The gradients of this recipe are also compared with those of the baseline.
+# A memory meter stops the step at the first operator that exceeds the budget. The gradients of your recipe are also compared with those of the baseline.
 #
 # </div>
 # <div lang="zh">
@@ -270,12 +270,12 @@ with sheet.part("10.6"):
 #
 # <div lang="en">
 #
-# With "torch", the next cell prints a loop that uses the course's library. With "trainer", it prints the arguments of Hugging Face's Trainer. With "fsdp2", it prints the lines for PyTorch's FSDP2. Comments in the printed code state which parts of the recipe your framework does not support.
+# If `framework` is "torch", the next cell prints a training loop that uses the course's library. With "trainer", it prints the arguments of Hugging Face's Trainer. With "fsdp2", it prints the lines for PyTorch's FSDP2. Comments in the printed code state which parts of the recipe your framework does not support.
 #
 # </div>
 # <div lang="zh">
 #
-# 在下一个单元格里写 "torch"，会打印一个使用课程库的循环，写 "trainer"，会打印 Hugging Face Trainer 的参数，写 "fsdp2"，会打印 PyTorch FSDP2 的代码。如果框架不支持配方的某一部分，代码的注释会说明。
+# 把下一个单元格里的 `framework` 写成 "torch"，会打印一个使用课程库的训练循环，写成 "trainer"，会打印 Hugging Face Trainer 的参数，写成 "fsdp2"，会打印 PyTorch FSDP2 的代码。如果框架不支持配方的某一部分，代码的注释会说明。
 #
 # </div>
 
