@@ -40,6 +40,6 @@ def rows(rounds: int) -> Iterator[Row]:
     arms[COPIES] = in_two_threads([arms["no offload"]], [copies(nbytes)])
     notes = {"save_on_cpu": "on a CPU it copies into memory of the same kind, so it saves nothing"}
     notes[COPIES] = COPIES_NOTE.format(nbytes)
-    notes["synchronous file"] = "the course holds copies that are in flight"
+    notes["synchronous file"] = "the course's bytes include tensors that are still being copied"
     work = "activations of 16 linear layers to a file"
     yield from compare(work, arms, 3 * rounds, bytes_of=peaks, notes=notes)

@@ -54,7 +54,7 @@ RESULTS = {
         "zh": "{count} 个预测值全部等于实测值。",
     },
     "faults": {
-        "en": "{count:,} faults in {techniques} techniques lost nothing.",
+        "en": "After {count:,} faults in {techniques} techniques, nothing was lost or changed.",
         "zh": "在 {techniques} 种技术里注入了 {count:,} 次故障，检查的对象都没有丢失或改变。",
     },
     "cases": {
