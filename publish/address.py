@@ -85,7 +85,8 @@ def addresses(root: Path) -> dict[str, str]:
     """Return `[project.urls]` of the pyproject.toml in the folder, without slashes at the end.
 
     Raises:
-        EditionError: A key has another name, or a value is not an address.
+        EditionError: A key is neither "Repository" nor "Documentation", or a value is not an
+            address.
     """
     urls = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"].get("urls", {})
     for key, url in urls.items():
@@ -98,7 +99,7 @@ def addresses(root: Path) -> dict[str, str]:
 
 
 def _blocks(language: str, urls: Mapping[str, str]) -> dict[str, str]:
-    """Return a dict from the name of each block of a README to its text."""
+    """Return the texts of a README's marked blocks, as a dict from the name of a block."""
     named = {key.lower(): url for key, url in urls.items()}
     commands = [_COMMAND[language]]
     if "repository" in named:
@@ -123,7 +124,7 @@ def _blocks(language: str, urls: Mapping[str, str]) -> dict[str, str]:
 
 
 def _run(language: str, urls: Mapping[str, str]) -> str:
-    """Return the badges of services that run the lessons from a repository on GitHub."""
+    """Return badges that link to services, such as Colab, which run the lessons from GitHub."""
     found = re.fullmatch(
         r"https?://github\.com/([\w.-]+/[\w.-]+?)(\.git)?", urls.get("Repository", "")
     )
@@ -133,7 +134,7 @@ def _run(language: str, urls: Mapping[str, str]) -> str:
 
 
 def with_addresses(text: str, language: str, urls: Mapping[str, str]) -> str:
-    """Return a README with the text of its marked blocks for these addresses.
+    """Return a README in which the texts of the marked blocks have these addresses.
 
     Raises:
         EditionError: A marked block has an unknown name.
@@ -151,7 +152,7 @@ def with_addresses(text: str, language: str, urls: Mapping[str, str]) -> str:
 
 
 def citation_with(text: str, urls: Mapping[str, str]) -> str:
-    """Return CITATION.cff with the addresses that exist."""
+    """Return the text of CITATION.cff with the addresses in `urls`."""
     lines = [line for line in text.splitlines() if not re.match(r"(repository-code|url):", line)]
     for key, field in zip(KEYS, ("repository-code", "url"), strict=True):
         if key in urls:

@@ -1,6 +1,7 @@
-"""Functions that all editions use: stubs for solutions, checks of notebooks, output folders.
+"""Functions that all editions use, such as the student notebooks, the slides and the website.
 
-An output folder is written completely or not at all.
+They replace solutions by stubs, check notebooks, and write output folders. An output folder is
+written completely or not at all.
 """
 
 import argparse
@@ -27,11 +28,11 @@ NOTEBOOKS = Path("notebooks")
 #: Numbers of the notebooks that are projects with the learner's own model. A project has no deck,
 #: sections in depth, exercises with a check, row in the ledger, or stated minutes.
 PROJECTS = frozenset({"10"})
-# Pages that the lessons link to, relative to the project
+# Paths of the pages that the lessons link to, relative to the project's folder.
 PAGES = tuple(
     f"docs/{name}*.md" for name in ("exact", "fsdp2", "installing", "models", "out_of_memory")
 )
-NOTES = "publish/NOTES.md"  # the speaker notes, in the project
+NOTES = "publish/NOTES.md"  # path of the speaker notes in the project
 COMMENT_STUB = "# your solution / 你的答案"
 # Tags of cells in which learners set values, such as guesses, that no check tests.
 ASKING_TAGS = frozenset({"guess", "fill-in"})
@@ -43,10 +44,10 @@ STUB = f"raise {STUB_NAME}  {COMMENT_STUB}"
 STAMP = ".course-edition"
 
 _MARKER = re.compile(r"^(\s*)### (BEGIN|END) SOLUTION\s*$")
-# A guard, which keeps an accepted answer from being overwritten, and the block that it indents.
+# Matches a guard (an `if` that keeps an accepted answer from being overwritten) and its block.
 _GUARD = re.compile(r"^if not [\w.]+\.accepted:\n\n?((?:(?: {4}.*)?\n)+)", re.M)
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)|(?:src|href)=\"([^\"#]+)")
-# Metadata that an edition keeps. Only publish.notebooks needs the rest.
+# Keys of a notebook's metadata that an edition keeps. Only publish.notebooks needs other keys.
 _NOTEBOOK_METADATA = ("kernelspec", "language_info")
 # Errors of `ast` for text that is not Python, is not Unicode, or is nested too deeply.
 UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
@@ -94,8 +95,8 @@ def is_solution(cell: NotebookNode) -> bool:
 def id_of(cell: NotebookNode) -> str:
     """Return a hash of a cell's type and source, which is the cell's id in a lesson.
 
-    A copy of a cell whose id is not its hash was changed. If two cells are equal, `read_script`
-    appends `-2` to the id of the second cell.
+    A learner has changed a cell if its id differs from this hash. If two cells are equal,
+    `read_script` appends `-2` to the id of the second cell.
     """
     return hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
 
@@ -108,14 +109,14 @@ def asks(cell: NotebookNode) -> bool:
 def without_solutions(notebook: NotebookNode) -> NotebookNode:
     """Return a copy of the notebook with stubs instead of the solutions, and without outputs.
 
-    A solution inside a function becomes `raise NotImplementedError`, which the checks report. A
-    cell that contains only a solution is removed, because the cell above it has the learner's
-    attempt and the check.
+    A stub is a line that the learner replaces. Inside a function it is `raise NotImplementedError`,
+    which the checks report. A cell that contains only a solution is removed, because the cell above
+    it has the learner's attempt and the check.
 
     Raises:
-        EditionError: Markers are unbalanced or not on a line of their own, a stub would stop the
-            notebook, an exercise has no separate cell for its solution, a later cell needs a name
-            from a solution, or code of a solution is also outside of the markers.
+        EditionError: Solutions cannot be removed. For example, their markers are unbalanced, a stub
+            would stop the notebook, a later cell needs a name that only a solution defines, or code
+            of a solution is also outside of the markers.
     """
     notebook = deepcopy(notebook)
     solutions, kept = [], []
@@ -216,7 +217,7 @@ def _run_at_once(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def parse(source: str) -> ast.AST:
-    """Return the syntax tree of code, or an empty tree if the code is not Python, as a magic is."""
+    """Return the syntax tree of code, or an empty tree if the code is not Python (a magic)."""
     try:
         return ast.parse(source)
     except UNREADABLE:
@@ -258,7 +259,7 @@ def _check_names(
 
 
 def _own_statements(solution: str) -> Iterator[str]:
-    """Yield the statements of a solution, except short ones, imports and calls of checks."""
+    """Yield the statements of a solution, without short statements, imports and calls of checks."""
     for node in getattr(parse(solution), "body", []):
         statement = ast.unparse(node)
         own_check = isinstance(node, ast.Expr) and re.fullmatch(
@@ -270,7 +271,7 @@ def _own_statements(solution: str) -> Iterator[str]:
 
 
 def _check_leaks(cell: NotebookNode, statements: list[tuple[int, str]]) -> None:
-    """Check that no statement of a solution is also outside of its markers, in code or in prose."""
+    """Raise an error if a cell of code or prose has a solution's statement outside of markers."""
     here = {
         ast.unparse(node) for node in ast.walk(parse(cell.source)) if isinstance(node, ast.stmt)
     }
@@ -497,7 +498,7 @@ def run_edition(
     except (
         EditionError,
         OSError,
-    ) as error:  # no README.md, no space, no permission
+    ) as error:  # such as a missing README.md, a full disk or a missing permission
         sys.exit(f"{name}: {error}; {chosen.output} is left as it was")
     except ImportError as error:
         sys.exit(f"{not_installed(name, error)}; {chosen.output} is left as it was")

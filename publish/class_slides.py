@@ -1,5 +1,8 @@
-"""Texts of slides that are not in a cell of a lesson: the outline after the title, with minutes,
-and one slide per exercise, which stays on the screen while the class works."""
+"""Texts of slides that are not in a cell of a lesson: outlines, and slides for exercises.
+
+The outline follows the title and states minutes. The slide of an exercise stays on the screen while
+the class works.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,8 +36,8 @@ def task(number: str, minutes: int, section: str, check: str, language: str) -> 
 def outline(cells: Iterable[NotebookNode], minutes: Mapping[str, int], language: str) -> str:
     """Return a table of the lesson's sections, with their minutes and the numbers of exercises.
 
-    A row with the minutes of the first sitting is placed where that sitting ends. The sections in
-    depth are left out.
+    A lesson is read in two sittings. A row with the minutes of the first sitting is placed where
+    that sitting ends. The sections in depth are left out.
 
     Args:
         minutes: Dict from the number of a section to its minutes.

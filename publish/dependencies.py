@@ -1,10 +1,12 @@
 """Find the modules, data files and labels of the library that a lesson uses.
 
-A lesson uses the modules that it imports, and the modules that a used module imports, also inside a
-function, or that it has as names in strings, as in code that starts another process. Imports for
-type checkers do not count. A data file is used if a used module is in its folder, or if the folder
-has no module. A label of the catalog is used if its English text is a string in the lesson or in a
-used module, or in no module at all.
+A lesson uses the modules that it imports, and all modules that these modules import, at their top
+or inside a function. A module also counts as imported if its name is in a string, as in code that
+starts another process. Imports for type checkers do not count.
+
+A data file is used if a used module is in the file's folder, or if the folder has no module. A
+label of the catalog is used if its English text is a string in the lesson or in a used module, or
+if no module at all has it as a string.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Library:
     def used_by(self, name: str) -> frozenset[str]:
         """Return the modules that a module uses directly, and the packages that contain it.
 
-        A package uses its `gpu`, which `course_lib.lessons.on_gpu` imports by the lesson's number.
+        A package also uses its module `gpu`, because `course_lib.lessons.on_gpu` imports this
+        module by the lesson's number.
         """
         is_package = self.paths[name].name == "__init__.py"
         package = name if is_package else name.rpartition(".")[0]
@@ -72,7 +75,7 @@ class Library:
         return frozenset(names) & self.paths.keys()
 
     def closure(self, tree: ast.AST) -> set[str]:
-        """Return all modules that a lesson's code and its kernel use, directly or not."""
+        """Return all modules that a lesson's code and its kernel use, directly or indirectly."""
         found: set[str] = set()
         waiting = list(self._among([*_module_names(tree, ""), *OF_KERNEL]))
         while waiting:

@@ -1,8 +1,8 @@
 """Code that runs in the kernel of a graded notebook: the library's fingerprint, and slow output.
 
-The fingerprint is one hash per module. It is the same in every process of one Python version, and
-changes if a cell changes a function, an exercise or a constant of the module. Output is slowed down
-after too many characters.
+A fingerprint is a hash of one module. It is the same in every process of one Python version, and
+changes if a cell changes a function, an exercise or a constant of the module. If a notebook prints
+too many characters, further output is slowed down.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def load_ipython_extension(shell: object) -> None:
 
 
 def hold_back(stream: TextIO, most: int) -> None:
-    """Make each write wait for a second after `most` characters.
+    """Delay each write to a stream by one second once `most` characters have been written.
 
     Otherwise an endless loop that prints would fill the memory of this process and of the grader.
     """
@@ -49,8 +49,9 @@ def hold_back(stream: TextIO, most: int) -> None:
 def fingerprints() -> dict[str, str]:
     """Return a dict from imported module to a hash of its functions, exercises and constants.
 
-    The modules are those of the library. Of Python's and PyTorch's modules in `_COMPARING`, only
-    the functions are hashed, because checks compare values with them.
+    The dict has all imported modules of the library. It also has the modules of Python and PyTorch
+    that are in `_COMPARING`, because checks compare values with their functions. In these modules,
+    only the functions are hashed.
     """
     found = {}
     for name, module in sorted(sys.modules.items()):
@@ -70,7 +71,10 @@ def _hash(lines: Iterable[str]) -> str:
 
 
 def _describe(home: str, names: dict[str, object]) -> Iterator[str]:
-    """Yield a line per function, exercise and constant of a module or class, to be hashed."""
+    """Yield a line for each function, exercise and constant of a module or class.
+
+    The caller hashes these lines to the fingerprint of the module.
+    """
     for name, value in sorted(names.items()):
         function = function_of(value)
         if "__getattr__" in names and _is_imported(home, name, value):
@@ -91,7 +95,7 @@ def _is_imported(home: str, name: str, value: object) -> bool:
 
 
 def _functions(home: str, names: dict[str, object]) -> Iterator[str]:
-    """Yield a line per function of a module or class, to be hashed."""
+    """Yield a line for each function of a module or class. The caller hashes these lines."""
     for name, value in sorted(names.items()):
         # IPython adds functions of other modules to the builtins
         added = home == "builtins" and getattr(value, "__module__", "") != home
@@ -106,7 +110,7 @@ def _without_tries(exercise: object) -> dict[str, object]:
 
 
 def function_of(value: object) -> types.FunctionType | None:
-    """Return the function of a method, a property, a cache or an exercise, or None."""
+    """Return the function inside a method, property, cache or exercise, or None without one."""
     if isinstance(value, property):
         value = value.fget
     value = getattr(value, "__func__", value) if not isinstance(value, type) else value
@@ -126,7 +130,7 @@ def _is_of_cells(function: object) -> bool:
 
 
 def _value(value: object, depth: int = 0) -> str:
-    """Return a text that is the same in every process for the same value."""
+    """Return a text that describes a value, and is the same in every process for equal values."""
     inner = [] if depth > _DEEPEST else _parts(value)
     if isinstance(value, types.MethodType) or hasattr(value, "cache_info"):
         value = function_of(value)

@@ -4,11 +4,11 @@
 
 The grader runs the course's own lesson with the learner's answers in it (`submissions.py`). A cell
 that does more than an answer may do does not run, and is reported (`reading.py`). Answers are
-watched while their checks run (`watching.py`), and checks draw other cases than on the page. Each
-notebook runs in a new kernel and an empty folder, on one thread, with limits of time and memory. A
-notebook that crashes or never ends does not stop the others. The rows of the table come from this
-run, and stored outputs are not read. A second table, `verdicts_by_exercise.csv`, counts the
-verdicts of the class on each exercise.
+watched while their checks run (`watching.py`). Checks use random cases, which differ from those in
+the notebook. Each notebook runs in a new kernel and an empty folder, on one thread, with limits of
+time and memory. A notebook that crashes or never ends does not stop the others. The rows of the
+table come from this run, and stored outputs are not read. A second table,
+`verdicts_by_exercise.csv`, counts the verdicts of the class on each exercise.
 
 A notebook is a program that runs with your rights. Reading its cells does not keep out malicious
 code, which can still read and send your files. Grade in an account or a container that contains
@@ -93,13 +93,13 @@ MARKS_SAY = f"{RIGHT} right, {WRONG} wrong, {UNANSWERED} not answered, {TROUBLE}
 
 @dataclass(frozen=True)
 class Submission:
-    """A handed-in file: its notebook and lesson, or the problem that makes it unreadable."""
+    """A handed-in file: its notebook and lesson, or the reason why it cannot be graded."""
 
     name: str
     notebook: NotebookNode | None = None
     lesson: Lesson | None = None
     problem: Problem | None = None
-    seed: str = ""  # seed of the cases that checks draw; "" for the cases of the page
+    seed: str = ""  # seed of the cases that checks draw; "" for the fixed cases of the lesson
 
 
 # --- its run ---
@@ -121,14 +121,15 @@ def grade(submission: Submission, limits: Limits, untouched: dict[str, str]) -> 
     """Grade one submission; return at least one row, whatever the file contains.
 
     Args:
-        untouched: Dict from module to its fingerprint in a new process (see `fingerprints_of`).
+        untouched: Dict from the name of a module to its fingerprint in a new process, in which no
+            learner's code has run (see `fingerprints_of`).
     """
     problem = submission.problem
     try:
         if submission.lesson and submission.notebook:
             return _grade_lesson(submission, submission.lesson, limits, untouched)
     except Exception as error:  # one file must not stop the others
-        if _is_disk_full(error):  # later, with space, the row would be wrong
+        if _is_disk_full(error):  # a row about this file would be wrong later
             raise
         words = f"It could not be graded: {type(error).__name__}: {one_line(error)}."
         problem = Problem(words)
@@ -186,7 +187,10 @@ def _grade_lesson(
 
 
 def _project_row(name: str, number: str, complete: bool) -> Row:
-    """Return the row of a project, which is not run; it says whether the sheet is complete."""
+    """Return the row of a project. The row states whether the project's table is complete.
+
+    A project is not run.
+    """
     told = "complete" if complete else "not complete"
     message = f"The project was handed in, and its sheet is {told}. Read it."
     return Row(name, number, "–", RIGHT if complete else UNANSWERED, message)
@@ -195,7 +199,16 @@ def _project_row(name: str, number: str, complete: bool) -> Row:
 def _reconsider(
     verdict: str, message: str, cell: NotebookNode, stub: str, program: Program
 ) -> tuple[str, str]:
-    """Correct (verdict, message) for an unchanged stub or a missing cell that did not run."""
+    """Return a verdict and its message, corrected in two cases.
+
+    The cell may still have the unchanged stub, or it may need a name from a cell that did not run.
+
+    Args:
+        verdict, message: The uncorrected pair.
+        cell: The cell with the answer.
+        stub: Source of the exercise's cell with the stub.
+        program: The cells of the submission.
+    """
     unchanged = bare(cell.source) == bare(stub)
     if verdict == RIGHT and unchanged:
         return TROUBLE, "Nothing is answered, but the check accepted it."
@@ -211,7 +224,13 @@ def _reconsider(
 
 
 def _probes(program: Program, lesson: Lesson, ticket: str) -> dict[str, NotebookNode]:
-    """Return a dict from check to a cell that reports its verdict, and runs after the answer."""
+    """Return a dict from check to its probe: a cell that runs after the answer and reports on it.
+
+    Args:
+        program: The cells of the submission.
+        lesson: Its lesson.
+        ticket: Random text by which the grader recognizes a report of its own probe.
+    """
     source = "from publish.watching import report as _report\n_report({!r}, {!r}, {!r})"
     return {
         check: nbformat.v4.new_code_cell(source.format(f"lesson_{lesson.number}", check, ticket))
@@ -220,7 +239,7 @@ def _probes(program: Program, lesson: Lesson, ticket: str) -> dict[str, Notebook
 
 
 def _run(program: Program, probes: dict[str, NotebookNode], limits: Limits, seed: str) -> str:
-    """Run all cells and probes; return a sentence on why the run stopped, or "" if it did not."""
+    """Run all cells and probes; return the reason why the run ended early, or "" if it did not."""
     notebook = nbformat.v4.new_notebook()
     behind = {id(cell): probes[check] for check, cell in program.answers.items()}
     for cell in program.cells:
@@ -251,7 +270,14 @@ def _run(program: Program, probes: dict[str, NotebookNode], limits: Limits, seed
 def _verdict(
     cell: NotebookNode, report: dict[str, Any] | None, ended: str, untouched: dict[str, str]
 ) -> tuple[str, str]:
-    """Return (verdict, message) of a check, also if the check did not run."""
+    """Return (verdict, message) of a check, also if the check did not run.
+
+    Args:
+        cell: The cell with the answer, after the run.
+        report: Report of the probe after this cell, or None if the probe did not run.
+        ended: Reason why the run ended early, or "".
+        untouched: Dict from the name of a module to its fingerprint in a new process.
+    """
     errors = [out for out in cell.outputs if out.output_type == "error"]
     verdict_lines = [
         out.data.get("text/plain", "")
@@ -282,7 +308,8 @@ def _verdict(
 def fingerprints_of(lesson: Lesson) -> dict[str, str]:
     """Return the fingerprints of unchanged modules, from a new process with the lesson's imports.
 
-    In this process, code such as a test may have changed the library.
+    The present process is not used, because other code in it, such as a test, may have changed the
+    library.
     """
     modules = {f"course_lib.lessons.lesson_{lesson.number}", *lesson.imports}
     lines = ["import contextlib, importlib, json, publish.watching as watching"]
@@ -306,7 +333,10 @@ def fingerprints_of(lesson: Lesson) -> dict[str, str]:
 
 
 def _report_of(probe: NotebookNode, ticket: str) -> dict[str, Any] | None:
-    """Return what `watching.report` printed in a probe with this ticket, or None."""
+    """Return what `watching.report` printed in a probe, or None if there is no such report.
+
+    Reports with another ticket are ignored, because a learner's cell may have printed them.
+    """
     for output in probe.get("outputs", []):
         for line in output.get("text", "").splitlines() if output.output_type == "stream" else ():
             try:
@@ -422,7 +452,7 @@ def grade_folder(
 
 
 def _key(submission: Submission, untouched: dict[str, str], limits: Limits) -> str:
-    """Return a hash of everything on which the rows of a submission depend."""
+    """Return a hash of everything that determines the rows of a submission in the table."""
     notebook, lesson, problem = submission.notebook, submission.lesson, submission.problem
     cells = [[cell.cell_type, cell.source] for cell in (notebook.cells if notebook else [])]
     course = [cell.source for cell in (lesson.cells if lesson else [])]
@@ -442,7 +472,7 @@ def _all_rows(submissions: list[Submission], done: dict[int, list[Row]]) -> list
 
 @dataclass
 class Stopped(Exception):
-    """Error for a grading that ended before its last file; it has the rows so far."""
+    """Error for a grading that ended before its last file. It contains the rows so far."""
 
     cause: BaseException
     rows: list[Row]

@@ -55,7 +55,7 @@ def print_deck(browser: Browser, deck: Path, target: Path) -> None:
 
 
 def page_count(pdf: bytes) -> int:
-    """Return the number of pages of a PDF from Chromium, stored at the root of its page tree."""
+    """Return the number of pages of a PDF from Chromium, as stated at the root of its page tree."""
     return max(map(int, re.findall(rb"/Count (\d+)", pdf)), default=0)
 
 

@@ -34,10 +34,10 @@ class Limits:
     """Limits of one notebook.
 
     Attributes:
-        seconds: CPU time of all processes of a notebook together, and separately the wall-clock
-            time during which none of them computes.
-        gigabytes: Memory of the kernel, and of each process that it starts, and size of each file
-            that they write. Only Linux enforces it.
+        seconds: Limit on the CPU time of all processes of a notebook together. The same limit also
+            applies to the wall-clock time during which none of these processes computes.
+        gigabytes: Limit on the memory of the kernel, on that of each process that the kernel
+            starts, and on the size of each file that they write. Only Linux enforces this limit.
     """
 
     seconds: int = 600
@@ -105,7 +105,8 @@ class Run(NotebookClient):
     def _watch(self, kernel: psutil.Process) -> None:
         """Kill the kernel if it has computed or waited for more seconds than the limit.
 
-        Time in which a process is ready but gets no CPU on a busy machine counts as neither.
+        If a process is ready to run but gets no CPU on a busy machine, this time counts neither as
+        computing nor as waiting.
         """
         waited, computed = 0.0, 0.0
         while not self._ended.wait(_LOOK_SECONDS):
@@ -122,7 +123,7 @@ class Run(NotebookClient):
                     return
 
     async def async_start_new_kernel(self, **kwargs: Any) -> None:
-        """Start the kernel with its limits; let Ctrl-C end the grading, not only this notebook."""
+        """Start the kernel with its limits. Ctrl-C then ends the grading, not only this kernel."""
         for each in (signal.SIGINT, signal.SIGTERM):  # nbclient would end this kernel alone
             asyncio.get_running_loop().remove_signal_handler(each)
         await super().async_start_new_kernel(**kwargs)

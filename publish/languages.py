@@ -25,8 +25,8 @@ _BREAK, _SLASH = re.compile(r"\s*<br ?/?>\s*"), re.compile(" / ")
 _CODE = re.compile(r"`[^`]*`|\$[^$]*\$")
 # The mark of a heading (with its number) or a list item, which both languages keep.
 _MARK = re.compile(r"\s*(?:#{1,6} (?:[\d.]+ )?|- |\d+\. )?")
-# A text that is true only in JupyterLab: a part of a line, or a whole line with its line break, so
-# that no empty list item remains.
+# Matches a text that is true only in JupyterLab, which is a part of a line or a whole line. A whole
+# line is matched with its line break, so that no empty list item remains.
 _LAB_ONLY = re.compile(
     r"^(?:- )?{span}(?:\n|\Z)|{span} ?".format(span=r'<span class="lab-only">[^<]*</span>'), re.M
 )
@@ -108,9 +108,9 @@ def is_chinese(text: str) -> bool:
 def guide_in(text: str, language: str) -> str:
     """Return a guide in one language, such as the glossary.
 
-    A guide has no divs. A Chinese paragraph follows its English original, and list items and table
-    cells have two halves. Each language shows one of two columns such as "question" and "问题"; the
-    glossary's columns "English" and "中文" stay.
+    A guide has no `<div lang>`. A Chinese paragraph follows its English original, and list items
+    and table cells have two halves. If a table has two columns such as "question" and "问题", each
+    language shows one of them. The glossary's columns "English" and "中文" are always shown.
     """
     kept: list[str] = []
     before = ""

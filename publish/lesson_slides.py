@@ -1,4 +1,4 @@
-"""The slides of a lesson: what is on each of them, and under which heading."""
+"""The slides of a lesson, each with its content and its heading."""
 
 import re
 from collections.abc import Sequence
@@ -35,7 +35,8 @@ class Slide:
         kind: "title", "outline", "point" (a short text), "exercise", "code", "figure", "table",
             "claim", or "heading" for a section without content so far.
         parts: Cells below the heading.
-        part: A key of `slides.WORDS`, shown in small letters after the heading.
+        part: Key of a word in `slides.WORDS`, such as "continued". The word is shown in small
+            letters after the heading.
         starts: Whether a section starts with this slide.
         height: Pixels that the parts are expected to need.
     """
@@ -208,7 +209,8 @@ def columns_of(texts: Sequence[str]) -> str:
 def _code_slides(cell: NotebookNode, language: str, wanted: str) -> list[Slide]:
     """Return the slides with a cell's code ("code"), its outputs ("result"), or "both"."""
     solved = "solution" if is_solution(cell) else ""
-    # Code that the lesson folds is not shown, only its result. Solutions are folded but shown.
+    # If the lesson folds a cell's code, only the result is shown. Solutions are folded, too, but
+    # their code is shown.
     folded = not solved and cell.metadata.get("jupyter", {}).get("source_hidden")
     slides = []
     if wanted != "result" and not folded:

@@ -93,8 +93,9 @@ def code_of(notebook: NotebookNode) -> ast.Module:
 def library_of(notebook: NotebookNode, project: Path = PROJECT) -> Iterator[bytes]:
     """Yield everything of the library that can affect a lesson's outputs.
 
-    These are the modules that the lesson uses (see `dependencies`) with their names, their data and
-    their labels, and this module, because it decides which parts of an output are stored.
+    These are the modules that the lesson uses (see `dependencies`), with their names, their data
+    files and their labels. This module is included, because it decides which parts of an output are
+    stored.
     """
     library, code = Library(project), code_of(notebook)
     modules = sorted(library.closure(code))
@@ -113,8 +114,9 @@ def outputs_made_from(notebook: NotebookNode, project: Path = PROJECT) -> dict[s
         project: The folder that contains `course_lib` and `constraints.txt`.
 
     Returns:
-        A hash of each source of the outputs, by name: the code cells with their tags, what the
-        lesson uses of the library, and the pinned versions of all packages.
+        A dict of hashes, with one key for each of three sources of the outputs. They are the code
+        cells with their tags, the parts of the library that the lesson uses, and the pinned
+        versions of all packages.
     """
     cells = (
         json.dumps([cell.source, _tags_for_outputs(cell), "slide" in cell.metadata])
@@ -184,8 +186,11 @@ def execute(notebook):
 
 
 def lasting_text(notebook):
-    """Return the notebook's text without what differs from run to run (seconds, devices and
-    addresses in memory) and without the hashes of what its outputs were made from."""
+    """Return the notebook's text without parts that differ from run to run.
+
+    These parts are seconds, devices and addresses in memory. The hashes of everything that
+    determines the outputs are left out, too.
+    """
     copy = deepcopy(notebook)
     copy.metadata.pop(MADE_FROM, None)
     for cell in copy.cells:

@@ -43,7 +43,7 @@ except ImportError as error:
     sys.exit(not_installed("pages", error))
 
 LANGUAGES = {"en": "zh", "zh": "en"}  # language -> the other language
-_KEPT = ("tags", "jupyter")  # keys of a cell's metadata; the others are for slides and guides
+_KEPT = ("tags", "jupyter")  # keys of a cell's metadata; other keys are for slides and guides
 
 _INSTALL = {
     "en": "# Where the course's library is missing, as in Colab, this installs it.",
@@ -144,7 +144,10 @@ def _is_switch(cell: NotebookNode) -> bool:
 
 
 def _output(output: NotebookNode, language: str) -> NotebookNode:
-    """Return an output in the language; a figure becomes one PNG, described in the metadata."""
+    """Return an output of a cell in one language.
+
+    A figure becomes a single PNG, whose alt text is in the metadata.
+    """
     pictures = pictures_in(output.get("data", {}).get("text/html", ""))
     if not pictures:
         return output_in(output, language)
@@ -157,7 +160,7 @@ def _output(output: NotebookNode, language: str) -> NotebookNode:
 
 
 def _fold_solution(source: str, outputs: list[NotebookNode], language: str) -> str:
-    """Return a solution with its verdicts as prose that opens on a click."""
+    """Return a solution and its verdicts as a prose cell's text, which opens on a click."""
     code = without_markers(remove_guard(source))
     parts = [f"<details>\n<summary>{_SHOW[language]}</summary>\n\n```python\n{code}\n```"]
     for output in outputs:

@@ -77,11 +77,13 @@ class Progress:
         return self._rows.get(key)
 
     def seed(self, given: str | None) -> str:
-        """Return the seed of the cases that checks draw: the given seed, or the seed of an
-        interrupted grading, or a new one."""
+        """Return the seed of the random cases that checks draw.
+
+        This is the given seed, otherwise the seed of an interrupted grading, otherwise a new seed.
+        """
         seed = given or self._seed or secrets.token_hex(4)
         if seed != self._seed:
-            # It reaches the disk with the first rows.
+            # The seed reaches the disk together with the first rows.
             self._write(_SEED, seed)
             self._seed = seed
         return seed

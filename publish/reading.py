@@ -105,7 +105,7 @@ _UNREADABLE = (RecursionError, MemoryError)
 
 @dataclass(frozen=True)
 class Reach:
-    """A line that reaches beyond an answer, and a phrase that states what it does."""
+    """A line that does more than an answer may do, and a phrase that states what it does."""
 
     line: int
     what: str
@@ -115,9 +115,10 @@ class Reach:
 
 
 def tree_of(source: str) -> ast.Module:
-    """Return a cell's syntax tree, with magics as calls; an empty tree if it is not valid code.
+    """Return a cell's syntax tree, or an empty tree if the cell is not valid code.
 
-    Magics that only show the time or select how figures are drawn are removed.
+    Magic commands become calls. Those that only show the time or select how figures are drawn are
+    removed.
     """
     source = _SAFE_MAGICS.sub("", source)
     try:
@@ -195,7 +196,7 @@ def _may_be_foreign(value: ast.expr, foreign: set[str]) -> bool:
 def reaches(
     source: str, foreign: set[str], modules: Iterable[str] = (), of_exercises: Iterable[str] = ()
 ) -> list[Reach]:
-    """Return the lines of a cell that reach beyond an answer, in ascending order.
+    """Return the lines of a cell that do more than an answer may do, in ascending order.
 
     Args:
         foreign: Names that stand for objects of the course and of libraries (`foreign_names`).
@@ -228,7 +229,10 @@ _REPEATED = (
 
 
 def _repeated_checks(tree: ast.Module) -> Iterator[int]:
-    """Yield lines that use a check in a loop or function, or use it without calling it."""
+    """Yield the numbers of lines with an unusual use of an exercise's check.
+
+    The line uses the check in a loop or function, or uses it without calling it.
+    """
     todo: list[tuple[ast.AST, bool, bool]] = [(tree, False, False)]
     while todo:
         node, repeated, is_used = todo.pop()
@@ -256,7 +260,7 @@ def _inside_functions(tree: ast.Module) -> set[int]:
 def _uses_of_exercises(tree: ast.Module, known: set[str]) -> Iterator[tuple[int, str]]:
     """Yield (line, phrase) for each use of `exercises`, except checks and names in `known`.
 
-    A use without a dot is also reported, because aliases of `exercises` are not tracked.
+    A use without an attribute is also reported, because aliases of `exercises` are not tracked.
     """
     names = {
         id(node.value): node.attr
@@ -288,7 +292,10 @@ def _with_own_names(tree: ast.AST) -> Iterator[tuple[ast.AST, frozenset[str]]]:
 
 
 def _reach(node: ast.AST, foreign: set[str], own: frozenset[str], files: set[str]) -> Iterator[str]:
-    """Yield a phrase for each way in which a node, except an import, reaches beyond an answer."""
+    """Yield a phrase for each thing that a node does beyond what an answer may do.
+
+    Imports are left out, because `_import` examines them.
+    """
     match node:
         case ast.Name(id=name) if name in _BUILTINS - own:
             yield f"uses {name}"
@@ -389,7 +396,7 @@ def _import(node: ast.AST, allowed: set[str], files: set[str]) -> Iterator[str]:
         home = ".".join(parts[:-1]) if isinstance(node, ast.ImportFrom) else path
         inner = re.match(r"course_lib\.(lessons|teaching)", path)
         known = {path, home} & (allowed | _SINGLE)
-        if path.startswith("course_lib.lessons"):  # without `as`, and each name listed
+        if path.startswith("course_lib.lessons"):  # only `from ... import NAME`
             known = {path} & allowed if isinstance(node, ast.ImportFrom) and not name else set()
         if (
             (parts[0] not in MODULES and not known)

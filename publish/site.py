@@ -121,7 +121,8 @@ class Lesson:
     Attributes:
         name: Name of its file, "03_sqrt_schedule".
         title: Heading of its page, "3 Which ones should we forget?".
-        claims: Dict from a section, such as "3.10", to the claims of its table; two tables at most.
+        claims: Dict from the number of a section with a table of claims, such as "3.10", to these
+            claims. A lesson has at most two such sections.
     """
 
     name: str
@@ -219,7 +220,10 @@ CLAIMS = re.compile(r"^\w+\.(claims_table|(main|older|allocator)_claims)\(", re.
 
 
 def _ready(path: Path, notebook: Any, language: str) -> Lesson:
-    """Read a notebook's claims, and prepare its cells for the site in place."""
+    """Prepare the cells of a notebook for the site, in place, and return the lesson.
+
+    The lesson has the claims that the notebook shows in its tables of claims.
+    """
     title, claims, section = path.stem, {}, path.stem
     for number, cell in enumerate(notebook.cells, 1):
         if cell.cell_type == "markdown":
@@ -255,7 +259,10 @@ _FOLDS = {
 
 
 def _dress(cell: Any, language: str) -> None:
-    """Remove the language switch, fold solutions, and explain sliders, in place."""
+    """Change a code cell for the site, in place.
+
+    The language switch is removed, solutions are folded, and a sentence replaces each slider.
+    """
     tags = cell.metadata.setdefault("tags", [])
     outputs = [output.get("data", {}) for output in cell.outputs]
     if any("course-language" in data.get("text/html", "") for data in outputs):
@@ -263,7 +270,7 @@ def _dress(cell: Any, language: str) -> None:
     solved = "### BEGIN SOLUTION" in cell.source
     cell.source = remove_guard(cell.source)
     if cell.metadata.get("jupyter", {}).get("source_hidden"):
-        # of a solution the outputs are hidden, too
+        # the outputs of a solution are hidden, too
         tags.append("hide-cell" if solved else "hide-input")
     show, hide = _FOLDS["solution" if solved else "code", language]
     cell.metadata["mystnb"] = {"code_prompt_show": show, "code_prompt_hide": hide}
@@ -295,7 +302,7 @@ def _claims(cell: Any, where: str, again: str) -> list[Claim]:
 
 
 def _plain_html(node: Any) -> str:
-    """Return a cell of a stored table as HTML without its style."""
+    """Return a node of a table's HTML as HTML text without its style."""
     if getattr(node, "attrs", None) is not None:
         node.attrs.pop("style", None)
     return str(node)
@@ -380,9 +387,9 @@ def _write_page(
 def _for_the_site(page: str) -> str:
     """Return a README or a page of docs/ without the parts that concern only the repository.
 
-    Comments, the link to the other language, how a code host shows the lessons, and links to guides
-    for people who work in the repository are left out. A badge becomes a link with its words,
-    because its picture would come from another machine.
+    Left out are comments, the link to the other language, text on how a code host shows the
+    lessons, and links to guides for people who work in the repository. A badge becomes a link with
+    its words, because its picture would come from another machine.
     """
     page = re.sub(r"<!-- hosted: read -->\n.*?<!-- /hosted -->\n", "", page, flags=re.S)
     page = re.sub(r"<!--.*?-->\n", "", page, flags=re.S)
@@ -393,7 +400,10 @@ def _for_the_site(page: str) -> str:
 
 
 def _same_page(text: str) -> str:
-    """Return Markdown with links to x.zh.md as links to x.md, its name in both builds."""
+    """Return Markdown in which links to x.zh.md are replaced by links to x.md.
+
+    A page has the name x.md in the builds of both languages.
+    """
     return re.sub(r"(\]\((?:[\w./]*/)?[a-z_\d]+)\.zh\.md", r"\1.md", text)
 
 
@@ -515,8 +525,8 @@ def _api_page(name: str) -> str:
 def _inheritance(value: type) -> str:
     """Return autodoc's option for the bases of a class.
 
-    The bases are shown. If one of them belongs to the library and is not public, such as the one
-    with the results of `MemoryMeter`, its members are shown as members of the class instead.
+    The bases are shown. If a base belongs to the library and is not public, such as the base of
+    `MemoryMeter` that has the results, its members are shown as members of the class instead.
     """
     own = [base for base in value.__mro__[1:] if base.__module__.startswith("course_lib.")]
     if all(base.__name__ in _public_names() for base in own):
@@ -536,7 +546,7 @@ _KINDS = ("class", "function", "exception", "data")
 
 
 def _kind_of(value: object) -> int:
-    """Return the position of an object's kind in `_KINDS`."""
+    """Return the position of an object's kind, such as "class", in `_KINDS`."""
     if isinstance(value, type):
         return 2 if issubclass(value, BaseException) else 0
     return 1 if callable(value) else 3
@@ -561,8 +571,11 @@ def _is_public_in(module: ModuleType, name: str, value: object) -> bool:
 
 
 def _described_elsewhere(value: object, name: str) -> str:
-    """Return the module whose page describes an object instead, or "" if there is none: a module of
-    PyTorch, the module of `course_lib` that defines the object, or an earlier one in `MODULES`."""
+    """Return the module whose page describes an object instead, or "" if there is none.
+
+    This is a module of PyTorch, the module of `course_lib` that defines the object, or an earlier
+    module in `MODULES`.
+    """
     home = getattr(value, "__module__", None) or (
         "torch.utils.checkpoint" if isinstance(value, set) else ""
     )

@@ -75,10 +75,10 @@ def cut_code(code: str, most: int = MOST_CODE_LINES) -> list[str]:
 
 
 def _cost_of_cut(lines: Sequence[str], start: int) -> float:
-    """Return the cost of starting a part at a line, which `cut_code` minimizes.
+    """Return the cost of starting a part of the code at a line.
 
-    A part costs 10. It costs more if it starts inside a statement or directly after a header, and
-    less if it starts after an empty line.
+    `cut_code` minimizes the sum of these costs. A part costs 10. It costs more if it starts inside
+    a statement or directly after a header, and less if it starts after an empty line.
     """
     if start == 0:
         return 10.0

@@ -91,13 +91,13 @@ def read_notes(text: str) -> dict[str, Note]:
 
 
 def missing_notes(lessons: dict[str, NotebookNode], notes: dict[str, Note]) -> list[str]:
-    """Return the numbers of the sections that have no note."""
+    """Return the numbers of the sections for which there is no speaker note."""
     numbers = [number for notebook in lessons.values() for number, _ in _sections(notebook)]
     return [number for number in numbers if number not in notes]
 
 
 def _sections(notebook: NotebookNode) -> list[tuple[str, ...]]:
-    """Return (number, heading in both languages) of each section, the lesson's title included."""
+    """Return (number, heading in both languages) for the lesson's title and for each section."""
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     return [
         found.groups() for source in cells if (found := re.match(r"##? ([\d.]+) ([^\n]*)", source))

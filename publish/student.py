@@ -3,9 +3,9 @@
     python -m publish.student --output build/student --nbgrader
 
 The folder, and the zip in it, also have the library as a wheel, its pinned versions, a Makefile,
-and a README in each language, so nothing else is needed. With --nbgrader each exercise gets a
-locked cell that tests whether the check has accepted the answer, and each cell for a reason gets
-the metadata of an answer that is graded by hand.
+and a README in each language. Nothing else is needed. With --nbgrader, each exercise gets a locked
+cell that tests whether the check has accepted the answer. Each cell for a reason gets the metadata
+of an answer that is graded by hand.
 """
 
 import re
@@ -93,7 +93,7 @@ def build(notebooks: Path, output: Path, nbgrader: bool = False) -> None:
 
 
 def check_of(cell: NotebookNode) -> str | None:
-    """Return the check that an exercise's cell ends with, such as "check_meter", or None."""
+    """Return the check that a cell calls in its last line, such as "check_meter", or None."""
     last = cell.source.rstrip().rpartition("\n")[2] if cell.cell_type == "code" else ""
     found = _CHECK.match(last)
     return found[2] if found else None
@@ -117,7 +117,7 @@ def reason_id(check: str) -> str:
 
 
 def reason_in(notebook: NotebookNode, check: str) -> str:
-    """Return the reason that a student wrote, on one line, or ""."""
+    """Return the reason that a student wrote below an exercise, on one line, or ""."""
     prompt = PROMPT.format(check=check)
     markdown = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
     places = [cell for cell in markdown if cell.get("id") == reason_id(check)] or [

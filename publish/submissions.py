@@ -71,7 +71,7 @@ class Problem(Exception):
 
 @dataclass(frozen=True)
 class Held:
-    """A cell that was not run, because it reaches beyond an answer."""
+    """A cell that was not run, because it does more than an answer may do (see `reading.py`)."""
 
     number: int  # number of the cell in the handed-in notebook, from 1
     names: frozenset[str]  # names that the cell binds
@@ -116,7 +116,10 @@ def lessons_of(notebooks: Path) -> dict[str, Lesson]:
 
 
 def _imports(tree: ast.AST) -> set[str]:
-    """Return the modules that code imports, and `module.name` for each name imported from one."""
+    """Return the modules that code imports.
+
+    For `from module import name`, the result also has "module.name".
+    """
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -54,7 +54,7 @@ def _hash(text: str) -> str:
 
 
 def one_sided(found: Mapping[str, HashPair], known: Mapping[str, HashPair]) -> dict[str, HashPair]:
-    """Return a dict from place to stored pair, for texts that changed in only one language.
+    """Return the stored hash pairs of texts that changed in only one language, by place.
 
     A text is identified by its hashes instead of its place, because it may move.
     """
@@ -70,7 +70,9 @@ def one_sided(found: Mapping[str, HashPair], known: Mapping[str, HashPair]) -> d
 def renew_pairs(
     found: Mapping[str, HashPair], known: Mapping[str, HashPair], same: Collection[str] = ()
 ) -> dict[str, HashPair]:
-    """Return the pairs to store: the old pair if only one language changed, otherwise the new one.
+    """Return the hash pairs to store, by place.
+
+    This is the old pair of a text if only one language changed, and otherwise the new pair.
 
     Args:
         same: Sections, such as "02.5", whose new pairs are always stored.
@@ -89,14 +91,14 @@ def section_of(place: str) -> str:
 
 
 def read_pairs(store: Path = STORE) -> dict[str, HashPair]:
-    """Read the stored pairs, as a dict from place to pair."""
+    """Read the stored hash pairs, as a dict from the place of a text to its pair."""
     if not store.exists():
         return {}
     return {place: tuple(pair) for place, pair in tomllib.loads(store.read_text("utf-8")).items()}
 
 
 def store_pairs(lesson: str, of_lesson: Mapping[str, HashPair], store: Path = STORE) -> None:
-    """Replace the stored pairs of one lesson."""
+    """Replace the stored hash pairs of one lesson."""
     others = {
         place: pair for place, pair in read_pairs(store).items() if not place.startswith(lesson)
     }

@@ -41,7 +41,9 @@ _State: TypeAlias = tuple[set[str], dict[str, object]]
 
 
 class Watch:
-    """Recorder of attempts by the code of cells to fool a check, from `start` to `stop`.
+    """Recorder of attempts to fool a check, by code in the cells of a notebook.
+
+    It records from the call of `start` to the call of `stop`.
 
     Args:
         cells: Global variables of the cells, by default those of the kernel.
@@ -59,7 +61,7 @@ class Watch:
         for home in map(vars, _HOMES):
             names = [name for name in home if callable(home[name]) and name not in OF_IPYTHON]
             self._functions.append((home, names, tuple(map(home.get, names))))
-        self._look_at = self._look  # each access creates a new bound method, and `stop` compares
+        self._look_at = self._look  # stored, because `stop` compares it by identity
         sys.setprofile(self._look_at)
 
     def stop(self) -> list[str]:
@@ -114,7 +116,7 @@ _watches: list[Watch] = []
 
 
 def watch() -> None:
-    """Watch the answer of the next cell, until `report`."""
+    """Watch the answer in the next cell, until `report` is called."""
     _watches[:] = [Watch()]
     _watches[0].start()
 
@@ -123,6 +125,11 @@ def report(lesson: str, check: str, ticket: str) -> None:
     """Print a line of JSON: whether the check accepted its last answer, and recorded attempts.
 
     If a cell bound the name `exercises` to another object, the line reports this as a change.
+
+    Args:
+        lesson: Name of the lesson's package, such as "lesson_02".
+        check: Name of the check, such as "check_policy".
+        ticket: Random text that is printed as well, by which the grader recognizes the line.
     """
     seen = _watches[0].stop()
     module = importlib.import_module(f"course_lib.lessons.{lesson}.{EXERCISES}")

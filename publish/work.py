@@ -6,7 +6,8 @@
 
 The copy is in `work/`, which git ignores, so answers never conflict with `git pull`. Its notebooks
 have no outputs except the language switch, so that no guess is answered before it is made.
-`work/.given` has each file in its original form. A cell that differs from it is the learner's.
+`work/.given` has each file in its original form. A cell that differs from its original form was
+changed by the learner.
 """
 
 import argparse
@@ -182,7 +183,7 @@ def update(notebooks: Path, work: Path) -> Iterator[str]:
 
 
 def choose_language(language: str, work: Path) -> Iterator[str]:
-    """Make all lessons of the copy open in a language and show plain text in it.
+    """Make all lessons of the copy open in a language, and print plain text in this language.
 
     Yields:
         Sentences for the terminal.
@@ -195,7 +196,7 @@ def choose_language(language: str, work: Path) -> Iterator[str]:
         try:
             notebook = _notebook(path.read_bytes())
         except ValueError:
-            continue  # `_trust` has reported it
+            continue  # `_trust` has reported this file
         switch = next((cell for cell in notebook.cells if cell.cell_type == "code"), None)
         for output in switch.outputs if switch else ():
             if "course-language" in output.get("data", {}).get("text/html", ""):
@@ -207,7 +208,15 @@ def choose_language(language: str, work: Path) -> Iterator[str]:
 
 
 def _updated(name: str, base: bytes | None, mine: bytes | None, new: bytes) -> tuple[bytes, str]:
-    """Return (the updated file with all that the learner typed, a description of the update).
+    """Return a pair: an updated file with the learner's cells, and a description of the update.
+
+    A file that is not a notebook is replaced by the new edition, also if the learner changed it.
+
+    Args:
+        name: Name of the file.
+        base: The file in the form in which the learner received it, or None if it did not exist.
+        mine: The learner's file, or None if it does not exist.
+        new: The file in the new edition.
 
     Raises:
         ValueError: The learner's notebook cannot be read.
@@ -238,8 +247,10 @@ def _write(target: Path, content: bytes) -> None:
 
 
 def _trust(work: Path, names: list[str]) -> None:
-    """Sign the lessons as `jupyter trust` does, because JupyterLab removes the language switch
-    from notebooks without a signature."""
+    """Sign the lessons as `jupyter trust` does.
+
+    JupyterLab removes the language switch from notebooks without a signature.
+    """
     notary = NotebookNotary()
     for name in names:
         if name.endswith(".ipynb"):
@@ -255,11 +266,13 @@ def _trust(work: Path, names: list[str]) -> None:
 def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[NotebookNode, int]:
     """Merge a new edition of a lesson into the learner's notebook.
 
-    A cell that is in all three notebooks keeps the learner's source and outputs; only names of an
-    older edition, such as `lesson_02.check_x`, are replaced. Cells that the course changed or added
-    come from the new edition. Cells that the course removed are removed, unless the learner typed
-    something into them. Such a cell follows the cell that replaces it. A cell that the learner
-    created stays after the same cell as before.
+    A cell that is in all three notebooks keeps the learner's source and outputs. In its source,
+    only names of an older edition, such as `lesson_02.check_x`, are replaced. Cells that the course
+    changed or added come from the new edition.
+
+    A cell that the course removed is removed, unless the learner typed something into it. If the
+    learner did, the cell is placed below the cell that replaces it. A cell that the learner created
+    stays below the same cell as before.
 
     Args:
         base: The lesson as it was given.

@@ -2,8 +2,8 @@
 
     python -m publish.images.step
 
-The bytes are the same on every machine, and the text is drawn as outlines, so the Chinese shows
-without a Chinese font. The same versions of torch and matplotlib give the same file.
+The measured bytes are the same on every machine. The text is drawn as outlines, so the Chinese
+shows without a Chinese font. The same versions of torch and matplotlib give the same file.
 """
 
 import re
@@ -55,7 +55,10 @@ def question(meter: MemoryMeter) -> Figure:
 
 
 def save_small(drawn: Figure, path: Path) -> None:
-    """Save as SVG, without the points and digits of the areas' outlines that nobody can see."""
+    """Save a figure as a small SVG.
+
+    Points and digits of the areas' outlines that are too fine to be seen are left out.
+    """
     drawn.draw_without_rendering()
     for areas in drawn.findobj(PolyCollection):
         to_pixels = areas.get_transform()
@@ -72,7 +75,10 @@ def save_small(drawn: Figure, path: Path) -> None:
 
 
 def save_in_each_language(drawn: Figure, script: Path) -> None:
-    """Save as the script's name with .en.svg and .zh.svg."""
+    """Save a figure in English and in Chinese, next to the script that draws it.
+
+    The files have the name of the script, with .en.svg and .zh.svg instead of .py.
+    """
     for language in LANGUAGES:
         path = script.with_suffix(f".{language}.svg")
         with drawn_in(drawn, language):

@@ -35,9 +35,9 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 90
 default_role = "literal"  # the docstrings write `code` as markdown does
-autodoc_inherit_docstrings = False  # torch's own would refer to pages of torch's own
+autodoc_inherit_docstrings = False  # docstrings of torch refer to pages of torch's site
 napoleon_use_ivar = True  # otherwise each attribute would be described twice
-smartquotes = False  # there are none for Chinese
+smartquotes = False  # Sphinx has no Chinese quotation marks
 
 html_theme = "furo"
 html_favicon = "static/favicon.svg"
@@ -81,7 +81,7 @@ _ENGLISH = snowballstemmer.stemmer("english")
 
 @cache
 def _stem(word: str) -> str:
-    """Return the stem of a word in lower case. Most words are on several pages."""
+    """Return the stem of a word in lower case. Cached, because most words are on several pages."""
     return _ENGLISH.stemWord(word)
 
 
@@ -136,18 +136,18 @@ def skip_field(
 def clearer(
     app: Sphinx, page: str, template: str, context: dict[str, object], doctree: object
 ) -> None:
-    """Change HTML that MyST-NB and pandas write for readers with a screen reader."""
+    """For readers with a screen reader, change HTML that MyST-NB and pandas have written."""
     if body := context.get("body"):
         # An empty cell is not the heading of its column.
         body = re.sub(
             r"<th\b([^>]*)>((?:\s|<(?:div|p)\b[^>]*>|</(?:div|p)>)*)</th>", r"<td\1>\2</td>", body
         )
-        # The label would replace the words of the button.
+        # A screen reader would read the `aria-label` instead of the words of the button.
         context["body"] = body.replace('<summary aria-label="Toggle hidden content">', "<summary>")
 
 
 def setup(app: Sphinx) -> None:
-    """Entry point that Sphinx calls first."""
+    """Register this file's functions and classes with Sphinx, which calls this function first."""
     app.add_transform(Reference)
     app.connect("html-page-context", clearer)
     app.add_search_language(EnglishAndChinese)

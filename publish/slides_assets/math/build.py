@@ -1,10 +1,9 @@
 r"""Build the decks' font for formulas: a subset of STIX Two Math.
 
-Browsers stretch brackets and roots with a font that has a MATH table, and not every machine has
-one. This script made the subset, and you need not run it to build slides. Its input is
-the woff of STIX Two Math, as the npm package `@fontsource/stix-two-math` 5.3.0 has it; its only
-dependency is `fonttools`, which matplotlib installs. The license (OFL.txt) reserves no font
-name.
+Browsers stretch brackets and roots only with a font that has a MATH table, and some machines have
+no such font. This script made the subset, and you need not run it to build slides. Its input is the
+woff file of STIX Two Math in the npm package `@fontsource/stix-two-math` 5.3.0. Its only dependency
+is `fonttools`, which matplotlib installs. The license (OFL.txt) reserves no font name.
 
     python publish/slides_assets/math/build.py \
         path/to/stix-two-math-latin-400-normal.woff
@@ -36,7 +35,12 @@ RANGES = (
 
 
 def build(source: Path, output: Path) -> None:
-    """Write the subset of `source` to `output`."""
+    """Write the subset of a font.
+
+    Args:
+        source: Path of the complete font.
+        output: Path of the file to write.
+    """
     options = subset.Options()
     options.flavor = "woff"
     options.hinting = False
