@@ -242,7 +242,9 @@ def test_schedule_profile_is_computed_once_for_all_steps(monkeypatch):
 def test_train_step_rejects_model_loss_that_is_not_scalar(loss):
     model = Regression()
     model.loss = lambda batch: loss
-    with pytest.raises(TypeError, match=r"^Regression\.loss must return a scalar"):
+    with pytest.raises(
+        TypeError, match=r"^Regression\.loss must return the mean over samples as a scalar"
+    ):
         train_step(model, torch.optim.SGD(model.parameters()), points(), SGD)
 
 

@@ -405,7 +405,7 @@ WRONG = {
         (every_second(rest=CheckpointPolicy.MUST_SAVE), "not matrix products of linear layers"),
         (keeps_always(*LINEAR), "Keep every second one"),
         (keeps_always(*LINEAR, aten.bmm.default), "even those of attention"),
-        (every_second(first=0), "Begin with the first one"),
+        (every_second(first=0), "Keep the first and the third"),
         (every_second(shared=collections.Counter()), "counts on from the first one"),
         (every_second(operators=LINEAR[1:]), "You count `mm` alone"),
         (every_second(operators=LINEAR[:1]), "You count `addmm` alone"),
