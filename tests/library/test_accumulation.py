@@ -545,6 +545,21 @@ def test_error_in_accumulated_step_restores_gradients_scaler_and_random_state(ca
     assert not torch.equal(torch.get_rng_state(), random)
 
 
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([], r"^optimizer must have parameters, got a list .*without any"),
+        ([[0, 1], [1]], r"^optimizer must contain each parameter only once, got a list .*twice"),
+    ],
+)
+def test_step_rejects_optimizers_with_no_or_shared_parameters(groups, message):
+    model = linear()
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.SGD([parameters[i] for i in group]) for group in groups]
+    with pytest.raises(ValueError, match=message):
+        AccumulatedStep(model, optimizers, summed_output)
+
+
 # ---- DDP: one process for the state after errors, two for the gradients
 
 
