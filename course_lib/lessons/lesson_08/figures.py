@@ -20,6 +20,7 @@ from course_lib.teaching.marks import (
     note,
     points,
     stacked_bars,
+    write,
 )
 
 from .claims import CLAIMS
@@ -159,7 +160,7 @@ def draw_budgets(alone: Any, run: Mapping[str, Any], device_bytes: int) -> "Figu
     note(ax, needs, (device, -0.32), color="#CC3311", fontsize=8.5)
     for rank, peak in enumerate(peaks, 1):
         ax.barh(rank, peak, height=0.6, color=COLORS["measured"])
-        note(ax, f"{peak:.1f}", (1, rank), (4, 0))
+        write(ax, 1.5, rank, f"{peak:.1f}", ha="left")
     last = len(peaks) + 0.5
     for limit, ends, y in ((device, (-0.5, 0.5), 0.32), (budget, (0.5, last), (0.5 + last) / 2)):
         ax.plot([limit] * 2, ends, color="#222222", linewidth=1.8)
