@@ -317,11 +317,12 @@ def _mark_peak(panel: "Axes", step: _Step, first: _Step | None) -> None:
     if first is not None and first.peak > 0:
         panel.axhline(first.peak / 1e6, color="#444444", linewidth=1.0, linestyle=(0, (4, 3)))
         left = step.peak_at > panel.get_xlim()[1] / 2  # the peak's own label is at the right
-        panel.text(
-            0.005 if left else 0.995,
-            first.peak / 1e6,
-            text("peak of the first step"),
-            transform=panel.get_yaxis_transform(),
+        panel.annotate(
+            text("peak in the top panel"),
+            (0.005 if left else 0.995, first.peak / 1e6),
+            xytext=(0, 2),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
             ha="left" if left else "right",
             va="bottom",
             fontsize=8.5,
