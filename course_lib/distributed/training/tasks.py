@@ -59,14 +59,7 @@ class Task:
             device: Device to which the tensors are moved.
 
         Raises:
-            TypeError: The function `split` returned neither a list nor a tuple. Without `split`,
-                there are two possible causes: the batch contains no tensor, or the batch contains a
-                nested or sparse tensor.
-            ValueError: The function `split` did not return one batch per rank. Without `split`,
-                the error has three possible causes. First, the number of samples is not a multiple
-                of the number of ranks. Second, the tensors have different numbers of samples.
-                Third, the batch contains a Python list with one value per sample; only tensors and
-                NumPy arrays are cut.
+            TypeError, ValueError: The batch cannot be split, as described in `parts`.
         """
         part = self.parts(step, ranks)[rank]
         return map_tensors(lambda tensor: tensor.to(device), part)
