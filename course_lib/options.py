@@ -26,22 +26,25 @@ SHARED: dict[str, dict[str, Any]] = {
     "--config": {
         "metavar": "FILE",
         "help": (
-            "config.json of a Hugging Face model: gpt2, llama, mistral, mixtral, qwen2, qwen3; with"
-            " transformers installed, any other as well"
+            "config.json of a Hugging Face model: of gpt2, llama, mistral, mixtral, qwen2 or"
+            " qwen3, or of any other type if transformers is installed"
         ),
     },
     "--model": {
         "metavar": "PACKAGE:FUNCTION",
         "help": (
-            "function that returns a model in fp32. Attributes of this function are functions as"
-            " well: make_batch() returns a batch; loss_sum(model, batch), if the model has no loss,"
-            " returns (sum of losses, weight); split(batch, parts), if the batch's tensors do not"
-            " all begin with the samples, returns a list of that many batches"
+            "function that returns a model in fp32. It can have attributes that are functions:"
+            " make_batch() returns a batch; loss_sum(model, batch) returns (sum of losses, weight)"
+            " and is needed if the model has no loss; split(batch, parts) returns a list of"
+            " `parts` batches and is needed if dimension 0 of a tensor in the batch is not the"
+            " samples"
         ),
     },
-    "--sequence": {"help": "tokens of a sample; not with --model"},
-    "--batch": {"help": "samples of a step, on all ranks together; not with --model"},
-    "--json": {"action": "store_true", "help": "print JSON, for other programs"},
+    "--sequence": {"help": "number of tokens per sample; cannot be combined with --model"},
+    "--batch": {
+        "help": "number of samples per step, on all ranks together; cannot be combined with --model"
+    },
+    "--json": {"action": "store_true", "help": "print the result as JSON, for other programs"},
 }
 
 

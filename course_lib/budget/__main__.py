@@ -54,15 +54,15 @@ OPTIMIZER_NAMES = {alias: name for name, row in OPTIMIZERS.items() for alias in 
 #: Maps other common names of frameworks to keys of `FRAMEWORKS`.
 FRAMEWORK_NAMES = {"transformers": "trainer", "pytorch": "torch", "fsdp": "fsdp2"}
 _NO_FP16 = (
-    "fp16 needs loss scaling, which no recipe has, and its tensors have as many bytes as those of"
-    " bf16"
+    "fp16 needs loss scaling, which no recipe has; choose bf16, whose tensors have"
+    " the same number of bytes"
 )
 # Names of precisions that no recipe supports, each with the reason for the error message.
 UNSUPPORTED_PRECISIONS = dict.fromkeys(("fp16", "float16", "half"), _NO_FP16)
-HELP = """Find the recipes that train a model within a byte budget, the cheapest first. Nothing
-is allocated or run, except with --check. The model comes from a Hugging Face
-config.json, from a function, or is the course's decoder (course_lib.models.Decoder)
-of the size that --parameters gives, or --hidden and --layers."""
+HELP = """Find the recipes that train a model within a memory budget, and print the cheapest
+first. Nothing is allocated or run, except with --check. The model comes from a Hugging
+Face config.json or from a function, or it is the course's decoder
+(course_lib.models.Decoder), whose size --parameters or --hidden and --layers set."""
 EXAMPLE = """examples:
   python -m course_lib.budget --config config.json --sequence 4096 --batch 8 --budget 80GiB
   python -m course_lib.budget --model mine:make_model --batch-from mine:make_batch --budget 24GB
@@ -86,32 +86,38 @@ def arguments() -> argparse.ArgumentParser:
         "--batch-from",
         metavar="PACKAGE:FUNCTION",
         help=(
-            "function that returns a batch; only with --model (default: the attribute make_batch of"
-            " that function)"
+            "function that returns a batch for the model of --model; default: the attribute"
+            " make_batch of the function that --model names"
         ),
     )
     parser.add_argument(
         "--parameters",
         type=parameter_count,
-        help="of the decoder, about, such as 7B; sets hidden and layers if left out",
+        help=(
+            "approximate number of parameters of the decoder, such as 7B; sets --hidden and"
+            " --layers if they are not given"
+        ),
     )
-    parser.add_argument("--hidden", type=whole_number, help="width of the decoder")
-    parser.add_argument("--layers", type=whole_number, help="decoder layers")
+    parser.add_argument("--hidden", type=whole_number, help="hidden size of the decoder")
+    parser.add_argument("--layers", type=whole_number, help="number of layers of the decoder")
     parser.add_argument(
         "--heads",
         type=whole_number,
-        help="a divisor of hidden; if left out, the one nearest to hidden / 128 from below",
+        help=(
+            "number of attention heads of the decoder, a divisor of its hidden size; default: the"
+            " largest divisor that is at most hidden / 128"
+        ),
     )
     parser.add_argument(
-        "--vocabulary", type=whole_number, help="different tokens of the decoder (default 32000)"
+        "--vocabulary", type=whole_number, help="vocabulary size of the decoder; default 32000"
     )
     add_shared(parser, {"--sequence": {"type": whole_number}, "--batch": {"type": whole_number}})
     parser.add_argument(
         "--budget",
         type=byte_count,
         help=(
-            "80GiB (2**30 bytes each) or 24GB (10**9 bytes each); default the memory of the"
-            " --device"
+            "memory that a step may use, such as 80GiB (2**30 bytes each) or 24GB (10**9 bytes"
+            " each); default: the memory of the device that --device names"
         ),
     )
     parser.add_argument(
@@ -123,10 +129,11 @@ def arguments() -> argparse.ArgumentParser:
         ),
         metavar="|".join([*PRECISIONS, OWN_PRECISION]),
         help=(
-            "default bf16, which has fp32 master weights; --for trainer tries autocast, then"
-            " bf16-only; autocast has fp32 weights and computes in bf16; bf16-only has no master"
-            " weights; own keeps the dtypes of the model, for example of one with adapters; --lora"
-            " allows only autocast here, because --base sets the dtypes"
+            "precision of the step. bf16 has fp32 master weights; autocast has fp32 weights and"
+            " computes in bf16; bf16-only has no master weights; own keeps the dtypes of the"
+            " model, for example of a model with adapters. Default: bf16; with --for trainer,"
+            " first autocast and then bf16-only. With --lora, only autocast can be chosen, because"
+            " --base sets the dtypes"
         ),
     )
     parser.add_argument(
@@ -134,22 +141,25 @@ def arguments() -> argparse.ArgumentParser:
         type=whole_number,
         metavar="RANK",
         help=(
-            "train LoRA adapters of this rank on a frozen model; a --config is built by"
-            " transformers (pip install transformers peft)"
+            "train LoRA adapters of this rank, and freeze the model; the model of --config is"
+            " then built by transformers (pip install transformers peft)"
         ),
     )
     parser.add_argument(
         "--lora-targets",
         type=_split_names,
         metavar="NAMES",
-        help="layers with adapters, separated by commas, or all-linear; default peft's choice",
+        help=(
+            "names of the layers that get adapters, separated by commas, or all-linear; default:"
+            " the choice of peft"
+        ),
     )
     parser.add_argument(
         "--base",
         choices=BASES,
         help=(
-            "with --lora: format of the frozen weights, of which int8 and nf4 need bitsandbytes"
-            " (default bf16)"
+            "with --lora: format of the frozen weights; int8, nf4 and nf4-double need"
+            " bitsandbytes; default bf16"
         ),
     )
     parser.add_argument(
@@ -157,7 +167,7 @@ def arguments() -> argparse.ArgumentParser:
         type=parse_name(OPTIMIZERS, OPTIMIZER_NAMES),
         metavar="|".join(OPTIMIZERS),
         default="adam",
-        help="default %(default)s, which is AdamW",
+        help="optimizer of the step; default %(default)s, which is AdamW",
     )
     parser.add_argument(
         "--device",
@@ -165,44 +175,49 @@ def arguments() -> argparse.ArgumentParser:
         type=_device_name,
         metavar="NAME",
         help=text(
-            "machine whose rates are used, and whose memory where no budget is given: {names}; or"
-            " this, which is measured; or PACKAGE:FUNCTION, which returns the Rates of your own"
-            " device (default H100, for its rates alone)",
+            "device whose rates predict the seconds of a step, and whose memory is the budget if"
+            " --budget is not given: {names}; or this, for this machine, which is measured; or"
+            " PACKAGE:FUNCTION, a function that returns the Rates of your own device. Default:"
+            " H100, but only for its rates",
             names=verbatim(", ".join(RATES)),
         ),
     )
     parser.add_argument(
         "--ranks",
         type=whole_number,
-        help="devices that share the batch; each way to shard is tried",
+        help="number of devices that share the batch; all ways to shard are tried",
     )
     parser.add_argument(
         "--blocks",
         type=_split_names,
         metavar="NAMES",
         help=(
-            "modules to checkpoint, separated by commas; * matches the text between two dots, as in"
-            " 'tower.*,decoder.layers.*'; default the model's lists of blocks"
+            "names of the modules to checkpoint, separated by commas; * matches the text between"
+            " two dots, as in 'tower.*,decoder.layers.*'; default: the model's lists of blocks"
         ),
     )
-    parser.add_argument("--shard", choices=SHARDS, help="with --ranks, this one alone")
+    parser.add_argument("--shard", choices=SHARDS, help="with --ranks: try only this way to shard")
     parser.add_argument(
         "--tier",
         choices=TIERS,
-        help="where offloaded tensors go: default file for a CPU, else host (memory)",
+        help=(
+            "where offloaded tensors are stored: in a file or in host memory; default: file for a"
+            " CPU, else host"
+        ),
     )
     parser.add_argument(
         "--count",
         choices=COUNTS,
         help=(
-            "what must fit: tensors, or what PyTorch's allocator reserves for them together with"
-            " what CUDA keeps (default reserved on a GPU, else tensors)"
+            "which bytes must fit into the budget: those of tensors, or the memory that PyTorch's"
+            " allocator reserves for them together with the memory that CUDA keeps (reserved);"
+            " default: reserved for a GPU, else tensors"
         ),
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="search less and sooner; what is found may not be the cheapest",
+        help="search less, which is faster; the recipe that is found may not be the cheapest",
     )
     parser.add_argument(
         "--for",
@@ -210,24 +225,36 @@ def arguments() -> argparse.ArgumentParser:
         type=parse_name(FRAMEWORKS, FRAMEWORK_NAMES),
         metavar="|".join(FRAMEWORKS),
         help=(
-            "search only what this framework can run, and print a script for it: Hugging Face's"
-            " Trainer; plain PyTorch with this library; or PyTorch's FSDP2 (default all recipes)"
+            "search only recipes that this framework can run, and print a script for it: trainer"
+            " is Hugging Face's Trainer, torch is plain PyTorch with this library, and fsdp2 is"
+            " PyTorch's FSDP2; default: search all recipes"
         ),
     )
     parser.add_argument(
         "--details",
         action="store_true",
-        help="print more: what is live at the peak, what a GPU keeps, the sources of the seconds",
+        help=(
+            "also print the tensors that are live at the peak, the memory that a step occupies on"
+            " a GPU, and the rates that predict the seconds, with their sources"
+        ),
     )
     add_shared(parser, {"--json": {}})
     parser.add_argument(
-        "--check", action="store_true", help="take the cheapest step for real on this machine"
+        "--check",
+        action="store_true",
+        help=(
+            "also run a step with the cheapest recipe on this machine, and compare its peak with"
+            " the prediction"
+        ),
     )
     parser.add_argument(
         "--plot",
         type=_figure_path,
         metavar="FILE",
-        help="draw the way to the best recipe (needs matplotlib)",
+        help=(
+            "write a plot to FILE with the techniques that lead from the baseline to the best"
+            " recipe (needs matplotlib)"
+        ),
     )
     return parser
 
@@ -408,7 +435,10 @@ def _plot(
         parser.error(f"--plot {given.plot!r} cannot be written ({error.strerror})")
     if not given.json:
         file = verbatim(given.plot)
-        print(f"\n{say(text('{file} shows the way from the plain step', file=file))}")
+        shown = text(
+            "{file} shows the techniques that lead from the baseline to the best recipe", file=file
+        )
+        print(f"\n{say(shown)}")
 
 
 def _split_names(text: str) -> list[str]:

@@ -47,13 +47,13 @@ HELP = """Train a model on several ranks, and print the predicted and measured b
 each rank held and communicated. The model is the course's decoder, one that a
 config.json describes, or one that a function returns."""
 MODES_HELP = """modes:
-  ddp              every rank holds everything
-  zero1            ddp, with Adam's state sharded
-  fsdp             FSDP2: weights, gradients and state sharded (ZeRO 3)
-  fsdp-keep        fsdp, gathered weights kept from forward to backward
-  fsdp-checkpoint  fsdp, activations of each block recomputed
-  fsdp-bf16        fsdp, gathered and computed in bf16
-  fsdp-cpu         fsdp, shards in host memory; needs GPUs"""
+  ddp              every rank holds all weights, gradients and optimizer state
+  zero1            like ddp, but Adam's state is sharded
+  fsdp             FSDP2: weights, gradients and state are sharded (ZeRO 3)
+  fsdp-keep        like fsdp, but gathered weights are kept until backward
+  fsdp-checkpoint  like fsdp, but each block's activations are recomputed
+  fsdp-bf16        like fsdp, but weights are gathered and used in bf16
+  fsdp-cpu         like fsdp, but shards are in host memory; needs GPUs"""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -68,81 +68,93 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mode",
         default="ddp",
-        help="one or several modes, separated by commas; default %(default)s",
+        help="one or several of the modes below, separated by commas; default %(default)s",
     )
     parser.add_argument(
         "--steps",
         type=int,
         default=10,
-        help="number of steps per mode; bytes are measured in the third; default 10",
+        help="number of training steps per mode; bytes are measured in the third step; default 10",
     )
     options: dict[str, dict[str, Any]] = {"--config": {}, "--model": {}}
     options["--batch"] = {
         "type": whole_number,
-        "help": "samples per step, on all ranks together; not with --model; default 8",
+        "help": (
+            "number of samples per step, on all ranks together; cannot be combined with --model;"
+            " default 8"
+        ),
     }
     options["--sequence"] = {
         "type": whole_number,
-        "help": "tokens per sample; not with --model; default 128",
+        "help": "number of tokens per sample; cannot be combined with --model; default 128",
     }
     add_shared(parser, options)
     parser.add_argument(
         "--unequal",
         action="store_true",
-        help="use samples of unequal lengths, so that ranks have unequal token counts",
+        help=("use samples of unequal lengths, so that the ranks have unequal numbers of tokens"),
     )
     parser.add_argument(
         "--micro-batches",
         type=int,
         default=1,
-        help="micro-batches in a rank's batch; default %(default)s",
+        help="number of micro-batches into which each rank splits its batch; default %(default)s",
     )
     parser.add_argument(
         "--sync",
         choices=SYNCS,
         default="last",
-        help="which micro-batches reduce gradients; default last",
+        help="micro-batches after which the ranks reduce their gradients; default last",
     )
     parser.add_argument(
         "--in-buckets",
         action="store_true",
-        help="accumulate gradients in DDP's buckets; only with ddp and zero1",
+        help="accumulate gradients in DDP's buckets; only for the modes ddp and zero1",
     )
     parser.add_argument(
         "--bf16",
         action="store_true",
-        help="use the precision of fsdp-bf16 in all modes; not with ddp and zero1",
+        help=(
+            "use the precision of fsdp-bf16 also in the other fsdp modes; cannot be"
+            " combined with ddp and zero1"
+        ),
     )
     parser.add_argument(
         "--max-norm",
         type=float,
         metavar="NORM",
-        help="maximum norm of the gradient over all ranks; a larger one is clipped",
+        help="clip the gradients if their norm over all ranks is larger than NORM",
     )
     parser.add_argument(
         "--blocks",
         metavar="NAMES",
         help=(
-            "modules that fsdp shards, gathers and checkpoints one by one, separated by commas; *"
-            " matches the text between two dots, as in 'tower.*,decoder.layers.*'; default the"
-            " longest list of modules of one type"
+            "names of the modules that FSDP2 shards and gathers one by one, and that"
+            " fsdp-checkpoint also checkpoints, separated by commas; * matches the text"
+            " between two dots, as in 'tower.*,decoder.layers.*'; default: the longest list"
+            " of modules of one type"
         ),
     )
     parser.add_argument(
         "--budget",
         metavar="BYTES",
-        help="most bytes that a rank may hold, such as 48MB; fsdp=48MB for one mode of several",
+        help=(
+            "largest number of bytes that a rank may hold, such as 48MB; if several modes run,"
+            " fsdp=48MB sets it for one of them"
+        ),
     )
     parser.add_argument(
         "--wrapper",
         action="store_true",
-        help="use PyTorch's checkpoint_wrapper in fsdp-checkpoint",
+        help=("in fsdp-checkpoint, use PyTorch's checkpoint_wrapper instead of checkpoint_blocks"),
     )
     parser.add_argument(
-        "--save", metavar="DIR", help="write the model and its state at the end, in DIR/MODE"
+        "--save",
+        metavar="DIR",
+        help="write the model and the optimizer state to DIR/MODE after the last step",
     )
     parser.add_argument(
-        "--every", type=int, metavar="N", help="with --save: write also after every N steps"
+        "--every", type=int, metavar="N", help="with --save: also write after every N steps"
     )
     parser.add_argument(
         "--resume",
@@ -152,19 +164,19 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backend",
         choices=("gloo", "nccl"),
-        help="communication backend; default nccl with a GPU for each rank, else gloo",
+        help="communication backend; default: nccl if each rank has a GPU, else gloo",
     )
     parser.add_argument(
         "--ranks",
         type=int,
         metavar="N",
-        help="predict for N ranks, without torchrun and without starting them",
+        help="predict the bytes for N ranks, without torchrun and without starting processes",
     )
     add_shared(parser, {"--json": {"help": "print one line of JSON for each mode"}})
     parser.add_argument(
         "--details",
         action="store_true",
-        help="with --json: add each rank's bytes by category at its peak",
+        help="with --json: also print the bytes of each category at the peak of each rank",
     )
     return parser
 
@@ -311,8 +323,8 @@ def _check_combinations(args: argparse.Namespace) -> None:
     for name in ("save", "resume", "budget"):
         if args.ranks is not None and getattr(args, name):
             raise ValueError(
-                f"--ranks cannot be combined with --{name}: it predicts one step and starts no"
-                " processes"
+                f"--ranks cannot be combined with --{name}: with --ranks, the command only predicts"
+                " one step, without starting processes"
             )
     sharded = [mode for mode in _parse_modes(args.mode) if mode not in REPLICATED]
     replicated = [mode for mode in _parse_modes(args.mode) if mode in REPLICATED]
