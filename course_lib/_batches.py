@@ -25,8 +25,8 @@ Split = Callable[[Any, int], Sequence[Any]]
 ARRAYS = (Tensor, np.ndarray)
 #: Advice, in error messages, for a batch that `split` cannot cut.
 GIVE_SPLIT = (
-    "pass a function split(batch, parts) that returns a list of `parts` batches (for a command,"
-    " set it as the attribute split of the function that --model names)"
+    "pass a function split(batch, parts) that returns a list of `parts` batches (in"
+    " a command, make it the attribute split of the function of --model)"
 )
 #: Name of the attribute with which a model allows micro-batches although it has BatchNorm.
 ALLOWS_BATCH_NORM = "batch_norm_per_micro_batch"
@@ -192,9 +192,9 @@ def _check_lists(batch: Any, length: int) -> None:
     if found := _find_list_without_tensors(batch, length):
         key, values = found
         raise ValueError(
-            "batch must hold the values of its samples in tensors or NumPy arrays so that it can be"
-            f" split, got {key}, {describe(values)} with one value for each of the {length}"
-            f" samples; convert it to a tensor, or {GIVE_SPLIT}"
+            f"{key} must be a tensor or a NumPy array so that the batch can be split, got"
+            f" {describe(values)} with one value for each of the {length} samples. Convert"
+            f" {key} to a tensor, or {GIVE_SPLIT}"
         )
 
 

@@ -22,9 +22,9 @@ from ._check import describe, kind
 
 #: Advice, in error messages, on how to pass a loss whose weight is known.
 GIVE_LOSS_SUM = (
-    "give the model a method loss_sum(batch) that returns (sum of losses, weight), or pass a"
-    " function loss_sum(model, batch) that returns the same pair (for a command, set it as the"
-    " attribute loss_sum of the function that --model names)"
+    "give the model a method loss_sum(batch) that returns (sum of losses, weight),"
+    " or pass a function loss_sum(model, batch) that returns the same pair (in a"
+    " command, make it the attribute loss_sum of the function of --model)"
 )
 
 
@@ -63,8 +63,8 @@ def _call_loss_method(model: nn.Module, name: str, batch: Any) -> Any:
     except Exception as error:
         if not inspect.ismethod(function):
             error.add_note(
-                f"raised in {method}, which is {describe(function)} that was assigned to the model"
-                " and is called with the batch"
+                f"raised in {method}, {describe(function)} that was assigned to the model and"
+                " is called only with the batch, without the model"
             )
         raise
 

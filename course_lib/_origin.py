@@ -63,8 +63,8 @@ UNINITIALIZED = (
     " initialized parameters"
 )
 INITIALIZE = (
-    "Use a layer with all its sizes, such as nn.Linear(8, 4) instead of nn.LazyLinear(4); or call"
-    f" the model once inside make_model, and {MEASURE}"
+    "Use layers whose sizes are all given, such as nn.Linear(8, 4) instead of"
+    f" nn.LazyLinear(4). Or call the model once inside make_model, and then {MEASURE}"
 )
 _SYMBOLIC_LOG = logging.getLogger(LOG)
 
@@ -260,9 +260,14 @@ def explain_symbolic_errors() -> Iterator[None]:
             advice += ". Call torch.distributions.Distribution.set_default_validate_args(False)"
         # nn.Transformer reads a mask to find out whether it is causal.
         elif goes_through(error, torch.nn.modules.transformer):
-            advice += ". Pass is_causal (to nn.Transformer, tgt_is_causal or src_is_causal)"
+            advice += (
+                ". Pass the argument is_causal (for nn.Transformer, tgt_is_causal or src_is_causal)"
+            )
         elif isinstance(error, NEEDS_DATA) and error.func.namespace == "bitsandbytes":
-            advice += ". Pass threshold=0.0 to Linear8bitLt (in transformers, llm_int8_threshold)"
+            advice += (
+                ". Pass threshold=0.0 to Linear8bitLt (in transformers, pass"
+                " llm_int8_threshold=0.0)"
+            )
         # A router of experts selects tokens by a mask. The number of selected tokens depends on the
         # mask's values.
         elif isinstance(error, NEEDS_DATA) and error.func not in _CTC_LOSSES:
@@ -276,12 +281,11 @@ def explain_symbolic_errors() -> Iterator[None]:
         if "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            "make_model and make_batch must create all their tensors themselves with PyTorch"
-            " operators, because an estimate runs on symbolic tensors, got a tensor that was"
-            " created earlier or without an operator (as by"
-            f" torch.frombuffer){error_location(error)}. Create the tensor inside these functions,"
-            f" or {MEASURE}. If you passed a model or a batch itself, pass a function that creates"
-            " it"
+            "make_model and make_batch must create all their tensors with PyTorch operators, got a"
+            " tensor that was created earlier or without an operator (as by"
+            f" torch.frombuffer){error_location(error)}. An estimate runs on symbolic tensors and"
+            f" cannot use this one. Create it inside these functions, or {MEASURE}. If you passed a"
+            " model or a batch, pass a function that creates it instead"
         ) from error
 
 
@@ -308,12 +312,13 @@ def _explain_unsupported_tensors_and_operators() -> Iterator[None]:
         elif operator := _NO_SYMBOLIC_KERNEL.search(words):
             sentence = (
                 f"the step runs {operator[1]}{error_location(error)}, but this operator has no"
-                f" symbolic kernel; register one with torch.library.register_fake, or {MEASURE}"
+                " fake kernel, which an estimate needs; register one with"
+                f" torch.library.register_fake, or {MEASURE}"
             )
         elif isinstance(error, UnsupportedOperatorException):
             sentence = (
                 f"the step runs {error.func}{error_location(error)}, but this operator has no"
-                f" symbolic kernel; {MEASURE}"
+                f" fake kernel, which an estimate needs; {MEASURE}"
             )
         elif sizes := _TOO_LARGE.search(words):
             sentence = (

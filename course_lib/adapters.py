@@ -94,8 +94,9 @@ def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base
         raise TypeError(f"make_model must return a torch.nn.Module, got {describe(model)}")
     if hasattr(model, "peft_config"):
         raise ValueError(
-            f"make_model must return a model without adapters, got {describe(model)}; leave out"
-            " with_adapters (--lora in the command)"
+            "make_model must return a model without adapters, got"
+            f" {describe(model)} with adapters. For this model, do not use with_adapters, or --lora"
+            " in the command"
         )
     if is_symbolic() and not all(map(is_symbolic, model.parameters())):
         # Without this error, the weights of the user's own model would be frozen below.

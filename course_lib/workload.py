@@ -353,8 +353,8 @@ def _by_function(given: Namespace) -> Workload:
         make_batch = named_function("--batch-from", given.batch_from)
     if make_batch is None:
         raise ValueError(
-            f"--batch-from is missing, and {given.model} has no attribute make_batch: pass"
-            " package.module:function, a function that returns a batch"
+            "pass --batch-from package.module:function, where the function returns a batch, or"
+            f" give {given.model} an attribute make_batch, which is such a function; got neither"
         )
     samples = samples_of(make_batch)
     batch = "a batch whose number of samples is not known"

@@ -190,8 +190,9 @@ class Label(str):
         found = chinese(value)
         if found is None and _is_strict() and is_english(value):
             raise LabelError(
-                f"{value!r}, a value of {self.template!r}, has no Chinese: add an entry to"
-                f" {CATALOG.name}, or use `verbatim` if it is the same in every language"
+                f"{value!r}, the value of a placeholder in {self.template!r}, must have a Chinese"
+                f" translation: add an entry to {CATALOG.name}, or use `verbatim` for text that is"
+                " the same in every language"
             )
         return value if found is None else found
 
@@ -241,8 +242,9 @@ def pair(english: str, chinese: str, /, **values: object) -> Label:
     """
     if not placeholders(english) == placeholders(chinese) == set(values):
         raise LabelError(
-            f"message {english!r} has placeholders {sorted(placeholders(english))}, its Chinese"
-            f" has {sorted(placeholders(chinese))}, and the values are {sorted(values)}"
+            f"message {english!r}, its Chinese translation and its values must have the same"
+            f" names of placeholders, got {sorted(placeholders(english))},"
+            f" {sorted(placeholders(chinese))} and {sorted(values)}"
         )
     return _made_label(english, values, chinese)
 
@@ -333,8 +335,8 @@ def in_both_languages(words: object) -> tuple[str, str]:
     zh = chinese(words)
     if zh is None and _is_strict() and is_english(words):
         raise LabelError(
-            f"{words!r} has no Chinese: add an entry to {CATALOG.name}, or put code in it between"
-            " backquotes, such as `x.grad`"
+            f"{words!r} must have a Chinese translation: add an entry to {CATALOG.name}. If words"
+            " in this text are code, put them between backquotes, such as `x.grad`"
         )
     return str(words), str(words) if zh is None else zh
 
@@ -468,10 +470,14 @@ def entries(sections: dict) -> dict[str, str]:
     for section, words in sections.items():
         for en, zh in words.items() if isinstance(words, dict) else ():
             if en in found:
-                raise LabelError(f"{en!r} is in [{section}] and in an earlier section")
+                raise LabelError(
+                    f"{en!r} must be in one section only, got it in [{section}] and in an earlier"
+                    " section"
+                )
             if placeholders(en) != placeholders(zh):
                 raise LabelError(
-                    f"the placeholders of {en!r} in [{section}] are not those of {zh!r}"
+                    f"{en!r} in [{section}] and its translation {zh!r} must have the same"
+                    " placeholders"
                 )
             found[en] = zh
     return found
