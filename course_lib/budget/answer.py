@@ -176,8 +176,8 @@ def _check_framework(
     own_tier = "host" if machine.kind == "cuda" else "file"
     if machine.tier != own_tier:
         raise ValueError(
-            f"--tier must be {own_tier} for a script, got {machine.tier}: a script offloads to a"
-            " file on a CPU, and to host memory on a GPU"
+            f"--tier must be {own_tier} with --for, got {machine.tier}: the script that --for"
+            " writes offloads to host memory if it trains on a GPU, and to a file otherwise"
         )
     if problem := framework.conflict(ranks) or framework.unsupported_reason(model):
         raise ValueError(problem)

@@ -115,10 +115,10 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         takes_arguments("loss_sum", loss_sum, "(model, batch)", model, None)
         if runs_stages(model, recipe):
             raise ValueError(
-                f"loss_sum must be None for a model with a method stages when"
-                f" checkpoint={recipe.checkpoint!r} and blocks is None, got a function: the last"
-                " function that model.stages(batch) returns computes the loss. Leave out loss_sum,"
-                " or set blocks to the names of the model's blocks"
+                f"for a model with a method stages(), a recipe with"
+                f" checkpoint={recipe.checkpoint!r} and blocks=None uses the loss of this method,"
+                " so loss_sum must be None, got a function. Leave out loss_sum, or set blocks to"
+                " the names of the model's blocks"
             )
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
         raise TypeError(

@@ -322,14 +322,17 @@ class OptimizerRow:
 
     def __post_init__(self):
         if None not in self.updates:
-            raise ValueError(f"updates must contain None, got {list(self.updates)}")
+            raise ValueError(
+                "updates must have an entry with the key None, for the default variant of the"
+                f" update, got the keys {list(self.updates)}"
+            )
         one_of("default_on_cuda", self.default_on_cuda, list(self.updates))
         if self.state_tensors is not None:
             whole("state_tensors", self.state_tensors, 0)
         if (self.select_parameters is None) != (self.rest is None):
             raise ValueError(
-                "rest and select_parameters must be given together or not at all, got"
-                f" rest={self.rest!r}"
+                "rest and select_parameters must be given together or not at all, got only"
+                f" {'select_parameters' if self.rest is None else 'rest'}"
             )
 
     @property

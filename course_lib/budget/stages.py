@@ -113,9 +113,9 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
     inside = len(stages) - 2
     if recipe.segments > inside:
         raise ValueError(
-            f"segments must be at most {max(inside, 0)}, got {recipe.segments}:"
-            f" {type(model).__name__}.stages returns only {max(inside, 0)} functions between the"
-            " first one with parameters and the last one"
+            f"segments must be at most {max(inside, 0)}, got {recipe.segments}. This is the number"
+            f" of functions that {type(model).__name__}.stages returns after the first function"
+            " with parameters and before the last function"
         )
     # Each segment of stages is wrapped in a checkpoint instead of running in a ScheduledSequential.
     # A ScheduledSequential recomputes whole stages. A checkpoint stops at the last tensor that
@@ -160,7 +160,7 @@ def _split_into_stages(model: nn.Module, batch: Any) -> tuple[Any, list[nn.Modul
     """
     name = f"{type(model).__name__}.stages"
     function = own_stages(model)
-    takes_arguments(name, function, "(batch), unless the recipe names blocks", batch)
+    takes_arguments(name, function, "(batch), unless the recipe's field blocks is set", batch)
     stages = list(as_modules(list(function(batch))).values())
     while len(stages) > 1 and next(stages[0].parameters(), None) is None:
         batch = stages.pop(0)(batch)
@@ -181,7 +181,9 @@ def _unpack_sequentials(stages: Sequence[nn.Module]) -> list[nn.Module]:
 # ---- Comparison in the first step
 
 
-ADVICE = 'exclude the block from checkpointing, with checkpoint="none" or other blocks'
+ADVICE = (
+    'exclude the block from checkpointing: set checkpoint="none", or name other blocks in blocks'
+)
 # Maps each model to the recipes for which a step has compared recomputations with first runs.
 _compared: WeakKeyDictionary[nn.Module, set[Recipe]] = WeakKeyDictionary()
 

@@ -28,8 +28,9 @@ from .step import check_function, check_recipe
 Optimizer = torch.optim.Optimizer
 UNCHANGED = Recipe(precision=None, attention=None)
 PASS_FUNCTIONS = (
-    "instead of existing objects, pass functions without arguments that return the model and the"
-    " batch, and a Recipe or a function that takes parameters and returns an optimizer"
+    "instead of existing objects, pass two functions without arguments, one that"
+    " returns the model and one that returns the batch, and as recipe a Recipe or a"
+    " function that takes parameters and returns an optimizer"
 )
 
 
@@ -93,8 +94,8 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(
             "model must not have blocks that are run by checkpoint_blocks or by a schedule, got"
             f" {names[0]}: the estimate copies the model, and the copy loses its checkpoints. Pass"
-            " a function that returns the model with checkpoints, or pass the model without"
-            " checkpoints and a recipe such as Recipe(checkpoint='layers')"
+            " a function that returns the model with checkpoints. Or pass the model without"
+            " checkpoints, together with a recipe such as Recipe(checkpoint='layers')"
         )
     for name, p in model.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
@@ -118,15 +119,15 @@ def _check_estimable(optimizer: Optimizer) -> None:
     name, home = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
     if name in _RECIPE_OPTIMIZERS:
         raise ValueError(
-            f"the optimizer must not read values of tensors, got {describe(optimizer)}: an estimate"
-            " runs on symbolic tensors, which have no values. Pass Recipe(precision=None,"
-            f" attention=None, optimizer={_RECIPE_OPTIMIZERS[name]!r}) instead"
+            "an estimate uses symbolic tensors, which have no values, so the optimizer must not"
+            f" read values, got {describe(optimizer)}. Pass no optimizer, but the recipe"
+            f" Recipe(precision=None, attention=None, optimizer={_RECIPE_OPTIMIZERS[name]!r})"
         )
     if home == "bitsandbytes":
         raise ValueError(
-            "the optimizer must run on symbolic tensors, which have no values, got"
-            f" {describe(optimizer)} of bitsandbytes. Measure the step with"
-            " course_lib.memory.MemoryMeter instead"
+            "an estimate uses symbolic tensors, which have no values and which optimizers of"
+            f" bitsandbytes do not support, got {describe(optimizer)} of bitsandbytes. Measure the"
+            " step with course_lib.memory.MemoryMeter instead"
         )
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         raise ValueError(
@@ -145,10 +146,10 @@ def _check_optimizer(model: nn.Module | None, optimizer: Optimizer) -> None:
     """
     if model is None:
         raise TypeError(
-            "recipe must be a Recipe, or a function or class that creates an optimizer, when model"
-            f" is a function, got an optimizer that exists already ({describe(optimizer)}). Such an"
-            " optimizer cannot hold the parameters of a model that the function creates later. Pass"
-            " the existing model, or the class of the optimizer"
+            "when model is a function, recipe must be a Recipe, an optimizer class, or a function"
+            f" that creates an optimizer, got an existing optimizer ({describe(optimizer)}). An"
+            " existing optimizer cannot hold the parameters of a model that is created later. Pass"
+            " the existing model as model, or the class of the optimizer as recipe"
         )
     _check_estimable(optimizer)
     check_no_closure(optimizer)
@@ -307,7 +308,10 @@ class _Copies(TorchFunctionMode):
         integers that shares its storage with a tensor that was copied without values.
         """
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            raise TypeError(f"a tensor of PyTorch's own class is needed, not {describe(tensor)}")
+            raise TypeError(
+                "an estimate supports only dense tensors of the classes torch.Tensor and"
+                f" nn.Parameter, got {describe(tensor)}"
+            )
         with disable_current_modes():
             shared = tensor.untyped_storage()._cdata in self._storages
             if not (tensor.is_floating_point() or tensor.is_complex() or shared):

@@ -221,7 +221,7 @@ def test_command_reports_lowest_peak_if_no_recipe_fits(capsys):
     assert "so 99 bytes are left" in printed and "fits into 99 bytes" in printed
     least = re.search(r"the least found is ([\d,]+) bytes", printed)[1]
     result = result_of(capsys, *arguments, status=1)
-    assert result["recipes"] == [] and "the least peak found" in result["error"]
+    assert result["recipes"] == [] and "the lowest peak found" in result["error"]
     assert f"{result['least_bytes']:,}" == least
 
 
@@ -303,7 +303,7 @@ INVALID += [
     ("--hidden 64 --layers 1 --batch 2", "--sequence is missing"),
     ("--hidden 64 --layers 1 --sequence 8", "--batch is missing"),
     ("--hidden 64 --sequence 8 --batch 1", "the size is missing"),
-    ("--model json:dumps", "--batch-from is missing"),
+    ("--model json:dumps", "pass --batch-from"),
     ("--model m:f --sequence 8", "--sequence cannot be combined with --model"),
     ("--config c.json --vocabulary 8", "--vocabulary cannot be combined with --config"),
     ("--parameters 1e6 --batch-from m:f", "--batch-from cannot be combined with --parameters"),
@@ -514,7 +514,7 @@ def test_command_rejects_block_names_that_match_no_module(user_code, capfd):
 
 def test_code_suggested_for_model_without_loss_computes_valid_loss(user_code, capfd):
     status, [line] = error_of(capfd, "--model", "user_code:without_loss", "--budget", "1GB")
-    assert status == 2 and "as the attribute loss_sum of the function that --model names" in line
+    assert status == 2 and "make it the attribute loss_sum of the function of --model" in line
     assert command.main(["--model", "user_code:with_loss", "--budget", "1GB"]) == 0
     names = {"torch": torch}
     exec(line[line.index("def loss_sum") :], names)

@@ -237,7 +237,7 @@ def test_muon_recipe_updates_other_parameters_with_foreach_adamw_on_cuda(kind):
 
 
 def test_muon_rejects_unsuitable_model_and_offloaded_state():
-    with pytest.raises(ValueError, match=r"^optimizer 'muon' needs trained two-dimensional"):
+    with pytest.raises(ValueError, match=r"^optimizer 'muon' needs two-dimensional"):
         estimate(partial(nn.Linear, 2, 2), partial(torch.ones, 1, 2), Recipe(optimizer="muon"))
     with pytest.raises(ValueError, match=r"^offload_optimizer must be 0 .*'muon', got 0\.5"):
         Recipe(optimizer="muon", offload_optimizer=0.5)

@@ -218,7 +218,7 @@ class Normed(Mixer):
         ("mixer", {}, {"attention": "sdpa"}, "attention must be .* or None for a Mixer"),
         ("mixer", {"make_model": Normed}, {"checkpoint": "layers"}, "BatchNorm in its blocks"),
         ("mixer", {"make_batch": lambda: object()}, {}, "make_batch must return a tensor, or"),
-        ("mixer", {"source": None}, {}, "workload must have source code to write a script"),
+        ("mixer", {"source": None}, {}, "workload.source must be"),
     ],
 )
 def test_script_generation_rejects_unsupported_workload(model, changes, recipe, message):

@@ -538,7 +538,7 @@ def test_search_counting_reserved_memory_finds_cheapest_recipe():
 
 
 def test_search_counting_reserved_memory_requires_cuda():
-    with pytest.raises(ValueError, match=r"^kind must be 'cuda' when count is 'reserved'"):
+    with pytest.raises(ValueError, match=r"^kind must be 'cuda' if count is 'reserved'"):
         fit(deep, batch, 10**9, count="reserved")
 
 

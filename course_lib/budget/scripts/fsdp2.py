@@ -44,7 +44,7 @@ class Fsdp2(Loop):
     )
     alternatives: Mapping[str, str] = MappingProxyType(
         {
-            "precision": "only frameworks for a single rank support this value",
+            "precision": "framework='trainer' supports this value on a single rank",
             "attention": "course_lib.distributed.Trainer supports this value",
             "ranks": "framework='torch' and framework='trainer' run a single rank",
             "shard": "course_lib.distributed.Trainer supports this value",

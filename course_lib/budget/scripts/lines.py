@@ -59,7 +59,10 @@ class Lines:
             ValueError: The workload has no source code for a script.
         """
         if self.workload.source is None:
-            raise ValueError("workload must have source code to write a script, got source=None")
+            raise ValueError(
+                "workload.source must be the source code that creates the model and the batch when"
+                " a script is written, got None"
+            )
         plain = {"import torch"}
         for line in self.workload.source.imports:
             start, _, names = line.partition(" import ")
@@ -138,6 +141,7 @@ def batch_problem(batch: Any) -> str | None:
     if values and all(isinstance(value, Tensor) for value in values):
         return None
     return (
-        "make_batch must return a tensor, or a dict, list or tuple of tensors, for a script, got"
-        f" {describe(batch)}; convert any other batch to one of these in make_batch"
+        "for a script, make_batch must return a tensor, or a dict, list or tuple of"
+        f" tensors, got {describe(batch)}; convert any other batch to one of these in"
+        " make_batch"
     )

@@ -68,9 +68,9 @@ def _segments(lines: Lines) -> tuple[list[str], str]:
     ]
     if trained != [False, True]:
         raise ValueError(
-            "for a script with checkpoint='segments', the first item of model.stages(batch) must"
-            " have no parameters and return the inputs of the batch, and the second item must be a"
-            f" module with parameters, got {describe(model)}"
+            f"no script with checkpoint='segments' can be written for {describe(model)}. The first"
+            " item of model.stages(batch) must have no parameters and return the inputs of the"
+            " batch. The second item must be a module with parameters"
         )
     lines.use("torch.utils.checkpoint", "checkpoint_sequential")
     random = "" if may_draw(model) else ", preserve_rng_state=False"

@@ -114,9 +114,9 @@ class Trainer(Framework):
             )
         if workload.loss_sum is not None or has_method(model, "loss_sum"):
             return (
-                "loss_sum must be None, and the model must have no method loss_sum, when framework"
-                " is 'trainer', because the Trainer uses the loss that the model returns; to use a"
-                " loss_sum, choose framework='torch'"
+                "when framework is 'trainer', loss_sum must be None and the model must have no"
+                " method loss_sum, got one of them. The Trainer uses the loss that the model"
+                " returns; to use a loss_sum, choose framework='torch'"
             )
         if workload.split is not None:
             return (
@@ -138,7 +138,10 @@ class Trainer(Framework):
 
     def script(self, recipe: Recipe, workload: Workload) -> str:
         if workload.source is None:
-            raise ValueError("workload must have source code to write a script, got source=None")
+            raise ValueError(
+                "workload.source must be the source code that creates the model and the batch when"
+                " a script is written, got None"
+            )
         if problem := self.conflict(recipe):
             raise ValueError(problem)
         arguments = _training_arguments(recipe, workload.samples)

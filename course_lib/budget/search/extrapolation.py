@@ -334,8 +334,8 @@ class BlockExtrapolator:
         # A model that cannot run without all of its blocks can raise any exception.
         except Exception as error:
             raise ExtrapolationError(
-                f"the step fails when the model is cut down to {count} of its {len(self.blocks)}"
-                " blocks, so its memory cannot be extrapolated from fewer blocks"
+                "the memory of the step cannot be extrapolated from a model with fewer blocks: the"
+                f" step fails with {count} of the model's {len(self.blocks)} blocks"
             ) from error
         due = iter(optimizer.due)
         return StepTrace(

@@ -201,14 +201,16 @@ def fit(
     one_of("kind", kind, KINDS)
     if one_of("count", count, COUNTS) == "reserved" and kind != "cuda":
         raise ValueError(
-            f"kind must be 'cuda' when count is 'reserved', got {kind!r}: PyTorch has no caching"
-            " allocator for a CPU. Pass count='tensors' to search for a CPU"
+            f"kind must be 'cuda' if count is 'reserved', got {kind!r}: PyTorch has no caching"
+            " allocator for a CPU. For kind='cpu', pass count='tensors'"
         )
     rates = rates if isinstance(rates, Rates) else RATES[one_of("rates", rates, RATES)]
     gpu = rates.gpu if gpu is None else gpu
     base = of_kind("base", Recipe() if base is None else base, Recipe, "a Recipe")
     if recipes is not None:
-        recipes = list(of_kind("recipes", recipes, Iterable, "several recipes, as in a list"))
+        recipes = list(
+            of_kind("recipes", recipes, Iterable, "a list of recipes, or another iterable of them")
+        )
         if not recipes:
             raise ValueError(
                 "recipes must contain at least one Recipe, got none; pass None to search all"
@@ -319,9 +321,11 @@ def search_by_tensors(
         if cache.confirm(found[0] if found else least):
             break
     if not found:
-        reason = "no recipe that fits was found"
+        reason = "no recipe could be estimated"
         if least:
-            reason = f"the least peak found is {bytes_text(least.peak_bytes)}, of {least.recipe!r}"
+            reason = (
+                f"the lowest peak found is {bytes_text(least.peak_bytes)}, with {least.recipe!r}"
+            )
         raise InfeasibleBudget(search.budget, least and least.peak_bytes, reason, least)
     count = len(cache.estimates)
     title = _title_of(len(found), search.budget, count, search.quick)

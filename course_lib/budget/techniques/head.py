@@ -217,17 +217,17 @@ class Logits(Tensor):
         found = getattr(logits, f"_{name.strip('_')}")(*args[1:], **kwargs) if allowed else None
         if found is None:
             raise ValueError(
-                "head_chunk needs logits that are at most reshaped, indexed or converted before"
-                f" F.cross_entropy, {logits.about}, which applies {name} to its logits; set"
-                " head_chunk to None"
+                f"head_chunk must be None for a model that applies {name} to its logits before"
+                f" F.cross_entropy, {logits.about}; with head_chunk, a model may only reshape,"
+                " index or convert its logits"
             )
         return found
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise AssertionError(
-            f"the model called {func} on its logits, but head_chunk replaces the logits by a"
-            " placeholder without values"
+            f"head_chunk must be None for a model that calls {func} on its logits, because"
+            " head_chunk replaces the logits by a placeholder without values"
         )
 
     def loss(
@@ -246,17 +246,24 @@ class Logits(Tensor):
         `ignore_index`, and the reductions "mean" and "sum", are supported. All other shapes and
         arguments raise ValueError.
         """
-        if any(x is not None for x in (weight, size_average, reduce)) or label_smoothing:
+        options = {"weight": weight, "size_average": size_average, "reduce": reduce}
+        others = [name for name, value in options.items() if value is not None]
+        others += ["label_smoothing"] if label_smoothing else []
+        if others:
             raise ValueError(
-                "head_chunk supports only the options ignore_index and reduction of"
-                f" F.cross_entropy, {self.about}, whose loss also sets weight, label_smoothing or a"
-                " deprecated option; set head_chunk to None"
+                f"head_chunk must be None for a loss that sets {others[0]}, {self.about};"
+                " head_chunk supports only the options ignore_index and reduction of"
+                " F.cross_entropy"
             )
-        if reduction == "none" or self.hidden.dim() != 2:
+        if reduction == "none":
             raise ValueError(
-                "head_chunk needs a loss with reduction 'mean' or 'sum' and logits of shape"
-                f" (tokens, vocabulary), {self.about}, whose loss has reduction={reduction!r} and"
-                f" whose logits have {self.hidden.dim()} dimensions; set head_chunk to None"
+                f"head_chunk must be None for a loss with reduction='none', {self.about}"
+            )
+        if self.hidden.dim() != 2:
+            raise ValueError(
+                "head_chunk must be None for a model whose logits do not have the shape (tokens,"
+                f" vocabulary) in F.cross_entropy, {self.about}, whose logits have"
+                f" {self.hidden.dim()} dimensions"
             )
         self.used.append(True)
 

@@ -53,9 +53,9 @@ class Optimizer(Technique):
         if takes is None or takes(model):
             return None
         return (
-            f"optimizer {recipe.optimizer!r} needs trained two-dimensional parameters in the"
-            f" model's lists of blocks, got {describe(model)} without such parameters; choose"
-            " another optimizer"
+            f"optimizer {recipe.optimizer!r} needs two-dimensional parameters that require"
+            " gradients in the model's lists of blocks (nn.ModuleList), got"
+            f" {describe(model)} without such parameters; choose another optimizer"
         )
 
     def labels(self, recipe: Recipe) -> list[str]:

@@ -107,7 +107,8 @@ def _check_on_ranks(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) 
     if any(True for _ in quantization_state(model)):
         raise ValueError(
             "ranks must be 1 for a model with quantized weights of bitsandbytes, got"
-            f" {recipe.ranks}; measure the step of a rank with course_lib.memory.MemoryMeter"
+            f" {recipe.ranks}. For several ranks, run the step instead, and measure it on one rank"
+            " with course_lib.memory.MemoryMeter"
         )
     check_loss(model, one_rank_recipe(recipe), loss_sum)
     if loss_sum is None and not has_loss_sum(model):
