@@ -635,8 +635,8 @@ def _check_loss_sum(pair: Any, name: str) -> tuple[Tensor, Real | Tensor]:
         torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)
     ):
         raise TypeError(
-            f"{name}: the weight must be a number or a scalar tensor without gradients,"
-            f" got {describe(weight)}"
+            f"{name} must return as its weight a number, or a scalar tensor that does not require"
+            f" gradients, got {describe(weight)}"
         )
     return loss, weight
 

@@ -228,9 +228,9 @@ def _block_size_error(error: Any, kernel: Any, block_q: int, block_k: int, d: in
     ):
         fit_q, fit_k = (fit_q // 2, fit_k) if fit_q >= fit_k else (fit_q, fit_k // 2)
     return ValueError(
-        f"block_q and block_k must be smaller, such as {fit_q} and {fit_k}, at head dimension"
-        f" {d}, got {block_q} and {block_k}, which need {error.required} bytes of {error.name};"
-        f" this GPU has {error.limit}"
+        f"for head dimension {d}, block_q and block_k must be smaller, such as {fit_q}"
+        f" and {fit_k}, got {block_q} and {block_k}, which need {error.required} bytes of"
+        f" {error.name}; this GPU has {error.limit} bytes"
     )
 
 
@@ -266,7 +266,7 @@ def unsupported_reason(q: Tensor, v: Tensor) -> str | None:
     if not 16 <= q.shape[-1] <= 256:
         return f"the kernels support only head dimensions 16 to 256, and q has {q.shape[-1]}"
     if v.shape[-1] != q.shape[-1]:
-        return f"v must have q's head dimension, {q.shape[-1]}, and has {v.shape[-1]}"
+        return f"v must have the head dimension of q, {q.shape[-1]}, but has {v.shape[-1]}"
     return None
 
 

@@ -184,9 +184,10 @@ class CachingAllocator:
             if what not in ("birth", "release"):
                 raise ValueError(f"event {number} must be 'birth' or 'release', got {what!r}")
             if (what == "birth") == (storage in live):
-                verb, state = ("allocates", "already") if what == "birth" else ("releases", "not")
+                allowed = "not be" if what == "birth" else "be"
                 raise ValueError(
-                    f"event {number} {verb} storage {storage!r}, which is {state} allocated"
+                    f"the storage of a {what!r} event must {allowed} allocated before the event,"
+                    f" got event {number} for storage {storage!r}"
                 )
             if what == "birth":
                 live[storage] = self.allocate(size_bytes, *frames)

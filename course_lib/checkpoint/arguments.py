@@ -63,9 +63,9 @@ class ObjectArguments:
                 where = f", in {changed[0].lstrip('.')}" if changed[0] else ""
                 return (
                     f"The argument {argument} has changed since the block received it{where}, so"
-                    " the recomputation started from other values. Pass an object that is not"
-                    " changed (if it is a cache of transformers, pass use_cache=False to the"
-                    " model), let the block change a copy of the object"
+                    " the recomputation used other values. If it is a cache of transformers, pass"
+                    " use_cache=False to the model. Otherwise pass an object that no code changes,"
+                    " let the block change a copy of the object"
                 )
         return ""
 

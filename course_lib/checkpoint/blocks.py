@@ -25,9 +25,9 @@ from .policies import ListedOperators, Policy
 from .repeatable import BlockState, Repeatable
 
 _STATE_NOT_PRESERVED = (
-    "A block that is recomputed must compute the same values again. With preserve_module_state=True"
-    " it may also change its attributes and draw random numbers from the modules random and numpy."
-    " Change the block"
+    "The recomputation of a block must compute the same values again. If the block"
+    " changes its attributes, or draws random numbers from the modules random or"
+    " numpy, pass preserve_module_state=True. Otherwise change the block"
 )
 _ADVICE = "exclude the block from checkpoint_blocks"
 
@@ -150,9 +150,12 @@ def checkpoint_blocks(
     first = None if first is None else whole("first", first, 1)
     if policy is not None:
         policy = ListedOperators(policy) if isinstance(policy, list) else Policy(policy)
-    names = names_of(model, blocks)[:first][every - 1 :: every]
+    selected = names_of(model, blocks)[:first]
+    names = selected[every - 1 :: every]
     if not names:
-        raise ValueError(f"every must be at most the number of blocks, got {every}")
+        raise ValueError(
+            f"`every` must be at most {len(selected)}, the number of selected blocks, got {every}"
+        )
     handle = CheckpointedBlocks(model, names, policy, preserve_rng_state, preserve_module_state)
     handle.compare = compare and preserve_rng_state
     return handle
@@ -266,9 +269,9 @@ class CheckpointedBlocks(BlocksInPlace):
         if not self._called:
             blocks = " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
             raise ValueError(
-                f"none of the checkpointed blocks ({blocks}) ran with gradients enabled, so"
-                " no memory was saved; let the model call them directly, or remove the"
-                " checkpoints"
+                f"none of the checkpointed blocks ({blocks}) was called with gradients enabled,"
+                " so no memory was saved. Call the blocks as modules, block(...), outside"
+                " torch.no_grad(), or remove the checkpoints"
             )
 
     def _call(self, i: int, forward: Callable, args: tuple, kwargs: dict) -> Any:

@@ -229,9 +229,11 @@ class ComparingHooks:
         last = position == self.count - 1
         if last and writes_after_saving(current_node()):
             self.comparison.fail(
-                "the last operator of the block is rrelu in training mode, which saves its noise"
-                " tensor before it fills the tensor, and the recomputation stops as soon as"
-                " everything is saved",
+                (
+                    "the last operator of the block is rrelu in training mode. It saves its noise"
+                    " tensor before filling it, but the recomputation stops as soon as all tensors"
+                    " are saved, so the noise is missing"
+                ),
                 "Add a differentiable operator after rrelu, use another activation",
             )
 

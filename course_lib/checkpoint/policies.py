@@ -58,8 +58,8 @@ class Policy:
         if name.endswith("SAVE") and operator in WRITES_AFTER_SAVING:
             raise ValueError(
                 f"the policy's return value for {operator} must be MUST_RECOMPUTE,"
-                f" PREFER_RECOMPUTE or False, got {name}: the operator's backward needs the"
-                " random noise that it draws while it runs, and a saved output does not contain it"
+                f" PREFER_RECOMPUTE or False, got {name}. The backward of this operator needs the"
+                " random numbers of its forward, and a saved output does not contain them"
             )
         return chosen
 

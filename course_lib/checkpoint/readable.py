@@ -99,7 +99,8 @@ def checkpoint(
     if use_reentrant:
         if kwargs or keep is not None:
             raise ValueError(
-                "use_reentrant must be False if keep or keyword arguments are passed, got True"
+                "use_reentrant must be False if `keep`, or a keyword argument for the function, is"
+                " passed, got True"
             )
         return _Reentrant.apply(function, preserve_rng_state, *args)
     if not torch.is_grad_enabled():
@@ -171,7 +172,11 @@ class _Region:
             self.recompute(backward)
         tensor, slot.tensors[backward] = slot.tensors[backward], None
         if tensor is None:
-            raise CheckpointError("a saved tensor can be read only once in a backward pass")
+            raise CheckpointError(
+                "a backward pass must read each tensor saved in a checkpoint only once, but read"
+                " one a second time; in a custom torch.autograd.Function, read ctx.saved_tensors"
+                " only once"
+            )
         if backward == -1:  # the graph is only inspected, so no other slot will be read
             for other in filter(None, (ref() for ref in self.slots)):
                 other.tensors.clear()
@@ -206,8 +211,9 @@ class _Region:
             self.function(*args, **kwargs)
         if found[: last + 1] != self.looks[: last + 1]:
             raise CheckpointError(
-                "the function must save the same tensors in both runs: it saved"
-                f" {self.looks[: last + 1]} in the first run, and {found} in the second"
+                "the checkpointed function must save the same tensors in the forward pass and in"
+                f" the recomputation. It saved {self.looks[: last + 1]} in the forward pass, and"
+                f" {found} in the recomputation"
             )
 
 
@@ -363,5 +369,8 @@ def _check(value: Any) -> Any:
     if not isinstance(value, _KeptTensor):
         return value
     if value.tensor._version != value.version:
-        raise RuntimeError("keep must not select outputs that are changed in place later")
+        raise RuntimeError(
+            "keep must not select an operator whose output is changed in place later, got an output"
+            f" of shape {tuple(value.tensor.shape)} that was changed"
+        )
     return value.tensor

@@ -361,8 +361,8 @@ class MemoryMeter(MeterResults, ObserverMode):
     def __enter__(self) -> MemoryMeter:
         if self._state != "new":
             raise RuntimeError(
-                f"this MemoryMeter has been entered already ({self._state}); make a new one"
-                " for each with block"
+                f"this MemoryMeter has been entered already ({self._state}); make a new"
+                " MemoryMeter for each `with` block"
             )
         self._tracker.add_all(self._belongings())
         if self.budget_bytes is not None and self.entry_bytes > self.budget_bytes:
@@ -415,7 +415,9 @@ class MemoryMeter(MeterResults, ObserverMode):
         except Exception as own:
             if error is None:
                 raise
-            error.add_note(f"MemoryMeter could not close its records: {own}")
+            error.add_note(
+                f"after this error, MemoryMeter could not finish its measurement either: {own}"
+            )
         finally:
             # The old `CategoryTracker` can hold an autograd node and records of storages. It is
             # replaced to release them.

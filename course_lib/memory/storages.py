@@ -75,9 +75,9 @@ def _inner_tensors(tensor: Tensor) -> list[Any]:
     parts = list(tensors_in(list(vars(tensor).values())))
     if not parts:
         raise NotImplementedError(
-            f"the bytes of {type(tensor).__name__} cannot be counted: define a method"
-            " __tensor_flatten__ in this class that returns the names of the attributes with"
-            " tensors"
+            f"the bytes of {type(tensor).__name__} cannot be counted without its method"
+            " __tensor_flatten__. Define it in this class; it must return a pair: the names of the"
+            " attributes that hold tensors, and any further data, such as None"
         )
     return parts
 
@@ -199,7 +199,7 @@ def check_model_and_optimizer(model, optimizer) -> tuple[torch.optim.Optimizer, 
             contains an object that is not a `torch.optim.Optimizer`.
     """
     kind("model", model, (nn.Module, type(None)), "a torch.nn.Module or None")
-    wanted = "a torch.optim.Optimizer, several of them or None"
+    wanted = "a torch.optim.Optimizer, a list of them or None"
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         return () if optimizer is None else (optimizer,)
     optimizers = tuple(kind("optimizer", optimizer, Iterable, wanted))

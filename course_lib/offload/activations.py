@@ -433,8 +433,8 @@ class _SavedStorage:
         # The store may have copied the tensor before rrelu filled it.
         if self.reservation is not None and writes_after_saving(current_node()):
             raise RuntimeError(
-                "rrelu in training cannot be combined with offload_activations, because it saves"
-                f" its noise tensor, of shape {handle.view[1]}, before it fills it with random"
+                "rrelu in training mode cannot run inside offload_activations: it saves its noise"
+                f" tensor, of shape {handle.view[1]}, before filling this tensor with random"
                 " numbers. Use leaky_relu, or run rrelu outside of offload_activations"
             )
         self.unread.discard(handle.key)

@@ -353,9 +353,9 @@ def _defaults_and_state_names(base: Any, base_kwargs: dict) -> tuple[dict[str, A
         raise TypeError(argument_message("base", allowed, describe(base)))
     if needs_closure(base) or (hasattr(base, "train") and hasattr(base, "eval")):
         raise TypeError(
-            "base must be a class whose step() needs neither a closure nor a call of train(), got"
-            f" {describe(base)}. Use this class without offloading, or pass another class, such as"
-            " torch.optim.AdamW"
+            "base must be an optimizer class whose step() needs no closure and no call of"
+            f" optimizer.train(), got {describe(base)}. Pass another class, such as"
+            " torch.optim.AdamW, or do not offload the state of this one"
         )
     p = nn.Parameter(torch.zeros(2, 2))
     p.grad = torch.zeros(2, 2)

@@ -537,7 +537,12 @@ class DiskStore(Store):
         while done < nbytes:
             count = os.preadv(self._file.fileno(), [view[done:]], start + done)
             if not count:
-                raise OSError(errno.EIO, f"the store's file ends {nbytes - done} bytes too early")
+                raise OSError(
+                    errno.EIO,
+                    f"the file of a DiskStore must keep all bytes written to it, but it ends"
+                    f" {nbytes - done} bytes before the end of a tensor; another program may have"
+                    " shortened it",
+                )
             done += count
 
     def check_open(self) -> None:
@@ -548,8 +553,8 @@ class DiskStore(Store):
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise ValueError(
-                "a DiskStore must be used in the process that made it, but this process was forked"
-                " from that one; make a new one"
+                "a DiskStore must be used in the process that made it, got a forked process; make a"
+                " new DiskStore in this process"
             )
 
     def close(self) -> None:

@@ -134,9 +134,9 @@ class ScheduledBlocks(BlocksInPlace):
             # With fullgraph=True the compiler raises an error here. Otherwise the blocks run
             # outside the compiled graph.
             graph_break(
-                "schedule_blocks runs blocks in the order of the schedule, also during backward,"
-                " which one graph cannot do; compile the blocks instead of the model, or leave out"
-                " fullgraph=True"
+                "schedule_blocks runs blocks in the order of the schedule, also during"
+                " backward, which a single compiled graph cannot do; compile the blocks instead"
+                " of the model, or leave out fullgraph=True"
             )
         return self._run_scheduled(i, forward, args, kwargs)
 
@@ -209,9 +209,9 @@ class ScheduledBlocks(BlocksInPlace):
 
         if hooks_active():  # the hooks would also receive tensors of the copies
             raise ValueError(
-                f"schedule must be a Schedule, got a function: {self.names[0]} runs inside"
-                " saved-tensor hooks, such as those of a checkpoint, and a schedule cannot be"
-                " planned inside such hooks"
+                "schedule must be a Schedule if the blocks run inside saved-tensor hooks, such as"
+                f" those of a checkpoint, got a function. {self.names[0]} runs inside such hooks,"
+                " where the function cannot plan a schedule"
             )
         x = main_tensor(args[0])
         input_kinds = tuple(map(kind_of, tensors_in([args, kwargs])))
@@ -304,6 +304,6 @@ def _check_schedule(schedule: Any, count: int) -> None:
     first = [action.stage for action in schedule[: count + 1]]
     if first != [*range(count), count - 1] or not isinstance(schedule[count], Backward):
         raise ValueError(
-            "schedule must run each block only once before the first backward, got a schedule that"
-            " runs a block twice before it"
+            "schedule must run each block exactly once before the first Backward action, got a"
+            " schedule that does not"
         )

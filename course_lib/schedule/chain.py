@@ -248,19 +248,19 @@ def symbolic_chain(
                 raise
             raise ValueError(
                 f"{name} or a later block reads the values of a tensor, for example with"
-                f" .item(){error_location(error)}, but a schedule within a budget is planned on"
-                " symbolic copies, whose tensors have shapes but no values. Pass a Schedule, or"
-                " choose a recipe with a different `checkpoint`. PyTorch's error:"
+                f" .item(){error_location(error)}. To plan a schedule for a memory budget, the"
+                " blocks run on symbolic tensors, which have shapes but no values. Pass a Schedule,"
+                " or choose a recipe with a different `checkpoint`. PyTorch's error:"
                 f" {str(error).splitlines()[0][:80]}"
             ) from error
         except AssertionError as error:
             if "FakeTensor" not in str(error):
                 raise
             raise ValueError(
-                f"{name} has a replaced forward, as after torch.compile(block), but a schedule"
-                " within a budget needs the forward of its class: it is planned on a copy of the"
-                f" block, and the replaced forward would still call {name} itself. Use"
-                " block.compile() instead, or pass a Schedule"
+                f"{name} must have the forward of its class, got a replaced forward, as after"
+                " torch.compile(block). To plan a schedule for a memory budget, a copy of the block"
+                f" runs, but a replaced forward would still call {name} itself. Use block.compile()"
+                " instead, or pass a Schedule"
             ) from error
 
 

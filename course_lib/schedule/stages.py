@@ -116,10 +116,11 @@ def checked_value(name: str, value: Any) -> Any:
             floating-point or complex.
     """
     tensors = list(tensors_in(value))
-    if len(tensors) != 1 and len([tensor for tensor in tensors if differentiable(tensor)]) != 1:
+    floating = [tensor for tensor in tensors if differentiable(tensor)]
+    if len(tensors) != 1 and len(floating) != 1:
         raise TypeError(
-            f"{name} must be one tensor, or a container with one floating-point tensor,"
-            f" got {describe(value)} with {len(tensors)} tensors"
+            f"{name} must be one tensor, or a container with exactly one floating-point tensor,"
+            f" got {describe(value)} with {len(floating)} of them among {len(tensors)} tensors"
         )
     is_lone_tensor = isinstance(value, tuple) and all(
         item is None or item is tensors[0] for item in value
@@ -268,8 +269,9 @@ class KeptStage:
             )
         if attribute := next(_attributes_with_graph(stage), None):
             raise RuntimeError(
-                f"stage {i} stores a tensor that requires a gradient in {attribute}, but gradients"
-                " flow only through the output of the stage; return this tensor, or detach it"
+                f"stage {i} stores in {attribute} a tensor that requires a gradient, but gradients"
+                " flow only through the output of a stage; return this tensor as a part of the"
+                " output, or detach it"
             )
 
     def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:

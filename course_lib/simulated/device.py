@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_lib._check import any_of, positive, whole
+from course_lib._check import positive, whole
 from course_lib._torch.modes import disable_current_modes
 from course_lib._torch.tensors import map_tensors
 from course_lib.offload import Device
@@ -360,9 +360,8 @@ def _checked_rates(rates: dict[str, float | None]) -> dict[str, float]:
     """
     if unknown := rates.keys() - set(RATES):
         raise TypeError(
-            "the options of a SimulatedDevice must be late, early, memory_bytes,"
-            f" {any_of(RATES)}, got"
-            f" {', '.join(sorted(unknown))}"
+            f"a SimulatedDevice has no option {min(unknown)!r}; its options are late, early,"
+            f" memory_bytes, {', '.join(RATES)}"
         )
     return {
         name: math.inf if rates.get(name) is None else positive(name, rates[name]) for name in RATES

@@ -423,8 +423,8 @@ class AccessLog:
         with self.lock:
             if len(self.actors) == MAX_ACTORS:
                 raise RuntimeError(
-                    f"a SimulatedDevice can have at most {MAX_ACTORS} streams and threads; create a"
-                    " new one"
+                    f"a SimulatedDevice can have at most {MAX_ACTORS} streams and threads in"
+                    " total; create a new SimulatedDevice"
                 )
             actor = Actor(name, len(self.actors))
             for other in self.actors:
@@ -532,7 +532,8 @@ class AccessLog:
         race = (
             f"{access} that {task} on {other} has {past}, without waiting for {other}"
             f" ({_calling_line()}). Let {actor} wait for an event that {other} records after"
-            f" {task}. If the memory was freed in between, call `used` while {other} is current"
+            f" {task}. If the memory was freed in between, call the device's method"
+            f" used(tensor) while {other} is the current stream"
         )
         if race not in self.races:
             self.races.append(race)

@@ -249,7 +249,7 @@ ATTENTION_RULES = (
     ),
     AttentionRule(
         CUDNN,
-        "the mask needs no gradient and has 2 or 4 dimensions, each full or 1",
+        ("the mask needs no gradient and has 2 or 4 dimensions, each of full size or of size 1"),
         lambda call: call.mask_broadcasts(),
         "check_attn_mask_shape",
         _SHARED,
@@ -277,14 +277,20 @@ ATTENTION_RULES = (
     ),
     AttentionRule(
         CUDNN + FLASH,
-        "the last stride of the mask is 1, and that of query, key and value or their head size",
+        (
+            "the last stride of the mask is 1, and the last strides of query, key and value"
+            " are 1 unless the head size is 1"
+        ),
         lambda call: call.last_strides_are_1_or_one_element(),
         "check_last_dim_stride_equals_1_dense<true>",
         _SHARED,
     ),
     AttentionRule(
         CUDNN,
-        "batch sizes are equal, and heads too, or those of key and value divide those of the query",
+        (
+            "batch sizes are equal, and the numbers of heads of key and value are equal to"
+            " that of the query, or divide it with enable_gqa=True"
+        ),
         lambda call: call.heads_fit(grouped=True, equal_kv=False),
         "check_batch_size_and_num_heads_dense<true, false>",
         _SHARED,
@@ -292,7 +298,7 @@ ATTENTION_RULES = (
     ),
     AttentionRule(
         FLASH,
-        "as for cuDNN, and key and value have equally many heads",
+        "as for cuDNN, and the numbers of heads of key and value are equal",
         lambda call: call.heads_fit(grouped=True),
         "check_batch_size_and_num_heads_dense<true, true>",
         _SHARED,
@@ -307,8 +313,10 @@ ATTENTION_RULES = (
     ),
     AttentionRule(
         CUDNN,
-        "head sizes are at most 256 on Hopper (192 and 128 for the value on capability 10), else"
-        " 128",
+        (
+            "head sizes are at most 128, or at most 256 on capability 9.0, or 192 for query"
+            " and key with 128 for value on capability 10"
+        ),
         lambda call: (
             max(call.head_sizes) <= (256 if call.gpu.capability == (9, 0) else 128)
             or (call.gpu.capability[0] == 10 and call.head_sizes == (192, 192, 128))
@@ -323,7 +331,7 @@ ATTENTION_RULES = (
     ),
     AttentionRule(
         CUDNN,
-        "there are several keys, and with dropout several queries",
+        "there is more than one key and, with dropout, more than one query",
         lambda call: call.key.shape[-2] != 1 and not (call.dropout and call.query.shape[-2] == 1),
         "check_cudnn_tensor_shapes",
     ),
@@ -358,8 +366,10 @@ ATTENTION_RULES = (
     ),
     AttentionRule(
         FLASH,
-        "training on capability 8.6, 8.9, 12.0 or 12.1 has head sizes up to 192, or over 224"
-        " without dropout",
+        (
+            "in training on a capability of 8.6 to 8.9, 12.0 or 12.1, head sizes are at"
+            " most 192, or above 224 without dropout"
+        ),
         lambda call: (
             not call.needs_backward
             or not any(a <= call.gpu.capability <= b for a, b in _LITTLE_SHARED_MEMORY)
@@ -370,7 +380,10 @@ ATTENTION_RULES = (
     ),
     AttentionRule(
         EFFICIENT,
-        "the head sizes of query and key are equal, and all are multiples of 16 bytes",
+        (
+            "the head sizes of query and key are equal, and all head sizes are multiples of"
+            " the kernel's alignment"
+        ),
         lambda call: (
             call.head_sizes[0] == call.head_sizes[1]
             and all(d > 0 and d % call.alignment() == 0 for d in call.head_sizes)
