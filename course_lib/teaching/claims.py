@@ -68,7 +68,8 @@ def read_claims(file: str, table: str) -> tuple[Claim, ...]:
             return verbatim(words)
         if set(words) != {"en", "zh"} or not all(words.values()):
             raise LabelError(
-                f"a text of {path.parent.name}/{path.name} must be in en and zh: {words}"
+                f"each text in {path.parent.name}/{path.name} must have the entries en (English)"
+                f" and zh (Chinese), got {words}"
             )
         return pair(words["en"], words["zh"])
 
@@ -91,7 +92,8 @@ def claims_table(claims: Sequence[Claim], *measured: str) -> Table:
     """
     if len(measured) != len(claims):
         raise ValueError(
-            f"measured must have one figure per claim, {len(claims)} in all, got {len(measured)}"
+            f"measured must have one value for each of the {len(claims)} claims, got"
+            f" {len(measured)} values"
         )
     columns = ["claim", "source", "experiment", "measured", "verdict"]
     rows = [

@@ -128,7 +128,10 @@ class Experiment:
                     raise
                 problem, smaller = error_summary(error), self._next_smaller(sizes)
                 if smaller is None:
-                    raise MemoryError(f"memory is too small at any size ({problem})") from None
+                    raise MemoryError(
+                        f"{device} has too little memory for the smallest size of this experiment:"
+                        f" {problem}"
+                    ) from None
             finally:
                 release(device)
             # The next attempt starts outside the handler, because the error keeps tensors alive.
@@ -387,7 +390,7 @@ def check_result(name: str, value: object) -> None:
     unit = name.rpartition("_")[2]
     if unit not in UNITS:
         raise ValueError(
-            f"the name of a figure must end in its unit, one of {', '.join(UNITS)}, got {name!r}"
+            f"the name of a result must end in its unit, one of {', '.join(UNITS)}, got {name!r}"
         )
     whole = unit in UNITS[:3]
     if (

@@ -224,8 +224,8 @@ def predictions(
     if scale is None:
         if unit not in _UNITS:
             raise ValueError(
-                f"unit must be one of {', '.join(_UNITS)}, got {unit!r};"
-                " pass scale for another unit"
+                f"unit must be one of {', '.join(_UNITS)} if scale is None, got {unit!r};"
+                " for another unit, also pass scale"
             )
         scale = _UNITS[unit]
     columns: list[str] = [

@@ -147,7 +147,10 @@ def compare_costs(
             rows.append((label, "", "", ""))
             continue
         if not equal_gradients(cost.gradients, first.gradients):
-            raise ValueError(f"lines must leave the gradients equal up to rounding, got {name!r}")
+            raise ValueError(
+                "each of lines must leave the gradients equal up to rounding, but"
+                f" {name!r} does not"
+            )
         kinds = {each.category.__name__ for each in heard if each.category in FOR_USERS}
         ratio, printed = cost.flops / first.flops, ", ".join(f"`{kind}`" for kind in sorted(kinds))
         rows.append((label, round(cost.peak_bytes / 1e6, 1), round(ratio, 2), printed))

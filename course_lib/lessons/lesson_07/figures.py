@@ -230,7 +230,7 @@ def draw_recipes(points: Sequence[RecipeCosts], budget: int = 60, intensity: int
         ValueError: `points` is empty.
     """
     if not points:
-        raise ValueError("points must contain at least one stored estimate, got none")
+        raise ValueError("points must contain at least one estimate, got none")
     rate = RATES["laptop"].fp32_flops
     seconds = {point: (point.flops + intensity * point.moved_bytes) / rate for point in points}
     fitting = [p for p in points if p.peak_bytes <= budget * 1e6]

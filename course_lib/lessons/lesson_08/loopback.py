@@ -85,9 +85,15 @@ def bytes_sent(ranks: int, what: Sequence[str] = tuple(COLLECTIVES)) -> dict[str
     try:
         ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     except OSError as error:  # the program does not exist, or a folder in PATH cannot be read
-        raise RuntimeError(f"no empty network namespace can be made here: {error}") from None
+        raise RuntimeError(
+            "sent bytes are counted in a new network namespace of Linux, which this machine cannot"
+            f" create: {error}"
+        ) from None
     if ran.returncode:
-        raise RuntimeError(f"no bytes were counted: {ran.stderr.strip()[-2000:]}")
+        raise RuntimeError(
+            "the process that counts the sent bytes failed; its error output:"
+            f" {ran.stderr.strip()[-2000:]}"
+        )
     return json.loads(next(line for line in ran.stdout.splitlines() if line.startswith("{")))
 
 

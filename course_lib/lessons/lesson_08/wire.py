@@ -114,7 +114,7 @@ class RankWire(_ByteCounter):
         if shard.shape != own.shape:
             shapes = tuple(shard.shape), tuple(own.shape)
             raise ValueError(
-                f"shard must be this rank's, of shape {shapes[1]}, got shape {shapes[0]}"
+                f"shard must be the shard of this rank, of shape {shapes[1]}, got shape {shapes[0]}"
             )
         whole = torch.cat(
             [shard if r == self._rank else each for r, each in enumerate(self._shards)]

@@ -121,7 +121,9 @@ class Sheet:
     def __getattr__(self, name: str) -> Any:
         if name in SECTIONS:
             raise MissingResult(name)
-        raise AttributeError(f"a sheet has no {name!r}", name=name)
+        raise AttributeError(
+            f"a Sheet has no attribute {name!r}; its results are {', '.join(SECTIONS)}", name=name
+        )
 
     @contextmanager
     def part(self, section: str) -> Iterator[None]:
