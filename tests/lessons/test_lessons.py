@@ -460,7 +460,7 @@ def test_collectives_of_one_simulated_rank_equal_those_of_all_ranks():
         assert torch.equal(wire.all_gather(shards[rank]), whole)
         assert torch.allclose(wire.reduce_scatter(gradients[rank]), sums[rank])
         assert wire.sent_bytes == everyone.sent_bytes
-        with pytest.raises(ValueError, match="shard must be this rank's"):
+        with pytest.raises(ValueError, match="shard must be the shard of this rank"):
             wire.all_gather(whole)
         with pytest.raises(ValueError, match="tensor must be the whole gradient"):
             wire.reduce_scatter(shards[rank])

@@ -644,7 +644,7 @@ def run_command(monkeypatch, capsys, folder):
         ("--model nowhere:model", "'nowhere:model', which is not found"),
         ("--model rank_code:small --batch 8", "--batch cannot be combined with --model"),
         ("--resume nowhere", "resume must be a folder with a complete checkpoint"),
-        ("--model rank_code:mean", "--model must create a model with a method loss_sum"),
+        ("--model rank_code:mean", "must have a method loss_sum"),
         ("--every 2", "--every needs --save"),
         ("--max-norm 0", "--max-norm must"),
         ("--budget 48", "--budget must have a unit"),

@@ -203,8 +203,8 @@ def _task_of_function(name: str) -> Task:
     make_batch = getattr(make_model, "make_batch", None)
     if not callable(make_batch):
         raise ValueError(
-            "--model must be a function with an attribute make_batch, a function that returns a"
-            f" batch, got {name!r}, which is {describe(make_model)} without this attribute"
+            "--model must name a function with an attribute make_batch, which must be a function"
+            f" that returns a batch. Got {name!r}, {describe(make_model)} without this attribute"
         )
     loss_sum = getattr(make_model, "loss_sum", None)
     takes_arguments("--model", make_model, "no arguments")
@@ -212,10 +212,10 @@ def _task_of_function(name: str) -> Task:
     with symbolic():
         if loss_sum is None and not has_loss_sum(make_model()):
             raise ValueError(
-                "--model must create a model with a method loss_sum(batch) that returns (sum of"
-                " losses, weight), where the weight is, for example, the number of tokens, got"
-                f" {name!r}; add this method, or give the function an attribute loss_sum(model,"
-                " batch) that returns the same pair"
+                f"the model of --model {name} must have a method loss_sum(batch), got none. Add"
+                " this method to the model, or the attribute loss_sum(model, batch) to the"
+                " function that creates the model. Either must return (sum of losses, weight),"
+                " where the weight is, for example, the number of tokens"
             )
     return Task(
         partial(_without_cache, make_model),
