@@ -363,7 +363,7 @@ REJECTED = [
     (Pictures, FLASH, "attention must be 'standard' for a Pictures"),
     (partial(decoder, dropout=0.1), FLASH, "attention must"),
     (Decoder, Recipe(attention="sdpa"), "attention must be .* for a Decoder .*, got 'sdpa'"),
-    (partial(TinyForCausalLM, "capped"), Recipe(head_chunk=8), "head_chunk must be None .* applies div"),
+    (partial(TinyForCausalLM, "capped"), Recipe(head_chunk=8), "head_chunk must .* applies div"),
     (Smoothed, Recipe(head_chunk=8), "head_chunk must be None .* sets label_smoothing"),
     (OtherLoss, Recipe(head_chunk=8), "head_chunk must be None .* does not pass its logits"),
     (partial(nn.Embedding, 3, 3), Recipe(head_chunk=8), "head_chunk must"),
@@ -400,7 +400,7 @@ def test_unsuitable_model_raises_one_line_error_for_each_technique(make, recipe,
 def test_estimate_rejects_nn_transformer_mask_and_suggests_is_causal():
     make = partial(Translator, lambda n: torch.randn(n, n))
     line = Translator.loss.__code__.co_firstlineno + 2
-    message = rf"^the step reads the .*third_party_models.py, line {line}, .* Pass the argument is_causal \("
+    message = rf"^the step reads the .*third_party_models.py, line {line}, .* argument is_causal \("
     with pytest.raises(ValueError, match=message):
         estimate(make, lambda: torch.randn(2, 6, 16), Recipe())
 

@@ -106,7 +106,7 @@ def test_fit_tries_every_sharding_mode_and_skips_unneeded_techniques():
     assert steps[0].recipe.shard == "ddp" and steps[-1].recipe == found[0].recipe
     sharded = fit(Blocks, rows, peaks["ddp"], base=Recipe(ranks=4, shard="zero3"), rates="H100")
     assert {e.recipe.shard for e in sharded} == {"zero3"}
-    with pytest.raises(InfeasibleBudget, match=r"the lowest peak found is .* with Recipe\(.*ranks=4"):
+    with pytest.raises(InfeasibleBudget, match=r"lowest peak found is .* with Recipe\(.*ranks=4"):
         fit(Blocks, rows, 10_000, base=Recipe(ranks=4))
 
 

@@ -112,7 +112,10 @@ def test_choosing_one_language_overrides_language_environment_variable(monkeypat
     ("call", "message"),
     [
         (lambda: entries({"library": {"{n} tokens": "{m}"}}), r"'\{n\} tokens' in \[library\]"),
-        (lambda: entries({"library": {"a": "甲"}, "x": {"a": "乙"}}), r"'a' must be in one section only, got it in \[x\]"),
+        (
+            lambda: entries({"library": {"a": "甲"}, "x": {"a": "乙"}}),
+            r"'a' must .* got it in \[x\]",
+        ),
         (lambda: text("{n} tokens", m=1), r"\['n'\], but got \['m'\]"),
     ],
 )
@@ -184,7 +187,9 @@ def test_label_without_chinese_raises_only_in_strict_mode(small_catalog, monkeyp
     assert in_both_languages(nested) == ("a step of my own label", "my own label的一步")
     monkeypatch.setenv("COURSE_LABELS", "strict")
     for label in ("my own label", nested, inside, listing, f"{nested} · 3 MB"):
-        with pytest.raises(LabelError, match=r"'my own label'.*must have a Chinese translation: add an entry to"):
+        with pytest.raises(
+            LabelError, match=r"'my own label'.*must have a Chinese translation: add an"
+        ):
             show(label)
     for label in ("`my own label`", "slow", text("a step of {arm}", arm="`4 bytes`")):
         assert show(label)

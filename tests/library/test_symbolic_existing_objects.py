@@ -201,7 +201,7 @@ def with_generator():
         (tied, lambda model: torch.optim.LBFGS(model.parameters()), "optimizer must have a step"),
         (tied, lambda model: "adam", "recipe must be a Recipe, got 'adam'"),
         (tied, lambda model: lambda parameters: 3, "recipe must be a Recipe, an optimizer or"),
-        (with_generator, lambda model: torch.optim.AdamW, "copy.deepcopy .*pass two functions with"),
+        (with_generator, lambda model: torch.optim.AdamW, "copy.deepcopy .*pass two functions"),
         (tied, lambda model: torch.optim.Adafactor(model.parameters()), "optimizer='adafactor'"),
         (checkpointed, lambda model: torch.optim.SGD, "run by checkpoint_blocks or by a schedule"),
         (hooked, lambda model: torch.optim.SGD, "no hooks on parameters, got hooks on 0.weight"),
