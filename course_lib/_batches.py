@@ -25,8 +25,8 @@ Split = Callable[[Any, int], Sequence[Any]]
 ARRAYS = (Tensor, np.ndarray)
 #: Advice, in error messages, for a batch that `split` cannot cut.
 GIVE_SPLIT = (
-    "pass a function split(batch, parts) that returns a list of `parts` batches (in"
-    " a command, make it the attribute split of the function of --model)"
+    "pass a function split(batch, parts) that returns a list of `parts` batches. In a command, set"
+    " this function as the attribute `split` of the function that --model names"
 )
 #: Name of the attribute with which a model allows micro-batches although it has BatchNorm.
 ALLOWS_BATCH_NORM = "batch_norm_per_micro_batch"

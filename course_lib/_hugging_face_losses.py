@@ -22,9 +22,9 @@ from ._check import describe, kind
 
 #: Advice, in error messages, on how to pass a loss whose weight is known.
 GIVE_LOSS_SUM = (
-    "give the model a method loss_sum(batch) that returns (sum of losses, weight),"
-    " or pass a function loss_sum(model, batch) that returns the same pair (in a"
-    " command, make it the attribute loss_sum of the function of --model)"
+    "give the model a method loss_sum(batch) that returns (sum of losses, weight), or pass a"
+    " function loss_sum(model, batch) that returns this pair. In a command, set this function as"
+    " the attribute `loss_sum` of the function that --model names"
 )
 
 
@@ -242,8 +242,8 @@ def hugging_face_loss(
     if loss is None or not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(
             f"batch must contain what {name} needs to return a loss, such as labels, got"
-            f" {describe(batch)} with the keys {', '.join(map(str, batch))}; add what is missing,"
-            f" or {GIVE_LOSS_SUM}"
+            f" {describe(batch)} with the keys {', '.join(map(str, batch))}. Add the missing"
+            f" arguments, or {GIVE_LOSS_SUM}"
         )
     labels = [(target, ignored) for mean, target, ignored in recorder.means if mean is loss]
     if not labels and micro_batches > 1:

@@ -63,8 +63,8 @@ UNINITIALIZED = (
     " initialized parameters"
 )
 INITIALIZE = (
-    "Use layers whose sizes are all given, such as nn.Linear(8, 4) instead of"
-    f" nn.LazyLinear(4). Or call the model once inside make_model, and then {MEASURE}"
+    "Use layers whose sizes are all given, such as nn.Linear(8, 4) instead of nn.LazyLinear(4). To"
+    f" keep a lazy module, call the model once inside make_model, and {MEASURE}"
 )
 _SYMBOLIC_LOG = logging.getLogger(LOG)
 
@@ -283,9 +283,9 @@ def explain_symbolic_errors() -> Iterator[None]:
         raise ValueError(
             "make_model and make_batch must create all their tensors with PyTorch operators, got a"
             " tensor that was created earlier or without an operator (as by"
-            f" torch.frombuffer){error_location(error)}. An estimate runs on symbolic tensors and"
-            f" cannot use this one. Create it inside these functions, or {MEASURE}. If you passed a"
-            " model or a batch, pass a function that creates it instead"
+            f" torch.frombuffer){error_location(error)}. Create this tensor inside these functions,"
+            f" or {MEASURE}. If you passed a model or a batch, pass a function that creates the"
+            " model or the batch instead"
         ) from error
 
 

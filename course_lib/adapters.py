@@ -95,8 +95,8 @@ def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base
     if hasattr(model, "peft_config"):
         raise ValueError(
             "make_model must return a model without adapters, got"
-            f" {describe(model)} with adapters. For this model, do not use with_adapters, or --lora"
-            " in the command"
+            f" {describe(model)} with adapters. For this model, leave out with_adapters (in a"
+            " command, leave out --lora)"
         )
     if is_symbolic() and not all(map(is_symbolic, model.parameters())):
         # Without this error, the weights of the user's own model would be frozen below.

@@ -287,9 +287,9 @@ def _by_transformers(
     kinds = [name for name, each in classes.items() if type(settings) in each._model_mapping]
     if not kinds:
         raise ValueError(
-            f"model_type must have a language model in transformers, got {name!r}. For other"
-            " models, pass --model with a function that returns a model, and --batch-from with a"
-            " function that returns a batch"
+            "model_type must be a type for which transformers has a language model, got"
+            f" {name!r}. For other models, pass --model with a function that returns a model, and"
+            " --batch-from with a function that returns a batch"
         )
     text_settings = settings.get_text_config()
     longest = getattr(text_settings, "max_position_embeddings", None)

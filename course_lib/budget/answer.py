@@ -166,9 +166,9 @@ def _check_framework(
         )
     if given.check and framework.has_own_step:
         raise ValueError(
-            f"--check cannot be combined with --for {framework.name}, because the script runs a"
-            " different training step than --check. Leave out --check, and run the printed script"
-            " under course_lib.memory.MemoryMeter"
+            f"--check cannot be combined with --for {framework.name}, because the script that --for"
+            " prints runs a different training step than --check. Leave out --check, and run the"
+            " printed script under course_lib.memory.MemoryMeter"
         )
     # Only ranks and shard are checked here, with a precision that every framework can run. The
     # precisions are checked during the search.
@@ -176,8 +176,8 @@ def _check_framework(
     own_tier = "host" if machine.kind == "cuda" else "file"
     if machine.tier != own_tier:
         raise ValueError(
-            f"--tier must be {own_tier} with --for, got {machine.tier}: the script that --for"
-            " writes offloads to host memory if it trains on a GPU, and to a file otherwise"
+            f"--tier must be {own_tier} with --for, got {machine.tier}: the generated script"
+            " offloads to host memory if it trains on a GPU, and to a file otherwise"
         )
     if problem := framework.conflict(ranks) or framework.unsupported_reason(model):
         raise ValueError(problem)

@@ -115,15 +115,15 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         takes_arguments("loss_sum", loss_sum, "(model, batch)", model, None)
         if runs_stages(model, recipe):
             raise ValueError(
-                f"for a model with a method stages(), a recipe with"
-                f" checkpoint={recipe.checkpoint!r} and blocks=None uses the loss of this method,"
-                " so loss_sum must be None, got a function. Leave out loss_sum, or set blocks to"
-                " the names of the model's blocks"
+                "loss_sum must be None for a model with a method stages() and a recipe with"
+                f" checkpoint={recipe.checkpoint!r} and blocks=None, got a function: the stages"
+                " already compute the loss. Leave out loss_sum, or set blocks to the names of the"
+                " model's blocks"
             )
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
         raise TypeError(
-            f"model must have a loss, got {describe(model)} without one; {GIVE_LOSS_SUM}; for"
-            f" example: {LOSS_SUM_EXAMPLE}"
+            f"model must have a loss, got {describe(model)} without one; {GIVE_LOSS_SUM}. Example"
+            f" of such a function: {LOSS_SUM_EXAMPLE}"
         )
     elif not has_loss_sum(model) and count > 1:
         raise ValueError(

@@ -28,9 +28,9 @@ from .step import check_function, check_recipe
 Optimizer = torch.optim.Optimizer
 UNCHANGED = Recipe(precision=None, attention=None)
 PASS_FUNCTIONS = (
-    "instead of existing objects, pass two functions without arguments, one that"
-    " returns the model and one that returns the batch, and as recipe a Recipe or a"
-    " function that takes parameters and returns an optimizer"
+    "instead of a model and a batch, pass two functions without arguments: one that returns the"
+    " model, and one that returns the batch. As recipe, pass a Recipe, or a function that takes"
+    " parameters and returns an optimizer"
 )
 
 
@@ -119,20 +119,20 @@ def _check_estimable(optimizer: Optimizer) -> None:
     name, home = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
     if name in _RECIPE_OPTIMIZERS:
         raise ValueError(
-            "an estimate uses symbolic tensors, which have no values, so the optimizer must not"
-            f" read values, got {describe(optimizer)}. Pass no optimizer, but the recipe"
+            "in an estimate, the optimizer must not read the values of tensors, because symbolic"
+            f" tensors have none, got {describe(optimizer)}. Instead of this optimizer, pass"
             f" Recipe(precision=None, attention=None, optimizer={_RECIPE_OPTIMIZERS[name]!r})"
         )
     if home == "bitsandbytes":
         raise ValueError(
-            "an estimate uses symbolic tensors, which have no values and which optimizers of"
-            f" bitsandbytes do not support, got {describe(optimizer)} of bitsandbytes. Measure the"
-            " step with course_lib.memory.MemoryMeter instead"
+            "an estimate does not support optimizers of bitsandbytes, because they cannot run on"
+            f" symbolic tensors, got {describe(optimizer)}. Measure the step with"
+            " course_lib.memory.MemoryMeter instead"
         )
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         raise ValueError(
             f"the optimizer must not wrap another optimizer, got {describe(optimizer)}; pass the"
-            " wrapped optimizer, which is its attribute `optimizer`"
+            " wrapped optimizer instead, which is the attribute `optimizer` of the given one"
         )
 
 

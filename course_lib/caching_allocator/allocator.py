@@ -139,7 +139,7 @@ class CachingAllocator:
         Raises:
             ValueError: The block was already freed, or belongs to another allocator.
         """
-        kind("block", block, Block, "a block that allocate returned")
+        kind("block", block, Block, "a block that `allocate` returned")
         named = f"the block of {block.size_bytes} bytes at {block.address:#x}"
         if not block.allocated:
             raise ValueError(f"{named} was freed already")
@@ -186,8 +186,8 @@ class CachingAllocator:
             if (what == "birth") == (storage in live):
                 allowed = "not be" if what == "birth" else "be"
                 raise ValueError(
-                    f"the storage of a {what!r} event must {allowed} allocated before the event,"
-                    f" got event {number} for storage {storage!r}"
+                    f"before a {what!r} event, its storage must {allowed} allocated, but this is"
+                    f" not so for event {number} with storage {storage!r}"
                 )
             if what == "birth":
                 live[storage] = self.allocate(size_bytes, *frames)

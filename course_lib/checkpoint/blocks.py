@@ -468,7 +468,7 @@ def _matching_names(model: nn.Module, blocks: str | Sequence[str]) -> list[str]:
     patterns = (
         [blocks]
         if isinstance(blocks, str)
-        else kind("blocks", blocks, (list, tuple), "names, or None")
+        else kind("blocks", blocks, (list, tuple), "a name, a list of names, or None")
     )
     callable_names = [name for name, module in model.named_modules() if _has_forward(module)]
     matching = [

@@ -82,6 +82,8 @@ class MemoryBudgetExceeded(RuntimeError):
         wanted, live, budget = map(
             bytes_in_english, (self.wanted_bytes, self.live_bytes, self.budget_bytes)
         )
+        if self.operator == ENTRY:
+            return f"model and optimizer alone need {wanted}, but the budget is {budget}"
         needs = f"{self.operator} needs {wanted} in addition to {live} that are live"
         return f"{needs}, but the budget is {budget}"
 

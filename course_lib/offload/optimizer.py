@@ -353,9 +353,9 @@ def _defaults_and_state_names(base: Any, base_kwargs: dict) -> tuple[dict[str, A
         raise TypeError(argument_message("base", allowed, describe(base)))
     if needs_closure(base) or (hasattr(base, "train") and hasattr(base, "eval")):
         raise TypeError(
-            "base must be an optimizer class whose step() needs no closure and no call of"
+            "base must be an optimizer class that works without a closure and without"
             f" optimizer.train(), got {describe(base)}. Pass another class, such as"
-            " torch.optim.AdamW, or do not offload the state of this one"
+            f" torch.optim.AdamW, or use {describe(base)} without offloading"
         )
     p = nn.Parameter(torch.zeros(2, 2))
     p.grad = torch.zeros(2, 2)

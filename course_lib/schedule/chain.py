@@ -257,10 +257,10 @@ def symbolic_chain(
             if "FakeTensor" not in str(error):
                 raise
             raise ValueError(
-                f"{name} must have the forward of its class, got a replaced forward, as after"
+                f"the method forward of {name} must not be replaced, as it is after"
                 " torch.compile(block). To plan a schedule for a memory budget, a copy of the block"
-                f" runs, but a replaced forward would still call {name} itself. Use block.compile()"
-                " instead, or pass a Schedule"
+                f" runs, but its replaced forward would run the original {name}. Use"
+                " block.compile() instead, or pass a Schedule"
             ) from error
 
 

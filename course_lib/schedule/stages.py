@@ -120,7 +120,8 @@ def checked_value(name: str, value: Any) -> Any:
     if len(tensors) != 1 and len(floating) != 1:
         raise TypeError(
             f"{name} must be one tensor, or a container with exactly one floating-point tensor,"
-            f" got {describe(value)} with {len(floating)} of them among {len(tensors)} tensors"
+            f" got {describe(value)} with {len(tensors)} tensors, of which {len(floating)} are"
+            " floating-point tensors"
         )
     is_lone_tensor = isinstance(value, tuple) and all(
         item is None or item is tensors[0] for item in value

@@ -68,9 +68,9 @@ def _segments(lines: Lines) -> tuple[list[str], str]:
     ]
     if trained != [False, True]:
         raise ValueError(
-            f"no script with checkpoint='segments' can be written for {describe(model)}. The first"
-            " item of model.stages(batch) must have no parameters and return the inputs of the"
-            " batch. The second item must be a module with parameters"
+            "in a script with checkpoint='segments', model.stages(batch) must return first a"
+            " function without parameters, which returns the model's inputs in the batch, and"
+            f" second a module with parameters, got other items from {describe(model)}"
         )
     lines.use("torch.utils.checkpoint", "checkpoint_sequential")
     random = "" if may_draw(model) else ", preserve_rng_state=False"

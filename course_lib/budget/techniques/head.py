@@ -261,9 +261,9 @@ class Logits(Tensor):
             )
         if self.hidden.dim() != 2:
             raise ValueError(
-                "head_chunk must be None for a model whose logits do not have the shape (tokens,"
-                f" vocabulary) in F.cross_entropy, {self.about}, whose logits have"
-                f" {self.hidden.dim()} dimensions"
+                "head_chunk needs logits of shape (tokens, vocabulary) in F.cross_entropy,"
+                f" {self.about}, whose logits have {self.hidden.dim()} dimensions; set head_chunk"
+                " to None"
             )
         self.used.append(True)
 

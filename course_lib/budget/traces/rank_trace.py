@@ -250,7 +250,7 @@ def _explain_sharded_parameters(recipe: Recipe) -> Iterator[None]:
         raise ValueError(
             "shard must be 'ddp' or 'zero1' for a loss that uses parameters outside of model(...),"
             f" got {recipe.shard!r}. Sharded parameters are gathered only while model(...) runs, so"
-            " let the loss call the model"
+            " let the loss use parameters only through model(...)"
         ) from error
 
 

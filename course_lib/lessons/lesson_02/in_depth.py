@@ -164,7 +164,10 @@ def attention_saving(length: int) -> int:
         peaks.append(meter.peak_bytes)
         outputs.append(y.detach())
     if not torch.equal(*outputs):
-        raise ValueError("the outputs with and without checkpoints must be equal")
+        raise ValueError(
+            "the outputs with and without checkpoints must be equal, but they differ, so the peaks"
+            " cannot be compared"
+        )
     return peaks[0] - peaks[1]
 
 

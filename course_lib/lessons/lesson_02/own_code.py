@@ -148,8 +148,8 @@ def compare_costs(
             continue
         if not equal_gradients(cost.gradients, first.gradients):
             raise ValueError(
-                "each of lines must leave the gradients equal up to rounding, but"
-                f" {name!r} does not"
+                "each entry of lines must leave the gradients unchanged up to rounding, but"
+                f" {name!r} changes them"
             )
         kinds = {each.category.__name__ for each in heard if each.category in FOR_USERS}
         ratio, printed = cost.flops / first.flops, ", ".join(f"`{kind}`" for kind in sorted(kinds))
