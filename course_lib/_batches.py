@@ -25,8 +25,8 @@ Split = Callable[[Any, int], Sequence[Any]]
 ARRAYS = (Tensor, np.ndarray)
 #: Advice, in error messages, for a batch that `split` cannot cut.
 GIVE_SPLIT = (
-    "pass a function split(batch, parts) that returns a list of `parts` batches. In a command, set"
-    " this function as the attribute `split` of the function that --model names"
+    "pass a function split(batch, parts) that returns a list of `parts` batches. On the command"
+    " line, give the function of --model this attribute: make_model.split = split"
 )
 #: Name of the attribute with which a model allows micro-batches although it has BatchNorm.
 ALLOWS_BATCH_NORM = "batch_norm_per_micro_batch"
@@ -166,12 +166,12 @@ def _checked_length(batch: Any) -> int:
             nested = "a nested tensor" if array.is_nested else "a tensor"
             raise TypeError(
                 f"batch must contain only dense tensors so that it can be split, got {key},"
-                f" {nested} with the layout {array.layout}; {GIVE_SPLIT}"
+                f" {nested} with the layout {array.layout}. For other batches, {GIVE_SPLIT}"
             )
     if not found:
         raise TypeError(
             "batch must be a tensor or a container of tensors so that it can be split, got"
-            f" {describe(batch)} without tensors; {GIVE_SPLIT}"
+            f" {describe(batch)} without tensors. For other batches, {GIVE_SPLIT}"
         )
     (key, first), *others = found
     differing = [each for each in others if each[1].shape[:1] != first.shape[:1]]
@@ -182,7 +182,7 @@ def _checked_length(batch: Any) -> int:
         )
         raise ValueError(
             "batch must have the same number of samples in all tensors so that it can be split,"
-            f" got {actual}; {GIVE_SPLIT}"
+            f" got {actual}. For other batches, {GIVE_SPLIT}"
         )
     return len(first)
 

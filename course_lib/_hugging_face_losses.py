@@ -23,8 +23,8 @@ from ._check import describe, kind
 #: Advice, in error messages, on how to pass a loss whose weight is known.
 GIVE_LOSS_SUM = (
     "give the model a method loss_sum(batch) that returns (sum of losses, weight), or pass a"
-    " function loss_sum(model, batch) that returns this pair. In a command, set this function as"
-    " the attribute `loss_sum` of the function that --model names"
+    " function loss_sum(model, batch) that returns this pair. On the command line, give the"
+    " function of --model this attribute: make_model.loss_sum = loss_sum"
 )
 
 
@@ -241,9 +241,9 @@ def hugging_face_loss(
     name = type(model).__name__
     if loss is None or not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(
-            f"batch must contain what {name} needs to return a loss, such as labels, got"
-            f" {describe(batch)} with the keys {', '.join(map(str, batch))}. Add the missing"
-            f" arguments, or {GIVE_LOSS_SUM}"
+            f"batch must contain all arguments with which {name} returns a loss, such as labels,"
+            f" got {describe(batch)} with the keys {', '.join(map(str, batch))}. Add the missing"
+            f" ones, or {GIVE_LOSS_SUM}"
         )
     labels = [(target, ignored) for mean, target, ignored in recorder.means if mean is loss]
     if not labels and micro_batches > 1:

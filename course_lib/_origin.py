@@ -283,9 +283,9 @@ def explain_symbolic_errors() -> Iterator[None]:
         raise ValueError(
             "make_model and make_batch must create all their tensors with PyTorch operators, got a"
             " tensor that was created earlier or without an operator (as by"
-            f" torch.frombuffer){error_location(error)}. Create this tensor inside these functions,"
-            f" or {MEASURE}. If you passed a model or a batch, pass a function that creates the"
-            " model or the batch instead"
+            f" torch.frombuffer){error_location(error)}. Create this tensor inside these functions"
+            f" with an operator such as torch.zeros, or {MEASURE}. If you passed a model or a"
+            " batch, pass a function that creates the model or the batch instead"
         ) from error
 
 

@@ -353,8 +353,8 @@ def _by_function(given: Namespace) -> Workload:
         make_batch = named_function("--batch-from", given.batch_from)
     if make_batch is None:
         raise ValueError(
-            "pass --batch-from package.module:function, where the function returns a batch, or"
-            f" give {given.model} an attribute make_batch, which is such a function; got neither"
+            "a function that returns a batch is missing: pass it with --batch-from"
+            f" package.module:function, or set it as the attribute make_batch of {given.model}"
         )
     samples = samples_of(make_batch)
     batch = "a batch whose number of samples is not known"

@@ -149,7 +149,8 @@ def _parallel_module(model: nn.Module) -> nn.Module | None:
     if not isinstance(model, FSDPModule):
         wrapper_names = f"a model with {', '.join(map(describe, wrappers))}"
         raise TypeError(
-            "model must contain one DistributedDataParallel, be sharded as a whole by fully_shard,"
-            f" or contain no module that synchronizes gradients, got {wrapper_names}"
+            "if modules of model synchronize gradients, model must contain exactly one"
+            " DistributedDataParallel, or fully_shard must have been called on model itself, got"
+            f" {wrapper_names}"
         )
     return model

@@ -635,8 +635,8 @@ def _check_loss_sum(pair: Any, name: str) -> tuple[Tensor, Real | Tensor]:
         torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)
     ):
         raise TypeError(
-            f"{name} must return as its weight a number, or a scalar tensor that does not require"
-            f" gradients, got {describe(weight)}"
+            f"the weight that {name} returns must be a number, or a scalar tensor that does not"
+            f" require gradients, got {describe(weight)}"
         )
     return loss, weight
 
@@ -650,8 +650,8 @@ def _check_micro_batches(given: Any) -> None:
     if pair or isinstance(given, (Tensor, Mapping)):
         actual = f"{describe(given)}{' of tensors' if pair else ''}, which may be a single batch"
         raise TypeError(
-            f"micro_batches must be several batches, such as split(batch, 8) or a list, got"
-            f" {actual}"
+            "micro_batches must be a list or another iterable of batches, such as split(batch, 8),"
+            f" which makes 8 of them, got {actual}"
         )
 
 

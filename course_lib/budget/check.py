@@ -82,7 +82,8 @@ def compare_with_estimate(workload: Workload, recipe: Recipe) -> MemoryCompariso
     ).peak_bytes
     if predicted > (there := _memory(device)):
         raise MemoryError(
-            f"the step needs {bytes_text(predicted)}, but this machine has {bytes_text(there)}"
+            f"--check needs {bytes_text(predicted)} for the step, but device {device} has"
+            f" only {bytes_text(there)}"
         )
     with torch.device(device):
         model, optimizer = build(workload.make_model, recipe, state=True)

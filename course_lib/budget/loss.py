@@ -70,9 +70,9 @@ def loss_of(
         if is_symbolic() or "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            "the model uses a symbolic tensor, which has no values, because its code stored the"
-            " tensor during an earlier estimate, for example in a global cache. Clear that cache,"
-            " or run the step in a process without an earlier estimate"
+            "the model uses a symbolic tensor, which has no values. Code of the model stored it"
+            " during an earlier estimate, for example in a global cache. Clear that cache, or run"
+            " the step in a process without an earlier estimate"
         ) from error
 
 
@@ -115,10 +115,9 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         takes_arguments("loss_sum", loss_sum, "(model, batch)", model, None)
         if runs_stages(model, recipe):
             raise ValueError(
-                "loss_sum must be None for a model with a method stages() and a recipe with"
-                f" checkpoint={recipe.checkpoint!r} and blocks=None, got a function: the stages"
-                " already compute the loss. Leave out loss_sum, or set blocks to the names of the"
-                " model's blocks"
+                f"with checkpoint={recipe.checkpoint!r} and blocks=None, the model's own stages"
+                " compute the loss, so loss_sum must be None, got a function. Leave out loss_sum,"
+                " or set blocks to the names of the model's blocks"
             )
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
         raise TypeError(
@@ -128,7 +127,8 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     elif not has_loss_sum(model) and count > 1:
         raise ValueError(
             f"micro_batches must be 1 for a {name}, got {count}: its loss is a mean, and the"
-            f" number of tokens or samples in that mean is not known; {GIVE_LOSS_SUM}"
+            f" number of tokens or samples in that mean is not known. To use several micro-batches,"
+            f" {GIVE_LOSS_SUM}"
         )
     if (
         recipe.offload_activations

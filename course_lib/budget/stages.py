@@ -113,9 +113,9 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
     inside = len(stages) - 2
     if recipe.segments > inside:
         raise ValueError(
-            f"segments must be at most {max(inside, 0)}, got {recipe.segments}. The limit is the"
-            f" number of functions that {type(model).__name__}.stages returns between the first"
-            " function with parameters and the last function, without counting these two"
+            f"segments must be at most {max(inside, 0)}, got {recipe.segments}: of the functions"
+            f" that {type(model).__name__}.stages returns, only those after the first one with"
+            " parameters and before the very last one are put into segments"
         )
     # Each segment of stages is wrapped in a checkpoint instead of running in a ScheduledSequential.
     # A ScheduledSequential recomputes whole stages. A checkpoint stops at the last tensor that

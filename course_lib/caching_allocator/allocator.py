@@ -186,8 +186,8 @@ class CachingAllocator:
             if (what == "birth") == (storage in live):
                 allowed = "not be" if what == "birth" else "be"
                 raise ValueError(
-                    f"before a {what!r} event, its storage must {allowed} allocated, but this is"
-                    f" not so for event {number} with storage {storage!r}"
+                    f"storage {storage!r} must {allowed} allocated before event {number}, because"
+                    f" this event is a {what}"
                 )
             if what == "birth":
                 live[storage] = self.allocate(size_bytes, *frames)

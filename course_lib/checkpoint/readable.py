@@ -99,8 +99,8 @@ def checkpoint(
     if use_reentrant:
         if kwargs or keep is not None:
             raise ValueError(
-                "use_reentrant must be False if `keep`, or a keyword argument for the function, is"
-                " passed, got True"
+                "with `keep` or with keyword arguments for the function, use_reentrant must be"
+                " False, got True"
             )
         return _Reentrant.apply(function, preserve_rng_state, *args)
     if not torch.is_grad_enabled():
@@ -173,9 +173,9 @@ class _Region:
         tensor, slot.tensors[backward] = slot.tensors[backward], None
         if tensor is None:
             raise CheckpointError(
-                "a backward pass must read each tensor saved in a checkpoint only once, but read"
-                " one a second time; in a custom torch.autograd.Function, read ctx.saved_tensors"
-                " only once"
+                "a backward pass must read each saved tensor of a checkpointed function only once,"
+                " but it read the same tensor twice; in a custom torch.autograd.Function, read"
+                " ctx.saved_tensors only once"
             )
         if backward == -1:  # the graph is only inspected, so no other slot will be read
             for other in filter(None, (ref() for ref in self.slots)):

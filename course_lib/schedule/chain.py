@@ -257,10 +257,10 @@ def symbolic_chain(
             if "FakeTensor" not in str(error):
                 raise
             raise ValueError(
-                f"the method forward of {name} must not be replaced, as it is after"
-                " torch.compile(block). To plan a schedule for a memory budget, a copy of the block"
-                f" runs, but its replaced forward would run the original {name}. Use"
-                " block.compile() instead, or pass a Schedule"
+                f"{name} must keep the method forward of its class, but this method was replaced,"
+                " for example by torch.compile(block). To plan a schedule for a memory budget, a"
+                f" copy of the block runs, but the replaced method would run {name} instead of the"
+                " copy. Use block.compile() instead, or pass a Schedule"
             ) from error
 
 

@@ -68,9 +68,9 @@ def _segments(lines: Lines) -> tuple[list[str], str]:
     ]
     if trained != [False, True]:
         raise ValueError(
-            "in a script with checkpoint='segments', model.stages(batch) must return first a"
-            " function without parameters, which returns the model's inputs in the batch, and"
-            f" second a module with parameters, got other items from {describe(model)}"
+            f"a script with checkpoint='segments' cannot be written for {describe(model)}. The"
+            " first item that its method stages(batch) returns must be a function without weights"
+            " that selects the inputs from the batch; the second must be a module with weights"
         )
     lines.use("torch.utils.checkpoint", "checkpoint_sequential")
     random = "" if may_draw(model) else ", preserve_rng_state=False"

@@ -332,9 +332,9 @@ def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
         in_lists = all(isinstance(model.get_submodule(each), nn.ModuleList) for each in lists)
         if name is not None and len(kinds) > 1 and not in_lists:
             raise ValueError(
-                "a name in blocks must match modules of one type, unless all of them are items of"
-                f" nn.ModuleLists, got {name!r}, which matches {', '.join(kinds)}; pass one name"
-                " for each type"
+                f"{name!r} in blocks matches modules of several types: {', '.join(kinds)}. This is"
+                " allowed only if all these modules are items of nn.ModuleLists. Pass one name for"
+                " each type"
             )
     if recipe.first_blocks is not None and recipe.first_blocks > count:
         raise ValueError(

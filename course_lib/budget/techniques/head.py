@@ -261,9 +261,8 @@ class Logits(Tensor):
             )
         if self.hidden.dim() != 2:
             raise ValueError(
-                "head_chunk needs logits of shape (tokens, vocabulary) in F.cross_entropy,"
-                f" {self.about}, whose logits have {self.hidden.dim()} dimensions; set head_chunk"
-                " to None"
+                "head_chunk must be None unless the logits in F.cross_entropy have the shape"
+                f" (tokens, vocabulary), {self.about} with logits of {self.hidden.dim()} dimensions"
             )
         self.used.append(True)
 

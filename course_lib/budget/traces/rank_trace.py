@@ -107,15 +107,15 @@ def _check_on_ranks(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) 
     if any(True for _ in quantization_state(model)):
         raise ValueError(
             "ranks must be 1 for a model with quantized weights of bitsandbytes, got"
-            f" {recipe.ranks}. For several ranks, run the step instead, and measure it on one rank"
-            " with course_lib.memory.MemoryMeter"
+            f" {recipe.ranks}. For several ranks, run a real step instead of an estimate, and"
+            " measure one rank with course_lib.memory.MemoryMeter"
         )
     check_loss(model, one_rank_recipe(recipe), loss_sum)
     if loss_sum is None and not has_loss_sum(model):
         raise ValueError(
             f"ranks must be 1 for a {type(model).__name__}, got {recipe.ranks}: its loss is a mean,"
-            " and the number of tokens or samples in that mean is not known;"
-            f" {GIVE_LOSS_SUM}"
+            " and the number of tokens or samples in that mean is not known. To use several"
+            f" ranks, {GIVE_LOSS_SUM}"
         )
 
 
