@@ -26,7 +26,7 @@ ARRAYS = (Tensor, np.ndarray)
 #: Advice, in error messages, for a batch that `split` cannot cut.
 GIVE_SPLIT = (
     "pass a function split(batch, parts) that returns a list of `parts` batches. On the command"
-    " line, give the function of --model this attribute: make_model.split = split"
+    " line, set split as an attribute of the function that --model names: make_model.split = split"
 )
 #: Name of the attribute with which a model allows micro-batches although it has BatchNorm.
 ALLOWS_BATCH_NORM = "batch_norm_per_micro_batch"

@@ -23,8 +23,8 @@ from ._check import describe, kind
 #: Advice, in error messages, on how to pass a loss whose weight is known.
 GIVE_LOSS_SUM = (
     "give the model a method loss_sum(batch) that returns (sum of losses, weight), or pass a"
-    " function loss_sum(model, batch) that returns this pair. On the command line, give the"
-    " function of --model this attribute: make_model.loss_sum = loss_sum"
+    " function loss_sum(model, batch) that returns this pair. On the command line, set"
+    " loss_sum as an attribute of the function that --model names: make_model.loss_sum = loss_sum"
 )
 
 

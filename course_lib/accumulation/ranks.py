@@ -149,8 +149,7 @@ def _parallel_module(model: nn.Module) -> nn.Module | None:
     if not isinstance(model, FSDPModule):
         wrapper_names = f"a model with {', '.join(map(describe, wrappers))}"
         raise TypeError(
-            "if modules of model synchronize gradients, model must contain exactly one"
-            " DistributedDataParallel, or fully_shard must have been called on model itself, got"
-            f" {wrapper_names}"
+            "modules that synchronize gradients must be a single DistributedDataParallel, or"
+            f" fully_shard must be called on the whole model, got {wrapper_names}"
         )
     return model

@@ -612,8 +612,8 @@ def _check_loss_sum(pair: Any, name: str) -> tuple[Tensor, Real | Tensor]:
     """
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(
-            f"{name}: loss_sum must return (sum of losses, weight), not a mean, got"
-            f" {describe(pair)}"
+            f"{name}: loss_sum must return a pair (sum of losses, weight), such as the sum over all"
+            f" tokens and their number, not a mean, got {describe(pair)}"
         )
     loss, weight = pair
     if (
@@ -635,8 +635,8 @@ def _check_loss_sum(pair: Any, name: str) -> tuple[Tensor, Real | Tensor]:
         torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)
     ):
         raise TypeError(
-            f"the weight that {name} returns must be a number, or a scalar tensor that does not"
-            f" require gradients, got {describe(weight)}"
+            f"{name}: the weight that loss_sum returns must be a number, or a scalar tensor that"
+            f" does not require gradients, got {describe(weight)}"
         )
     return loss, weight
 

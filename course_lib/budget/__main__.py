@@ -367,7 +367,7 @@ def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
     if ":" in (given.device or ""):
         own = named_function("--device", given.device)()
         return of_kind(
-            "--device", own, Rates, "a function that returns Rates"
+            "the result of the function that --device names", own, Rates, "a Rates"
         ), given.tier or "host"
     return RATES[given.device or "H100"], given.tier or (
         "file" if given.device == "laptop" else "host"

@@ -132,7 +132,7 @@ def _check_estimable(optimizer: Optimizer) -> None:
     if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         raise ValueError(
             f"the optimizer must not wrap another optimizer, got {describe(optimizer)}; pass the"
-            " wrapped optimizer instead, which is the attribute `optimizer` of the given one"
+            " inner optimizer instead, which is its attribute `optimizer`"
         )
 
 

@@ -353,7 +353,7 @@ def _defaults_and_state_names(base: Any, base_kwargs: dict) -> tuple[dict[str, A
         raise TypeError(argument_message("base", allowed, describe(base)))
     if needs_closure(base) or (hasattr(base, "train") and hasattr(base, "eval")):
         raise TypeError(
-            "base must be an optimizer class that works without a closure and without"
+            "base must be an optimizer class that needs neither a closure in step() nor calls of"
             f" optimizer.train(), got {describe(base)}. Pass another class, such as"
             f" torch.optim.AdamW, or use {describe(base)} without offloading"
         )

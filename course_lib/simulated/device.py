@@ -360,7 +360,7 @@ def _checked_rates(rates: dict[str, float | None]) -> dict[str, float]:
     """
     if unknown := rates.keys() - set(RATES):
         raise TypeError(
-            f"a SimulatedDevice has no option {min(unknown)!r}; its options are late, early,"
+            f"{min(unknown)} cannot be an option of a SimulatedDevice; its options are late, early,"
             f" memory_bytes, {', '.join(RATES)}"
         )
     return {

@@ -235,7 +235,7 @@ def test_measurement_of_code_lines_rejects_line_that_changes_gradients(monkeypat
     one = {name: each[:1] for name, each in own_code.llama_batch().items()}
     monkeypatch.setattr(own_code, "llama_batch", lambda: one)
     lines = ("", "model.lm_head.weight.data.mul_(2)")
-    with pytest.raises(ValueError, match=r"got 'model\.lm_head"):
+    with pytest.raises(ValueError, match=r"but 'model\.lm_head"):
         own_code.measured_lines(lines=lines)
 
 

@@ -282,7 +282,7 @@ def test_int8_estimate_uses_int8_operators_for_cuda_but_not_cpu(caplog):
 
 def test_estimate_rejects_quantized_weights_with_several_ranks():
     recipe = Recipe(ranks=3, shard="ddp")
-    with pytest.raises(ValueError, match=r"^ranks must be 1 for a model with quantized .* got 3;"):
+    with pytest.raises(ValueError, match=r"^ranks must be 1 for a model with quantized .* got 3."):
         estimate(partial(Blocks, BASES["nf4"]), ROWS, recipe)
 
 

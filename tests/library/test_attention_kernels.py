@@ -265,7 +265,9 @@ def test_kernel_rejects_block_sizes_beyond_shared_memory_with_advice():
 
     kernel, options = MagicMock(), Options(None, 1.0, 128, 128)
     kernel.__getitem__.return_value = run_kernel
-    with pytest.raises(ValueError, match=r"64 and 64, .* 128 and 128, .* 131072 bytes .* 101376$"):
+    with pytest.raises(
+        ValueError, match=r"64 and 64, .* 128 and 128, .* 131072 bytes .* 101376 bytes$"
+    ):
         launch._launch(kernel, None, torch.zeros(1, 1, 4, 128), options)
 
 

@@ -521,7 +521,7 @@ def test_run_raises_if_user_cache_contains_symbolic_tensor():
     step = Regression, points, SGD
     options = {"loss_sum": lambda model, batch: (model.loss(batch) * table(), 1)}
     estimate(*step, **options)
-    with pytest.raises(ValueError, match=r"stored the tensor .* Clear that cache"):
+    with pytest.raises(ValueError, match=r"stored it .* Clear that cache"):
         run(*step, **options)
     table.cache_clear()
     assert run(*step, **options).result.stepped

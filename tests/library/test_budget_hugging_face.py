@@ -154,7 +154,7 @@ def test_error_in_loss_attribute_names_assigned_function(function):
             function(partial(with_loss, loss), batch, Recipe())
     with pytest.raises(AttributeError) as raised:
         function(partial(with_loss, lambda batch: batch.labels), batch, Recipe())
-    assert "raised in Linear.loss, which is a function" in raised.value.__notes__[0]
+    assert "raised in Linear.loss, a function" in raised.value.__notes__[0]
 
 
 def with_lora(task_type=None):

@@ -68,9 +68,9 @@ def _segments(lines: Lines) -> tuple[list[str], str]:
     ]
     if trained != [False, True]:
         raise ValueError(
-            f"a script with checkpoint='segments' cannot be written for {describe(model)}. The"
-            " first item that its method stages(batch) returns must be a function without weights"
-            " that selects the inputs from the batch; the second must be a module with weights"
+            "to write a script with checkpoint='segments', model.stages(batch) must begin with two"
+            f" items, got {describe(model)} without them: a function without weights that selects"
+            " the inputs from the batch, and a module with weights"
         )
     lines.use("torch.utils.checkpoint", "checkpoint_sequential")
     random = "" if may_draw(model) else ", preserve_rng_state=False"

@@ -191,7 +191,7 @@ def reject_statistics(blocks: Iterable[nn.Module], checkpoint: str) -> None:
     """
     if any(statistics_of(block) for block in blocks):
         raise ValueError(
-            "checkpoint must be 'none' in a script for a model with BatchNorm in its blocks, got"
-            f" {checkpoint!r}: a checkpoint updates the running statistics twice. Use"
-            " course_lib.budget.train_step instead, which undoes the second update"
+            "to write a script for a model with BatchNorm in its blocks, checkpoint must be 'none',"
+            f" got {checkpoint!r}. In the script, a checkpoint would update the running statistics"
+            " twice. Use course_lib.budget.train_step instead, which undoes the second update"
         )

@@ -358,7 +358,10 @@ class Numbers(Exercise):
         for table in (self._table, "common"):
             if f"{table}.{name}" in self._say:
                 return f"{table}.{name}"
-        raise LabelError(f"neither {self._table!r} nor 'common' has a message {name!r}")
+        raise LabelError(
+            f"{name!r} must be a message in the table {self._table!r} or 'common' of a"
+            " messages.toml, got a name that is in neither"
+        )
 
     def _message(self, names: str) -> str:
         """Return the message of a mistake. Names with spaces between them give joined messages."""
