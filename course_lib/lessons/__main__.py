@@ -4,28 +4,21 @@
     python -m course_lib.lessons --only 04 06.attention --skip 07   # select by lesson, or prefix
     python -m course_lib.lessons --check                            # report why none can run
 
-Results are written as soon as they are measured. If an experiment fails, its name is printed, and
-the other experiments continue.
+The results of each experiment are written as soon as it has finished. If an experiment fails, its
+name is printed, and the other experiments continue.
 """
 
 import argparse
-import signal
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
-from course_lib.teaching.experiments import Experiment, Run, error_summary
+from course_lib.teaching.experiments import Experiment, error_summary
 from course_lib.teaching.recordings import FOLDER, provenance, record
 
 from . import experiments
-
-# Ctrl-C sets this event. A KeyboardInterrupt that is raised inside a callback of PyTorch would be
-# replaced by another error, or lost.
-STOP = threading.Event()
 
 
 def main() -> None:
@@ -63,28 +56,12 @@ def main() -> None:
         free, total = torch.cuda.mem_get_info()
         # This limit keeps the experiments out of memory that other processes may need.
         torch.cuda.set_per_process_memory_fraction(0.95 * free / total)
-    STOP.clear()
-    if (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
-    try:
-        provenance(given.device)  # measures the host link before an experiment uses the GPU
-        failed = [
-            name
-            for name in chosen
-            if not run_and_record(name, named[name], given.device, given.folder)
-        ]
-    except KeyboardInterrupt:
-        print("interrupted: the results measured until now are kept", file=sys.stderr)
-        sys.exit(130)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    provenance(given.device)  # measures the host link before an experiment uses the GPU
+    failed = [
+        name for name in chosen if not run_and_record(name, named[name], given.device, given.folder)
+    ]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
-
-
-def interrupt(*_) -> NoReturn:
-    STOP.set()
-    raise KeyboardInterrupt
 
 
 def what_is_missing(device: str, folder: Path) -> str | None:
@@ -109,7 +86,7 @@ def what_is_missing(device: str, folder: Path) -> str | None:
 
 
 def run_and_record(name: str, item: Experiment, device: str, folder: Path) -> bool:
-    """Run a GPU experiment, and write each result to a file as soon as it is measured.
+    """Run a GPU experiment, and write its results to a file.
 
     If the experiment fails, its name and the error are printed, and no error is raised.
 
@@ -121,32 +98,21 @@ def run_and_record(name: str, item: Experiment, device: str, folder: Path) -> bo
 
     Returns:
         Whether the experiment succeeded.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C was pressed during the experiment.
     """
     start = time.perf_counter()
-
-    def write(run: Run, finished: bool = False) -> Path:
-        command = "python -m course_lib.lessons"
-        return record(item, run, command=command, folder=folder, device=device, finished=finished)
-
     try:
-        run = item.run(device, small=device == "cpu", on_result=write)
-        path = write(run, finished=True)
+        run = item.run(device, small=device == "cpu")
     except Exception as error:  # too little memory for one experiment must not stop the others
-        if STOP.is_set():
-            raise KeyboardInterrupt from error
         print(f"{name} failed: {error_summary(error)}", file=sys.stderr, flush=True)
         return False
+    command = "python -m course_lib.lessons"
+    path = record(item, run, command=command, folder=folder, device=device)
     sizes = "" if run.sizes in (item.sizes, item.small) else f", with {run.sizes}"
     print(
         f"{name}: {time.perf_counter() - start:.1f} s, {len(run.figures)} figures in"
         f" {path.name}{sizes}",
         flush=True,
     )
-    if STOP.is_set():
-        raise KeyboardInterrupt
     return True
 
 

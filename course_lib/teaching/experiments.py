@@ -52,7 +52,7 @@ SPIN_CYCLES = 40_000_000
 
 @dataclass(frozen=True)
 class Run:
-    """Results of a GPU experiment so far.
+    """Results of a GPU experiment.
 
     Attributes:
         figures: Dict from the name of a result, such as "peak_bytes", to its number.
@@ -95,7 +95,6 @@ class Experiment:
         device: str | torch.device = "cuda",
         *,
         small: bool = False,
-        on_result: Callable[[Run], object] | None = None,
     ) -> Run:
         """Run the experiment on a device, with fixed seeds of the random number generators.
 
@@ -106,8 +105,6 @@ class Experiment:
         Args:
             device: Device on which the experiment runs.
             small: Whether to use the sizes in the attribute `small`.
-            on_result: Function that is called whenever the experiment yields new results. Its
-                argument has all results so far.
 
         Raises:
             MemoryError: Memory is insufficient even at the smallest sizes.
@@ -119,10 +116,7 @@ class Experiment:
             try:
                 release(device)
                 with seed_generators(0):
-                    for run in self._parts(device, sizes):
-                        if on_result is not None:
-                            on_result(run)
-                return run
+                    return self._run(device, sizes)
             except (MemoryError, RuntimeError) as error:
                 if not _is_lack_of_memory(error):
                     raise
@@ -137,7 +131,7 @@ class Experiment:
             # The next attempt starts outside the handler, because the error keeps tensors alive.
             sizes = smaller
 
-    def _parts(self, device: torch.device, sizes: dict[str, Any]) -> Iterator[Run]:
+    def _run(self, device: torch.device, sizes: dict[str, Any]) -> Run:
         figures: dict[str, Number] = {}
         notes: dict[str, str] = {}
         for part in self.function(device, **sizes):
@@ -147,7 +141,7 @@ class Experiment:
                 else:
                     check_result(f"{self.lesson} {self.name}: {name}", value)
                     figures[name] = value
-            yield Run(dict(figures), sizes, dict(notes))
+        return Run(figures, sizes, notes)
 
     def _next_smaller(self, sizes: dict[str, Any]) -> dict[str, Any] | None:
         """Return sizes with one of `HALVED` halved, or None if no size can be halved again."""

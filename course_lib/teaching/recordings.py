@@ -135,27 +135,21 @@ def record(
     command: str,
     folder: Path = FOLDER,
     device: str = "cuda",
-    finished: bool = True,
 ) -> Path:
     """Store the results of a GPU experiment in a file that is named after the GPU.
 
     The versions of software and the properties of the machine are stored with the results. Results
-    of other experiments stay in the file. Results of the same experiment are treated as follows:
-
-    - A finished run replaces the stored results.
-    - Results of an unfinished run are merged into the stored results if both have the same sizes,
-      software and machine. Otherwise they are stored separately, under the key "unfinished".
+    of other experiments stay in the file.
 
     The file is replaced as a whole. After an interruption it is therefore either the old file or
     the new file.
 
     Args:
         item: The experiment.
-        run: Results of the experiment so far, with the sizes that were used.
+        run: Results of the experiment, with the sizes that were used.
         command: Command that was run, which is stored with the results.
         folder: Folder of the recordings. It is created if it does not exist.
         device: "cuda", or "cpu" in tests.
-        finished: Whether the run has all results of the experiment.
 
     Returns:
         Path of the file. The file has the results in sorted order, so the order of the measurements
@@ -168,25 +162,14 @@ def record(
     recording = (
         json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"experiments": {}}
     )
-    same = {"sizes": _plain(run.sizes), **provenance(device)}
-    entry = same | {
+    recording["experiments"].setdefault(item.lesson, {})[item.name] = {
+        "sizes": run.sizes,
+        **provenance(device),
         "figures": run.figures,
         "notes": run.notes,
         "date": _today(),
         "command": command,
     }
-    previous = recording["experiments"].get(item.lesson, {}).get(item.name)
-    measured = {"link_bytes_per_second"}  # differs slightly in each run
-    added = previous is None or all(
-        previous[key] == value for key, value in same.items() if key not in measured
-    )
-    if added and previous and not finished:
-        entry["figures"] = previous["figures"] | run.figures
-    recording.get("unfinished", {}).pop(f"{item.lesson}.{item.name}", None)
-    if added or finished:
-        recording["experiments"].setdefault(item.lesson, {})[item.name] = entry
-    else:
-        recording.setdefault("unfinished", {})[f"{item.lesson}.{item.name}"] = entry
     recording |= {"gpu": gpu, "gpu_memory_bytes": total}
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import signal
 import sys
 from dataclasses import replace
 from functools import cache
@@ -183,7 +182,7 @@ def test_lesson_loads_numbers_recorded_by_experiment_command(tmp_path, monkeypat
     assert (shown.values, shown.notes) == (attention["figures"], attention["notes"])
 
 
-def test_record_command_names_failed_experiment_and_saves_earlier_numbers(
+def test_record_command_names_failed_experiment_and_saves_other_experiments(
     tmp_path, monkeypatch, capsys
 ):
     def fails(device, **sizes):
@@ -195,50 +194,7 @@ def test_record_command_names_failed_experiment_and_saves_earlier_numbers(
     with pytest.raises(SystemExit, match=r"^failed: 01\.decoder_step$"):
         command_line(monkeypatch, tmp_path)
     assert capsys.readouterr().err == "01.decoder_step failed: RuntimeError: the cable is out\n"
-    entries = recording_in(tmp_path)["experiments"]["01"]
-    assert entries["decoder_step"]["figures"] == {"before_bytes": 1}
-    assert entries["korthikanti"]["figures"]
-
-
-@pytest.mark.parametrize("interrupt", ["raised", "raised as another error", "ignored"])
-def test_interrupted_record_command_saves_already_measured_numbers(
-    interrupt, tmp_path, monkeypatch, capsys
-):
-    """A callback of torch may raise another error instead of it, or ignore it."""
-
-    def interrupted(device, **sizes):
-        yield {"first_bytes": 1}
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt as error:
-            if interrupt == "raised":
-                raise
-            if interrupt == "raised as another error":
-                raise RuntimeError("KeyboardInterrupt: <EMPTY MESSAGE>") from error
-
-    item = NAMED["01.korthikanti"]
-    path = record(item, Run({"a_bytes": 1}, {}), command="c", folder=tmp_path, device="cpu")
-    older = recording_in(tmp_path)
-    older["experiments"]["01"]["korthikanti"]["torch"] = "2.9.0"
-    path.write_text(json.dumps(older), encoding="utf-8")
-    items = [replace(item, function=interrupted), NAMED["07.three_recipes"]]
-    monkeypatch.setattr(command, "experiments", lambda: items)
-    # a worker of the tests ignores it
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(SystemExit, match="130"):
-            command_line(monkeypatch, tmp_path)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "interrupted: the results measured until now are kept\n"
-    now = recording_in(tmp_path)
-    if interrupt == "ignored":  # the experiment finished, and the next one did not run
-        assert list(now["experiments"]) == ["01"]
-        assert now["experiments"]["01"]["korthikanti"]["figures"] == {"first_bytes": 1}
-    else:
-        assert now["experiments"] == older["experiments"]
-        assert now["unfinished"]["01.korthikanti"]["figures"] == {"first_bytes": 1}
+    assert list(recording_in(tmp_path)["experiments"]["01"]) == ["korthikanti"]
 
 
 def test_failed_write_leaves_stored_recording_unchanged(tmp_path, monkeypatch):
@@ -257,25 +213,6 @@ def test_failed_write_leaves_stored_recording_unchanged(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         recorded(2)
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
-
-
-def test_unfinished_run_updates_stored_results_only_for_equal_sizes(tmp_path):
-    item = NAMED["01.monitor"]
-
-    def now(found, length, finished=False):
-        run = Run(found, {"lengths": (1, length)})
-        record(item, run, command="c", folder=tmp_path, device="cpu", finished=finished)
-        recording = recording_in(tmp_path)
-        unfinished = recording.get("unfinished", {}).get("01.monitor", {})
-        return recording["experiments"]["01"]["monitor"]["figures"], unfinished.get("figures")
-
-    first = {"a_bytes": 1, "b_bytes": 2}
-    assert now(first, 2, finished=True) == (first, None)
-    added = {"a_bytes": 1, "b_bytes": 3}
-    assert now({"b_bytes": 3}, 2) == (added, None)
-    assert now({"b_bytes": 4}, 3) == (added, {"b_bytes": 4})
-    assert now({"b_bytes": 5}, 3, finished=True) == ({"b_bytes": 5}, None)
-    assert now({"c_bytes": 6}, 3, finished=True) == ({"c_bytes": 6}, None)
 
 
 def test_missing_recording_shows_message_without_numbers(no_gpu, tmp_path):
@@ -357,7 +294,7 @@ def test_stored_recording_is_complete_and_consistent(path):
 
 
 def test_experiment_out_of_memory_retries_with_half_batch_or_layers():
-    tried, found = [], []
+    tried = []
 
     def large(device, batch, layers):
         tried.append((batch, layers))
@@ -368,9 +305,9 @@ def test_experiment_out_of_memory_retries_with_half_batch_or_layers():
             raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
         yield {"second_bytes": 1}
 
-    run = experiment_of(large).run("cpu", on_result=found.append)
+    run = experiment_of(large).run("cpu")
     assert tried == [(4, 2), (2, 2), (2, 1)]
-    assert run == found[-1] == Run({"first_bytes": 2, "second_bytes": 1}, {"batch": 2, "layers": 1})
+    assert run == Run({"first_bytes": 2, "second_bytes": 1}, {"batch": 2, "layers": 1})
 
     def full(device, lengths):
         raise MemoryError(lengths)
