@@ -35,11 +35,7 @@ COMPLETE  := $(VENV)/.course-test-installed
 CPU_TORCH := $(VENV)/.course-torch-cpu
 # An environment with the CPU build keeps it, even if a later call does not set TORCH.
 BUILD     := $(if $(TORCH),$(CPU_TORCH),$(wildcard $(CPU_TORCH)))
-# If versions conflict, pip's reason is above its last line, so the recipes print the reason again.
-PIP_LOG   := $(VENV)/pip.log
-INSTALL    = rm -f $(PIP_LOG); $(BIN)/python -m pip install --log $(PIP_LOG)
-OR_REASON  = || { echo "pip failed (all messages are in $(PIP_LOG)): $$(sed -n '/ResolutionImpossible/d; \
-  s/^[^ ]* *ERROR: //p; s/^[^ ]* *\(The user requested\)/\1/p' $(PIP_LOG) | tail -n 1)" >&2; exit 1; }
+INSTALL    = $(BIN)/python -m pip install
 TRUSTED   := $(VENV)/.course-trusted
 OVERRIDES := $(VENV)/share/jupyter/lab/settings/overrides.json
 FILE_LIST := $(VENV)/etc/jupyter/jupyter_server_config.json
@@ -185,17 +181,17 @@ $(BIN)/pip:
 # satisfies torch==2.13.0. So this file has the version of the CPU build, torch==2.13.0+cpu, and is a second file of
 # constraints for every later call of pip.
 $(CPU_TORCH): constraints.txt | $(BIN)/pip
-	@$(INSTALL) --upgrade --no-deps --index-url $(TORCH_INDEX) $(shell sed -n 's/^\(torch==[^;# ]*\).*/\1/p' constraints.txt) $(OR_REASON)
+	@$(INSTALL) --upgrade --no-deps --index-url $(TORCH_INDEX) $(shell sed -n 's/^\(torch==[^;# ]*\).*/\1/p' constraints.txt)
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
 
 $(INSTALLED): pyproject.toml constraints.txt $(BUILD) | $(BIN)/pip
 	@echo "Installing what the course needs: minutes the first time, then never again. / 安装课程所需的软件：首次要几分钟，以后不再需要。"
-	@$(INSTALL) -e '.[course]' -c constraints.txt $(BUILD:%=-c %) $(OR_REASON)
+	@$(INSTALL) -e '.[course]' -c constraints.txt $(BUILD:%=-c %)
 	@touch $@
 
 $(COMPLETE): $(INSTALLED)
 	@echo "Installing what the tests, the website and the slides need in addition. / 另外安装测试、网站和幻灯片所需的软件。"
-	@$(INSTALL) -e '.[course,docs,test]' -c constraints.txt $(BUILD:%=-c %) $(OR_REASON)
+	@$(INSTALL) -e '.[course,docs,test]' -c constraints.txt $(BUILD:%=-c %)
 	@touch $@
 
 # These settings keep all cells in the page, so that the language switch in the first cell also works when the reader has
