@@ -16,7 +16,6 @@ nothing of yours.
 """
 
 import argparse
-import errno
 import json
 import logging
 import os
@@ -35,44 +34,37 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import nbformat
+from nbclient.exceptions import DeadKernelError
+from nbformat import NotebookNode
+
 from course_lib.labels import current, in_both_languages
 
-from . import not_installed
-
-try:
-    import nbformat
-    from nbclient.exceptions import DeadKernelError
-    from nbformat import NotebookNode
-
-    from .cells import NOTEBOOKS, EditionError, is_project, names_in
-    from .kernels import LIBRARY, Limits, OutOfTime, Run, TooMuchOutput
-    from .progress import Progress, key_of
-    from .student import reason_in
-    from .submissions import (
-        Lesson,
-        Problem,
-        Program,
-        assemble,
-        bare,
-        lessons_of,
-        one_line,
-        read_submission,
-    )
-    from .verdicts import (
-        MARKS,
-        RIGHT,
-        TROUBLE,
-        UNANSWERED,
-        WRONG,
-        Row,
-        by_exercise,
-        write_by_exercise,
-        write_table,
-    )
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    sys.exit(not_installed("grade", error))
+from .cells import NOTEBOOKS, EditionError, is_project, names_in
+from .kernels import LIBRARY, Limits, OutOfTime, Run, TooMuchOutput
+from .progress import Progress, key_of
+from .student import reason_in
+from .submissions import (
+    Lesson,
+    Problem,
+    Program,
+    assemble,
+    bare,
+    lessons_of,
+    one_line,
+    read_submission,
+)
+from .verdicts import (
+    MARKS,
+    RIGHT,
+    TROUBLE,
+    UNANSWERED,
+    WRONG,
+    Row,
+    by_exercise,
+    write_by_exercise,
+    write_table,
+)
 
 HANDED_IN, TABLE = Path("build/handed_in"), Path("build/verdicts.csv")
 _NOT_ANSWERED = tuple(words.removesuffix(".") for words in in_both_languages("Not answered yet."))
@@ -129,16 +121,10 @@ def grade(submission: Submission, limits: Limits, untouched: dict[str, str]) -> 
         if submission.lesson and submission.notebook:
             return _grade_lesson(submission, submission.lesson, limits, untouched)
     except Exception as error:  # one file must not stop the others
-        if _is_disk_full(error):  # a row about this file would be wrong later
-            raise
         words = f"It could not be graded: {type(error).__name__}: {one_line(error)}."
         problem = Problem(words)
     assert problem
     return [Row(submission.name, problem.lesson, "–", TROUBLE, problem.message)]
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _grade_lesson(
@@ -256,13 +242,11 @@ def _run(program: Program, probes: dict[str, NotebookNode], limits: Limits, seed
         except DeadKernelError:
             return (
                 f"Its kernel died. It crashed, or it exceeded the limit of {limits.gigabytes} GB of"
-                f" memory or of {limits.seconds} seconds of CPU time."
+                " memory."
             )
         except TooMuchOutput:
             return "It was stopped: it printed more than any lesson does."
         except Exception as error:  # one notebook must not stop the others
-            if _is_disk_full(error):
-                raise
             return f"It could not be run: {type(error).__name__}: {one_line(error)}."
     return ""
 
@@ -481,10 +465,7 @@ class Stopped(Exception):
 
     def __str__(self) -> str:
         reason = "stopped" if isinstance(self.cause, KeyboardInterrupt) else str(self.cause)
-        again = "run again to go on"
-        if _is_disk_full(self.cause):
-            reason, again = "the disk is full", f"make space and {again}"
-        return f"{reason}; {self.graded} of {self.files} files are graded, {again}"
+        return f"{reason}; {self.graded} of {self.files} files are graded, run again to go on"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -539,11 +520,6 @@ def main(arguments: list[str] | None = None) -> None:
                 sys.exit(f"grade: {stopped}")
             progress.finish()
     except (EditionError, ValueError, OSError) as error:
-        if _is_disk_full(error):
-            error = (
-                f"the disk is full: make space and run again; {chosen.output} may be from an"
-                " earlier run"
-            )
         sys.exit(f"grade: {error}")
     except KeyboardInterrupt:
         sys.exit(f"grade: stopped; {chosen.output} is left as it was")

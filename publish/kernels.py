@@ -24,7 +24,6 @@ from .fingerprint import MOST_OUTPUT
 LIBRARY = Path(__file__).resolve().parents[1]
 _ENDLESS = 10**6  # seconds
 _LOOK_SECONDS = 0.5  # between two checks of the processes of a notebook
-_SECONDS_MORE = 5  # seconds of CPU time after the limit at which the system kills the kernel
 _PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -149,10 +148,7 @@ class Run(NotebookClient):
         return {**os.environ, **own, **threads, "PYTHONPATH": os.pathsep.join(paths)}
 
     def _limit_kernel(self) -> None:
-        """Limit memory, CPU time and files of the kernel before its first cell, on Linux.
-
-        `_watch` normally ends the kernel at the limit. If this process gets no time to run, the
-        system ends the kernel after `_SECONDS_MORE` more seconds of CPU time.
+        """Limit memory and files of the kernel before its first cell, on Linux.
 
         The limit is set from outside, because Python code between fork and exec (`preexec_fn`) may
         hang if this process has threads.
@@ -164,8 +160,6 @@ class Run(NotebookClient):
         kernel.rlimit(psutil.RLIMIT_DATA, (most, most))
         kernel.rlimit(psutil.RLIMIT_FSIZE, (most, most))
         kernel.rlimit(psutil.RLIMIT_CORE, (0, 0))
-        seconds = self._limits.seconds + _SECONDS_MORE
-        kernel.rlimit(psutil.RLIMIT_CPU, (seconds, seconds))
 
 
 def adopt_orphans() -> None:
