@@ -8,14 +8,3 @@ They read the executed notebooks. Each program writes a temporary folder, which 
 requested folder once it is complete, so an error leaves the earlier files untouched. `make
 student`, `make slides` and `make site` call these programs.
 """
-
-import sys
-
-
-def not_installed(edition: str, error: ImportError) -> str:
-    """Return a message that states which package an edition needs, and how to install it."""
-    return (
-        f"{edition}: {error}; use a Python with everything that the course needs,"
-        f" which `make {edition}` installs (for {sys.executable}, pip install -e"
-        " '.[course,docs]' -c constraints.txt does)"
-    )

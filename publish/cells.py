@@ -22,8 +22,6 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from . import not_installed
-
 NOTEBOOKS = Path("notebooks")
 #: Numbers of the notebooks that are projects with the learner's own model. A project has no deck,
 #: sections in depth, exercises with a check, row in the ledger, or stated minutes.
@@ -500,8 +498,6 @@ def run_edition(
         OSError,
     ) as error:  # such as a missing README.md, a full disk or a missing permission
         sys.exit(f"{name}: {error}; {chosen.output} is left as it was")
-    except ImportError as error:
-        sys.exit(f"{not_installed(name, error)}; {chosen.output} is left as it was")
     files = [path for path in chosen.output.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files) / 10**6
     seconds = time.perf_counter() - start

@@ -12,17 +12,10 @@ import re
 import sys
 from pathlib import Path
 
-from . import not_installed
+from playwright.sync_api import Browser, Error, sync_playwright
+
+from .cells import EditionError, output_folder
 from .chromium import NO_CHROMIUM, find_chromium
-
-try:
-    from playwright.sync_api import Browser, Error, sync_playwright
-
-    from .cells import EditionError, output_folder
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    sys.exit(not_installed("handout", error))
 
 DECKS, HANDOUTS = Path("build/slides"), Path("build/handout")
 LANGUAGES = ("en", "zh")

@@ -9,38 +9,30 @@ notebooks, because no cell runs.
 """
 
 import html
-import sys
 from copy import deepcopy
 from pathlib import Path
 
-from . import not_installed
+import nbformat
+from nbformat import NotebookNode
 
-try:
-    import nbformat
-    from nbformat import NotebookNode
+from course_lib.teaching.pictures import pictures_in
 
-    from course_lib.teaching.pictures import pictures_in
-
-    from .address import addresses
-    from .cells import (
-        EditionError,
-        check_links,
-        check_outputs,
-        check_twins,
-        copy_files,
-        copy_pages,
-        is_solution,
-        output_folder,
-        read_lessons,
-        remove_guard,
-        run_edition,
-        without_markers,
-    )
-    from .languages import markdown_in, output_in, without_lab_texts
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    sys.exit(not_installed("pages", error))
+from .address import addresses
+from .cells import (
+    EditionError,
+    check_links,
+    check_outputs,
+    check_twins,
+    copy_files,
+    copy_pages,
+    is_solution,
+    output_folder,
+    read_lessons,
+    remove_guard,
+    run_edition,
+    without_markers,
+)
+from .languages import markdown_in, output_in, without_lab_texts
 
 LANGUAGES = {"en": "zh", "zh": "en"}  # language -> the other language
 _KEPT = ("tags", "jupyter")  # keys of a cell's metadata; other keys are for slides and guides

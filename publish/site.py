@@ -29,44 +29,28 @@ from types import ModuleType
 from typing import Any
 
 from course_lib.labels import markup, text, verbatim
+from course_lib.lessons import claims_of
+from course_lib.teaching.claims import OUTCOMES
 
-from . import not_installed
-
-try:
-    from course_lib.lessons import claims_of
-    from course_lib.teaching.claims import OUTCOMES
-
-    from .address import FRONT_DOORS, addresses
-    from .cells import (
-        NOTES,
-        EditionError,
-        check_outputs,
-        check_twins,
-        output_folder,
-        read_lessons,
-        remove_guard,
-        run_edition,
-        stored_again,
-    )
-    from .languages import LANGUAGES, guide_in, html_in, markdown_in, notebook_in, words_in
-    from .pages import one_language
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    sys.exit(not_installed("site", error))
+from .address import FRONT_DOORS, addresses
+from .cells import (
+    NOTES,
+    EditionError,
+    check_outputs,
+    check_twins,
+    output_folder,
+    read_lessons,
+    remove_guard,
+    run_edition,
+    stored_again,
+)
+from .languages import LANGUAGES, guide_in, html_in, markdown_in, notebook_in, words_in
+from .pages import one_language
 
 LICENCE = Path(__file__).resolve().parents[1] / "LICENSE"
 ASSETS = Path(__file__).resolve().parent / "site_assets"
-PACKAGES = {
-    "sphinx": "sphinx",
-    "myst_nb": "myst-nb",
-    "furo": "furo",
-    "bs4": "beautifulsoup4",
-    "jupytext": "jupytext",
-}
 TITLES = {"en": "Memory-saving training in PyTorch", "zh": "PyTorch 省显存训练"}
 LOCALES = {"en": "en", "zh": "zh_CN"}  # names of Sphinx's catalogs
-MATHJAX_PACKAGE = "sphinx-mathjax-offline"
 #: Pages that the sidebar lists before the lessons.
 FIRST_PAGES = ("docs/out_of_memory",)
 #: Pages that the sidebar lists last, below a caption, because they contain the answers.
@@ -148,10 +132,9 @@ def build(notebooks: Path, output: Path) -> list[str]:
         Sphinx's warnings, one per line.
 
     Raises:
-        EditionError: A package is missing, a notebook is broken or not executed, or `output` has
+        EditionError: A notebook is broken or not executed, or `output` has
             something else.
     """
-    _check_packages()
     stored = read_lessons(notebooks)
     check_twins(notebooks, stored)
     check_outputs(notebooks, stored)
@@ -172,30 +155,12 @@ def build(notebooks: Path, output: Path) -> list[str]:
         return warnings
 
 
-# --- packages ---
-
-
-def _check_packages() -> None:
-    missing = [
-        package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None
-    ]
-    try:
-        _mathjax()
-    except importlib.metadata.PackageNotFoundError:
-        missing.append(MATHJAX_PACKAGE)
-    if missing:
-        raise EditionError(
-            f"the site needs {', '.join(missing)}, not installed for {sys.executable}: "
-            "pip install -e '.[course,docs]' -c constraints.txt, or `make site`, installs all"
-        )
-
-
 def _mathjax() -> Path:
     """Return the folder of the installed MathJax 3.
 
     The site copies one script and the fonts of this folder of 24 MB.
     """
-    package = importlib.metadata.distribution(MATHJAX_PACKAGE)
+    package = importlib.metadata.distribution("sphinx-mathjax-offline")
     return Path(str(package.locate_file("sphinx-mathjax-offline/static/mathjax")))
 
 

@@ -13,7 +13,6 @@ font. Both are written into every deck.
 
 import base64
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -21,39 +20,32 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import nbformat
+from jinja2 import pass_context
+from latex2mathml.converter import convert as latex_to_mathml
+from nbconvert import HTMLExporter, SlidesExporter
+from nbconvert.filters.highlight import Highlight2HTML
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from nbformat import NotebookNode
+from pygments.formatters import HtmlFormatter
+
 from course_lib import labels
 
-from . import not_installed
-
-try:
-    import nbformat
-    from jinja2 import pass_context
-    from latex2mathml.converter import convert as latex_to_mathml
-    from nbconvert import HTMLExporter, SlidesExporter
-    from nbconvert.filters.highlight import Highlight2HTML
-    from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
-    from nbformat import NotebookNode
-    from pygments.formatters import HtmlFormatter
-
-    from .cells import (
-        NOTES,
-        EditionError,
-        check_outputs,
-        check_twins,
-        is_project,
-        output_folder,
-        read_lessons,
-        run_edition,
-        without_guards,
-    )
-    from .class_slides import OUTLINE, outline
-    from .languages import half, languages_in, words_in
-    from .lesson_slides import Slide, columns_of, lesson_slides
-    from .slide_parts import with_short_lines
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    sys.exit(not_installed("slides", error))
+from .cells import (
+    NOTES,
+    EditionError,
+    check_outputs,
+    check_twins,
+    is_project,
+    output_folder,
+    read_lessons,
+    run_edition,
+    without_guards,
+)
+from .class_slides import OUTLINE, outline
+from .languages import half, languages_in, words_in
+from .lesson_slides import Slide, columns_of, lesson_slides
+from .slide_parts import with_short_lines
 
 LANGUAGES = {"en": "en", "zh": "zh-CN", "both": "en"}  # language of a deck -> `lang` of its page
 

@@ -16,27 +16,20 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from . import not_installed
+import nbformat
+from nbformat import NotebookNode
 
-try:
-    import nbformat
-    from nbformat import NotebookNode
-
-    from .cells import (
-        EditionError,
-        check_links,
-        check_twins,
-        copy_files,
-        copy_pages,
-        output_folder,
-        read_lessons,
-        run_edition,
-        without_solutions,
-    )
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    sys.exit(not_installed("student", error))
+from .cells import (
+    EditionError,
+    check_links,
+    check_twins,
+    copy_files,
+    copy_pages,
+    output_folder,
+    read_lessons,
+    run_edition,
+    without_solutions,
+)
 
 ASSETS = Path(__file__).resolve().parent / "student_assets"
 LIBRARY = Path(__file__).resolve().parents[1]  # the folder with course_lib and pyproject.toml

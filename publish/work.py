@@ -21,30 +21,23 @@ from copy import deepcopy
 from datetime import datetime
 from pathlib import Path
 
-from . import not_installed
+import nbformat
+from nbconvert.preprocessors import ClearOutputPreprocessor
+from nbformat import NotebookNode
+from nbformat.sign import NotebookNotary
 
-try:
-    import nbformat
-    from nbconvert.preprocessors import ClearOutputPreprocessor
-    from nbformat import NotebookNode
-    from nbformat.sign import NotebookNotary
+from course_lib.labels import LANGUAGES, SETTING
 
-    from course_lib.labels import LANGUAGES, SETTING
-
-    from .cells import (
-        NOTEBOOKS,
-        SOLUTION,
-        EditionError,
-        copy_files,
-        copy_pages,
-        is_solution,
-        read_lessons,
-    )
-    from .student import check_of
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    sys.exit(not_installed("work", error))
+from .cells import (
+    NOTEBOOKS,
+    SOLUTION,
+    EditionError,
+    copy_files,
+    copy_pages,
+    is_solution,
+    read_lessons,
+)
+from .student import check_of
 
 WORK = Path("work")
 SHOWN = {"en": "English", "zh": "Chinese / 各课以中文打开", "both": "both languages / 两种语言"}

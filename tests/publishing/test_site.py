@@ -195,11 +195,6 @@ def test_front_page_is_readme_with_links_to_site_pages(soups, language):
     assert "\n[Open in X](https://x.org/run)" in site._for_the_site(badge)
 
 
-def test_site_build_without_required_package_names_package(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(site.PACKAGES, "no_such_module", "no-such-package")
-    assert "no-such-package" in failure(site, small_course(tmp_path), capsys)
-
-
 def test_site_build_reports_sphinx_error_in_one_sentence(tmp_path, capsys, monkeypatch):
     assets = shutil.copytree(site.ASSETS, tmp_path / "assets")
     (assets / "conf.py").write_text("raise RuntimeError('broken')", "utf-8")

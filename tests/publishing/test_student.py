@@ -3,10 +3,8 @@
 import ast
 import importlib
 import json
-import os
 import re
 import subprocess
-import sys
 import zipfile
 from itertools import pairwise
 from pathlib import Path
@@ -185,27 +183,6 @@ def test_building_invalid_course_fails_with_reason_and_preserves_old_edition(
     root = small_course(tmp_path)
     damage(root)
     assert reason in failure(importlib.import_module(f"publish.{edition}"), root, capsys)
-
-
-EDITIONS = ["site", "student", "slides", "pages", "grade", "work"]
-# Run each edition as `python -m` does, without the package nbformat.
-WITHOUT_A_PACKAGE = f"""
-import runpy, sys
-sys.modules["nbformat"] = None
-for edition in {EDITIONS}:
-    try:
-        runpy.run_module(f"publish.{{edition}}", run_name="__main__", alter_sys=True)
-    except SystemExit as stopped:
-        print(stopped)"""
-
-
-def test_student_build_without_required_package_names_package_in_one_sentence(tmp_path):
-    command = [sys.executable, "-c", WITHOUT_A_PACKAGE]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    reported = re.findall("^(.+?): .*nbformat", done.stdout, re.M)
-    assert reported == EDITIONS and done.stdout.count("\n") == len(EDITIONS), done
-    assert not done.stderr and list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
