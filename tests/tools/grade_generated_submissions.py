@@ -20,10 +20,8 @@ sys.path.append(str(NOTEBOOKS.parent / "tests/lessons"))  # has the answers
 from exercise_mutants import solutions
 
 from publish import grade
-from publish.cells import names_in, without_markers
+from publish.cells import without_markers
 from publish.kernels import Limits
-from publish.student import check_of
-from publish.submissions import bare
 
 LOOP = """while True:
     try:
@@ -36,31 +34,11 @@ TITLES = {name[:2]: notebook.cells[0].source for name, notebook in stored_lesson
 
 @cache
 def lessons():
-    """Return the lessons with the cells of exercises, the cells that these need, and imports."""
-    found = {}
-    for number, lesson in grade.lessons_of(NOTEBOOKS).items():
-        needed = {bare(cell) for each in solutions(number) for cell in each.above}
-        stubs = [names_in(cell.source)[1] for cell in lesson.cells if check_of(cell)]
-        read = set().union(*stubs)
-        cells = [
-            cell
-            for cell in lesson.cells
-            if check_of(cell)
-            or bare(cell.source) in needed
-            or "import" in cell.source
-            or names_in(cell.source)[0] & read
-        ]
-        found[number] = replace(lesson, cells=cells)
-    return found
-
-
-@cache
-def untouched(number):
-    return grade.fingerprints_of(lessons()[number])
+    return grade.lessons_of(NOTEBOOKS)
 
 
 def submission_of(number, after):
-    """Return a student's notebook of a lesson: its solved exercises, and the cells that they need.
+    """Return a student's notebook of a lesson, which has only its solved exercises.
 
     The source `after` is a cell after the first exercise.
     """
@@ -70,12 +48,8 @@ def submission_of(number, after):
         source, call = lesson.stubs[check], lesson.calls[check]
         solution = without_markers(each.plain)
         wanted, answer = (re.search(rf"{check}\((.*)\)", code)[1] for code in (call, solution))
-        source = source.replace(call, f"{solution}\n{wanted} = {answer}\n{call}")
-        # the cells of earlier exercises are in the notebook already
-        needed = [above for above in each.above if f"lesson_{number}.check_" not in above]
-        cells += [above for above in needed if above not in cells]
-        cells += [source, after]
-        after = ""
+        cells.append(source.replace(call, f"{solution}\n{wanted} = {answer}\n{call}"))
+    cells.insert(1, after)
     code = map(nbformat.v4.new_code_cell, cells)
     return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(TITLES[number]), *code])
 
@@ -97,7 +71,7 @@ def test_submission_gets_expected_verdicts(tmp_path, name):
     nbformat.write(submission_of(number, after), path)
     submitted = replace(grade.read(path, lessons()), seed="7")
     limits = Limits(60 if "endless" in name else 600)
-    rows = grade.grade(submitted, limits, untouched(number))
+    rows = grade.grade(submitted, limits, grade.fingerprints_of(lessons()[number]))
     assert {row.verdict for row in rows if row.exercise != "–"} == marks, rows
     assert any(words in row.message for row in rows), rows
 
