@@ -36,8 +36,6 @@ from .reading import EXERCISES, Reach, foreign_names, reaches
 from .student import check_of
 
 _LARGEST = 50 * 10**6  # largest file in bytes; a lesson with all outputs has about 1 MB
-# A call of a check in older editions, such as `lesson_02.check_x(...)`.
-_OLDER = re.compile(r"^lesson_\d\d\.(check_\w+)\(", re.M)
 _INSTALLS = "install"  # id of the cell that installs the library in the one-language edition
 
 
@@ -143,7 +141,7 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
     Outputs are removed, as are the course's solutions, which a learner's copy contains.
 
     Raises:
-        Problem: The file is not a notebook, not a lesson, or of an older edition.
+        Problem: The file is not a notebook, or not a lesson.
     """
     try:
         if not path.is_file():  # opening a named pipe would block
@@ -168,10 +166,6 @@ def read_submission(path: Path, lessons: dict[str, Lesson]) -> tuple[NotebookNod
         raise Problem(f"It is not a lesson of this course; its title is {title[:60]!r}.")
     if is_project(lesson.number):
         notebook.metadata["sheet_complete"] = _is_sheet_complete(notebook)
-    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    if not lesson.calls.keys().isdisjoint(_OLDER.findall("\n".join(code))):
-        older = "It is of an older edition of the course: `make update` brings its answers into"
-        raise Problem(f"{older} the present one, which can be graded.", lesson.number)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None

@@ -12,7 +12,6 @@ changed by the learner.
 
 import argparse
 import difflib
-import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -48,9 +47,6 @@ EARLIER = (
     "**From an earlier edition.** The course has changed the cell above. Below is what you had"
     " written.\n\n**旧版里的内容。** 课程改动了上面的单元格，下面是你原来写的。"
 )
-# A name in older editions, and the line with which newer editions import a lesson's files.
-_OLDER_NAME = re.compile(r"(?<![\w.])(lesson_\d\d)\.(\w+)")
-_FILES_OF = re.compile(r"^from course_lib\.lessons\.(lesson_\d\d) import ([\w, ]+)$", re.M)
 _LEAST_ALIKE = 0.5  # least similarity, from 0 to 1, of two cells that are editions of one cell
 
 
@@ -259,9 +255,8 @@ def _trust(work: Path, names: list[str]) -> None:
 def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[NotebookNode, int]:
     """Merge a new edition of a lesson into the learner's notebook.
 
-    A cell that is in all three notebooks keeps the learner's source and outputs. In its source,
-    only names of an older edition, such as `lesson_02.check_x`, are replaced. Cells that the course
-    changed or added come from the new edition.
+    A cell that is in all three notebooks keeps the learner's source and outputs. Cells that the
+    course changed or added come from the new edition.
 
     A cell that the course removed is removed, unless the learner typed something into it. If the
     learner did, the cell is placed below the cell that replaces it. A cell that the learner created
@@ -275,8 +270,7 @@ def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[No
     Returns:
         The notebook, and the number of cells in it that the learner typed.
     """
-    base, mine = deepcopy(base), deepcopy(mine)
-    _rename(base, mine, new)
+    mine = deepcopy(mine)
     given = {cell.id: cell.source for cell in base.cells}
     ids = {cell.id for cell in new.cells}
     kept: dict[str, NotebookNode] = {}
@@ -311,42 +305,6 @@ def merge(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> tuple[No
     merged = deepcopy(new)
     merged.cells = deepcopy(cells)
     return merged, number
-
-
-def _rename(base: NotebookNode, mine: NotebookNode, new: NotebookNode) -> None:
-    """Replace names of an older edition in the code of `base` and `mine`, in place.
-
-    For example, `lesson_02.check_x` becomes `exercises.check_x`. A cell that then equals a cell of
-    the new edition also gets the id of that cell.
-    """
-    code = [cell.source for cell in new.cells if cell.cell_type == "code"]
-    files = {
-        (lesson, file.strip())
-        for source in code
-        for lesson, files in _FILES_OF.findall(source)
-        for file in files.split(",")
-    }
-    names = {
-        (lesson, name): f"{file}.{name}"
-        for lesson, file in files
-        for source in code
-        for name in re.findall(rf"\b{file}\.(\w+)", source)
-    }
-
-    def renamed(found: re.Match[str]) -> str:
-        return names.get((found[1], found[2]), found[0])
-
-    for cell in (*base.cells, *mine.cells):
-        if cell.cell_type == "code":
-            cell.source = _OLDER_NAME.sub(renamed, cell.source)
-    old, ids = {cell.id for cell in base.cells}, {cell.id for cell in new.cells}
-    free = [cell for cell in new.cells if cell.id not in old and cell.cell_type == "code"]
-    for cell in (cell for cell in base.cells if cell.id not in ids):
-        if found := next((each for each in free if each.source == cell.source), None):
-            free.remove(found)
-            for each in mine.cells:
-                each.id = found.id if each.id == cell.id else each.id
-            cell.id = found.id
 
 
 def _successor(cell: NotebookNode, candidates: list[NotebookNode]) -> str:

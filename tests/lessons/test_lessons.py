@@ -4,12 +4,10 @@
 """
 
 import collections
-import doctest
 import functools
 import inspect
 import itertools
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -27,8 +25,7 @@ from course_lib.attention import kernels
 from course_lib.budget import Recipe, estimate
 from course_lib.distributed import sent_bytes, shapes_of, task_of
 from course_lib.labels import chinese
-from course_lib.lessons import lesson_02
-from course_lib.lessons.lesson_02 import modes, own_code
+from course_lib.lessons.lesson_02 import own_code
 from course_lib.lessons.lesson_02.figures import _draw_bars
 from course_lib.lessons.lesson_03 import exercises as exercises_03
 from course_lib.lessons.lesson_03 import figures as figures_03
@@ -54,7 +51,6 @@ from course_lib.lessons.lesson_08 import schemes as schemes_08
 from course_lib.lessons.lesson_08 import wire as wire_08
 from course_lib.lessons.lesson_09 import figures as figures_09
 from course_lib.lessons.lesson_10 import slots as slots_10
-from course_lib.lessons.older_edition import OlderEdition
 from course_lib.memory import MemoryBudgetExceeded, Trace
 from course_lib.models import Decoder, deep_mlp, random_tokens
 from course_lib.offload import HostStore, offload_activations
@@ -72,34 +68,9 @@ from course_lib.simulated import SimulatedDevice
 from course_lib.teaching.recordings import FOLDER
 
 ROOT = Path(__file__).parents[2]
-FROM = "from course_lib.lessons.lesson_02 import"
 
 
 pytestmark = pytest.mark.usefixtures("fresh")
-
-
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("check_checkpoint", "`lesson_02.exercises.check_checkpoint`"),
-        ("llama", "`lesson_02.own_code.llama`"),
-        ("CLAIMS", "`lesson_02.claims.CLAIMS`"),
-        ("no_such_name", "which had `lesson_02.no_such_name`"),
-    ],
-)
-def test_removed_lesson_attribute_raises_older_edition_error_with_update_command(name, place):
-    for access in (lambda: getattr(lesson_02, name), lambda: exec(f"{FROM} {name}")):
-        with pytest.raises(OlderEdition, match="older edition of the course") as error:
-            access()
-        english, chinese = str(error.value).splitlines()
-        assert place in english and "run `make update`" in english and "旧版" in chinese
-
-
-def test_lesson_package_supports_introspection_and_star_import():
-    assert not hasattr(lesson_02, "__wrapped__")
-    assert doctest.DocTestFinder().find(lesson_02) and inspect.getmembers(lesson_02)
-    assert pickle.loads(pickle.dumps(modes.modes)) is modes.modes
-    exec("from course_lib.lessons.lesson_08 import *", {})
 
 
 # Pictures

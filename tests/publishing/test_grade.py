@@ -391,10 +391,6 @@ def test_parallel_grading_continues_after_one_kernel_dies(tmp_path, run_command,
         (submission("1", title="# 77 Where / 哪里"), "It is not a lesson of this course"),
         (nbformat.v4.new_notebook(), "It is not a lesson of this course; its title is ''."),
         (submission("1", title="# 0 Start / 开始"), "It is lesson 00, not 01."),
-        (
-            submission("answer = 5\nlesson_01.check_adapter_bytes(answer)"),
-            "It is of an older edition of the course: `make update` brings its answers into",
-        ),
     ],
 )
 def test_grade_reports_invalid_notebook_in_one_row(tmp_path, lessons, content, message):

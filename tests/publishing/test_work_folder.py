@@ -53,19 +53,6 @@ CELLS = {
     "P": cell("plot", "draw(answer)", "-"),
     "p": cell("plot", "draw(answer)", "figure"),  # P, which the learner ran
     "Q": cell("plot2", "draw(answer, 2)", "-"),  # P in a new edition
-    # Before an edition in which lessons import their files, and in it:
-    "K": cell("old", "from course_lib.lessons import lesson_01", "-"),
-    "L": cell("new", "from course_lib.lessons.lesson_01 import exercises, figures", "-"),
-    "O": cell("old-stub", "answer = None\nlesson_01.check_sum(answer)", "-"),
-    "o": cell("old-stub", "answer = 42\nlesson_01.check_sum(answer)", "right"),
-    "N": cell("new-stub", "answer = None\nexercises.check_sum(answer)", "-"),
-    "w": cell("new-stub", "answer = 42\nexercises.check_sum(answer)", "right"),
-    "D": cell("old-plot", "lesson_01.draw(answer)", "-"),
-    "d": cell("old-plot", "lesson_01.draw(answer)", "figure"),  # D, which the learner ran
-    "E": cell("new-plot", "figures.draw(answer)", "-"),
-    "f": cell("new-plot", "figures.draw(answer)", "figure"),
-    "g": cell("mine2", "lesson_01.draw(42)\nmy.lesson_01.draw(1)", "-"),
-    "h": cell("mine2", "figures.draw(42)\nmy.lesson_01.draw(1)", "-"),
     "M": cell("more", "more()", "-"),
     "m": cell("mine", "my_own = 1", "-"),
     "n": cell("notes", "My notes"),
@@ -133,7 +120,6 @@ MERGED = {
     "an answer to a changed exercise": ("TSIAP", "TSIaP", "TSIBP", "TSIBeaP", 1),
     "a second update": ("TSIBP", "TSIBeaP", "TSIBQ", "TSIBeaQ", 2),
     "new cells of both": ("TSIAP", "nTSIamP", "TSIAMP", "nTSIamMP", 3),
-    "an edition that imports files": ("TSKOD", "TSKodg", "TSLNE", "TSLwfh", 2),
     "edited prose and the new switch": ("TSIAP", "tSIAP", "URIAP", "UetRIAP", 1),
 }
 

@@ -1,5 +1,1 @@
 """Lesson 03: which activations to forget."""
-
-from course_lib.lessons.older_edition import reject_names_in
-
-__getattr__ = reject_names_in(__name__)
