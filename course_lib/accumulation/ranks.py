@@ -149,7 +149,7 @@ def _parallel_module(model: nn.Module) -> nn.Module | None:
     if not isinstance(model, FSDPModule):
         wrapper_names = f"a model with {', '.join(map(describe, wrappers))}"
         raise TypeError(
-            "modules that synchronize gradients must be a single DistributedDataParallel, or"
-            f" fully_shard must be called on the whole model, got {wrapper_names}"
+            "model must synchronize its gradients by a single DistributedDataParallel, or by"
+            f" fully_shard called on the whole model, got {wrapper_names}"
         )
     return model

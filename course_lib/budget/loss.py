@@ -115,9 +115,9 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         takes_arguments("loss_sum", loss_sum, "(model, batch)", model, None)
         if runs_stages(model, recipe):
             raise ValueError(
-                f"with checkpoint={recipe.checkpoint!r} and blocks=None, the last function that the"
-                " model's method stages returns computes the loss, so loss_sum must be None, got a"
-                " function. Leave out loss_sum, or set blocks to the names of the model's blocks"
+                f"loss_sum must be None with checkpoint={recipe.checkpoint!r} and blocks=None, got"
+                " a function: the last function that the model's method stages returns computes the"
+                " loss. Leave out loss_sum, or set blocks to the names of the model's blocks"
             )
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
         raise TypeError(

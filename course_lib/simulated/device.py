@@ -360,8 +360,8 @@ def _checked_rates(rates: dict[str, float | None]) -> dict[str, float]:
     """
     if unknown := rates.keys() - set(RATES):
         raise TypeError(
-            f"{min(unknown)} cannot be an option of a SimulatedDevice; its options are late, early,"
-            f" memory_bytes, {', '.join(RATES)}"
+            "each option of a SimulatedDevice must be one of late, early, memory_bytes,"
+            f" {', '.join(RATES)}, got {min(unknown)!r}"
         )
     return {
         name: math.inf if rates.get(name) is None else positive(name, rates[name]) for name in RATES

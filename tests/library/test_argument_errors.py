@@ -242,7 +242,7 @@ INVALID_CALLS = [
     ("mask", lambda: Chain.profile(TANH, TWO, kwargs={"mask": WITH_GRADIENT})),
     ("the result of stage 0", lambda: Chain.profile([nn.LSTM(2, 2)], torch.ones(2, 2))),
     ("a parameter", lambda: OffloadedOptimizer(COMPLEX)),
-    ("seconds", lambda: SimulatedDevice(seconds=1)),
+    ("each option of a Sim.* must be .*'seconds'", lambda: SimulatedDevice(seconds=1)),
     ("ranks must be 1 .* -m course_lib", lambda: train_step(LINEAR, None, TWO, Recipe(**RANKS))),
     (r"optimizer must be 'adam' \(AdamW\)", lambda: Recipe(optimizer=torch.optim.AdamW)),
     (

@@ -305,7 +305,7 @@ INVALID += [
     ("--hidden 64 --layers 1 --batch 2", "--sequence is missing"),
     ("--hidden 64 --layers 1 --sequence 8", "--batch is missing"),
     ("--hidden 64 --sequence 8 --batch 1", "the size is missing"),
-    ("--model json:dumps", "pass --batch-from"),
+    ("--model json:dumps", "a function that returns a batch is missing"),
     ("--model m:f --sequence 8", "--sequence cannot be combined with --model"),
     ("--config c.json --vocabulary 8", "--vocabulary cannot be combined with --config"),
     ("--parameters 1e6 --batch-from m:f", "--batch-from cannot be combined with --parameters"),
@@ -669,4 +669,4 @@ def test_device_option_this_uses_measured_rates_of_current_machine(monkeypatch, 
 def test_check_option_rejects_step_larger_than_machine_memory(monkeypatch, capfd):
     monkeypatch.setattr("course_lib.budget.check._memory", lambda device: 1000)
     _, [line] = error_of(capfd, *ONE_LAYER, "--budget", "1GB", "--check")
-    assert "this machine has 1,000 bytes" in line
+    assert "device cpu has only 1,000 bytes" in line
