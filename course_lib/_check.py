@@ -110,8 +110,14 @@ def describe(value: Any) -> str:
         # An estimate replaces the user's tensors by fake tensors, whose classes begin with "Fake".
         # The message shows the class that the user passed.
         kind = type(value).__name__.removeprefix("Fake")
-        return f"a {kind} of shape {tuple(value.shape)} and {value.dtype}"
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        return f"{_with_article(kind)} of shape {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return _with_article(type(value).__name__)
+
+
+def _with_article(name: str) -> str:
+    return f"an {name}" if name[0] in "AEIOaeio" else f"a {name}"
 
 
 def _range(least: float | None, most: float | None) -> str:

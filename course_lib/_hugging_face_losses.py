@@ -248,7 +248,7 @@ def hugging_face_loss(
     labels = [(target, ignored) for mean, target, ignored in recorder.means if mean is loss]
     if not labels and micro_batches > 1:
         raise ValueError(
-            f"micro_batches must be 1 for a {name}, got {micro_batches}: the loss of this"
+            f"micro_batches must be 1 for {describe(model)}, got {micro_batches}: the loss of this"
             f" model is not a mean over labels. To use several micro-batches, {GIVE_LOSS_SUM}"
         )
     if not labels:

@@ -126,9 +126,9 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         )
     elif not has_loss_sum(model) and count > 1:
         raise ValueError(
-            f"micro_batches must be 1 for a {name}, got {count}: its loss is a mean, and the"
-            f" number of tokens or samples in that mean is not known. To use several micro-batches,"
-            f" {GIVE_LOSS_SUM}"
+            f"micro_batches must be 1 for {describe(model)}, got {count}: its loss is a mean, and"
+            " the number of tokens or samples in that mean is not known. To use several"
+            f" micro-batches, {GIVE_LOSS_SUM}"
         )
     if (
         recipe.offload_activations
@@ -142,9 +142,9 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
         )
     if count > 1 and mixes_samples(model):
         raise ValueError(
-            f"micro_batches must be 1 for a {name} with BatchNorm in training mode, got {count}:"
-            " BatchNorm computes its statistics from each micro-batch instead of the whole batch."
-            " Put BatchNorm into eval mode, or allow such statistics with"
+            f"micro_batches must be 1 for {describe(model)} with BatchNorm in training mode, got"
+            f" {count}: BatchNorm computes its statistics from each micro-batch instead of the whole"
+            " batch. Put BatchNorm into eval mode, or allow such statistics with"
             f" model.{ALLOWS_BATCH_NORM} = True"
         )
 

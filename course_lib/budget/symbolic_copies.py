@@ -119,9 +119,10 @@ def _check_estimable(optimizer: Optimizer) -> None:
     name, home = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
     if name in _RECIPE_OPTIMIZERS:
         raise ValueError(
-            "in an estimate, the optimizer must not read the values of tensors, because symbolic"
-            f" tensors have none, got {describe(optimizer)}. Instead of this optimizer, pass"
-            f" Recipe(precision=None, attention=None, optimizer={_RECIPE_OPTIMIZERS[name]!r})"
+            "the optimizer of an estimate must not read the values of tensors, because symbolic"
+            f" tensors have none, got {describe(optimizer)}. Name this optimizer in a recipe"
+            " instead of passing it: Recipe(precision=None, attention=None,"
+            f" optimizer={_RECIPE_OPTIMIZERS[name]!r})"
         )
     if home == "bitsandbytes":
         raise ValueError(

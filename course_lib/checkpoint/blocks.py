@@ -154,7 +154,7 @@ def checkpoint_blocks(
     names = selected[every - 1 :: every]
     if not names:
         raise ValueError(
-            f"every must be at most {len(selected)}, the number of selected blocks, got {every}"
+            f"`every` must be at most {len(selected)}, the number of selected blocks, got {every}"
         )
     handle = CheckpointedBlocks(model, names, policy, preserve_rng_state, preserve_module_state)
     handle.compare = compare and preserve_rng_state

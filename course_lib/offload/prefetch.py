@@ -109,8 +109,8 @@ class Prefetcher:
             return batch.to(device.device)
         if next(tensors_in(batch), None) is None:
             raise TypeError(
-                "a batch of the loader must be a tensor, a container of tensors, or an object with"
-                f" `to(device)`, got {describe(batch)}"
+                "a batch of the loader must contain a tensor, or be an object with a method"
+                f" to(device), got {describe(batch)} without tensors"
             )
         return map_tensors(device.up, batch)
 

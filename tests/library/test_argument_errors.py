@@ -264,8 +264,8 @@ def assert_error_names(beginning, call):
     """Check that a call raises an error of one line, `NAME must be ALLOWED, got VALUE`, or that two
     arguments cannot be combined. `beginning` is the name or the beginning of the error."""
     if " must " not in beginning:
-        beginning += r"(\[\d+\]| and \w+)? (must|cannot) "
-    with pytest.raises((TypeError, ValueError), match=f"^{beginning}") as raised:
+        beginning += r"(\[\d+\]| and \w+)?`? (must|cannot) "
+    with pytest.raises((TypeError, ValueError), match=f"^`?{beginning}") as raised:
         call()
     sentence = r".* must .+, got .+|.* cannot (be combined with|both be) .+"
     assert re.fullmatch(sentence, str(raised.value))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from course_lib._check import describe
 from course_lib._torch.modes import AutocastState, DisableTorchFunctionSubclass, autocast_of
 from course_lib._torch.tensors import tensors_in
 from course_lib.checkpoint import checkpointed_loss
@@ -80,7 +81,7 @@ def chunked_head(model: nn.Module, chunk: int | None) -> Iterator[Callable[[], N
     head = head_of(model, chunk)
     used: list[bool] = []
     own = vars(head).get("forward")
-    about = f"got {chunk} for a {type(model).__name__}"
+    about = f"got {chunk} for {describe(model)}"
 
     def check() -> None:
         if not used:
@@ -164,9 +165,9 @@ def head_of(model: nn.Module, chunk: int) -> nn.Module:
     ]
     if not linear:
         raise ValueError(
-            "head_chunk must be None for a model without an output head (an nn.Linear outside its"
-            f" blocks, or the result of get_output_embeddings()), got {chunk} for a"
-            f" {type(model).__name__}"
+            f"head_chunk must be None for {describe(model)}, which has no output head, got {chunk}."
+            " An output head is an nn.Linear outside the model's blocks, or the result of"
+            " get_output_embeddings()"
         )
     return max(reversed(linear), key=lambda module: module.out_features)
 

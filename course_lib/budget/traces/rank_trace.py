@@ -25,7 +25,7 @@ from torch import nn
 
 from course_lib._batches import Split, num_splittable_samples, parts_of
 from course_lib._batches import split as cut
-from course_lib._check import any_of
+from course_lib._check import any_of, describe
 from course_lib._hugging_face_losses import GIVE_LOSS_SUM
 from course_lib._torch.tensors import tensors_in
 from course_lib.budget.loss import LossSum, check_loss, has_loss_sum, loss_of
@@ -113,7 +113,7 @@ def _check_on_ranks(model: nn.Module, recipe: Recipe, loss_sum: LossSum | None) 
     check_loss(model, one_rank_recipe(recipe), loss_sum)
     if loss_sum is None and not has_loss_sum(model):
         raise ValueError(
-            f"ranks must be 1 for a {type(model).__name__}, got {recipe.ranks}: its loss is a mean,"
+            f"ranks must be 1 for {describe(model)}, got {recipe.ranks}: its loss is a mean,"
             " and the number of tokens or samples in that mean is not known. To use several"
             f" ranks, {GIVE_LOSS_SUM}"
         )
