@@ -143,8 +143,8 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
     if count > 1 and mixes_samples(model):
         raise ValueError(
             f"micro_batches must be 1 for {describe(model)} with BatchNorm in training mode, got"
-            f" {count}: BatchNorm computes its statistics from each micro-batch instead of the whole"
-            " batch. Put BatchNorm into eval mode, or allow such statistics with"
+            f" {count}: BatchNorm computes its statistics from each micro-batch instead of the"
+            " whole batch. Put BatchNorm into eval mode, or allow such statistics with"
             f" model.{ALLOWS_BATCH_NORM} = True"
         )
 
