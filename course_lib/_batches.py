@@ -165,13 +165,13 @@ def _checked_length(batch: Any) -> int:
         if isinstance(array, Tensor) and (array.is_nested or array.layout is not torch.strided):
             nested = "a nested tensor" if array.is_nested else "a tensor"
             raise TypeError(
-                f"batch must contain only dense tensors so that it can be split, got {key},"
+                f"batch must contain only dense tensors so that it can be split, but {key} is"
                 f" {nested} with the layout {array.layout}. For other batches, {GIVE_SPLIT}"
             )
     if not found:
         raise TypeError(
             "batch must be a tensor or a container of tensors so that it can be split, got"
-            f" {describe(batch)} without tensors. For other batches, {GIVE_SPLIT}"
+            f" {describe(batch)}, which contains no tensor. For other batches, {GIVE_SPLIT}"
         )
     (key, first), *others = found
     differing = [each for each in others if each[1].shape[:1] != first.shape[:1]]

@@ -57,7 +57,8 @@ def _call_loss_method(model: nn.Module, name: str, batch: Any) -> Any:
     an error, a note on the error says so.
     """
     function, method = getattr(model, name), f"{type(wrapped_in(model)).__name__}.{name}"
-    takes_arguments(method, function, "(batch), unless a loss_sum(model, batch) is passed", batch)
+    otherwise = "; or pass a function loss_sum(model, batch)"
+    takes_arguments(method, function, "(batch)", batch, otherwise=otherwise)
     try:
         return function(batch)
     except Exception as error:
@@ -69,7 +70,9 @@ def _call_loss_method(model: nn.Module, name: str, batch: Any) -> Any:
         raise
 
 
-def takes_arguments(name: str, function: Any, allowed: str, *arguments: Any) -> None:
+def takes_arguments(
+    name: str, function: Any, allowed: str, *arguments: Any, otherwise: str = ""
+) -> None:
     """Raise TypeError if a function cannot be called with the given positional arguments.
 
     Args:
@@ -77,6 +80,7 @@ def takes_arguments(name: str, function: Any, allowed: str, *arguments: Any) -> 
         function: The function or module. It is not called.
         allowed: Description of `arguments` in the message, such as "no arguments".
         arguments: Positional arguments that the function must accept.
+        otherwise: Advice at the end of the message.
     """
     try:
         signature = inspect.signature(
@@ -91,7 +95,8 @@ def takes_arguments(name: str, function: Any, allowed: str, *arguments: Any) -> 
             f"{describe(function)} with the arguments"
             f" {signature.replace(return_annotation=signature.empty)}"
         )
-        raise TypeError(f"{name} must be callable with {allowed}, got {actual}") from None
+        message = f"{name} must be callable with {allowed}, got {actual}{otherwise}"
+        raise TypeError(message) from None
 
 
 def checked_loss(model: nn.Module, loss: Any) -> Tensor:
@@ -241,9 +246,9 @@ def hugging_face_loss(
     name = type(model).__name__
     if loss is None or not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(
-            f"batch must contain all arguments with which {name} returns a loss, such as labels,"
-            f" got {describe(batch)} with the keys {', '.join(map(str, batch))}. Add the missing"
-            f" ones, or {GIVE_LOSS_SUM}"
+            f"{name} must return a loss, but it returned none for a batch with the keys"
+            f" {', '.join(map(str, batch))}. Add what the model needs for its loss to the batch,"
+            f" usually labels, or {GIVE_LOSS_SUM}"
         )
     labels = [(target, ignored) for mean, target, ignored in recorder.means if mean is loss]
     if not labels and micro_batches > 1:

@@ -6,6 +6,7 @@ over the ranks. In a single process it does nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._check import describe, one_of
+from .._check import one_of
 from .._torch.symbolic import is_symbolic
 
 
@@ -147,9 +148,10 @@ def _parallel_module(model: nn.Module) -> nn.Module | None:
     from torch.distributed.fsdp import FSDPModule  # not at the top, because importing it is slow
 
     if not isinstance(model, FSDPModule):
-        wrapper_names = f"a model with {', '.join(map(describe, wrappers))}"
+        counts = Counter(type(module).__name__ for module in wrappers)
+        found = ", ".join(f"{count} {name}" for name, count in counts.items())
         raise TypeError(
             "model must synchronize its gradients by a single DistributedDataParallel, or by"
-            f" fully_shard called on the whole model, got {wrapper_names}"
+            f" fully_shard called on the whole model, got a model with {found}"
         )
     return model

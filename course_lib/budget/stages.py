@@ -160,7 +160,8 @@ def _split_into_stages(model: nn.Module, batch: Any) -> tuple[Any, list[nn.Modul
     """
     name = f"{type(model).__name__}.stages"
     function = own_stages(model)
-    takes_arguments(name, function, "(batch), unless the recipe's field blocks is set", batch)
+    otherwise = "; or set the field blocks of the recipe"
+    takes_arguments(name, function, "(batch)", batch, otherwise=otherwise)
     stages = list(as_modules(list(function(batch))).values())
     while len(stages) > 1 and next(stages[0].parameters(), None) is None:
         batch = stages.pop(0)(batch)

@@ -142,11 +142,11 @@ class CachingAllocator:
         kind("block", block, Block, "a block that `allocate` returned")
         named = f"the block of {block.size_bytes} bytes at {block.address:#x}"
         if not block.allocated:
-            raise ValueError(f"{named} was freed already")
+            raise ValueError(f"free() must be called once for each block, but {named} is free")
         if block.requested_bytes and block not in self._chunks:
             raise ValueError(
-                f"{named} was not allocated by this allocator; free() needs a block that its"
-                " allocate() returned"
+                "free() needs a block that allocate() of the same allocator returned, but"
+                f" {named} is of another one"
             )
         block.allocated = False
         if block.requested_bytes == 0:

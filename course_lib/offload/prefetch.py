@@ -110,7 +110,7 @@ class Prefetcher:
         if next(tensors_in(batch), None) is None:
             raise TypeError(
                 "a batch of the loader must contain a tensor, or be an object with a method"
-                f" to(device), got {describe(batch)} without tensors"
+                f" to(device), got {describe(batch)}, which contains no tensor"
             )
         return map_tensors(device.up, batch)
 

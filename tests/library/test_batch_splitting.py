@@ -137,11 +137,11 @@ REJECTED = {
     "sparse": (lambda x, y: {"x": x.to_sparse()}, r"dense tensors .*, got batch\['x'\], a tensor"),
     "no tensor": (
         lambda x, y: y,
-        "a container of tensors .*, got a list without tensors",
+        "a container of tensors .*, got a list, which contains",
     ),
     "object": (
         lambda x, y: SimpleNamespace(x=x),
-        "got a SimpleNamespace without tensors",
+        "got a SimpleNamespace, which contains",
     ),
 }
 

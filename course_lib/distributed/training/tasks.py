@@ -213,9 +213,10 @@ def _task_of_function(name: str) -> Task:
         if loss_sum is None and not has_loss_sum(make_model()):
             raise ValueError(
                 f"the model of --model {name} must have a method loss_sum(batch), got none. Add"
-                " this method to the model, or the attribute loss_sum(model, batch) to the"
-                " function that creates the model. Either must return (sum of losses, weight),"
-                " where the weight is, for example, the number of tokens"
+                " this method to the model, or set a function loss_sum(model, batch) as an"
+                " attribute of the function that --model names: make_model.loss_sum = loss_sum."
+                " Either must return (sum of losses, weight), where the weight is, for example,"
+                " the number of tokens"
             )
     return Task(
         partial(_without_cache, make_model),

@@ -359,8 +359,8 @@ class Numbers(Exercise):
             if f"{table}.{name}" in self._say:
                 return f"{table}.{name}"
         raise LabelError(
-            f"{name!r} must be a message in the table {self._table!r} or 'common' of a"
-            " messages.toml, got a name that is in neither"
+            f"no message is named {name!r}: add it to messages.toml, in the table"
+            f" [{self._table}] or in the table [common]"
         )
 
     def _message(self, names: str) -> str:
