@@ -25,9 +25,10 @@ from .policies import ListedOperators, Policy
 from .repeatable import BlockState, Repeatable
 
 _STATE_NOT_PRESERVED = (
-    "The recomputation of a block must compute the same values again. If the block"
-    " changes its attributes, or draws random numbers from the modules random or"
-    " numpy, pass preserve_module_state=True. Otherwise change the block"
+    "The recomputation of a block must compute the same values again, and a block must not change"
+    " objects among its arguments, such as a cache (for a cache of transformers, pass"
+    " use_cache=False to the model). If the block changes its attributes, or draws random numbers"
+    " from the modules random or numpy, pass preserve_module_state=True. Otherwise change the block"
 )
 _ADVICE = "exclude the block from checkpoint_blocks"
 
@@ -116,10 +117,9 @@ def checkpoint_blocks(
             already, or `every` is larger than the number of blocks.
         TypeError: An argument has the wrong type.
         RuntimeError: (In the backward pass) a block's first recomputation is not equal to its first
-            run, so gradients would be wrong. The message names the block and an argument that has
-            changed, if there is one. The error is also raised in three other cases: a recomputation
-            fails after an argument has changed, a tensor among the arguments was changed in place,
-            or the last operator of a block is `rrelu` in training mode.
+            run, so gradients would be wrong. The message names the block. The error is also raised
+            in three other cases: a recomputation fails, a tensor among the arguments was changed in
+            place, or the last operator of a block is `rrelu` in training mode.
 
     Example:
         >>> from course_lib.models import Decoder, random_tokens

@@ -27,7 +27,6 @@ from .._torch.autograd import (
     writes_after_saving,
 )
 from .._torch.modes import disable_current_modes
-from .arguments import ObjectArguments
 
 # (pack, unpack), the arguments of `torch.autograd.graph.saved_tensors_hooks`
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -35,7 +34,9 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 STATE_PRESERVED = (
     "A block that is recomputed may change its attributes (tensors, numbers and containers of"
     " these) and draw random numbers from torch, random, numpy or a generator in an attribute. It"
-    " must not change buffers, parameters, global variables or other objects. Change the block"
+    " must not change buffers, parameters, global variables or other objects, such as a cache among"
+    " its arguments (for a cache of transformers, pass use_cache=False to the model). Change the"
+    " block"
 )
 
 
@@ -56,9 +57,8 @@ class Comparison:
         advice: Advice at the end of the error message, such as "exclude the block from
             checkpointing".
         rule: Sentences that list which state a recomputed block may change (such as attributes) and
-            which state it must not change (such as buffers). The error message contains these
-            sentences if no cause of the difference was found. Otherwise, the message describes the
-            cause, such as an argument that has changed.
+            which state it must not change (such as buffers). Error messages contain them, unless
+            the cause is known.
     """
 
     hint = ""  # additional sentence at the end of the error message about a difference
@@ -114,17 +114,16 @@ class Comparison:
                     self.fail(f"the recomputation changes {name} again")
         self.checksums_before = {}
 
-    def fail(self, difference: str, arguments: str = "") -> None:
+    def fail(self, difference: str, rule: str = "") -> None:
         """Raise a RuntimeError that describes a difference between two runs of the block.
 
         Args:
             difference: Description of the difference.
-            arguments: Description of the block's arguments that have changed between the two runs,
-                or "" if none has.
+            rule: Sentences in place of the attribute `rule`, or "".
         """
         raise RuntimeError(
             f"the recomputation of {self.name} differs from the first run of this block, so"
-            f" gradients or buffers would be wrong: {difference}. {arguments or self.rule}, or"
+            f" gradients or buffers would be wrong: {difference}. {rule or self.rule}, or"
             f" {self.advice}" + self.hint
         )
 
@@ -176,8 +175,7 @@ class FunctionWithSavedTensorCheck:
         if self.has_run or hooks is None:  # without hooks, no checkpoint is around the function
             return self.function(*args, **kwargs)
         self.has_run = True
-        arguments = ObjectArguments(self.function, args, kwargs)
-        comparing = ComparingHooks(self.comparison, arguments, hooks)
+        comparing = ComparingHooks(self.comparison, hooks)
         with saved_tensors_hooks(comparing.pack, comparing.unpack):
             return self.function(*args, **kwargs)
 
@@ -193,13 +191,11 @@ class ComparingHooks:
         comparison: Comparison of the checkpointed block's first run with its recomputation.
             `comparison` must not refer to this object. Otherwise there would be a reference cycle,
             because this object refers to the checkpoint's hooks, which refer to `comparison`.
-        arguments: Record of the arguments of the block's first run. An error message describes the
-            first argument that has changed since then.
         inner: The checkpoint's hooks, a tuple (pack, unpack).
     """
 
-    def __init__(self, comparison: Comparison, arguments: ObjectArguments, inner: Hooks):
-        self.comparison, self.arguments, self.inner = comparison, arguments, inner
+    def __init__(self, comparison: Comparison, inner: Hooks):
+        self.comparison, self.inner = comparison, inner
         self.count = 0
 
     def pack(self, tensor: Tensor) -> list[Any]:
@@ -252,22 +248,23 @@ class ComparingHooks:
             return
         name = f"tensor {position} saved for backward"
         if difference := self.comparison.describe_difference(first, tensor, name):
-            self.comparison.fail(difference, self.arguments.changes())
+            self.comparison.fail(difference)
         packed[1] = None  # a second recomputation, with `retain_graph=True`, is not compared
 
     def _explain(self, error: Exception) -> None:
-        """Raise a clearer error if a recomputation failed after an argument had changed.
+        """Raise an error with advice if a recomputation failed, although the first run did not.
 
         Only a `CheckpointError` and errors of Python's built-in types, except `MemoryError`, are
-        explained. For any other error, such as `torch.OutOfMemoryError`, nothing is raised.
+        explained. For any other error, such as `torch.OutOfMemoryError`, and for an error that
+        names its block already, nothing is raised.
         """
         raw = type(error).__module__ == "builtins" or isinstance(error, CheckpointError)
-        changes = self.arguments.changes() if raw and not isinstance(error, MemoryError) else ""
-        if changes:
+        named = str(error).startswith("the recomputation of ")
+        if raw and not named and not isinstance(error, MemoryError):
             kind, text = type(error).__name__, str(error).partition("\n")[0].removesuffix(".")
             raise RuntimeError(
-                f"the recomputation of {self.comparison.name} raised {kind}: {text}. {changes}, or"
-                f" {self.comparison.advice}"
+                f"the recomputation of {self.comparison.name} raised {kind}: {text}."
+                f" {self.comparison.rule}, or {self.comparison.advice}"
             ) from error
 
 
