@@ -89,9 +89,7 @@ def flash_attention(
     """Compute softmax(scale * Q K^T) V in tiles, without all scores in memory at once.
 
     In forward and in backward, only a few tiles of the n_q x n_k scores are in memory at a time.
-    For backward, autograd saves Q, K, V, the output and one log-sum-exp per row of scores. These
-    five tensors are in `saved_tensors` of the output's `grad_fn`, in this order and with their
-    leading dimensions.
+    For backward, autograd saves Q, K, V, the output and one log-sum-exp per row of scores.
 
     The arguments are named as in `F.scaled_dot_product_attention`, but arbitrary masks and dropout
     are not supported. Under `torch.autocast` the inputs are first cast to the autocast dtype, as
@@ -154,14 +152,14 @@ def flash_attention(
 class _Flash(torch.autograd.Function):
     """Autograd function of FlashAttention.
 
-    Its node saves q, k, v, the output o and the log-sum-exp lse, with their leading dimensions.
+    Its node saves q, k, v, the output o and the log-sum-exp lse, of shape (batch, heads, n_q).
     """
 
     @staticmethod
     def forward(q, k, v, options, backend):
         with torch.autocast(q.device.type, enabled=False):
             o, lse = backend.forward(*map(_as_4d, (q, k, v)), options)
-        return _with_shape(o, (*q.shape[:-1], v.shape[-1])), _with_shape(lse, q.shape[:-1])
+        return _with_shape(o, (*q.shape[:-1], v.shape[-1])), lse
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -194,7 +192,6 @@ class _FlashBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(q, k, v, o, lse, grad_o, options, backend):
-        lse = _as_4d(lse.unsqueeze(-1)).squeeze(-1)
         with torch.autocast(q.device.type, enabled=False):
             gradients = backend.backward(*map(_as_4d, (q, k, v, o)), lse, _as_4d(grad_o), options)
         return tuple(_with_shape(dx, x.shape) for dx, x in zip(gradients, (q, k, v), strict=True))
