@@ -601,18 +601,6 @@ def test_saved_bytes_of_jagged_tensor_include_offsets():
     assert jagged == packed + 4 * 8
 
 
-def test_meter_counts_inner_tensors_of_wrapper_subclass():
-    two = pytest.importorskip("torch.testing._internal.two_tensor")
-    model = nn.Module()
-    model.weight = nn.Parameter(two.TwoTensor(torch.ones(100), torch.ones(100)))
-    with MemoryMeter(model) as meter:
-        y = model.weight * 2
-        assert meter.live_bytes == 1600
-        y.sum().backward()
-    assert meter.entry_bytes == at_end(meter)["gradient"] == 800
-    assert [sample.operator for sample in meter.timeline[:2]] == ["aten.mul.Tensor"] * 2
-
-
 def test_meter_rejects_tensor_subclass_without_tensor_flatten():
     class Opaque(torch.Tensor):
         @staticmethod
