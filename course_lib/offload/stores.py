@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -575,25 +575,17 @@ def _default_folder() -> str:
     return "/var/tmp" if on_disk else tempfile.gettempdir()
 
 
-_default_stores: dict[tuple[type, int], Store] = {}
+@cache
+def _default_store(kind: type[Store]) -> Store:
+    return kind()
 
 
 def default_store(tensor: Tensor) -> Store:
     """Return the store that is used for a tensor if the user has passed none.
 
-    Each process has one `HostStore` for GPU tensors, one `DiskStore` for CPU tensors and one
+    There is one `HostStore` for GPU tensors, one `DiskStore` for CPU tensors and one
     `SymbolicStore` for symbolic tensors.
     """
-    make = (
-        SymbolicStore
-        if is_symbolic(tensor)
-        else HostStore
-        if Device.of_tensor(tensor).has_own_memory
-        else DiskStore
-    )
-    # A forked process gets its own store, because it has none of its parent's threads and must not
-    # write to its parent's file.
-    key = (make, os.getpid())
-    if key not in _default_stores:
-        _default_stores[key] = make()
-    return _default_stores[key]
+    if is_symbolic(tensor):
+        return _default_store(SymbolicStore)
+    return _default_store(HostStore if Device.of_tensor(tensor).has_own_memory else DiskStore)
