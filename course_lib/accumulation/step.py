@@ -87,6 +87,7 @@ class AccumulatedStep:
             the same as None.
         max_norm: Largest norm of the mean loss's gradient. The gradient is clipped once, after
             unscaling. With `math.inf` the norm is only measured, and with None it is not computed.
+            Must be None if gradients are sparse.
         autocast_dtype: Autocast dtype of the forward passes, torch.bfloat16 or torch.float16. None
             for no autocast.
         accumulate: "fp32" to sum the gradients of bf16 and fp16 parameters in fp32, in 4 bytes per
@@ -529,20 +530,15 @@ def _clip_gradients(
         finite: Whether a norm of inf or NaN raises an error.
 
     Raises:
+        TypeError: A gradient is sparse.
         RuntimeError: The norm is inf or NaN, and `finite` is True.
     """
     if max_norm is None:
         return None
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.layout is torch.sparse_coo:
-            # The same row may occur several times in a sparse gradient. These rows must be summed
-            # before the norm is computed.
-            parameter.grad = parameter.grad.coalesce()
-    dense = [
-        gradient.values() if gradient.layout is torch.sparse_coo else gradient
-        for gradient in _gradients(parameters)
-    ]
-    norm = ranks.norm(dense)
+    gradients = _gradients(parameters)
+    if any(gradient.layout is not torch.strided for gradient in gradients):
+        raise TypeError(f"max_norm must be None for sparse gradients, got {max_norm}")
+    norm = ranks.norm(gradients)
     [grad_norm] = _values([norm])
     if finite and not is_symbolic() and not math.isfinite(grad_norm):
         raise RuntimeError(

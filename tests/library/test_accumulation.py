@@ -365,21 +365,6 @@ def test_gradient_clipping_equals_pytorch_clipping_of_mean_gradient(scale, share
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_sparse_gradients_are_clipped_like_dense_gradients(scaled):
-    # Rows repeat within a micro-batch and between micro-batches.
-    rows = torch.tensor([[1, 1, 5], [5, 1, 2], [7, 7, 7], [2, 0, 1]])
-    found = []
-    for sparse in (False, True):
-        with seed_generators(0):
-            model = nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 1))
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
-        step = stepper(model, summed_output, 0.5, max_norm=0.05, scaler=scaler)
-        found.append((step(split(rows, 2)).grad_norm, list(model.parameters())))
-    assert found[0][0] > 0.05  # it is clipped
-    assert_close(found[1], found[0])
-
-
 def test_loss_scale_grows_once_per_step_and_never_when_disabled():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     step = stepper(linear(), summed_output, scaler=scaler)
