@@ -27,6 +27,7 @@ PyTorch's file has 1,800 lines. These parts of it are left out here, because the
 
 - compiled code (`torch.compile` traces only PyTorch's function), devices other than CPU and CUDA;
 - options for debugging, and backward passes that share a recomputation (`GraphExecGroup`);
+- the error for a saved tensor that is read twice in a backward pass, which recomputes again here;
 - the default device of a `with torch.device(...)` block, which is not restored;
 - offloading by a policy, and saved-tensor hooks around what a policy keeps.
 
@@ -122,7 +123,7 @@ class _Slot:
     """An empty place in the graph for a saved tensor, which is filled once per backward pass."""
 
     def __init__(self):
-        self.tensors: dict[int, Tensor | None] = {}  # by backward pass; None after the read
+        self.tensors: dict[int, Tensor] = {}  # by backward pass
 
 
 class _Stop(BaseException):
@@ -170,17 +171,7 @@ class _Region:
         backward = torch._C._current_graph_task_id()  # -1 outside of a backward pass
         if backward not in slot.tensors:
             self.recompute(backward)
-        tensor, slot.tensors[backward] = slot.tensors[backward], None
-        if tensor is None:
-            raise CheckpointError(
-                "a backward pass must read each saved tensor of a checkpointed function only once,"
-                " but it read the same tensor twice; in a custom torch.autograd.Function, read"
-                " ctx.saved_tensors only once"
-            )
-        if backward == -1:  # the graph is only inspected, so no other slot will be read
-            for other in filter(None, (ref() for ref in self.slots)):
-                other.tensors.clear()
-        return tensor
+        return slot.tensors.pop(backward)
 
     def recompute(self, backward: int) -> None:
         """Run the function again. The i-th tensor that autograd saves goes into the i-th slot."""
