@@ -152,6 +152,8 @@ def test_symbolic_views_have_same_strides_as_real_views(seed):
 
 # Shapes and strides of views of images; some dimensions have size 1.
 IMAGES = [
+    ((2, 16, 8, 8), (1024, 64, 8, 1)),
+    ((3, 16, 4, 8), (512, 32, 8, 1)),
     ((1, 16, 8, 8), (16, 1, 128, 16)),
     ((1, 16, 8, 8), (1024, 1, 128, 16)),
     ((2, 16, 8, 8), (1024, 1, 128, 16)),
@@ -163,7 +165,14 @@ IMAGES = [
 ]
 ON_IMAGES = {
     "like": torch.zeros_like,
+    "like, in channels last": lambda x: torch.zeros_like(x, memory_format=torch.channels_last),
+    "copy in channels last": lambda x: x.clone(memory_format=torch.channels_last),
+    "copy in bf16": lambda x: x.to(torch.bfloat16),
     "number": lambda x: x * 2,
+    "sums": lambda x: (x + x, x[0] + x, x + x[:1]),
+    "choice": lambda x: torch.where(x > 0, x, 2.0),
+    "in place": lambda x: x.detach().lerp_(x.detach(), 0.1),
+    "random": lambda x: x.detach().normal_(),
     "function": torch.sin,
     "power": lambda x: 2**x,
     "relu6": F.relu6,
