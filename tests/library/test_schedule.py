@@ -267,18 +267,6 @@ def test_scheduled_outputs_gradients_and_buffers_equal_baseline_bit_for_bit(make
         assert_same_bits(found(schedule), expected)
 
 
-def test_stage_used_twice_under_autocast_adds_gradients_in_fp32():
-    """Compare with a chain of copies, whose stages have separate gradients."""
-    twice = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
-    module, x = nn.Sequential(twice, nn.Tanh(), twice), torch.randn(8, 16)
-    untied = copy.deepcopy(nn.Sequential(twice, nn.Tanh())).append(copy.deepcopy(twice))
-    step(untied, x, autocast=True)
-    expected = untied[0][0].weight.grad + untied[2][0].weight.grad
-    for schedule in schedules(3):
-        step(ScheduledSequential(module, schedule), x, autocast=True)
-        assert torch.equal(twice[0].weight.grad, expected)
-
-
 def test_scheduled_module_preserves_parameter_names_training_mode_and_inference_output():
     module = nn.Sequential(OrderedDict(first=nn.Linear(3, 3), second=nn.BatchNorm1d(3))).eval()
     scheduled = ScheduledSequential(module, store_all(Chain.uniform(2)))
