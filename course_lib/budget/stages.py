@@ -195,9 +195,8 @@ def is_compared(model: nn.Module, recipe: Recipe) -> bool:
     The result is True until a step of this model with this recipe has made the comparison.
 
     In a step on symbolic tensors, the result is always True, although these tensors have no values
-    to compare. If the recomputation of a block raises an error in such a step, the block's
-    arguments are compared with those of its first run. The error message then names an argument
-    that has changed.
+    to compare. If the recomputation of a block raises an error in such a step, the error message
+    then names the block and a remedy.
 
     Args:
         model: Model to train.
