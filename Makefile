@@ -22,7 +22,7 @@ TORCH_VERSION ?= newest
 OTHER_VENV := .venv-torch-$(TORCH_VERSION)
 LIBRARY_TESTS := accumulation attention attention_kernels budget budget_command budget_models \
   budget_ranks budget_search caching_allocator memory_categories checkpoint configs \
-  memory_devices distributed memory_formulas budget_recorded_estimates memory_gradient_sums \
+  memory_devices distributed memory_formulas memory_gradient_sums \
   budget_hugging_face memory_measurement memory_meter models offload memory_saved_tensors \
   schedule symbolic_shape_cache simulated symbolic
 LIBRARY_NEEDS := numpy matplotlib pandas tqdm transformers pytest pytest-xdist hypothesis checkpoint-schedules
