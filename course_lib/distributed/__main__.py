@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from torch.distributed import DistError
@@ -32,7 +29,7 @@ from course_lib.distributed.formulas import MODES, REPLICATED, SYNCS, Shapes, he
 from course_lib.distributed.prediction import predict
 from course_lib.distributed.training.loop import checkpoint_to_resume, train
 from course_lib.distributed.training.tasks import Task, check_divides, task_of
-from course_lib.distributed.training.torchrun import end_with_torchrun, process_group
+from course_lib.distributed.training.torchrun import end_on_signals, process_group
 from course_lib.labels import say, text, verbatim
 from course_lib.labels.command import Parser, translated_error
 from course_lib.memory import MemoryBudgetExceeded
@@ -42,7 +39,6 @@ from course_lib.symbolic import symbolic
 # A warning is printed if more than this fraction of the parameters is outside all blocks.
 LARGE_ROOT_SHARE = 0.2
 RANK = int(os.environ.get("RANK", 0))
-_interrupted = threading.Event()  # set when the user interrupts this rank
 HELP = """Train a model on several ranks, and print the predicted and measured bytes that
 each rank held and communicated. The model is the course's decoder, one that a
 config.json describes, or one that a function returns."""
@@ -188,8 +184,7 @@ def main() -> None:
 
     An error that the user can correct is printed without a traceback, and the process ends.
     """
-    end_with_torchrun()
-    signal.signal(signal.SIGINT, _interrupt)
+    end_on_signals()
     args = arguments().parse_args()
     try:
         modes = _parse_modes(args.mode)
@@ -241,17 +236,16 @@ def _report_cause_first() -> Iterator[None]:
     """If a `with` block fails, let the rank that caused the failure report its error first.
 
     A rank that has only lost the connection to another rank waits for up to 20 seconds before it
-    raises its error. In this time torchrun ends it because of the other rank's error. The rank does
-    not wait if the user has interrupted the ranks. An error from the user's own code, or an
-    exceeded budget, is printed without a traceback, here and in torchrun's report. Any other error
-    keeps its traceback.
+    raises its error. In this time torchrun ends it because of the other rank's error. An error from
+    the user's own code, or an exceeded budget, is printed without a traceback, here and in
+    torchrun's report. Any other error keeps its traceback.
     """
     try:
         yield
     except Exception as error:
         # gloo raises a RuntimeError for a closed or reset connection, or a broken pipe.
         if isinstance(error, DistError) or "gloo/transport" in str(error):
-            _interrupted.wait(20)
+            time.sleep(20)
         elif origin(error) is not None or isinstance(error, MemoryBudgetExceeded):
             reason = str(error) if isinstance(error, MemoryBudgetExceeded) else message(error)
             reason = translated_error(reason)
@@ -260,16 +254,6 @@ def _report_cause_first() -> Iterator[None]:
             get_error_handler().record_exception(error.with_traceback(None))
             sys.exit(1)
         raise
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-    """Raise `KeyboardInterrupt`, as Python does, and set the event `_interrupted`.
-
-    The exception alone is not enough, because `torch.distributed.checkpoint` catches it while a
-    checkpoint is written, and continues.
-    """
-    _interrupted.set()
-    signal.default_int_handler(signum, frame)
 
 
 def _parse_modes(text: str) -> list[str]:
@@ -419,7 +403,4 @@ def _exit_with_error(message: str, status: int = 2) -> NoReturn:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        os._exit(130)  # torchrun reports the interruption
+    main()

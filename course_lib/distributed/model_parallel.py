@@ -30,7 +30,7 @@ from course_lib.distributed.tensor_parallel import (
     whole_gradients,
 )
 from course_lib.distributed.training.tasks import Task, task_of
-from course_lib.distributed.training.torchrun import end_with_torchrun, process_group
+from course_lib.distributed.training.torchrun import end_on_signals, process_group
 
 
 def measure(
@@ -111,7 +111,7 @@ def main() -> None:
 
     Each line of the output is the JSON of one run.
     """
-    end_with_torchrun()
+    end_on_signals()
     with process_group("gloo"):
         for line in results_of_all_modes():
             if dist.get_rank() == 0:

@@ -337,8 +337,7 @@ def test_command_rejects_invalid_options_in_one_line(arguments, message, folder,
 
 def test_errors_of_both_commands_are_translated_to_chinese(folder, capfd, monkeypatch, fresh):
     monkeypatch.setenv("COURSE_LANG", "zh")
-    monkeypatch.setattr(ranks_command.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(ranks_command, "end_with_torchrun", lambda: None)
+    monkeypatch.setattr(ranks_command, "end_on_signals", lambda: None)
     monkeypatch.setattr(ranks_command.os, "_exit", sys.exit)
 
     def error_of_ranks(*arguments):

@@ -4,12 +4,9 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import OrderedDict
 from contextlib import suppress
@@ -47,7 +44,7 @@ from course_lib.distributed import (
 )
 from course_lib.distributed import __main__ as command
 from course_lib.distributed.training.sharded_checkpoint import check_fits
-from course_lib.distributed.training.torchrun import _stop_torchrun, end_with
+from course_lib.distributed.training.torchrun import end_on_signals
 from course_lib.memory import MemoryBudgetExceeded
 
 ON_CPU = [mode for mode in MODES if mode != "fsdp-cpu"]
@@ -66,11 +63,8 @@ CONFIG = {
 BF16_TOLERANCE = 5e-3  # of a loss: matrix products in bf16 keep 8 bits
 
 USER_CODE = """
-import os, sys, time, torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+import os, torch
 from course_lib.models import Decoder, random_tokens
-
-write = FileSystemWriter.write_data
 
 
 def small():
@@ -81,22 +75,11 @@ def failing():
     def fail(*_):
         calls.append(1)
         if len(calls) == 2 and os.environ.get("RANK") == "1":
-            raise ArithmeticError("rank 1 gives up")
+            raise ArithmeticError(f"rank 1 gives up on {os.environ['GLOO_SOCKET_IFNAME']}")
 
     model, calls = small(), []
     model.register_forward_pre_hook(fail)
     return model
-
-
-def halting():
-    def halt(self, *arguments):
-        if os.environ["RANK"] == "1" and "step-00000004" in str(self.path):
-            print("rank 1 halts", file=sys.stderr, flush=True)
-            time.sleep(10**6)
-        return write(self, *arguments)
-
-    FileSystemWriter.write_data = halt
-    return small()
 
 
 def dropping():
@@ -119,7 +102,7 @@ def made_wrong():
 
 made_wrong.loss_sum = wrong
 mean, with_width = (lambda: torch.nn.Linear(2, 2)), (lambda width: None)
-for function in (small, failing, halting, mean, made_wrong, with_width):
+for function in (small, failing, mean, made_wrong, with_width):
     function.make_batch = lambda: random_tokens(4, 16, 97)
 """
 WRONG = USER_CODE[: USER_CODE.index("    return model(")].count("\n") + 1
@@ -434,7 +417,7 @@ def test_frozen_parameters_are_communicated_only_if_sharded(task, mode, shard):
 
 def test_failing_rank_stops_all_ranks_and_shows_its_traceback(folder):
     options = ["--model", "rank_code:failing", "--mode", "fsdp", "--steps", "50"]
-    with pytest.raises(RuntimeError, match="rank 1 gives up") as error:
+    with pytest.raises(RuntimeError, match="rank 1 gives up on lo") as error:
         launch(2, *options, timeout=TIMEOUT_SECONDS)
     message = str(error.value)
     assert "in fail" in message and "Root Cause" in message
@@ -493,108 +476,36 @@ LOST_PEER = RuntimeError("[gloo/gloo/transport/tcp/pair.cc:457] writev [127.0.0.
 
 
 @pytest.mark.parametrize(
-    ("error", "interrupted", "waits"),
+    ("error", "waits"),
     [
-        (LOST_PEER, False, 1),
-        (LOST_PEER, True, 0),  # the peer was interrupted too, and has no cause to report
-        (dist.DistBackendError("NCCL error: remote process exited"), False, 1),
-        (RuntimeError("rank 1 gives up"), False, 0),
+        (LOST_PEER, 1),
+        (dist.DistBackendError("NCCL error: remote process exited"), 1),
+        (RuntimeError("rank 1 gives up"), 0),
     ],
 )
-def test_rank_that_lost_peer_waits_for_failed_ranks_report(
-    monkeypatch, capsys, error, interrupted, waits
-):
-    event, waited = threading.Event(), []
-    if interrupted:
-        event.set()
-    monkeypatch.setattr(event, "wait", lambda _: waited.append(not event.is_set()))
-    monkeypatch.setattr(command, "_interrupted", event)
+def test_rank_that_lost_peer_waits_for_failed_ranks_report(monkeypatch, capsys, error, waits):
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
     with pytest.raises((RuntimeError, SystemExit)) as raised, command._report_cause_first():
         raise error
-    assert sum(waited) == waits and (raised.value is error) == bool(waited)
+    assert len(waited) == waits and (raised.value is error) == bool(waited)
     message = r"rank 0: error: \S*test_distributed\.py, line \d+, in test_\w+: RuntimeError: rank 1"
     assert bool(re.match(message, capsys.readouterr().err)) == (not waited)
 
 
-# torchrun without its time limit of 30 seconds, after which it kills the ranks.
-UNLIMITED_TORCHRUN = f"""
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import PContext
-
-close = PContext.close
-PContext.close = lambda self, death_sig=None, **_: close(self, death_sig, {TIMEOUT_SECONDS})
-run.main()
-"""
-
-
 def test_latest_complete_checkpoint_ignores_incomplete_folders_and_has_largest_step(tmp_path):
-    (tmp_path / "step-100000001").mkdir()  # not complete
-    with pytest.raises(ValueError, match="must be a folder with a complete checkpoint"):
-        latest_complete_checkpoint(tmp_path)
-    for name in ("step-99999999", "step-100000000.replaced", "step-100000000", "step-100000002-b"):
+    for name in ("step-99999999", "step-100000000", "step-100000002-b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").touch()
+    (tmp_path / "step-100000001").mkdir()  # not complete
     assert latest_complete_checkpoint(tmp_path).name == "step-100000000"
 
 
-def is_alive(process):
-    """Return whether a process runs: it has not ended, and is not a zombie."""
-    psutil = pytest.importorskip("psutil")
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_interrupt_while_saving_preserves_latest_complete_checkpoint(folder):
-    """Interrupt while rank 1 writes its second checkpoint."""
-    psutil = pytest.importorskip("psutil")
-    saved = folder / "interrupted"
-    started = [sys.executable, "-c", UNLIMITED_TORCHRUN, "--standalone", "--nproc-per-node", "2"]
-    started += ["-m", "course_lib.distributed", "--model", "rank_code:halting", "--mode", "fsdp"]
-    started += ["--steps", "9", "--every", "2", "--save", str(saved)]
-    # A network interface other than the loopback, if there is one.
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": socket.if_nameindex()[-1][1]}
-    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(started, env=environment, **pipes) as running:
-        assert any("rank 1 halts" in line for line in running.stderr)
-        ranks = psutil.Process(running.pid).children()
-        addresses = {each.laddr.ip for rank in ranks for each in rank.net_connections()}
-        running.send_signal(signal.SIGINT)
-        running.communicate(timeout=TIMEOUT_SECONDS)
-    # A rank that was killed may exist for a moment after torchrun has ended.
-    for _ in range(10 * TIMEOUT_SECONDS):
-        if not any(map(is_alive, ranks)):
-            break
-        time.sleep(0.1)
-    assert len(ranks) == 2 and not any(map(is_alive, ranks))
-    # The ranks communicate only on the loopback.
-    assert addresses and addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    names = ["step-00000002", "step-00000004"]
-    assert sorted(path.name for path in (saved / "fsdp").iterdir()) == names
-    assert latest_complete_checkpoint(saved / "fsdp").name == "step-00000002"
-
-
-def test_torchrun_that_ignores_termination_is_killed_without_error():
-    class Impatient(subprocess.Popen):
-        def communicate(self, timeout):
-            raise subprocess.TimeoutExpired(self.args, timeout)
-
-    code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print(1, flush=True)"
-    command = [sys.executable, "-c", f"{code}; time.sleep({TIMEOUT_SECONDS})"]
-    with Impatient(command, stdout=subprocess.PIPE, text=True) as process:
-        process.stdout.readline()
-        _stop_torchrun(process)
-    assert process.returncode == -signal.SIGKILL
-
-
-def test_rank_exits_if_its_torchrun_process_was_killed(monkeypatch):
-    ended, parents = [], iter([7, 7, 1])
-    monkeypatch.setattr(os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    end_with(7)
-    assert ended == [1] and list(parents) == []  # once its parent had ended
+def test_signals_end_ranks_at_once(monkeypatch):
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    end_on_signals()
+    assert handlers == dict.fromkeys((signal.SIGINT, signal.SIGTERM), signal.SIG_DFL)
 
 
 class ProcessEnded(BaseException):
@@ -611,7 +522,7 @@ def run_command(monkeypatch, capsys, folder):
     def run(*arguments, ranks=None, rank=0):
         with monkeypatch.context() as patch:
             end = MagicMock(side_effect=ProcessEnded)
-            patch.setattr(command.threading, "Thread", MagicMock())
+            patch.setattr(command, "end_on_signals", MagicMock())
             patch.setattr(sys, "argv", ["course_lib.distributed", *arguments])
             patch.setattr(command, "RANK", rank)
             patch.setattr(os, "_exit", end)
@@ -711,43 +622,16 @@ def test_resumed_training_has_losses_of_uninterrupted_training(folder, tmp_path)
     assert found == {mode: values[2:] for mode, values in straight.items()}
 
 
-def test_save_interrupted_at_any_point_leaves_complete_checkpoint(
-    one_process, folder, tmp_path, monkeypatch
+def test_interrupted_save_leaves_no_checkpoint_that_looks_complete(
+    one_process, task, tmp_path, monkeypatch
 ):
-    task = task_of(model="rank_code:dropping")
-    trainer, other = (Trainer("fsdp", task.make_model(), task.loss_sum) for _ in range(2))
-    found, remove, write = [], shutil.rmtree, FileSystemWriter.write_data
-
-    def checked(function, *args, **options):
-        found.append(load(latest_complete_checkpoint(tmp_path), other))
-        result = function(*args, **options)
-        found.append(load(latest_complete_checkpoint(tmp_path), other))
-        return result
-
-    def removing(path, **options):
-        for part in Path(path).glob("*.distcp"):
-            part.unlink()  # the process may end here
-        checked(remove, path, **options)
-
-    def interrupted(*args):
-        checked(write, *args)
-        raise KeyboardInterrupt
-
-    first = save(tmp_path, trainer, 1)
-    replaced = first.with_suffix(".replaced")
-    monkeypatch.setattr(os, "rename", partial(checked, os.rename))
-    monkeypatch.setattr(shutil, "rmtree", removing)
-    trainer(task.part(0, 1, 0))
-    with monkeypatch.context() as patch, pytest.raises(CheckpointException):
-        patch.setattr(FileSystemWriter, "write_data", interrupted)
+    trainer = Trainer("fsdp", task.make_model(), task.loss_sum)
+    assert save(tmp_path, trainer, 1) == latest_complete_checkpoint(tmp_path)
+    monkeypatch.setattr(FileSystemWriter, "write_data", MagicMock(side_effect=KeyboardInterrupt))
+    with pytest.raises(CheckpointException):
         save(tmp_path, trainer, 1)
-    assert latest_complete_checkpoint(tmp_path) == replaced
-    assert save(tmp_path, trainer, 1) == first and not replaced.exists()
-    replaced.mkdir()
-    (replaced / "part").touch()  # left by an interrupted deletion
-    assert save(tmp_path, trainer, 1) == first
-    assert len(found) >= 16 and set(found) == {1}
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    with pytest.raises(ValueError, match="must be a folder with a complete checkpoint"):
+        latest_complete_checkpoint(tmp_path)
 
 
 def test_sharded_step_rejects_scaler_and_prediction_rejects_process_group(one_process, task):

@@ -1,9 +1,7 @@
 """Sharded checkpoints with `torch.distributed.checkpoint`, in one folder per step.
 
 Each rank writes its part, and any number of ranks can read the parts. PyTorch writes the file
-`.metadata` when all ranks have finished, so a folder without it is not a complete checkpoint. An
-older checkpoint of the same step is renamed to `step-00000010.replaced` before the new one is
-written, and deleted afterwards. A complete checkpoint therefore exists at all times.
+`.metadata` when all ranks have finished, so a folder without it is not a complete checkpoint.
 
 A checkpoint contains parameters, Adam's state, the step number, and the states of each rank's
 random number generators.
@@ -33,6 +31,8 @@ _BY_NAME = states.StateDictOptions(flatten_optimizer_state_dict=True)
 def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
     """Write a checkpoint of the training state. All ranks must call this with the same folder.
 
+    An older checkpoint of the same step is deleted first.
+
     Args:
         folder: Folder of all checkpoints, which all ranks can access.
         trainer: This rank's trainer, whose state is saved.
@@ -42,17 +42,13 @@ def save(folder: Path | str, trainer: Trainer, step: int) -> Path:
         The path of the new checkpoint.
     """
     checkpoint = Path(folder) / f"step-{step:08}"
-    replaced = checkpoint.with_suffix(".replaced")
     if dist.get_rank() == 0:
-        if (checkpoint / ".metadata").exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            checkpoint.rename(replaced)
+        # If saving is interrupted, an older checkpoint of this step must not look complete.
+        (checkpoint / ".metadata").unlink(missing_ok=True)
         shutil.rmtree(checkpoint, ignore_errors=True)
-    dist.barrier()  # no rank writes before the older checkpoint has been renamed
+    dist.barrier()  # no rank writes before the older checkpoint has been deleted
     random = _states_by_rank(RandomState([trainer.device]))
     dcp.save({**_trainer_state(trainer), **random, "step": step}, checkpoint_id=checkpoint)
-    if dist.get_rank() == 0:
-        shutil.rmtree(replaced, ignore_errors=True)
     return checkpoint
 
 
@@ -65,17 +61,14 @@ def latest_complete_checkpoint(folder: Path | str) -> Path:
     Raises:
         ValueError: The folder has no complete checkpoint.
     """
-    names = re.compile(r"step-\d{8,}(\.replaced)?")
     complete = [path.parent for path in Path(folder).glob("step-*/.metadata")]
-    found = [path for path in complete if names.fullmatch(path.name)]
-    # If there are two checkpoints of one step, the new one comes after the one that it replaces.
-    found.sort(key=lambda path: (int(path.stem.removeprefix("step-")), not path.suffix))
+    found = [path for path in complete if re.fullmatch(r"step-\d{8,}", path.name)]
     if not found:
         raise ValueError(
             "resume must be a folder with a complete checkpoint, as --save writes it, got"
             f" {str(folder)!r}"
         )
-    return found[-1]
+    return max(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def check_fits(checkpoint: Path, model: nn.Module) -> None:

@@ -8,9 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,24 +85,14 @@ def process_group(backend: str | None = None):
     dist.destroy_process_group()
 
 
-def end_with_torchrun() -> None:
-    """End this rank on SIGTERM, and also when the torchrun process that started it has ended.
+def end_on_signals() -> None:
+    """Let SIGINT (Ctrl-C) and SIGTERM end this rank at once.
 
-    This function returns at once. A thread watches torchrun in the background.
+    A forked rank has inherited torchrun's handler of SIGTERM. A `KeyboardInterrupt` would not be
+    enough, because `torch.distributed.checkpoint` catches it while a checkpoint is written.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked rank has inherited torchrun's handler
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-
-
-def end_with(parent: int) -> None:
-    """Wait until the parent process has ended, and then end this process.
-
-    Args:
-        parent: Process id of the parent.
-    """
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def launch(
@@ -150,28 +138,14 @@ def launch(
         try:
             out, errors = running.communicate(timeout=timeout)
         except BaseException:
-            _stop_torchrun(running)
+            running.terminate()  # torchrun then ends its ranks
+            running.communicate()
             raise
     if running.returncode:
         raise RuntimeError(
             f"torchrun ended with exit status {running.returncode}: {_cause_of_failure(errors)}"
         )
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-
-
-def _stop_torchrun(torchrun: subprocess.Popen) -> None:
-    """Terminate torchrun, which then ends its ranks; kill it if it does not exit in time.
-
-    torchrun itself may wait 30 seconds for its ranks. If it is killed, each rank notices this and
-    exits.
-    """
-    torchrun.terminate()
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            torchrun.communicate(timeout=40)
-    finally:  # runs also after another Ctrl-C
-        torchrun.kill()
-        torchrun.wait()
 
 
 def _cause_of_failure(errors: str) -> str:
