@@ -21,7 +21,7 @@ from course_lib._check import InfeasibleBudget
 from course_lib._hugging_face_losses import hugging_face_loss
 
 from .estimate import Estimate, Run, estimate, run
-from .rates import RATES, Rates, measured_rates, this_machine
+from .rates import RATES, Rates, this_machine
 from .recipe import Recipe
 from .search.fit import Estimates, fit
 from .step import build, train_step
@@ -41,7 +41,6 @@ __all__ = [
     "estimate",
     "fit",
     "hugging_face_loss",
-    "measured_rates",
     "run",
     "steps_to",
     "this_machine",

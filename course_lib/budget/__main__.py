@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from course_lib._check import InfeasibleBudget
-from course_lib._check import kind as of_kind
 from course_lib._origin import is_rejection, message, silence_operator_log
 from course_lib.adapters import BASES
 from course_lib.labels import say, text, verbatim
@@ -24,7 +23,7 @@ from course_lib.labels.drawing import course_font
 from course_lib.memory import CATEGORIES
 from course_lib.memory.show import bytes_text
 from course_lib.options import add_shared, byte_count, parameter_count, parse_name, whole_number
-from course_lib.workload import Workload, named_function
+from course_lib.workload import Workload
 
 from .answer import (
     OWN_PRECISION,
@@ -172,13 +171,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device",
         "--machine",
-        type=_device_name,
+        type=parse_name([*RATES, THIS_MACHINE], DEVICE_NAMES),
         metavar="NAME",
         help=text(
             "device whose rates predict the seconds of a step, and whose memory is the budget if"
-            " --budget is not given: {names}; or this, for this machine, which is measured; or"
-            " PACKAGE:FUNCTION, a function that returns the Rates of your own device. Default:"
-            " H100, but only for its rates",
+            " --budget is not given: {names}; or this, for this machine, which is measured."
+            " Default: H100, but only for its rates",
             names=verbatim(", ".join(RATES)),
         ),
     )
@@ -326,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
 def _machine(given: argparse.Namespace) -> Machine:
     """Return the machine that the options choose, with its memory budget."""
     rates, tier = _rates(given)
-    kind = _device_kind(given, rates)
+    kind = _device_kind(given)
     count = given.count or ("reserved" if kind == "cuda" else "tensors")
     # With count="tensors", the value of --budget does not include the memory that CUDA keeps.
     is_whole = count == "reserved" or given.budget is None
@@ -364,11 +362,6 @@ def _rates(given: argparse.Namespace) -> tuple[Rates, str]:
     """
     if given.device == THIS_MACHINE:
         return this_machine(), given.tier or ("host" if torch.cuda.is_available() else "file")
-    if ":" in (given.device or ""):
-        own = named_function("--device", given.device)()
-        return of_kind(
-            "the result of the function that --device names", own, Rates, "a Rates"
-        ), given.tier or "host"
     return RATES[given.device or "H100"], given.tier or (
         "file" if given.device == "laptop" else "host"
     )
@@ -388,22 +381,8 @@ def _memory(given: argparse.Namespace, rates: Rates) -> int:
     return rates.memory_bytes
 
 
-def _device_name(name: str) -> str:
-    """Convert the value of --device to a key of `RATES` or to `THIS_MACHINE`.
-
-    A value with a colon names a function that returns `Rates`, and is returned unchanged.
-    """
-    return name if ":" in name else parse_name([*RATES, THIS_MACHINE], DEVICE_NAMES)(name)
-
-
-def _device_kind(given: argparse.Namespace, rates: Rates) -> str:
-    """Return the kind of the device, "cpu" or "cuda".
-
-    If --device names a function, `rates` is the function's result. The kind is then "cuda" if
-    `rates.gpu` is not None.
-    """
-    if ":" in (given.device or ""):
-        return "cuda" if rates.gpu else "cpu"
+def _device_kind(given: argparse.Namespace) -> str:
+    """Return the kind of the device, "cpu" or "cuda"."""
     on_cpu = given.device == "laptop" or (
         given.device == THIS_MACHINE and not torch.cuda.is_available()
     )

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -482,39 +480,6 @@ def rates_of(device: str | Rates) -> Rates:
 # ---- Rates of this machine
 
 
-def this_machine(file: Path | str | None = None) -> Rates:
-    """Return the rates of this machine, which are measured only once and then read from a file.
-
-    The first call measures the rates for a few seconds and writes the file. Delete the file to
-    measure the rates again. They are also measured again if the file was written for another device
-    or for another version of PyTorch.
-
-    Args:
-        file: JSON file. The default is `course_lib/rates.json` in the user's cache folder
-            (XDG_CACHE_HOME, or else ~/.cache).
-    """
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    file = Path(file or Path(folder, "course_lib", "rates.json"))
-    here = _device_and_version()
-    try:
-        kept = json.loads(file.read_text("utf-8"))
-        if kept.pop("measured_on") == here:
-            return _with_this_gpu(Rates(**{**kept, "source": _measured_on(here)}))
-    # If there is no file yet, or if it cannot be read, the rates are measured.
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        pass
-    rates = measured_rates()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(
-            json.dumps({"measured_on": here, **asdict(rates)}, indent=1), encoding="utf-8"
-        )
-    # The rates are returned even if they cannot be stored.
-    except OSError:
-        pass
-    return _with_this_gpu(rates)
-
-
 def _with_this_gpu(rates: Rates) -> Rates:
     """Return the rates with the compute capability and CUDA context size of this machine's GPU.
 
@@ -528,7 +493,7 @@ def _with_this_gpu(rates: Rates) -> Rates:
     return replace(rates, capability=capability, context_bytes=count, context_source=source)
 
 
-def measured_rates(seconds: float = 2.0) -> Rates:
+def this_machine(seconds: float = 2.0) -> Rates:
     """Measure the rates of this machine.
 
     Loops run matrix products in fp32 and bf16, copies to the lower tier and back, and additions of
@@ -555,13 +520,9 @@ def measured_rates(seconds: float = 2.0) -> Rates:
     memory = (
         torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     )
-    source = _measured_on(_device_and_version())
-    return Rates(flops[0], flops[1], link, source, host_bytes=host, memory_bytes=memory)
-
-
-def _measured_on(machine: str) -> str:
-    """Return a label that names this machine as the source of measured rates."""
-    return text("measured on this machine, {machine}", machine=machine)
+    source = text("measured on this machine, {machine}", machine=_device_and_version())
+    rates = Rates(flops[0], flops[1], link, source, host_bytes=host, memory_bytes=memory)
+    return _with_this_gpu(rates)
 
 
 def _link_rate(device: torch.device, seconds: float) -> float:
@@ -612,7 +573,7 @@ def _fastest_call(work: Callable[[], object], seconds: float, device: torch.devi
 
 
 def _device_and_version() -> str:
-    """Return a label of this device and PyTorch version, for which measured rates are valid."""
+    """Return a label of this device and PyTorch version."""
     device: str = text("a CPU with {count} threads", count=torch.get_num_threads())
     if torch.cuda.is_available():
         device = verbatim(torch.cuda.get_device_name())

@@ -25,13 +25,11 @@ from course_lib.budget import (
     Recipe,
     estimate,
     fit,
-    measured_rates,
     run,
     this_machine,
     train_step,
 )
 from course_lib.budget import __main__ as command
-from course_lib.budget import rates as rates_module
 from course_lib.budget.device_memory import context_bytes, kept_bytes, workspace_bytes
 from course_lib.distributed import __main__ as ranks_command
 from course_lib.labels import chinese, verbatim
@@ -135,45 +133,10 @@ def test_cuda_context_and_workspace_bytes_depend_on_device():
         Rates(1, 1, 1, capability=(8, 9))
 
 
-CUSTOM_DEVICE = """
-from course_lib.budget import Rates
-def card():
-    return Rates(1e13, 1e14, 1e10, memory_bytes=10**9, capability=(8, 0), context_bytes=10**8)
-def other():
-    return "H100"
-"""
-
-
-def test_device_option_accepts_function_that_returns_rates(tmp_path, monkeypatch, capsys):
-    (tmp_path / "custom_device.py").write_text(CUSTOM_DEVICE, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    result = result_of(capsys, *ONE_LAYER, "--device", "custom_device:card")
-    assert (result["kind"], result["budget_bytes"]) == ("cuda", 10**9)
-    assert result["room_bytes"] == 10**9 - 10**8 - 2 * 8320 * 1024
-    with pytest.raises(SystemExit):
-        command.main([*ONE_LAYER, "--device", "custom_device:other"])
-    assert (
-        "the result of the function that --device names must be a Rates" in capsys.readouterr().err
-    )
-
-
-def test_rates_of_this_machine_are_measured_once_and_cached(tmp_path, monkeypatch):
-    calls, measured = [], measured_rates(0.01)
-    assert 0 < measured.fp32_flops < math.inf and 0 < measured.link_bytes < math.inf
-    monkeypatch.setattr(rates_module, "measured_rates", lambda: (calls.append(1), measured)[1])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert this_machine() == this_machine() == measured and len(calls) == 1
-    assert "在这台机器上测得" in chinese(this_machine().source)  # also if read from the file
-    file = tmp_path / "course_lib" / "rates.json"
-    cached = json.loads(file.read_text("utf-8"))
-    assert str(torch.__version__) in cached["measured_on"]
-    for invalid in ("{", "[]", json.dumps(cached | {"measured_on": "another"})):
-        file.write_text(invalid, encoding="utf-8")
-        assert this_machine() == measured
-    assert len(calls) == 4
-    blocked = tmp_path / "file"
-    blocked.write_text("", encoding="utf-8")
-    assert this_machine(blocked / "below.json") == measured  # not cached, but no error
+def test_rates_of_this_machine_are_positive_and_name_their_source():
+    rates = this_machine(0.01)
+    assert all(0 < count < math.inf for count in (rates.fp32_flops, rates.link_bytes))
+    assert str(torch.__version__) in rates.source and "在这台机器上测得" in chinese(rates.source)
 
 
 # ---- the command
