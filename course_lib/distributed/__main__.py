@@ -140,11 +140,6 @@ def arguments() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
-        "--wrapper",
-        action="store_true",
-        help=("in fsdp-checkpoint, use PyTorch's checkpoint_wrapper instead of checkpoint_blocks"),
-    )
-    parser.add_argument(
         "--save",
         metavar="DIR",
         help="write the model and the optimizer state to DIR/MODE after the last step",
@@ -326,7 +321,7 @@ def _check_combinations(args: argparse.Namespace) -> None:
 
 def _trainer_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the command's options that are arguments of `Trainer`."""
-    names = ("micro_batches", "sync", "wrapper", "bf16", "in_buckets", "max_norm")
+    names = ("micro_batches", "sync", "bf16", "in_buckets", "max_norm")
     if args.max_norm is not None:
         positive("--max-norm", args.max_norm)
     return {name: getattr(args, name) for name in names} | {

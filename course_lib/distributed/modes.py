@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from course_lib._batches import Split, parts_of
 from course_lib._check import one_of
-from course_lib._torch.ranks import checkpoint_wrapper
 from course_lib.accumulation import AccumulatedStep
 from course_lib.checkpoint import checkpoint_blocks
 
@@ -66,8 +65,6 @@ class Trainer:
             FSDP2's `set_requires_gradient_sync(False)`.
         blocks: Names of the blocks that are sharded separately, as in `checkpoint_blocks`. Mode
             fsdp-checkpoint also checkpoints these blocks. Ignored in ddp and zero1.
-        wrapper: Whether fsdp-checkpoint uses PyTorch's `checkpoint_wrapper` instead of
-            `checkpoint_blocks`.
         bf16: Whether an fsdp mode gathers weights and computes in bf16, and reduces gradients in
             fp32. Always true in mode fsdp-bf16, ignored in ddp and zero1.
         in_buckets: Whether gradients are accumulated in DDP's buckets instead of in separate
@@ -88,7 +85,6 @@ class Trainer:
         split: Split | None = None,
         sync: str = "last",
         blocks: str | list[str] | None = None,
-        wrapper: bool = False,
         bf16: bool = False,
         in_buckets: bool = False,
         max_norm: float | None = None,
@@ -105,7 +101,7 @@ class Trainer:
             )
             loss_sum = nn.Module.__call__  # so the step calls `self.run(micro_batch)`
         else:
-            shard(model, mode, self.device, blocks, wrapper, bf16)
+            shard(model, mode, self.device, blocks, bf16)
             self.run = model
         parameters = [p for p in model.parameters() if p.requires_grad]
         if mode == "zero1":
@@ -134,7 +130,6 @@ def shard(
     mode: str,
     device: torch.device,
     blocks=None,
-    wrapper: bool = False,
     bf16: bool = False,
 ) -> None:
     """Apply FSDP2's `fully_shard` to each block of a model and to the model itself, in place.
@@ -144,14 +139,12 @@ def shard(
         mode: A mode with FSDP, such as "fsdp". "fsdp-checkpoint" also checkpoints the blocks.
         device: Device on which the model is trained.
         blocks: Names of the blocks that are sharded separately, as in `checkpoint_blocks`.
-        wrapper: Whether fsdp-checkpoint uses PyTorch's `checkpoint_wrapper` instead of
-            `checkpoint_blocks`.
         bf16: Whether to gather weights and compute in bf16, and to reduce gradients in fp32. Always
             true in mode fsdp-bf16.
     """
     names = blocks_of(model, blocks)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    if mode == "fsdp-checkpoint" and not wrapper:
+    if mode == "fsdp-checkpoint":
         checkpoint_blocks(model, list(names))
     options: dict[str, Any] = {"mesh": mesh}
     if bf16 or mode == "fsdp-bf16":
@@ -161,11 +154,7 @@ def shard(
     if mode == "fsdp-cpu":
         options["offload_policy"] = CPUOffloadPolicy()
     for name in names:
-        block = model.get_submodule(name)
-        if mode == "fsdp-checkpoint" and wrapper:
-            block = checkpoint_wrapper(block)
-            model.set_submodule(name, block)
-        fully_shard(block, reshard_after_forward=mode != "fsdp-keep", **options)
+        fully_shard(model.get_submodule(name), reshard_after_forward=mode != "fsdp-keep", **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
 
