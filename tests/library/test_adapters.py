@@ -1,8 +1,8 @@
 """LoRA and QLoRA adapters: estimates equal runs, in Python and with the command's --lora."""
 
 import copy
-import importlib
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -148,12 +148,7 @@ def test_with_adapters_rejects_invalid_arguments(make_model, options, message):
 
 @pytest.mark.parametrize(("package", "base"), [("peft", "bf16"), ("bitsandbytes", "nf4")])
 def test_missing_adapter_package_raises_with_install_command(llama, package, base, monkeypatch):
-    def missing(name):
-        if name == package:
-            raise ImportError(name)
-        return importlib.import_module(name)
-
-    monkeypatch.setattr("course_lib.adapters.import_module", missing)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=f"pip install {package}"):
         with_adapters(llama[0], 4, base=base)()
 

@@ -16,7 +16,6 @@ from functools import lru_cache, partial
 import pytest
 import torch
 from all_pairs import rows
-from estimate_checks import assert_measured
 from test_budget_combinations import OFFLOAD, TABLE, assert_plain, plain_gradients
 from test_budget_search import RATE, search_of
 from torch import nn
@@ -29,7 +28,7 @@ from course_lib.budget.techniques import APPLIED, TECHNIQUES
 from course_lib.budget.techniques.attention import ATTENTIONS
 from course_lib.budget.techniques.micro_batches import counts_allowed
 from course_lib.budget.waterfall import steps_to
-from course_lib.memory import MemoryBudgetExceeded
+from course_lib.memory import MemoryBudgetExceeded, cast
 from course_lib.models import Attention, Decoder, DecoderLayer, random_tokens
 from course_lib.offload import DiskStore
 from course_lib.offload.device import Cuda, Device
@@ -488,25 +487,9 @@ def test_default_offload_tier_is_file_for_laptop_otherwise_host(options, tier):
 # ---- steps that cannot be estimated
 
 
-class Complex(Regression):
-    def __init__(self):
-        super().__init__()
-        self.phase = nn.Parameter(torch.polar(torch.ones(3), torch.ones(3)))
-        self.register_buffer("table", torch.polar(torch.ones(3), torch.ones(3)))
-
-    def loss(self, batch):
-        return super().loss(batch) * (self.phase * self.table).imag.sum()
-
-
-def test_fp32_recipe_preserves_imaginary_parts_of_complex_parameters_and_buffers():
-    for recipe in (Recipe(), Recipe(precision=None)):
-        model, _ = build(Complex, recipe)
-        assert torch.equal(model.phase, Complex().phase)
-        assert torch.equal(model.table, Complex().table)
-        assert_measured(Complex, points, recipe)
-    for function in (estimate, run):
-        with pytest.raises(TypeError, match=r"^a parameter .*must be real and dense"):
-            function(Complex, points, Recipe("bf16"))
+def test_casting_to_real_dtype_keeps_imaginary_parts_of_complex_parameters():
+    model = nn.ParameterList([torch.polar(torch.ones(3), torch.ones(3))])
+    assert cast(model, torch.float64)[0].dtype == torch.complex64
 
 
 def test_estimate_rejects_make_functions_that_return_existing_tensors():
