@@ -2,6 +2,7 @@
 built once."""
 
 import gc
+import json
 import os
 import re
 import sys
@@ -97,6 +98,18 @@ def one_process():
     """Create a process group of one process."""
     with single_process_group():
         yield
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """Return a function that writes the configuration of a model, and returns the path."""
+
+    def write(config):
+        path = tmp_path / f"{config.get('model_type')}.json"
+        path.write_text(json.dumps(config), encoding="utf-8")
+        return path
+
+    return write
 
 
 FROZEN = {"modules": 0}  # number of modules when the collector's objects were last frozen

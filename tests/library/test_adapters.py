@@ -60,10 +60,8 @@ SMALL_T5 = {
 SMALL_T5 |= {"vocab_size": 130, "decoder_start_token_id": 0}
 
 
-def test_estimate_of_t5_with_adapters_equals_measurement(tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(SMALL_T5))
-    workload = model_of_config(file, 20, by_transformers=True)
+def test_estimate_of_t5_with_adapters_equals_measurement(config_file):
+    workload = model_of_config(config_file(SMALL_T5), 20, by_transformers=True)
     adapted = with_adapters(workload.make_model, 2, targets="all-linear", base="nf4-double")
     assert_measured(adapted, partial(workload.make_batch, 2), replace(LAYERS, micro_batches=2))
 

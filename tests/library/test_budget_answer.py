@@ -170,11 +170,9 @@ def test_infeasible_search_for_one_framework_suggests_trying_all_frameworks(caps
     assert third.startswith("in files: ") and "without --for, all are tried" in "\n".join(rest)
 
 
-def test_trainer_search_resorts_to_bf16_weights_with_rounding_warning(tmp_path):
+def test_trainer_search_resorts_to_bf16_weights_with_rounding_warning(config_file):
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(small(LLAMA_3_8B)), "utf-8")
-    arguments = ["--config", f"{file}", "--sequence", "8", "--batch", "2"]
+    arguments = ["--config", f"{config_file(small(LLAMA_3_8B))}", "--sequence", "8", "--batch", "2"]
     arguments += [*LAPTOP, "--for", "trainer"]
     best = result_of(*arguments, "--budget", "1GB")
     assert best["recipes"][0]["recipe"]["precision"] == "autocast"

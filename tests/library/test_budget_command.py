@@ -345,11 +345,9 @@ def test_generated_decoder_shape_has_requested_parameter_count(parameters):
 CHEAP = ["--sequence", "32", "--batch", "2", "--precision", "fp32", "--optimizer", "sgd"]
 
 
-def test_command_with_config_file_measures_cheapest_recipe(tmp_path, capsys):
+def test_command_with_config_file_measures_cheapest_recipe(config_file, capsys):
     """All recipes use PyTorch's attention, which is the default of transformers."""
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(small(LLAMA_3_8B)), encoding="utf-8")
-    arguments = ["--config", f"{config}", *CHEAP, "--device", "laptop"]
+    arguments = ["--config", f"{config_file(small(LLAMA_3_8B))}", *CHEAP, "--device", "laptop"]
     result = result_of(capsys, *arguments, "--budget", "10MB", "--check")
     model = workload_of(command.arguments().parse_args(arguments)).make_model()
     assert {layer.attention.fused for layer in model.layers} == {True}

@@ -3,7 +3,6 @@
 `test_budget_scripts_trainer` measures the Trainer's peak with these arguments."""
 
 import copy
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +11,6 @@ import torch
 from hugging_face_models import LLAMA, text
 from test_budget_answer import outputs_of
 from test_configs import GPT_2, LLAMA_3_8B, small
-from torch import distributed
 
 from course_lib.budget import Recipe
 
@@ -98,16 +96,8 @@ def test_sharded_recipe_sets_trainer_fsdp_and_fsdp_checkpoint_arguments(shard, t
     assert arguments.fsdp_config["activation_checkpointing"]
 
 
-@pytest.fixture
-def one_rank():
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.skipif(not distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_generated_fsdp2_code_trains_with_same_loss_as_unsharded_model(precision, one_rank):
+def test_generated_fsdp2_code_trains_with_same_loss_as_unsharded_model(precision, one_process):
     recipe = Recipe(precision, checkpoint="layers", ranks=2, shard="zero3")
     model, batch, losses = LLAMA(), text(), []
     plain = copy.deepcopy(model)
@@ -134,13 +124,18 @@ def test_generated_fsdp2_code_lists_unsupported_fields_and_rejects_ddp():
 
 
 @pytest.fixture
-def answer(tmp_path):
+def answer(config_file):
     """A function that returns what the command prints for a config: JSON and text."""
 
     def run(config, *more):
-        file = tmp_path / f"{config['model_type']}.json"
-        file.write_text(json.dumps(config), "utf-8")
-        size = ["--config", str(file), "--sequence", str(LENGTH), "--batch", str(SAMPLES)]
+        size = [
+            "--config",
+            str(config_file(config)),
+            "--sequence",
+            str(LENGTH),
+            "--batch",
+            str(SAMPLES),
+        ]
         device = ["--device", "A100", "--count", "tensors", "--quick"]
         return outputs_of(*size, *device, "--details", *more)
 

@@ -1,6 +1,5 @@
 """Models that a command line names: by a config, by sizes or by a function."""
 
-import json
 import sys
 from argparse import Namespace
 
@@ -32,26 +31,16 @@ BERT = {
 }
 
 
-@pytest.fixture
-def file(tmp_path):
-    def write(**config):
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(config), encoding="utf-8")
-        return path
-
-    return write
-
-
 @pytest.mark.parametrize("config", [GEMMA, BERT], ids=lambda config: config["model_type"])
-def test_estimate_of_transformers_only_architectures_equals_measurement(config, file):
-    found = model_of_config(file(**config), 16)
+def test_estimate_of_transformers_only_architectures_equals_measurement(config, config_file):
+    found = model_of_config(config_file(config), 16)
     assert config["model_type"] not in KNOWN and not found.plain
     recipe = Recipe(attention=None, checkpoint="layers")
     assert_measured(found.make_model, lambda: found.make_batch(4), recipe)
 
 
-def test_budget_and_distributed_commands_build_same_workload_from_config(file):
-    path = file(**GEMMA)
+def test_budget_and_distributed_commands_build_same_workload_from_config(config_file):
+    path = config_file(GEMMA)
     task, found = task_of(str(path), batch=4, sequence=16, unequal=True), model_of_config(path, 16)
     ours, theirs = task.make_model().state_dict(), found.make_model().state_dict()
     assert {n: p.shape for n, p in ours.items()} == {n: p.shape for n, p in theirs.items()}
@@ -73,15 +62,15 @@ def test_budget_and_distributed_commands_build_same_workload_from_config(file):
         ({**GEMMA, "max_position_embeddings": 8}, "sequence must be at most 8 .*, got 16"),
     ],
 )
-def test_config_without_language_model_is_rejected(config, message, file):
+def test_config_without_language_model_is_rejected(config, message, config_file):
     with pytest.raises(ValueError, match=message):
-        model_of_config(file(**config), 16)
+        model_of_config(config_file(config), 16)
 
 
-def test_config_without_transformers_raises_and_recommends_installing_it(file, monkeypatch):
+def test_config_without_transformers_raises_and_recommends_installing_it(config_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match="got 'gemma'; with transformers installed"):
-        model_of_config(file(**GEMMA), 16)
+        model_of_config(config_file(GEMMA), 16)
 
 
 def test_counting_samples_of_huge_batch_allocates_no_memory():
@@ -142,12 +131,12 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_generated_source_code_of_workload_creates_same_model_and_batch(name, file):
+def test_generated_source_code_of_workload_creates_same_model_and_batch(name, config_file):
     given = dict(SOURCES[name])
     if "lora" in given:
         pytest.importorskip("peft")
     if "config" in given:
-        given["config"] = file(**given["config"])
+        given["config"] = config_file(given["config"])
     found = workload_of(options(**given))
     model, batch = made_by(found.source)
     wanted = {name: (p.shape, p.dtype) for name, p in found.make_model().state_dict().items()}
