@@ -257,7 +257,10 @@ def explain_symbolic_errors() -> Iterator[None]:
             raise
         advice = f"Change the model or the batch so that no values are read, or {MEASURE}"
         if goes_through(error, torch.distributions):
-            advice += ". Call torch.distributions.Distribution.set_default_validate_args(False)"
+            advice += (
+                ". The argument checks of torch.distributions read values: switch them off with"
+                " torch.distributions.Distribution.set_default_validate_args(False)"
+            )
         # nn.Transformer reads a mask to find out whether it is causal.
         elif goes_through(error, torch.nn.modules.transformer):
             advice += (

@@ -539,7 +539,7 @@ def named_function(option: str, name: str) -> Callable[..., Any]:
         ValueError: No function has this name. An error that the code of the module raises is passed
             on unchanged.
     """
-    allowed = "package.module:function, which can be imported from here"
+    allowed = "package.module:function, the name of a function that can be imported"
     if not name.partition(":")[2]:
         raise ValueError(
             f"{option} must be {allowed}, got {name!r} without a function after a colon"
@@ -558,7 +558,9 @@ def named_function(option: str, name: str) -> Callable[..., Any]:
             f"{option} must be {allowed}, got {name!r}, which is not found ({error}){advice}"
         ) from None
     if isinstance(found, nn.Module) or not callable(found):
-        raise ValueError(f"{option} must be {allowed}, got {name!r}, which is {describe(found)}")
+        raise ValueError(
+            f"{option} must be {allowed}, got {name!r}, which is {describe(found)}, not a function"
+        )
     return found
 
 

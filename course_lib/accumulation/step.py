@@ -618,11 +618,10 @@ def _check_loss_sum(pair: Any, name: str) -> tuple[Tensor, Real | Tensor]:
         or not loss.is_floating_point()
         or not loss.requires_grad
     ):
-        off = (
-            ""
-            if torch.is_grad_enabled()
-            else "; gradients are switched off where loss_sum is called"
-        )
+        lacks_gradient = isinstance(loss, Tensor) and not loss.requires_grad
+        off = " that requires no gradient" if lacks_gradient else ""
+        if not torch.is_grad_enabled():
+            off += "; gradients are switched off where loss_sum is called"
         raise TypeError(
             f"{name}: the sum of losses must be a floating-point scalar tensor that"
             f" requires a gradient, got {describe(loss)}{off}"
@@ -630,9 +629,11 @@ def _check_loss_sum(pair: Any, name: str) -> tuple[Tensor, Real | Tensor]:
     if not isinstance(weight, (Tensor, Real)) or (
         torch.is_tensor(weight) and (weight.dim() or weight.requires_grad)
     ):
+        kept = torch.is_tensor(weight) and weight.requires_grad
+        with_gradients = " that requires gradients" if kept else ""
         raise TypeError(
             f"{name}: the weight that loss_sum returns must be a number, or a scalar tensor that"
-            f" does not require gradients, got {describe(weight)}"
+            f" does not require gradients, got {describe(weight)}{with_gradients}"
         )
     return loss, weight
 

@@ -113,9 +113,10 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
     inside = len(stages) - 2
     if recipe.segments > inside:
         raise ValueError(
-            f"segments must be at most {max(inside, 0)}, got {recipe.segments}: of the functions"
-            f" that {type(model).__name__}.stages returns, only those after the first one with"
-            " parameters and before the very last one are put into segments"
+            f"segments must be at most {max(inside, 0)}, got {recipe.segments}:"
+            f" {type(model).__name__}.stages returns only {max(inside, 0)} functions for segments."
+            " The functions up to the first one with parameters, and the last function, are in no"
+            " segment"
         )
     # Each segment of stages is wrapped in a checkpoint instead of running in a ScheduledSequential.
     # A ScheduledSequential recomputes whole stages. A checkpoint stops at the last tensor that
@@ -183,7 +184,7 @@ def _unpack_sequentials(stages: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 ADVICE = (
-    'exclude the block from checkpointing: set checkpoint="none", or name other blocks in blocks'
+    'do not checkpoint this block: leave its name out of the field blocks, or set checkpoint="none"'
 )
 # Maps each model to the recipes for which a step has compared recomputations with first runs.
 _compared: WeakKeyDictionary[nn.Module, set[Recipe]] = WeakKeyDictionary()

@@ -93,8 +93,8 @@ def _check_model(model: nn.Module) -> None:
     if names := blocks_in_place(model):
         raise ValueError(
             "model must not have blocks that are run by checkpoint_blocks or by a schedule, got"
-            f" {names[0]}: the estimate copies the model, and the copy loses its checkpoints. Pass"
-            " a function that returns the model with checkpoints. Or pass the model without"
+            f" {names[0]!r}: the estimate copies the model, and the copy loses its checkpoints."
+            " Pass a function that returns the model with checkpoints. Or pass the model without"
             " checkpoints, together with a recipe such as Recipe(checkpoint='layers')"
         )
     for name, p in model.named_parameters():

@@ -184,11 +184,12 @@ class CachingAllocator:
             if what not in ("birth", "release"):
                 raise ValueError(f"event {number} must be 'birth' or 'release', got {what!r}")
             if (what == "birth") == (storage in live):
-                allowed = "not be" if what == "birth" else "be"
-                raise ValueError(
-                    f"storage {storage!r} must {allowed} allocated before event {number}, because"
-                    f" this event is a {what}"
+                does = (
+                    "allocates storage {!r}, which must not be allocated already"
+                    if what == "birth"
+                    else "releases storage {!r}, which must be allocated before"
                 )
+                raise ValueError(f"event {number} {does.format(storage)}")
             if what == "birth":
                 live[storage] = self.allocate(size_bytes, *frames)
             else:

@@ -267,7 +267,7 @@ class CheckpointedBlocks(BlocksInPlace):
             ValueError: No block has been called with gradients enabled.
         """
         if not self._called:
-            blocks = " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
+            blocks = " to ".join(map(repr, dict.fromkeys((self.names[0], self.names[-1]))))
             raise ValueError(
                 f"none of the checkpointed blocks ({blocks}) was called with gradients enabled,"
                 " so no memory was saved. Call the blocks as modules, block(...), outside"

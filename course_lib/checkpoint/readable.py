@@ -45,7 +45,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -200,12 +200,13 @@ class _Region:
             suppress(_Stop),
         ):
             self.function(*args, **kwargs)
-        if found[: last + 1] != self.looks[: last + 1]:
-            raise CheckpointError(
-                "the checkpointed function must save the same tensors in the forward pass and in"
-                f" the recomputation. It saved {self.looks[: last + 1]} in the forward pass, and"
-                f" {found} in the recomputation"
-            )
+        for i, pair in enumerate(zip_longest(self.looks[: last + 1], found[: last + 1])):
+            if pair[0] != pair[1]:
+                raise CheckpointError(
+                    "the checkpointed function must save the same tensors in the forward pass and"
+                    f" in the recomputation, but saved tensor {i} is {pair[0]} in the forward pass"
+                    f" and {pair[1]} in the recomputation"
+                )
 
 
 def _look(tensor: Tensor) -> tuple:

@@ -168,7 +168,7 @@ class _TensorRecord:
             return self.copy if last else self.copy.clone()
         if self.written_by is None and version(self.tensor) != self.version:
             raise RuntimeError(
-                f"{self.name} was changed in place after the block had run with it, so a"
+                f"`{self.name}` was changed in place after the block had run with it, so a"
                 " recomputation of the block would use other values. Assign a new tensor to the"
                 " attribute instead, or pass the tensor to the block as an argument"
             )

@@ -247,8 +247,8 @@ def symbolic_chain(
             if inside or not needs_values(error):
                 raise
             raise ValueError(
-                f"{name} or a later block reads the values of a tensor, for example with"
-                f" .item(){error_location(error)}. To plan a schedule for a memory budget, the"
+                f"{name} or a later block reads the values of a tensor{error_location(error)}, as"
+                " .item() does. To plan a schedule for a memory budget, the"
                 " blocks run on symbolic tensors, which have shapes but no values. Pass a Schedule,"
                 " or choose a recipe with a different `checkpoint`. PyTorch's error:"
                 f" {str(error).splitlines()[0][:80]}"
@@ -259,8 +259,8 @@ def symbolic_chain(
             raise ValueError(
                 f"{name} must keep the method forward of its class, but this method was replaced,"
                 " for example by torch.compile(block). To plan a schedule for a memory budget, a"
-                f" copy of the block runs, but the replaced method would run {name} instead of the"
-                " copy. Use block.compile() instead, or pass a Schedule"
+                f" copy of the block runs, but the new forward would run {name} itself instead of"
+                " the copy. Use block.compile() instead, or pass a Schedule"
             ) from error
 
 

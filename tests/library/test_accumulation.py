@@ -365,6 +365,16 @@ def test_gradient_clipping_equals_pytorch_clipping_of_mean_gradient(scale, share
     assert result.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
+def test_clipping_of_sparse_gradients_raises_and_restores_gradients():
+    model = nn.Embedding(4, 2, sparse=True)
+    step = AccumulatedStep(
+        model, torch.optim.SGD(model.parameters()), lambda m, x: (m(x).sum(), 1), max_norm=1.0
+    )
+    with pytest.raises(TypeError, match=r"^max_norm must be None for sparse gradients, got 1\.0$"):
+        step([torch.tensor([1, 2])])
+    assert model.weight.grad is None
+
+
 def test_loss_scale_grows_once_per_step_and_never_when_disabled():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     step = stepper(linear(), summed_output, scaler=scaler)

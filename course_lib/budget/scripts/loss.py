@@ -68,9 +68,9 @@ def _segments(lines: Lines) -> tuple[list[str], str]:
     ]
     if trained != [False, True]:
         raise ValueError(
-            "to write a script with checkpoint='segments', model.stages(batch) must begin with two"
-            f" items, got {describe(model)} without them: a function without weights that selects"
-            " the inputs from the batch, and a module with weights"
+            "to write a script with checkpoint='segments', model.stages(batch) must begin with a"
+            " function without weights that selects the inputs from the batch, followed by a module"
+            f" with weights, got {describe(model)} whose stages begin otherwise"
         )
     lines.use("torch.utils.checkpoint", "checkpoint_sequential")
     random = "" if may_draw(model) else ", preserve_rng_state=False"

@@ -333,8 +333,8 @@ def _check_blocks(model: nn.Module, recipe: Recipe) -> None:
         if name is not None and len(kinds) > 1 and not in_lists:
             raise ValueError(
                 f"{name!r} in blocks matches modules of several types: {', '.join(kinds)}. This is"
-                " allowed only if all these modules are items of nn.ModuleLists. Pass one name for"
-                " each type"
+                " allowed only if all these modules are items of nn.ModuleLists. Replace it by"
+                " names that match modules of one type each"
             )
     if recipe.first_blocks is not None and recipe.first_blocks > count:
         raise ValueError(

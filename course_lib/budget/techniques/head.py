@@ -262,8 +262,8 @@ class Logits(Tensor):
             )
         if self.hidden.dim() != 2:
             raise ValueError(
-                "head_chunk must be None unless the logits in F.cross_entropy have the shape"
-                f" (tokens, vocabulary), {self.about} with logits of {self.hidden.dim()} dimensions"
+                f"head_chunk must be None for logits with {self.hidden.dim()} dimensions in"
+                f" F.cross_entropy, {self.about}; their shape must be (tokens, vocabulary)"
             )
         self.used.append(True)
 

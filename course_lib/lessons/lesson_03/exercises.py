@@ -271,7 +271,9 @@ def check_tapered(answer: Any) -> Verdict:
             shown = f"{cuts}" if len(cuts) < 9 else f"{cuts[:7]} …"
             peaks_in_b = {"peak": f"{peak / B:g}", "least": f"{best / B:g}"}
             say.wrong("tapered.higher", depth=depth, kept=kept, cuts=shown, **peaks_in_b)
-    raise AssertionError("this check has an error: it rejects an answer with minimum peaks")
+    raise AssertionError(
+        "this check is wrong, not the answer: it rejects an answer with the lowest peaks"
+    )
 
 
 def _cuts_of(given: Any, depth: int) -> list[int]:
@@ -431,7 +433,9 @@ def check_recurrence(answer: Any) -> Verdict:
         if time != least:
             numbers = {"best": f"{least:g}", "given": f"{_number(time):g}"}
             say.wrong("recurrence.longer_time", length=len(chain), room=room, **numbers)
-    raise AssertionError("this check has an error: it rejects an answer with minimum times")
+    raise AssertionError(
+        "this check is wrong, not the answer: it rejects an answer with the lowest times"
+    )
 
 
 def _number(given: Any) -> float:
