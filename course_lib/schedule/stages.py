@@ -271,8 +271,8 @@ class KeptStage:
         if attribute := next(_attributes_with_graph(stage), None):
             raise RuntimeError(
                 f"stage {i} stores in `{attribute}` a tensor that requires a gradient, but"
-                " gradients flow only through the output of a stage; return this tensor as a part of"
-                " the output, or detach it"
+                " gradients flow only through the output of a stage; return this tensor as a part"
+                " of the output, or detach it"
             )
 
     def backward(self) -> tuple[Tensor | None, list[Tensor | None]]:
