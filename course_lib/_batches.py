@@ -165,8 +165,8 @@ def _checked_length(batch: Any) -> int:
         if isinstance(array, Tensor) and (array.is_nested or array.layout is not torch.strided):
             nested = "a nested tensor" if array.is_nested else "a tensor"
             raise TypeError(
-                f"batch must contain only dense tensors so that it can be split, but {key} is"
-                f" {nested} with the layout {array.layout}. For other batches, {GIVE_SPLIT}"
+                f"batch must contain only dense tensors so that it can be split, got {nested} with"
+                f" the layout {array.layout} as {key}. For other batches, {GIVE_SPLIT}"
             )
     if not found:
         raise TypeError(

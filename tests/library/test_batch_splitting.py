@@ -134,7 +134,10 @@ REJECTED = {
         lambda x, y: {"x": x, "y": [{"boxes": torch.rand(n + 4, 4)} for n in range(4)]},
         r"batch\['x'\] with 4 samples and batch\['y'\]\[1\]\['boxes'\] with 5 samples",
     ),
-    "sparse": (lambda x, y: {"x": x.to_sparse()}, r"dense tensors .*, got batch\['x'\], a tensor"),
+    "sparse": (
+        lambda x, y: {"x": x.to_sparse()},
+        r"dense tensors .*, got a tensor .* as batch\['x'\]",
+    ),
     "no tensor": (
         lambda x, y: y,
         "a container of tensors .*, got a list, which contains",

@@ -339,7 +339,7 @@ class OtherLoss(Decoder):
 
 LINEAR = nn.Linear(3, 3)
 FLASH, TWO = Recipe(attention="flash"), Recipe(micro_batches=2)
-NOT_CALLED = r"none of the checkpointed blocks \(body.blocks.0"
+NOT_CALLED = r"none of the checkpointed blocks \('body.blocks.0'"
 REJECTED = [
     # stages that do not compute the loss of the model, or that do not form a chain
     *(

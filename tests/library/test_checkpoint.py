@@ -321,7 +321,7 @@ def test_handle_check_raises_until_block_runs_with_gradients_enabled():
     handle = checkpoint_blocks(model, "0")
     with torch.no_grad():
         model(x)
-    with pytest.raises(ValueError, match=r"blocks \(0\) was called with gradients enabled"):
+    with pytest.raises(ValueError, match=r"blocks \('0'\) was called with gradients enabled"):
         handle.check()
     model(x)
     handle.check()

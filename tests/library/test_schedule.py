@@ -587,7 +587,7 @@ def in_place(stages, schedule):
         (partial(changing, lambda x: x[:1]), r"stage 1 returned .* when it ran again"),
         (partial(changing, torch.Tensor.double), r"stage 1 returned .* when it ran again"),
         (lambda: lambda x: x * HIDDEN, "stage 1 uses a tensor that requires a gradient"),
-        (partial(StoresLoss, 2, 2), r"^stage 1 stores in losses"),
+        (partial(StoresLoss, 2, 2), r"^stage 1 stores in `losses`"),
     ],
 )
 def test_schedule_rejects_stage_that_cannot_be_recomputed(run, make, message):
