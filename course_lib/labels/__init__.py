@@ -242,9 +242,9 @@ def pair(english: str, chinese: str, /, **values: object) -> Label:
     """
     if not placeholders(english) == placeholders(chinese) == set(values):
         raise LabelError(
-            f"message {english!r}, its Chinese translation and its values must have the same"
-            f" names of placeholders, got {sorted(placeholders(english))},"
-            f" {sorted(placeholders(chinese))} and {sorted(values)}"
+            f"the placeholders of message {english!r} must be the same in English, in Chinese and"
+            f" in the values, got {sorted(placeholders(english))} in English,"
+            f" {sorted(placeholders(chinese))} in Chinese and {sorted(values)} in the values"
         )
     return _made_label(english, values, chinese)
 
@@ -335,8 +335,8 @@ def in_both_languages(words: object) -> tuple[str, str]:
     zh = chinese(words)
     if zh is None and _is_strict() and is_english(words):
         raise LabelError(
-            f"{words!r} must have a Chinese translation: add an entry to {CATALOG.name}. If words"
-            " in this text are code, put them between backquotes, such as `x.grad`"
+            f"{words!r} must have a Chinese translation: add an entry to {CATALOG.name}. If the"
+            " text is code, write it between backquotes instead, such as `x.grad`"
         )
     return str(words), str(words) if zh is None else zh
 

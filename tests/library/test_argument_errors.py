@@ -229,7 +229,7 @@ INVALID_CALLS = [
     ("batch must contain .* without samples", lambda: samples_of(lambda: torch.empty(0, 3))),
     ("--model must be .* without a function", lambda: named_function("--model", "json")),
     ("--model must be .* is not found", lambda: named_function("--model", "json:absent")),
-    ("--model must be .* is 'json'", lambda: named_function("--model", "json:__name__")),
+    ("--model must be .* names 'json'", lambda: named_function("--model", "json:__name__")),
     ("the number of stages", lambda: Chain((), 1)),
     (r"stages\[0\]", lambda: Chain((3,), 1)),
     ("action 0", lambda: Schedule([3])),

@@ -213,9 +213,8 @@ def _task_of_function(name: str) -> Task:
         if loss_sum is None and not has_loss_sum(make_model()):
             raise ValueError(
                 f"the model of --model {name} must have a method loss_sum(batch), got none. Add"
-                " this method to the model, or set a function loss_sum(model, batch) as an"
-                " attribute of the function that --model names: make_model.loss_sum = loss_sum."
-                " Either must return (sum of losses, weight), where the weight is, for example,"
+                " this method to the model, or write a function loss_sum(model, batch) and add the"
+                f" line {name.partition(':')[2]}.loss_sum = loss_sum. Either must return (sum of losses, weight), where the weight is, for example,"
                 " the number of tokens"
             )
     return Task(
