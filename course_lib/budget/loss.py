@@ -117,8 +117,8 @@ def check_loss(model: nn.Module, recipe: Recipe, loss_sum: Any) -> None:
             raise ValueError(
                 f"loss_sum must be None with checkpoint={recipe.checkpoint!r} and blocks=None, got"
                 " a function. With these settings, the last function in the list that"
-                " model.stages() returns computes the loss. Leave out loss_sum, or set blocks to the names of the"
-                " model's blocks"
+                " model.stages() returns computes the loss. Leave out loss_sum, or set blocks to"
+                " the names of the model's blocks"
             )
     elif not has_loss_sum(model) and not has_method(model, "loss") and not is_hugging_face(model):
         raise TypeError(

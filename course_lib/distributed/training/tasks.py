@@ -214,8 +214,8 @@ def _task_of_function(name: str) -> Task:
             raise ValueError(
                 f"the model of --model {name} must have a method loss_sum(batch), got none. Add"
                 " this method to the model, or write a function loss_sum(model, batch) and add the"
-                f" line {name.partition(':')[2]}.loss_sum = loss_sum. Either must return (sum of losses, weight), where the weight is, for example,"
-                " the number of tokens"
+                f" line {name.partition(':')[2]}.loss_sum = loss_sum. Either must return (sum of"
+                " losses, weight), where the weight is, for example, the number of tokens"
             )
     return Task(
         partial(_without_cache, make_model),
