@@ -166,7 +166,7 @@ def _checked_length(batch: Any) -> int:
             nested = "a nested tensor" if array.is_nested else "a tensor"
             raise TypeError(
                 f"batch must contain only dense tensors so that it can be split, got {nested} with"
-                f" the layout {array.layout} as {key}. For other batches, {GIVE_SPLIT}"
+                f" the layout {array.layout} in {key}. For other batches, {GIVE_SPLIT}"
             )
     if not found:
         raise TypeError(

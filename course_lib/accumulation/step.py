@@ -691,7 +691,9 @@ def _as_one_optimizer(given: Any) -> torch.optim.Optimizer | _OptimizerGroup:
     combined = optimizers[0] if len(optimizers) == 1 else _OptimizerGroup(optimizers)
     parameters = _optimized_parameters(combined)
     if not parameters:
-        raise ValueError(f"optimizer must have parameters, got {describe(given)} without any")
+        raise ValueError(
+            f"optimizer must have parameters, got {describe(given)} that contains no parameters"
+        )
     if len(set(parameters)) < len(parameters):
         raise ValueError(
             "optimizer must contain each parameter only once, got"

@@ -357,7 +357,8 @@ class OptimizerRow:
         """
         if self.state_tensors is None:
             raise ValueError(
-                "state_tensors must be a whole number for an update on the host, got None"
+                "state_tensors must be the number of state tensors per parameter if the optimizer"
+                " updates weights on the host, got None"
             )
         read, written = 2 + self.state_tensors, 1 + self.state_tensors
         return (read + written) * torch.float32.itemsize

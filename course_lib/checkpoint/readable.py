@@ -362,7 +362,7 @@ def _check(value: Any) -> Any:
         return value
     if value.tensor._version != value.version:
         raise RuntimeError(
-            "keep must not select an operator whose output is changed in place later, got an output"
-            f" of shape {tuple(value.tensor.shape)} that was changed"
+            "keep selected an operator whose output, of shape"
+            f" {tuple(value.tensor.shape)}, was changed in place later; do not select this operator"
         )
     return value.tensor

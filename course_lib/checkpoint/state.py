@@ -168,9 +168,9 @@ class _TensorRecord:
             return self.copy if last else self.copy.clone()
         if self.written_by is None and version(self.tensor) != self.version:
             raise RuntimeError(
-                f"`{self.name}` was changed in place after the block had run with it, so a"
-                " recomputation of the block would use other values. Assign a new tensor to the"
-                " attribute instead, or pass the tensor to the block as an argument"
+                f"the tensor `{self.name}` was changed in place after the block had run with it,"
+                " so a recomputation of the block would use other values. Assign a new tensor to"
+                " the attribute instead, or pass the tensor to the block as an argument"
             )
         return self.tensor
 
@@ -294,9 +294,10 @@ class ModuleState:
             for name, tensor in others.values():
                 if tensor is not record.tensor and _shares_memory(tensor, record.tensor):
                     raise RuntimeError(
-                        f"{record.name} was changed in place, but shares its memory with {name}, so"
-                        " they cannot be restored for the recomputation. Keep only one of them as"
-                        " an attribute, and compute the other one from it in forward"
+                        f"the tensor `{record.name}` was changed in place, but shares its memory"
+                        f" with `{name}`, so they cannot be restored for the recomputation. Keep"
+                        " only one of them as an attribute, and compute the other one from it in"
+                        " forward"
                     )
 
     @contextmanager

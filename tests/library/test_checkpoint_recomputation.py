@@ -383,7 +383,10 @@ def test_attribute_changed_in_place_before_recomputation_is_rejected():
     with state.next_run():
         pass
     block.load += 1
-    with pytest.raises(RuntimeError, match=r"^`load` was changed in place after"), state.next_run():
+    with (
+        pytest.raises(RuntimeError, match=r"^the tensor `load` was changed in place after"),
+        state.next_run(),
+    ):
         pass
 
 

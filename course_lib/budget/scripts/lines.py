@@ -60,8 +60,8 @@ class Lines:
         """
         if self.workload.source is None:
             raise ValueError(
-                "to write a script, workload.source must be the source code that creates the model"
-                " and the batch, got None"
+                "to write a script, workload.source must be a Source with code that creates the"
+                " model and the batch, got None"
             )
         plain = {"import torch"}
         for line in self.workload.source.imports:

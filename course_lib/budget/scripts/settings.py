@@ -53,8 +53,8 @@ def _attention(lines: Lines) -> list[str]:
     if wanted not in allowed:
         raise ValueError(
             f"attention must be {any_of(map(repr, allowed))} in a script for"
-            f" {describe(lines.model)}, got {wanted!r}; 'flash' needs a model that is built"
-            " from course_lib.models.Attention, and 'sdpa' and 'eager' need the method"
+            f" {describe(lines.model)}, got {wanted!r}. Other models support other values: 'flash'"
+            " needs course_lib.models.Attention, and 'sdpa' and 'eager' need the method"
             " set_attn_implementation"
         )
     if wanted in HUGGING_FACE_ATTENTIONS:

@@ -139,8 +139,8 @@ class Trainer(Framework):
     def script(self, recipe: Recipe, workload: Workload) -> str:
         if workload.source is None:
             raise ValueError(
-                "to write a script, workload.source must be the source code that creates the model"
-                " and the batch, got None"
+                "to write a script, workload.source must be a Source with code that creates the"
+                " model and the batch, got None"
             )
         if problem := self.conflict(recipe):
             raise ValueError(problem)

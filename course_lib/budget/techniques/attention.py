@@ -128,7 +128,7 @@ def set_attention(model: nn.Module, wanted: str | None) -> Iterator[Callable[[],
         def check() -> None:
             if wanted == "flash" and not own and not calls:
                 raise ValueError(
-                    f"attention must be 'standard' for {describe(model)} that does not call"
+                    f"attention must be 'standard' for {describe(model)}, which does not call"
                     " F.scaled_dot_product_attention, got 'flash'"
                 )
 

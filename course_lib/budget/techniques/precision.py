@@ -99,8 +99,8 @@ def autocast_forward(model: nn.Module) -> Iterator[Callable[[], None]]:
     def check() -> None:
         if not calls:
             raise ValueError(
-                f"precision 'autocast' needs a loss that calls model(...), got {describe(model)}"
-                " whose loss does not call it; pass a loss_sum that calls model(...)"
+                "precision 'autocast' needs a loss that calls model(...), but the loss of"
+                f" {describe(model)} does not; pass a loss_sum that calls model(...)"
             )
 
     try:
