@@ -136,7 +136,7 @@ REJECTED = {
     ),
     "sparse": (
         lambda x, y: {"x": x.to_sparse()},
-        r"dense tensors .*, got a tensor .* as batch\['x'\]",
+        r"dense tensors .*, got a tensor .* in batch\['x'\]",
     ),
     "no tensor": (
         lambda x, y: y,
