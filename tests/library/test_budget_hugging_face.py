@@ -22,7 +22,9 @@ from hugging_face_models import (
 from test_budget_combinations import assert_plain, plain_gradients
 from test_budget_estimate_equals_run import checkpointing
 
+from course_lib._check import InfeasibleBudget
 from course_lib.budget import Recipe, build, estimate, fit, run, train_step
+from course_lib.budget.search.extrapolation import BlockExtrapolator
 from course_lib.checkpoint import checkpoint_blocks
 
 transformers = pytest.importorskip(
@@ -60,6 +62,17 @@ def test_default_blocks_of_hugging_face_model_are_its_layer_lists(make, lists):
     with torch.device("meta"):
         names = checkpoint_blocks(make(), None).names
     assert list(dict.fromkeys(block.rpartition(".")[0] for block in names)) == lists
+
+
+def test_least_schedule_bytes_suffice_for_every_micro_batch():
+    recipe = Recipe(optimizer="sgd", checkpoint="optimal", schedule_bytes=1, micro_batches=4)
+    make_batch = partial(text, "padded")
+    extrapolator = BlockExtrapolator(LLAMA, make_batch, recipe, loss_sum=None, tier="file")
+    with pytest.raises(InfeasibleBudget) as least:
+        extrapolator.schedule_cost(recipe)
+    recipe = replace(recipe, schedule_bytes=least.value.least_bytes)
+    assert extrapolator.schedule_cost(recipe).peak_bytes <= recipe.schedule_bytes
+    assert_measured(LLAMA, make_batch, recipe)
 
 
 def test_estimate_with_existing_batch_equals_measurement():
