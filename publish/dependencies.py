@@ -68,7 +68,7 @@ class Library:
         is_package = self.paths[name].name == "__init__.py"
         package = name if is_package else name.rpartition(".")[0]
         return self._among(_modules_in(self.texts[name], package)) | self._among(
-            [package, f"{package}.gpu"]
+            [package, name.rpartition(".")[0], f"{package}.gpu"]
         )
 
     def _among(self, names: Iterable[str]) -> frozenset[str]:
