@@ -119,7 +119,7 @@ class Comparison:
 
         Args:
             difference: Description of the difference.
-            rule: Sentences in place of the attribute `rule`, or "".
+            rule: Sentences that replace those of the attribute `rule`, or "" for the attribute.
         """
         raise RuntimeError(
             f"the recomputation of {self.name} differs from the first run of this block, so"
