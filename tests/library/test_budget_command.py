@@ -476,7 +476,7 @@ def test_command_rejects_block_names_that_match_no_module(user_code, capfd):
 
 def test_code_suggested_for_model_without_loss_computes_valid_loss(user_code, capfd):
     status, [line] = error_of(capfd, "--model", "user_code:without_loss", "--budget", "1GB")
-    assert status == 2 and "as the attribute `loss_sum` of the function that --model names" in line
+    assert status == 2 and "set loss_sum as an attribute of the function that --model names" in line
     assert command.main(["--model", "user_code:with_loss", "--budget", "1GB"]) == 0
     names = {"torch": torch}
     exec(line[line.index("def loss_sum") :], names)
