@@ -64,7 +64,8 @@ UNINITIALIZED = (
 )
 INITIALIZE = (
     "Use layers whose sizes are all given, such as nn.Linear(8, 4) instead of nn.LazyLinear(4). To"
-    f" keep a lazy module, call the model once inside make_model, and {MEASURE}"
+    " keep a lazy module, call the model once inside make_model, and run the step with"
+    " course_lib.budget.run(), because an estimate does not support lazy modules"
 )
 _SYMBOLIC_LOG = logging.getLogger(LOG)
 
@@ -284,11 +285,10 @@ def explain_symbolic_errors() -> Iterator[None]:
         if "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            "make_model and make_batch must create all their tensors with PyTorch operators, got a"
-            " tensor that was created earlier or without an operator (as by"
-            f" torch.frombuffer){error_location(error)}. Create this tensor inside these functions"
-            f" with an operator such as torch.zeros, or {MEASURE}. If you passed a model or a"
-            " batch, pass a function that creates the model or the batch instead"
+            "an estimate cannot use a tensor that was created before it or without a PyTorch"
+            f" operator (as by torch.frombuffer), got one{error_location(error)}. Create this"
+            " tensor with an operator such as torch.zeros, inside a function make_model or"
+            f" make_batch that you pass instead of a model or a batch, or {MEASURE}"
         ) from error
 
 

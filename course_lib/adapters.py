@@ -120,9 +120,10 @@ def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base
             return peft.get_peft_model(model, peft.LoraConfig(**settings))
     except (ValueError, re.error) as error:
         shown = "None, and peft has no default for this model" if targets is None else repr(targets)
+        linear = ", ".join(sorted(names)) or "none"
         raise ValueError(
-            "targets must name layers of the model, such as its linear layers"
-            f" {', '.join(sorted(names))}, got {shown} ({error})"
+            "targets must be a list of layer names, or a regular expression for them, got"
+            f" {shown} ({error}). Linear layers of this model: {linear}"
         ) from error
 
 

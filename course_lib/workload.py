@@ -558,7 +558,9 @@ def named_function(option: str, name: str) -> Callable[..., Any]:
             f"{option} must be {allowed}, got {name!r}, which is not found ({error}){advice}"
         ) from None
     if isinstance(found, nn.Module) or not callable(found):
-        raise ValueError(f"{option} must be {allowed}, got {name!r}, which names {describe(found)}")
+        raise ValueError(
+            f"{option} must be {allowed}, got {name!r}, which is {describe(found)}, not a function"
+        )
     return found
 
 

@@ -179,8 +179,9 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *args):
         raise RuntimeError(
-            "flash_attention cannot be combined with torch.vmap; pass tensors with a batch"
-            " dimension"
+            "flash_attention cannot be combined with torch.vmap, which torch.func.jacrev and"
+            " torch.func.hessian also use; pass tensors with a batch dimension, or call"
+            " standard_attention instead"
         )
 
 
@@ -236,8 +237,8 @@ def _check_inputs(
     """Check the arguments, and return q, k and v in the dtype that autocast would use."""
     if attn_mask is not None:
         raise TypeError(
-            f"attn_mask must be None, got {_check.describe(attn_mask)}; the only supported masks"
-            " are those of causal and is_causal"
+            f"attn_mask must be None, got {_check.describe(attn_mask)}; flash_attention"
+            " supports only the causal mask: pass causal=True or is_causal=True instead"
         )
     if dropout_p != 0:
         raise ValueError(

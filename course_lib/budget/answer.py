@@ -176,9 +176,9 @@ def _check_framework(
     own_tier = "host" if machine.kind == "cuda" else "file"
     if machine.tier != own_tier:
         raise ValueError(
-            f"with --for and this device, --tier must be {own_tier}, got {machine.tier}: a"
-            " generated script offloads to host memory if it trains on a GPU, and to a file if it"
-            " trains on a CPU"
+            f"--tier must be {own_tier} for a script that trains on {machine.kind}, got"
+            f" {machine.tier}: generated scripts offload to host memory on a GPU, and to a file on"
+            " a CPU"
         )
     if problem := framework.conflict(ranks) or framework.unsupported_reason(model):
         raise ValueError(problem)

@@ -183,16 +183,19 @@ class CachingAllocator:
         for number, (what, storage, size_bytes, *frames) in enumerate(events):
             if what not in ("birth", "release"):
                 raise ValueError(f"event {number} must be 'birth' or 'release', got {what!r}")
-            if (what == "birth") == (storage in live):
-                does = (
-                    "allocates storage {!r}, which must not be allocated already"
-                    if what == "birth"
-                    else "releases storage {!r}, which must be allocated before"
-                )
-                raise ValueError(f"event {number} {does.format(storage)}")
             if what == "birth":
+                if storage in live:
+                    raise ValueError(
+                        f"event {number} allocates storage {storage!r}, which must not be allocated"
+                        " already"
+                    )
                 live[storage] = self.allocate(size_bytes, *frames)
             else:
+                if storage not in live:
+                    raise ValueError(
+                        f"event {number} releases storage {storage!r}, which must be allocated"
+                        " before"
+                    )
                 self.free(live.pop(storage))
         return live
 

@@ -432,8 +432,9 @@ def lists_of(model: nn.Module) -> list[list[str]]:
     block_lists = next(filter(None, choices), None)
     if block_lists is None:
         raise ValueError(
-            "blocks must be one or several names (wildcards allowed) for a model without a list of"
-            f" blocks (nn.ModuleList), got None; {_available_names(model, names_to_choose(model))}"
+            "blocks must be one or several names of modules for a model without an nn.ModuleList"
+            " of blocks, got None. A name may contain wildcards, as in '*.block';"
+            f" {_available_names(model, names_to_choose(model))}"
         )
     return block_lists
 

@@ -263,8 +263,9 @@ class ComparingHooks:
         if raw and not named and not isinstance(error, MemoryError):
             kind, text = type(error).__name__, str(error).partition("\n")[0].removesuffix(".")
             raise RuntimeError(
-                f"the recomputation of {self.comparison.name} raised {kind}: {text}."
-                f" {self.comparison.rule}, or {self.comparison.advice}"
+                f"the recomputation of {self.comparison.name} did not repeat the first run of this"
+                f" block, but raised {kind} ({text}). {self.comparison.rule}, or"
+                f" {self.comparison.advice}"
             ) from error
 
 

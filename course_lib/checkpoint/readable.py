@@ -45,6 +45,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import count, zip_longest
 from typing import Any, NamedTuple
 
@@ -326,7 +327,8 @@ class _KeptOutputs(TorchDispatchMode):
         self.calls[operator] += 1
         if key in self.kept:
             kept = self.kept.pop(key)
-            return tree_map(_check, kept, is_leaf=lambda x: isinstance(x, _KeptTensor))
+            check = partial(_check, operator)
+            return tree_map(check, kept, is_leaf=lambda x: isinstance(x, _KeptTensor))
         result = operator(*args, **kwargs)
         # Random operators always run again. Otherwise, all later random operators would draw other
         # numbers.
@@ -357,12 +359,12 @@ def _detach(value: Any) -> Any:
     return _KeptTensor(tensor, tensor._version)
 
 
-def _check(value: Any) -> Any:
+def _check(operator: Callable, value: Any) -> Any:
     if not isinstance(value, _KeptTensor):
         return value
     if value.tensor._version != value.version:
         raise RuntimeError(
-            "keep selected an operator whose output, of shape"
-            f" {tuple(value.tensor.shape)}, was changed in place later; do not select this operator"
+            f"`keep` must not select {operator}, because its output of shape"
+            f" {tuple(value.tensor.shape)} was changed in place later"
         )
     return value.tensor

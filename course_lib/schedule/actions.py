@@ -232,7 +232,9 @@ class Simulation:
         """
         i = action.stage
         if not 0 <= i < len(self.stages):
-            self.raise_illegal(action, f"this chain has the stages 0 to {len(self.stages) - 1}")
+            self.raise_illegal(
+                action, f"the chain or module has only the stages 0 to {len(self.stages) - 1}"
+            )
         if isinstance(action, Forward):
             self.forward(action, i)
         else:

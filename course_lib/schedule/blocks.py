@@ -24,8 +24,9 @@ from .executor import ChainRun, states_of
 from .stages import check_constants, differentiable, main_tensor, with_main_tensor
 
 CHAIN_RULE = (
-    "the blocks must form a chain, in which each block is called once, with the result of the"
-    " previous block"
+    "the blocks of a schedule must form a chain, in which each block is called once, with the"
+    " result of the previous block. For other blocks, call checkpoint_blocks instead (in a recipe,"
+    " choose checkpoint='layers')"
 )
 
 
@@ -209,9 +210,10 @@ class ScheduledBlocks(BlocksInPlace):
 
         if hooks_active():  # the hooks would also receive tensors of the copies
             raise ValueError(
-                "schedule must be a Schedule if the blocks run inside saved-tensor hooks, such as"
-                f" those of a checkpoint, got a function. {self.names[0]} runs inside such hooks,"
-                " where the function cannot plan a schedule"
+                f"schedule must be a Schedule, got a function: {self.names[0]} runs inside"
+                " saved-tensor hooks, such as those of a checkpoint around it, where a function"
+                " cannot plan a schedule. Remove these hooks, or pass a Schedule, such as the"
+                " result of optimal(chain, budget_bytes)"
             )
         x = main_tensor(args[0])
         input_kinds = tuple(map(kind_of, tensors_in([args, kwargs])))

@@ -229,7 +229,7 @@ INVALID_CALLS = [
     ("batch must contain .* without samples", lambda: samples_of(lambda: torch.empty(0, 3))),
     ("--model must be .* without a function", lambda: named_function("--model", "json")),
     ("--model must be .* is not found", lambda: named_function("--model", "json:absent")),
-    ("--model must be .* names 'json'", lambda: named_function("--model", "json:__name__")),
+    ("--model must be .* not a function", lambda: named_function("--model", "json:__name__")),
     ("the number of stages", lambda: Chain((), 1)),
     (r"stages\[0\]", lambda: Chain((3,), 1)),
     ("action 0", lambda: Schedule([3])),
@@ -453,7 +453,7 @@ NOT_ESTIMATED = [
     (partial(Step, lambda x: (f"{x.mean():.2f}", x)[1]), "__format__", False),
     (partial(Step, lambda x: x * x.detach().untyped_storage()[0]), "'meta' device", False),
     (partial(Step, sampled), "set_default_validate_args", False),
-    (partial(Step, lambda x: x * OLDER), "created earlier .* Create this", False),
+    (partial(Step, lambda x: x * OLDER), "created before it .* Create this", False),
     (partial(Step, doubled), "register_fake", False),
     (partial(Step, lambda x: torch.sparse.mm(x.to_sparse(), x.t())), "keep the tensor", False),
     (partial(SparseEmbedding, 3, 3, sparse=True), "sparse=False", False),
@@ -494,7 +494,7 @@ class LazyModel(nn.Sequential):
 @pytest.mark.parametrize("act", [estimate, run, partial(fit, progress=False)])
 def test_uninitialized_lazy_module_raises_with_advice(act):
     last = Recipe() if act in (estimate, run) else 10**6
-    with pytest.raises(ValueError, match=rf"^make_model must .* lazy .* nn\.Linear.*{MEASURED}"):
+    with pytest.raises(ValueError, match=r"^make_model must .* lazy .* nn\.Linear.*budget\.run"):
         act(LazyModel, points, last)
     assert act(Points, points, last)  # with an ordinary nn.Linear
     assert run(LazyModel.initialized, points, Recipe()).result.stepped

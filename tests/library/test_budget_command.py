@@ -258,7 +258,7 @@ FOR_RANKS = (
 INVALID += [
     (f"{SMALL} --budget 1GB --heads 3", "divisor of hidden"),
     (f"{SMALL} --budget 1GB --device laptop --count reserved", "no caching allocator"),
-    (f"{SMALL} --budget 1GB --device T4 --for torch --tier file", "--tier must be host, got"),
+    (f"{SMALL} --budget 1GB --device T4 --for torch --tier file", "--tier must be host for a"),
     (
         f"{SMALL} --budget 1GB --batch 100000 --sequence 10000000 --hidden 10000000",
         "fewer than 2**63",

@@ -262,8 +262,9 @@ class Logits(Tensor):
             )
         if self.hidden.dim() != 2:
             raise ValueError(
-                f"head_chunk must be None for logits with {self.hidden.dim()} dimensions in"
-                f" F.cross_entropy, {self.about}; their shape must be (tokens, vocabulary)"
+                f"head_chunk must be None for a loss that passes logits with {self.hidden.dim()}"
+                f" dimensions to F.cross_entropy, {self.about}. To use head_chunk, reshape the"
+                " logits to (tokens, vocabulary)"
             )
         self.used.append(True)
 

@@ -625,7 +625,7 @@ _VIOLATIONS = {
     r"first, and (Backward\(\d+\)) is next": "common.another_backward",
     r"(again) after its backward": "common.backward_done",
     r"and (Backward\(\d+\)) has not run": "common.ends_early",
-    r"has the stages 0 to (\d+)": "common.last_stage",
+    r"has only the stages 0 to (\d+)": "common.last_stage",
 }
 
 
