@@ -184,7 +184,8 @@ def _unpack_sequentials(stages: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 ADVICE = (
-    'do not checkpoint this block: leave its name out of the field blocks, or set checkpoint="none"'
+    "do not checkpoint this block: list only other blocks in Recipe(blocks=...), or choose"
+    " checkpoint='none'"
 )
 # Maps each model to the recipes for which a step has compared recomputations with first runs.
 _compared: WeakKeyDictionary[nn.Module, set[Recipe]] = WeakKeyDictionary()

@@ -58,7 +58,7 @@ class Comparison:
             checkpointing".
         rule: Sentences that list which state a recomputed block may change (such as attributes) and
             which state it must not change (such as buffers). Error messages contain them, unless
-            the cause is known.
+            the comparison has found the cause.
     """
 
     hint = ""  # additional sentence at the end of the error message about a difference
@@ -264,8 +264,8 @@ class ComparingHooks:
             kind, text = type(error).__name__, str(error).partition("\n")[0].removesuffix(".")
             raise RuntimeError(
                 f"the recomputation of {self.comparison.name} did not repeat the first run of this"
-                f" block, but raised {kind} ({text}). {self.comparison.rule}, or"
-                f" {self.comparison.advice}"
+                f" block, but raised {kind}. {self.comparison.rule}, or {self.comparison.advice}."
+                f" Message of {kind}: {text}"
             ) from error
 
 

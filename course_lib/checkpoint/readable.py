@@ -205,13 +205,18 @@ class _Region:
             if pair[0] != pair[1]:
                 raise CheckpointError(
                     "the checkpointed function must save the same tensors in the forward pass and"
-                    f" in the recomputation, but saved tensor {i} is {pair[0]} in the forward pass"
-                    f" and {pair[1]} in the recomputation"
+                    f" in the recomputation, but saved tensor {i} is {_described(pair[0])} in the"
+                    f" forward pass and {_described(pair[1])} in the recomputation; the function"
+                    " must not depend on anything that changes between the two runs"
                 )
 
 
 def _look(tensor: Tensor) -> tuple:
     return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _described(look: tuple | None) -> str:
+    return "of shape {}, {} on {}".format(*look) if look else "missing"
 
 
 # ---- the reentrant mode

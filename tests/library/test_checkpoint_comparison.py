@@ -96,7 +96,7 @@ class OwnError(RuntimeError):
     [
         (
             ValueError("full."),
-            r"^the recomputation of 0 .* raised ValueError \(full\)\. The recomputation .*exclude",
+            r"^the recomputation of 0 .* raised ValueError\. The recomputation .*exclude.* full",
         ),
         (OwnError("full"), "^full$"),
     ],
