@@ -174,7 +174,12 @@ def _gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     sizes = {argument: _positive_setting(config, name) for argument, name in names.items()}
     _head_width(config, "n_embd", "n_head")
-    _check_setting(config, "n_inner", None, 4 * sizes["hidden"])
+    inner = 4 * sizes["hidden"]
+    if config.get("n_inner") not in (None, inner):
+        raise ValueError(
+            f"n_inner must be None or 4 * n_embd = {inner}, the only supported inner width, got"
+            f" {config['n_inner']}"
+        )
     return {**sizes, "tied": _bool_setting(config, "tie_word_embeddings", True)}
 
 

@@ -149,9 +149,10 @@ def _parallel_module(model: nn.Module) -> nn.Module | None:
 
     if not isinstance(model, FSDPModule):
         counts = Counter(type(module).__name__ for module in wrappers)
-        found = ", ".join(f"{count} {name}" for name, count in counts.items())
+        found = ", ".join(f"{count} of class {name}" for name, count in counts.items())
         raise TypeError(
             "model must synchronize its gradients by a single DistributedDataParallel, or by"
-            f" fully_shard called on the whole model, got a model with {found}"
+            " fully_shard called on the whole model, got a model with modules that synchronize"
+            f" their own gradients: {found}"
         )
     return model

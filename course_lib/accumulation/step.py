@@ -692,7 +692,8 @@ def _as_one_optimizer(given: Any) -> torch.optim.Optimizer | _OptimizerGroup:
     parameters = _optimized_parameters(combined)
     if not parameters:
         raise ValueError(
-            f"optimizer must have parameters, got {describe(given)} that contains no parameters"
+            "optimizer must be an optimizer or a list of optimizers that have parameters, got"
+            f" {describe(given)} without parameters"
         )
     if len(set(parameters)) < len(parameters):
         raise ValueError(

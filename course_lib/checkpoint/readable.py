@@ -240,7 +240,9 @@ class _Reentrant(torch.autograd.Function):
             outputs = function(*args)
         # Autograd itself notices only in-place changes that happen after this method has ended.
         if versions != [x._version for x in tensors]:
-            raise RuntimeError("use_reentrant=True: the function must not change inputs in place")
+            raise RuntimeError(
+                "with use_reentrant=True, the function must not change its inputs in place"
+            )
         return outputs
 
     @staticmethod

@@ -158,7 +158,8 @@ def fake_rank(ranks: int, rank: int) -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError(
             "predict must be called in a process without a process group of torch.distributed, but"
-            " this process already has one"
+            " this process already has one. Call it before init_process_group, or in another"
+            " process"
         )
     propagate = getattr(ShardingPropagator, SHAPE_FUNCTION)
 

@@ -543,7 +543,7 @@ def test_error_in_accumulated_step_restores_gradients_scaler_and_random_state(ca
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([], r"^optimizer must have parameters, got a list .*contains no"),
+        ([], r"^optimizer must be .* that have parameters, got a list without"),
         ([[0, 1], [1]], r"^optimizer must contain each parameter only once, got a list .*twice"),
     ],
 )
