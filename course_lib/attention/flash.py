@@ -315,7 +315,9 @@ def _mask_shift(q: Tensor, k: Tensor, causal: bool, is_causal: bool) -> int | No
     """Return the mask's shift: query i attends to keys up to i + shift. None without a mask."""
     if causal and is_causal:
         raise ValueError(
-            "is_causal and causal cannot both be True: they align the mask differently"
+            "is_causal and causal cannot both be True: is_causal aligns the mask at the top left,"
+            " as F.scaled_dot_product_attention does, and causal at the bottom right, so that the"
+            " last query attends to all keys"
         )
     return k.shape[-2] - q.shape[-2] if causal else 0 if is_causal else None
 

@@ -161,7 +161,9 @@ def _split_into_stages(model: nn.Module, batch: Any) -> tuple[Any, list[nn.Modul
     """
     name = f"{type(model).__name__}.stages"
     function = own_stages(model)
-    otherwise = "; or set the field blocks of the recipe"
+    otherwise = (
+        "; or name the blocks in Recipe(blocks=...), which then are used instead of this method"
+    )
     takes_arguments(name, function, "(batch)", batch, otherwise=otherwise)
     stages = list(as_modules(list(function(batch))).values())
     while len(stages) > 1 and next(stages[0].parameters(), None) is None:

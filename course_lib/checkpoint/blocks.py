@@ -432,9 +432,9 @@ def lists_of(model: nn.Module) -> list[list[str]]:
     block_lists = next(filter(None, choices), None)
     if block_lists is None:
         raise ValueError(
-            "blocks must be one or several names of modules for a model without an nn.ModuleList"
-            " of blocks, got None. A name may contain wildcards, as in '*.block';"
-            f" {_available_names(model, names_to_choose(model))}"
+            "blocks must be one or several names of modules, got None: the model has no"
+            " nn.ModuleList of blocks, which would be taken for None. A name may contain wildcards,"
+            f" as in '*.block'; {_available_names(model, names_to_choose(model))}"
         )
     return block_lists
 

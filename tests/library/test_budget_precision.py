@@ -126,7 +126,7 @@ class Bypass(nn.Linear):
 
 
 def test_autocast_rejects_loss_that_bypasses_forward():
-    with pytest.raises(ValueError, match=r"but the loss of .* does not"):
+    with pytest.raises(ValueError, match=r"but the loss of .* without such a call"):
         estimate(partial(Bypass, 4, 4), partial(torch.ones, 2, 4), AUTOCAST)
 
 

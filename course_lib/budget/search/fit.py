@@ -321,7 +321,9 @@ def search_by_tensors(
         if cache.confirm(found[0] if found else least):
             break
     if not found:
-        reason = "no recipe could be estimated"
+        reason = (
+            "none of the recipes can run this step; call estimate with one of them to see its error"
+        )
         if least:
             reason = (
                 f"the lowest peak found is {bytes_text(least.peak_bytes)}, with {least.recipe!r}"

@@ -99,8 +99,9 @@ def autocast_forward(model: nn.Module) -> Iterator[Callable[[], None]]:
     def check() -> None:
         if not calls:
             raise ValueError(
-                "precision 'autocast' needs a loss that calls model(...), but the loss of"
-                f" {describe(model)} does not; pass a loss_sum that calls model(...)"
+                "precision 'autocast' applies only to calls of model(...), but the loss of"
+                f" {describe(model)} is computed without such a call. Pass a loss_sum that calls"
+                " model(...), or choose another precision"
             )
 
     try:
