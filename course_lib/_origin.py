@@ -265,7 +265,9 @@ def explain_symbolic_errors() -> Iterator[None]:
         # nn.Transformer reads a mask to find out whether it is causal.
         elif goes_through(error, torch.nn.modules.transformer):
             advice += (
-                ". Pass the argument is_causal (for nn.Transformer, tgt_is_causal or src_is_causal)"
+                ". The modules of nn.Transformer read a mask to find out whether it is causal: pass"
+                " is_causal=True or False to them (to nn.Transformer, tgt_is_causal or"
+                " src_is_causal)"
             )
         elif isinstance(error, NEEDS_DATA) and error.func.namespace == "bitsandbytes":
             advice += (
@@ -285,10 +287,11 @@ def explain_symbolic_errors() -> Iterator[None]:
         if "FakeTensor" not in str(error):
             raise
         raise ValueError(
-            "an estimate cannot use a tensor that was created before it or without a PyTorch"
-            f" operator (as by torch.frombuffer), got one{error_location(error)}. Create this"
-            " tensor with an operator such as torch.zeros, inside a function make_model or"
-            f" make_batch that you pass instead of a model or a batch, or {MEASURE}"
+            "an estimate cannot use a tensor that was created before the estimate, or without a"
+            f" PyTorch operator (as by torch.frombuffer), got one used{error_location(error)}."
+            " Create this tensor with an operator such as torch.zeros, inside make_model,"
+            f" make_batch or the step, or {MEASURE}. If you passed a model or a batch, pass a"
+            " function that creates it instead"
         ) from error
 
 

@@ -120,10 +120,11 @@ def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base
             return peft.get_peft_model(model, peft.LoraConfig(**settings))
     except (ValueError, re.error) as error:
         shown = "None, and peft has no default for this model" if targets is None else repr(targets)
-        linear = ", ".join(sorted(names)) or "none"
+        linear = ", ".join(sorted(names))
+        found = f"the linear layers of this model are {linear}" if linear else "this model has none"
         raise ValueError(
-            "targets must be a list of layer names, or a regular expression for them, got"
-            f" {shown} ({error}). Linear layers of this model: {linear}"
+            "targets must be a list of names of the model's linear layers, or a regular expression"
+            f" for such names, got {shown}; {found} (error: {error})"
         ) from error
 
 

@@ -113,10 +113,10 @@ def staged_loss(model: nn.Module, batch: Any, recipe: Recipe) -> tuple[Tensor, f
     inside = len(stages) - 2
     if recipe.segments > inside:
         raise ValueError(
-            f"segments must be at most the number of functions that {type(model).__name__}.stages"
-            f" returns between the first function with parameters and the last function, which is"
-            f" {max(inside, 0)}, got {recipe.segments}. Return more functions, or choose"
-            " checkpoint='none'"
+            f"segments must be at most {max(inside, 0)}, got {recipe.segments}: so many functions"
+            f" that {type(model).__name__}.stages returns can be in a segment. The functions up to"
+            " the first one with parameters, and the last one, cannot. Return more functions from"
+            " stages, or choose checkpoint='none'"
         )
     # Each segment of stages is wrapped in a checkpoint instead of running in a ScheduledSequential.
     # A ScheduledSequential recomputes whole stages. A checkpoint stops at the last tensor that

@@ -28,7 +28,8 @@ _STATE_NOT_PRESERVED = (
     "The recomputation of a block must compute the same values again, and a block must not change"
     " objects among its arguments, such as a cache (for a cache of transformers, pass"
     " use_cache=False to the model). If the block changes its attributes, or draws random numbers"
-    " from the modules random or numpy, pass preserve_module_state=True. Otherwise change the block"
+    " from the modules random or numpy, pass preserve_module_state=True to checkpoint_blocks."
+    " Otherwise change the block"
 )
 _ADVICE = "exclude the block from checkpoint_blocks"
 
@@ -432,9 +433,9 @@ def lists_of(model: nn.Module) -> list[list[str]]:
     block_lists = next(filter(None, choices), None)
     if block_lists is None:
         raise ValueError(
-            "blocks must be one or several names of modules, got None: the model has no"
-            " nn.ModuleList of blocks, which would be taken for None. A name may contain wildcards,"
-            f" as in '*.block'; {_available_names(model, names_to_choose(model))}"
+            "blocks must be one or several names of modules, got None, and the model has no"
+            " nn.ModuleList from which to take blocks. A name may contain wildcards, as in"
+            f" '*.block'; {_available_names(model, names_to_choose(model))}"
         )
     return block_lists
 

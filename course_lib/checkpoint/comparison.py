@@ -32,11 +32,11 @@ from .._torch.modes import disable_current_modes
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 STATE_PRESERVED = (
-    "A block that is recomputed may change its attributes (tensors, numbers and containers of"
-    " these) and draw random numbers from torch, random, numpy or a generator in an attribute. It"
-    " must not change buffers, parameters, global variables or other objects, such as a cache among"
-    " its arguments (for a cache of transformers, pass use_cache=False to the model). Change the"
-    " block"
+    "A block that is recomputed must not change buffers, parameters, global variables or other"
+    " objects, such as a cache among its arguments (for a cache of transformers, pass"
+    " use_cache=False to the model). It may change its other attributes (tensors, numbers and"
+    " containers of these) and draw random numbers from torch, random, numpy or a generator in an"
+    " attribute. Change the block"
 )
 
 

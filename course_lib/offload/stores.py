@@ -547,7 +547,10 @@ class DiskStore(Store):
 
     def check_open(self) -> None:
         if self._file.closed:
-            raise ValueError("this DiskStore is closed; make a new one")
+            raise ValueError(
+                "this DiskStore is closed; close a store only after its last use, or make a new"
+                " store, and a new optimizer if one used this store"
+            )
         self._check_process()
 
     def _check_process(self) -> None:

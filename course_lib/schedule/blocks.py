@@ -213,7 +213,7 @@ class ScheduledBlocks(BlocksInPlace):
                 f"schedule must be a Schedule, got a function: {self.names[0]} runs inside"
                 " saved-tensor hooks, such as those of a checkpoint around it, where a function"
                 " cannot plan a schedule. Remove these hooks, or pass a Schedule, such as the"
-                " result of optimal(chain, budget_bytes)"
+                " result of optimal(chain, budget_bytes) (in a recipe, choose checkpoint='layers')"
             )
         x = main_tensor(args[0])
         input_kinds = tuple(map(kind_of, tensors_in([args, kwargs])))

@@ -260,7 +260,8 @@ def symbolic_chain(
                 f"{name} must keep the method forward of its class, but this method was replaced,"
                 " for example by torch.compile(block). To plan a schedule for a memory budget, a"
                 f" copy of the block runs, but the new forward would run {name} itself instead of"
-                " the copy. Use block.compile() instead, or pass a Schedule"
+                " the copy. To compile the block, call block.compile() instead. Otherwise pass a"
+                " Schedule to schedule_blocks (in a recipe, choose checkpoint='layers')"
             ) from error
 
 

@@ -532,8 +532,9 @@ class AccessLog:
         race = (
             f"{access} that {task} on {other} has {past}, without waiting for {other}"
             f" ({_calling_line()}). Let {actor} wait for an event that {other} records after"
-            f" {task}. If the memory was freed in between, call the device's method"
-            f" used(tensor) while {other} is the current stream"
+            f" {task}. If the tensor of {task} was freed in between, call the device's method"
+            f" used(tensor) with that tensor before it is freed, while {other} is the current"
+            " stream"
         )
         if race not in self.races:
             self.races.append(race)

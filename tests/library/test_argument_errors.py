@@ -453,7 +453,7 @@ NOT_ESTIMATED = [
     (partial(Step, lambda x: (f"{x.mean():.2f}", x)[1]), "__format__", False),
     (partial(Step, lambda x: x * x.detach().untyped_storage()[0]), "'meta' device", False),
     (partial(Step, sampled), "set_default_validate_args", False),
-    (partial(Step, lambda x: x * OLDER), "created before it .* Create this", False),
+    (partial(Step, lambda x: x * OLDER), "created before the estimate.* Create this", False),
     (partial(Step, doubled), "register_fake", False),
     (partial(Step, lambda x: torch.sparse.mm(x.to_sparse(), x.t())), "keep the tensor", False),
     (partial(SparseEmbedding, 3, 3, sparse=True), "sparse=False", False),

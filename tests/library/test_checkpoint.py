@@ -169,7 +169,9 @@ def test_default_blocks_include_modules_of_nested_lists():
     ],
 )
 def test_model_without_module_list_is_rejected_with_suggested_block_names(make, names):
-    with pytest.raises(ValueError, match=rf"got None: the model has no nn.ModuleList .*{names}"):
+    with pytest.raises(
+        ValueError, match=rf"got None, and the model has no nn.ModuleList .*{names}"
+    ):
         checkpoint_blocks(make(), None)
 
 

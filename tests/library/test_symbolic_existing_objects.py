@@ -205,7 +205,7 @@ def with_generator():
         (tied, lambda model: torch.optim.Adafactor(model.parameters()), "optimizer='adafactor'"),
         (checkpointed, lambda model: torch.optim.SGD, "run by checkpoint_blocks or by a schedule"),
         (hooked, lambda model: torch.optim.SGD, "no hooks on parameters, got hooks on 0.weight"),
-        (ModelInClosure, lambda model: torch.optim.AdamW, "instead of a model or a batch"),
+        (ModelInClosure, lambda model: torch.optim.AdamW, "pass a function that creates it"),
     ],
 )
 def test_estimate_rejects_unsupported_objects_with_advice(make, optimizer, message):
