@@ -357,8 +357,9 @@ class OptimizerRow:
         """
         if self.state_tensors is None:
             raise ValueError(
-                "state_tensors must be the number of state tensors per parameter if the optimizer"
-                " updates weights on the host, got None"
+                "state_tensors must be the number of state tensors per parameter for an optimizer"
+                " that updates weights on the host, got None; pass it to OptimizerRow, such as"
+                " state_tensors=2 for Adam"
             )
         read, written = 2 + self.state_tensors, 1 + self.state_tensors
         return (read + written) * torch.float32.itemsize

@@ -29,8 +29,8 @@ Optimizer = torch.optim.Optimizer
 UNCHANGED = Recipe(precision=None, attention=None)
 PASS_FUNCTIONS = (
     "instead of a model and a batch, pass two functions without arguments: one that returns the"
-    " model, and one that returns the batch. Then the recipe must be a Recipe, or a function that"
-    " takes parameters and returns an optimizer"
+    " model, and one that returns the batch. In place of an optimizer, pass a Recipe, or a"
+    " function that takes the parameters and returns an optimizer"
 )
 
 

@@ -167,9 +167,10 @@ def check_constants(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if any(tensor.requires_grad for tensor in tensors_in(value)):
             raise ValueError(
-                f"{name} must not require gradients, got {describe(value)} that requires gradients;"
-                " a schedule computes gradients only of its input and of parameters, so detach this"
-                " argument"
+                f"{name} must not require gradients, got {describe(value)} that requires gradients:"
+                " in a schedule, only the first argument and the parameters of a stage get"
+                f" gradients. If {name} needs none, pass {name}.detach(). Otherwise choose"
+                " checkpoints without a schedule"
             )
 
 

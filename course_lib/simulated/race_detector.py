@@ -225,9 +225,9 @@ class Arena:
             start = self.top
             if start + size > len(self.memory):
                 raise torch.OutOfMemoryError(
-                    f"{self.name} memory has {len(self.memory)} bytes, of which {self.live_bytes}"
-                    f" are in use, and no free block of {size} bytes is left; pass a larger"
-                    " memory_bytes"
+                    f"{self.name} memory of the SimulatedDevice has {len(self.memory)} bytes, of"
+                    f" which {self.live_bytes} are in use, and no free block of {size} bytes is"
+                    " left; create the SimulatedDevice with a larger memory_bytes"
                 )
             self.top += size
         view = self.memory[start : start + nbytes]

@@ -61,10 +61,13 @@ class Gpu:
     torch: tuple[int, int] = INSTALLED
 
     def __post_init__(self):
-        for name in ("capability", "torch"):
+        for name, example in (("capability", (9, 0)), ("torch", (2, 13))):
             pair = getattr(self, name)
             if not (isinstance(pair, tuple) and [type(part) for part in pair] == [int, int]):
-                raise TypeError(f"{name} must be two whole numbers such as (9, 0), got {pair!r}")
+                raise TypeError(
+                    f"{name} must be a version as two whole numbers, such as {example}, got"
+                    f" {pair!r}"
+                )
 
 
 @dataclass(frozen=True)
