@@ -26,10 +26,10 @@ from .repeatable import BlockState, Repeatable
 
 _STATE_NOT_PRESERVED = (
     "The recomputation of a block must compute the same values again, and a block must not change"
-    " objects among its arguments, such as a cache (for a cache of transformers, pass"
-    " use_cache=False to the model). If the block changes its attributes, or draws random numbers"
-    " from the modules random or numpy, pass preserve_module_state=True to checkpoint_blocks."
-    " Otherwise change the block"
+    " objects among its arguments, such as a cache (call a model of transformers with"
+    " use_cache=False and without past_key_values). If the block changes its attributes, or draws"
+    " random numbers from the modules random or numpy, pass preserve_module_state=True to"
+    " checkpoint_blocks. Otherwise change the block"
 )
 _ADVICE = "exclude the block from checkpoint_blocks"
 

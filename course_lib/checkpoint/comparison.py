@@ -33,10 +33,10 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 STATE_PRESERVED = (
     "A block that is recomputed must not change buffers, parameters, global variables or other"
-    " objects, such as a cache among its arguments (for a cache of transformers, pass"
-    " use_cache=False to the model). It may change its other attributes (tensors, numbers and"
-    " containers of these) and draw random numbers from torch, random, numpy or a generator in an"
-    " attribute. Change the block"
+    " objects, such as a cache among its arguments (call a model of transformers with"
+    " use_cache=False and without past_key_values). It may change its other attributes (tensors,"
+    " numbers and containers of these) and draw random numbers from torch, random, numpy or a"
+    " generator in an attribute. Change the block"
 )
 
 
