@@ -123,6 +123,8 @@ PLAIN_LOSSES = {
 )
 def test_generated_script_has_same_losses_as_baseline_steps(model, options):
     script = FRAMEWORKS["torch"].script(Recipe(attention=None, **options), WORKLOADS[model])
+    one_sample_each = options.get("micro_batches") == WORKLOADS[model].samples
+    assert ("split(batch, 1)" in script) == one_sample_each
     assert losses_of(script) == pytest.approx(plain_losses(model, PLAIN_LOSSES[model]), abs=2e-4)
 
 
