@@ -145,8 +145,10 @@ def test_command_prints_script_or_rejection_reason_for_each_framework():
     assert "transformers" in answers["trainer"]["problem"]
     printed = printed_by(*arguments)
     assert all(re.search(rf"^{name}  ", printed, re.M) for name in FRAMEWORKS)
-    ranks = result_of(*arguments, "--ranks", "2")["frameworks"]
+    arguments += ["--ranks", "2", "--details"]
+    ranks = result_of(*arguments)["frameworks"]
     assert "fully_shard" in ranks["fsdp2"]["script"] and "problem" in ranks["torch"]
+    assert "network cards" not in printed_by(*arguments)  # a laptop's network is not known
 
 
 def test_script_for_model_with_batch_norm_contains_no_checkpoint(user_code):
