@@ -16,7 +16,8 @@ from training_steps import (
 )
 
 from course_lib._torch.tensors import tensors_in
-from course_lib.memory import CATEGORIES, MemoryMeter
+from course_lib.memory import CATEGORIES, MemoryMeter, categories
+from course_lib.memory.storages import held_by
 from course_lib.models import deep_mlp
 from course_lib.offload import OffloadedOptimizer
 
@@ -100,6 +101,26 @@ def test_state_created_by_step_in_backward_counts_as_optimizer_state(make):
             assert meter.series()["optimizer"][-1] == bytes_of(state) > 0
             del state
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_meter_visits_each_optimizer_state_tensor_at_most_three_times(monkeypatch):
+    visited = []
+
+    def counted(*args, **kwargs):
+        for tensor in held_by(*args, **kwargs):
+            visited.append(tensor)
+            yield tensor
+
+    monkeypatch.setattr(categories, "held_by", counted)
+    model = deep_mlp(8, 8).to(torch.bfloat16)
+    optimizer = OffloadedOptimizer(model.parameters(), fraction=0.5)
+    step_in_backward(model, optimizer)
+    model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    visited.clear()
+    with MemoryMeter(model, optimizer):
+        model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    held = len(list(optimizer.held_tensors()))
+    assert held <= len(visited) <= 3 * held
 
 
 def test_outputs_under_no_grad_count_as_temporary():
