@@ -273,12 +273,12 @@ table(["relative error (1e-7)", "O", "dQ", "dK", "dV"], rows)
 # %% [markdown]
 # <div lang="en">
 #
-# The table lists the errors of fp32 results, relative to float64 results, all near 4e-7. Tiled attention computes the same formula as standard attention, but adds in another order, so the last digits differ.
+# The table lists the errors of fp32 results, relative to float64 results, all a few times 1e-7. Tiled attention computes the same formula as standard attention, but adds in another order, so the last digits differ.
 #
 # </div>
 # <div lang="zh">
 #
-# 表中列出 fp32 的结果相对于 float64 结果的误差，都在 4e-7 左右。分块计算时，求和的顺序与标准注意力不同，因此结果的末几位数字也不同。说 flash 注意力“精确”，是指公式没有近似，并不是指结果逐比特相同。
+# 表中列出 fp32 的结果相对于 float64 结果的误差，都是 1e-7 的几倍。分块计算时，求和的顺序与标准注意力不同，因此结果的末几位数字也不同。说 flash 注意力“精确”，是指公式没有近似，并不是指结果逐比特相同。
 #
 # </div>
 
