@@ -424,7 +424,7 @@ def _time_block(device: torch.device, seconds: list[float]) -> Iterator[None]:
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
     """Disable automatic garbage collection inside a `with` block."""
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    enabled, frozen = gc.isenabled(), _objects_are_frozen()
     gc.disable()
     # `_RepeatedRuns.run` collects garbage before every run. Freezing the objects that already exist
     # keeps the collector from searching them each time.
@@ -438,3 +438,17 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.unfreeze()
         if enabled:
             gc.enable()
+
+
+def _objects_are_frozen() -> bool:
+    """Return whether other code has frozen objects with `gc.freeze`, which must not be undone.
+
+    `gc.get_freeze_count` visits every frozen object, which takes longer than many a step. Therefore
+    it is not called again once it has found frozen objects.
+    """
+    global _found_frozen_objects
+    _found_frozen_objects = _found_frozen_objects or gc.get_freeze_count() > 0
+    return _found_frozen_objects
+
+
+_found_frozen_objects = False

@@ -223,7 +223,9 @@ class Symbolic(FakeTensorMode):
         self.looks += reads_values
         if func._schema.is_mutable or reads_values:
             return func(*args, **kwargs)
-        result, kind = self._run_with_placeholders(func, types, args, kwargs), func.overloadpacket
+        inputs, kind = tensors_among(args, kwargs), func.overloadpacket
+        run = self._run_with_placeholders if inputs else self._dispatch_cached
+        result = run(func, types, args, kwargs)
         outputs = tensors_among((result,))
         if kind in _WITHOUT_VALUES or any(tensor.device.type != "cpu" for tensor in outputs):
             return result
@@ -236,7 +238,7 @@ class Symbolic(FakeTensorMode):
         is_number = (
             isinstance(result, Tensor) and result.is_floating_point() and result.numel() == 1
         )
-        if kind in _VALUES_ARE_READ or (is_number and tensors_among(args, kwargs)):
+        if kind in _VALUES_ARE_READ or (is_number and inputs):
             return self.fake_tensor_converter.from_real_tensor(
                 self, func(*args, **kwargs), make_constant=True
             )
