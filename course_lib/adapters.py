@@ -121,10 +121,15 @@ def _with_adapters(make_model: Callable[[], nn.Module], rank: int, targets, base
     except (ValueError, re.error) as error:
         shown = "None, and peft has no default for this model" if targets is None else repr(targets)
         linear = ", ".join(sorted(names))
-        found = f"the linear layers of this model are {linear}" if linear else "this model has none"
+        found = (
+            f"the linear layers of this model are {linear}"
+            if linear
+            else "this model contains no linear layers with names"
+        )
         raise ValueError(
-            "targets must be a list of names of the model's linear layers, or a regular expression"
-            f" for such names, got {shown}; {found} (error: {error})"
+            "targets must be 'all-linear', a list of names of layers that peft supports, such as"
+            f" linear layers, or a regular expression for such names, got {shown}; {found} (error:"
+            f" {error})"
         ) from error
 
 

@@ -129,7 +129,7 @@ LINEAR = partial(nn.Linear, 2, 2)
         (nn.Linear(2, 2), {}, "make_model must be a function"),
         (lambda: None, {}, "make_model must return"),
         (LINEAR, {"targets": 5}, "targets must be a str"),
-        (LINEAR, {"targets": "("}, "targets must be a list of names"),
+        (LINEAR, {"targets": "("}, "targets must be 'all-linear', a list of names"),
         (LINEAR, {"rank": 0}, "rank must be"),
         (LINEAR, {"base": "int4"}, "base must be"),
         (
