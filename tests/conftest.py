@@ -46,7 +46,12 @@ def pytest_itemcollected(item):
 
 
 def pytest_runtest_setup(item):
-    torch.manual_seed(0)  # so that a test alone draws the numbers that it draws after others
+    # So that a test alone draws the numbers that it draws after others. `torch.manual_seed` formats
+    # the stack for each call, if CUDA is not initialized.
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU; run `make gpu` on a machine that has one")
 
@@ -112,16 +117,20 @@ def config_file(tmp_path):
     return write
 
 
-FROZEN = {"modules": 0}  # number of modules when the collector's objects were last frozen
+# Automatic collections are less frequent than by default, as tests leave little garbage.
+gc.set_threshold(5000)
+FROZEN = {"at": None}  # file of the test, and number of modules, when objects were last frozen
 
 
 @pytest.fixture(autouse=True)
-def little_to_collect():
-    """Freeze all objects, if several modules were imported since they were last frozen.
+def little_to_collect(request):
+    """Freeze all objects at the first test of each file, and again after further modules were
+    imported.
 
     `measure` collects garbage before each run, and would search the objects of all modules.
     """
-    if len(sys.modules) > FROZEN["modules"] + 20:
+    at = request.path, len(sys.modules) // 20
+    if FROZEN["at"] != at:
         gc.collect()
         gc.freeze()
-        FROZEN["modules"] = len(sys.modules)
+        FROZEN["at"] = at
