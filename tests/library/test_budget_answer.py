@@ -5,6 +5,7 @@ The printed peak is compared with the meter's while the printed script runs."""
 import ast
 import json
 import re
+import sys
 import warnings
 from contextlib import redirect_stdout
 from functools import cache, partial
@@ -79,6 +80,8 @@ def result_of(*arguments):
 @pytest.fixture
 def user_code(tmp_path, monkeypatch):
     (tmp_path / "user_code.py").write_text(USER_CODE, encoding="utf-8")
+    # Tests of another file import another module of this name.
+    monkeypatch.delitem(sys.modules, "user_code", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
 
