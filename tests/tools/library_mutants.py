@@ -23,7 +23,7 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -110,8 +110,9 @@ def _forked(names: list[str], folder: Path) -> int:
     if child == 0:
         code = 3
         try:
+            os.setpgid(0, 0)  # a group with the processes that the tests start, such as ranks
             resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 5))
-            signal.alarm(30 * LIMIT_S)  # ends a mutant that waits forever, also on a busy machine
+            signal.alarm(10 * LIMIT_S)  # ends a mutant that waits forever, also on a busy machine
             signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup ignores it
             os.environ["PYTHONPATH"] = str(folder)
             here = (ROOT, ROOT / "tests/tools")  # course_lib has not been imported yet
@@ -126,7 +127,11 @@ def _forked(names: list[str], folder: Path) -> int:
                 code = int(pytest.main([*options, *names]))
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
 
 
 def main() -> int:
