@@ -228,13 +228,15 @@ def cut_table(output: NotebookNode, language: str) -> list[NotebookNode]:
 
     Each part has the table's headings. Text below the table goes to the last part.
     """
-    soup = BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser")
-    rows = soup.select("tbody tr")
     count = math.ceil(
         output_height(output, language) / (ROOM - _SECOND_HEADING * (language == "both"))
     )
-    if len(soup.select("table")) != 1 or count < 2:
+    if count < 2:
         return [output]
+    soup = BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser")
+    if len(soup.select("table")) != 1:
+        return [output]
+    rows = soup.select("tbody tr")
     size = math.ceil(len(rows) / count)
     parts = []
     for start in range(0, len(rows), size):
@@ -257,7 +259,10 @@ def claims_in(output: NotebookNode) -> list[tuple[NotebookNode, NotebookNode]]:
     The rows are those of the table that a lesson shows with `course_lib.teaching.claims`. For any
     other output, the list is empty.
     """
-    soup = BeautifulSoup(output.get("data", {}).get("text/html", ""), "html.parser")
+    html = output.get("data", {}).get("text/html", "")
+    if "<thead" not in html:
+        return []
+    soup = BeautifulSoup(html, "html.parser")
     columns = [th.get_text(" ", strip=True) for th in soup.select("thead th")]
     names = [" ".join(words) for words in zip(*_CLAIM_COLUMNS, strict=True)]  # in both languages
     found = [list(one) for one in (*_CLAIM_COLUMNS, names)]

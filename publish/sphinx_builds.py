@@ -21,12 +21,13 @@ def build_all(builds: Sequence[Sequence[str]]) -> int:
     # Garbage collection would visit all imported objects many times, which takes a fourth of the
     # time. The garbage of one language is less than 200 MB.
     gc.disable()
-    for arguments in builds:
+    for position, arguments in enumerate(builds):
+        if position:
+            gc.collect()
         # Otherwise Sphinx would use the messages of the previous language.
         sphinx.locale.translators.clear()
         if status := main(arguments):
             break
-        gc.collect()
     return status
 
 
