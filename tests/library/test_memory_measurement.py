@@ -303,3 +303,11 @@ def test_measure_restores_garbage_collection_switch():
         switch()
         measure(lambda: model(torch.ones(1, 4)).sum().backward(), repeats=0)
         assert gc.isenabled() == (switch is gc.enable)
+
+
+def test_measure_keeps_objects_frozen_that_other_code_froze():
+    model = nn.Linear(4, 4)
+    gc.freeze()
+    for _ in range(2):
+        measure(lambda: model(torch.ones(1, 4)).sum().backward(), repeats=0)
+        assert gc.get_freeze_count()
