@@ -443,8 +443,9 @@ def _without_garbage_collection() -> Iterator[None]:
 def _objects_are_frozen() -> bool:
     """Return whether other code has frozen objects with `gc.freeze`, which must not be undone.
 
-    `gc.get_freeze_count` visits every frozen object, which takes longer than many a step. Therefore
-    it is not called again once it has found frozen objects.
+    `gc.get_freeze_count` visits every frozen object, which can take longer than a small step. So it
+    is not called again after it has found frozen objects. If they are unfrozen later, the result
+    remains True, and `measure` only takes longer.
     """
     global _found_frozen_objects
     _found_frozen_objects = _found_frozen_objects or gc.get_freeze_count() > 0
